@@ -112,19 +112,25 @@ def _causes_table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
             other["op"] == finding["op"] and other["status"] == "introduced"
             for other in data["findings"]
         )
-        counts = finding["on_same_input"]["counts"]
         cause = causes.get((finding["layer"], finding["op"]))
-        cells = [
-            f"{_name(finding)}<br><small>{html.escape(OPS[finding['op']])}; "
-            f"in {num_places} place{'s' * (num_places > 1)}</small>",
-            f"{sum(counts[1:]):,} of {sum(counts):,}, "
-            f"at most {finding['on_same_input']['largest_ulp']:,} ULP",
-            *(_side(cause[side]) if cause else "" for side in ("left", "right")),
-        ]
-        rows.append(cells)
+        sides = [_side(cause[side]) if cause else "" for side in ("left", "right")]
+        rows.append([_op_cell(finding, num_places), _distance_cell(finding), *sides])
     return _html_table(
         ("op", "elements that differ on the same input", data["left"], data["right"]), rows
     )
+
+
+def _op_cell(finding: dict[str, Any], num_places: int) -> str:
+    return (
+        f"{_name(finding)}<br><small>{html.escape(OPS[finding['op']])}; "
+        f"in {num_places} place{'s' * (num_places > 1)}</small>"
+    )
+
+
+def _distance_cell(finding: dict[str, Any]) -> str:
+    histogram = finding["on_same_input"]
+    counts = histogram["counts"]
+    return f"{sum(counts[1:]):,} of {sum(counts):,}, at most {histogram['largest_ulp']:,} ULP"
 
 
 def _logprobs(data: dict[str, Any]) -> str:
@@ -132,16 +138,7 @@ def _logprobs(data: dict[str, Any]) -> str:
     note = f"{len(tokens):,} tokens" + (
         f", the first {MAX_TOKENS}" if len(tokens) > MAX_TOKENS else ""
     )
-    rows = [
-        [
-            html.escape(token["sequence"]),
-            str(token["position"]),
-            f"{token['response_token']}: "
-            f"<span class='mono'>{html.escape(repr(token['text']))}</span> ({token['token']})",
-            *map(_logprob, (token["left"], token["right"], token["recorded"])),
-        ]
-        for token in tokens[:MAX_TOKENS]
-    ]
+    rows = [_logprob_cells(token) for token in tokens[:MAX_TOKENS]]
     heads = (
         "sequence",
         "position",
@@ -151,6 +148,16 @@ def _logprobs(data: dict[str, Any]) -> str:
         "recorded",
     )
     return _section("Log-probs that differ", note, _html_table(heads, rows))
+
+
+def _logprob_cells(token: dict[str, Any]) -> list[str]:
+    return [
+        html.escape(token["sequence"]),
+        str(token["position"]),
+        f"{token['response_token']}: "
+        f"<span class='mono'>{html.escape(repr(token['text']))}</span> ({token['token']})",
+        *map(_logprob, (token["left"], token["right"], token["recorded"])),
+    ]
 
 
 def _logprob(value: float | None) -> str:
@@ -176,7 +183,18 @@ def _side(side: dict[str, list[str]]) -> str:
 
 
 def _facts(data: dict[str, Any]) -> str:
-    facts = {
+    rows = [
+        [f"<b>{html.escape(name)}</b>", f"<span class='mono'>{html.escape(value)}</span>"]
+        for name, value in _list_facts(data).items()
+        if value
+    ]
+    facts_table = _html_table(("what", ""), rows)
+    return _section("What was replayed", "", _sequences(data["sequences"]) + facts_table)
+
+
+def _list_facts(data: dict[str, Any]) -> dict[str, str]:
+    """Return the facts on a replay by name; those that do not apply are empty."""
+    return {
         "run": data["run"],
         "command": data["command"],
         "weights": data["weights"],
@@ -190,13 +208,6 @@ def _facts(data: dict[str, Any]) -> str:
         },
         **data["versions"],
     }
-    rows = [
-        [f"<b>{html.escape(k)}</b>", f"<span class='mono'>{html.escape(v)}</span>"]
-        for k, v in facts.items()
-        if v
-    ]
-    facts_table = _html_table(("what", ""), rows)
-    return _section("What was replayed", "", _sequences(data["sequences"]) + facts_table)
 
 
 def _sequences(sequences: Sequence[dict[str, Any]]) -> str:
