@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +28,7 @@ from spmd_rl.microscope.replay.forward_pass import (
     TrainerPass,
     load_model,
 )
+from spmd_rl.microscope.replay.inputs import RecordedSample
 from spmd_rl.microscope.replay.weights import ReplayWeights, final_weights, sampling_weights
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.observe.run_folder import refuse_links
@@ -72,20 +74,18 @@ def main(words: list[str]) -> int:
     The exit code is 0 if all bits agree, every sequence reads its own history and nothing is NaN; 1
     if not; 2 for bad input; 3 if it could not be found out.
     """
-    options = _parser().parse_args(words)
-    _check(options)
+    options = _parse(words)
     run = Path(options.run) if options.run else None
     settings = inputs.run_settings(run) if run else {}
-    if run and not options.out:
-        refuse_links(run)
+    folder = _report_folder(options, run)
     with TemporaryDirectory() as temporary:
         loaded = _load(options, run, settings, Path(temporary) / "model")
-        out = _make_folder(Path(options.out) if options.out else (run or Path()) / "mismatch")
+        _make_folder(folder)
         setup = _setup(options, loaded, shlex.join(["spmd-rl", "mismatch", *words]))
         for note in setup.notes:
             print(note)
         examination = examine(setup)
-        page = write_report(examination, out)
+        page = write_report(examination, folder)
     print(examination.verdict)
     print(page)
     return EXIT_AGREE if examination.comparison.agree else EXIT_DIFFER
@@ -104,6 +104,12 @@ def drop_splits(
         role.pop(SPLIT, 0) for role in (settings.get("engine", {}), settings.get("trainer", {}))
     ]
     return any(dropped)
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    options = _parser().parse_args(words)
+    _check(options)
+    return options
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -126,7 +132,16 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError("--device cuda: torch sees no GPU here")
 
 
-def _make_folder(path: Path) -> Path:
+def _report_folder(options: argparse.Namespace, run: Path | None) -> Path:
+    """Return the folder of the report. It may lie in the run's, which must not have links then."""
+    if options.out:
+        return Path(options.out)
+    if run:
+        refuse_links(run)
+    return (run or Path()) / "mismatch"
+
+
+def _make_folder(path: Path) -> None:
     """Make the folder before the work is done.
 
     Raises: ConfigError if it cannot be made or written to.
@@ -137,7 +152,6 @@ def _make_folder(path: Path) -> Path:
         raise ConfigError(f"{path} cannot be made: {error.strerror}") from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"nothing can be written to {path}")
-    return path
 
 
 def _load(
@@ -154,11 +168,15 @@ def _load(
     names = [name for one in options.samples.split(",") if (name := one.strip())]
     samples = inputs.find_samples(run, names, options.step)
     if weights is None and options.step is not None:
-        versions = frozenset().union(*(one.versions for one in samples))
-        weights = sampling_weights(run, versions, settings, temporary)
+        weights = sampling_weights(run, _versions_of(samples), settings, temporary)
     weights = weights or final_weights(run)
     case = inputs.case_of_samples(samples, weights.folder, settings)
     return _RunInputs(run, settings, case, weights)
+
+
+def _versions_of(samples: Sequence[RecordedSample]) -> frozenset[int]:
+    """Return the versions of the weights that drew the samples' tokens."""
+    return frozenset().union(*(sample.versions for sample in samples))
 
 
 def _setup(options: argparse.Namespace, loaded: _RunInputs, command: str) -> ReplaySetup:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import linear_fp32
@@ -112,10 +113,7 @@ class VariantSearch:
         If none does, return those that give some, each with the rows that are left by then. Only
         rows that both sides observed count. `step_of` is the step that computed each row.
         """
-        patched, other = self.evidence.patched, self.evidence.other
-        shared = patched.observed(point) & other.observed(point)
-        unequal = wide_bits(patched.table[point]) != wide_bits(other.table[point])
-        unequal_rows = shared & unequal.any(1)
+        shared, unequal_rows = self._shared_rows(point)
         left, num_shared = shared, int(shared.sum())
         partial_matches = []
         for candidate in self._candidates(point, values):
@@ -128,6 +126,16 @@ class VariantSearch:
                 partial_matches.append(VariantMatch(candidate.description, num_given, num_unequal))
                 left = left & ~given
         return partial_matches
+
+    def _shared_rows(self, point: Point) -> tuple[Tensor, Tensor]:
+        """Return the rows that both sides observed, and those of them that differ.
+
+        Shape: both [rows] bool.
+        """
+        patched, other = self.evidence.patched, self.evidence.other
+        shared = patched.observed(point) & other.observed(point)
+        unequal = wide_bits(patched.table[point]) != wide_bits(other.table[point])
+        return shared, shared & unequal.any(1)
 
     def _candidates(self, point: Point, values: ValueTap) -> Iterator[_Candidate]:
         """Yield the variants of the op.
@@ -144,15 +152,21 @@ class VariantSearch:
         source = self._recorded_input(Point(point.layer, source_op)) if source_op else None
         if source is None:
             return
-        shown = all_rows
-        for op in INPUTS[point.op]:
-            read = Point(point.layer, op)
-            is_shown = values.observed(read) if read in values.table else torch.zeros_like(shown)
-            shown = shown & is_shown
+        shown = self._rows_with_inputs(point, values)
         if shown.all():
             return
         for description, compute in variants_from_source(point.op):
             yield _Candidate(description, compute, (), source, ~shown)
+
+    def _rows_with_inputs(self, point: Point, values: ValueTap) -> Tensor:
+        """Return in which rows `values` show all that the op reads. Shape: [rows] bool."""
+        shown = torch.ones(self.case.num_rows, dtype=torch.bool)
+        for op in INPUTS[point.op]:
+            read = Point(point.layer, op)
+            if read not in values.table:
+                return torch.zeros_like(shown)
+            shown = shown & values.observed(read)
+        return shown
 
     def _inputs(self, point: Point) -> list[Tensor]:
         """Return the recorded inputs of an op, or nothing if one of them is not recorded."""
@@ -229,21 +243,27 @@ class VariantSearch:
     def _variant_inputs(
         self, candidate: _Candidate, point: Point, rows: Tensor, left: Tensor
     ) -> VariantInputs:
-        case, device, index = self.case, next(self.model.parameters()).device, rows.numpy()
+        device = next(self.model.parameters()).device
+
+        def select(table: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(table[rows.numpy()]).to(device)
+
         return VariantInputs(
             x=tuple(tensor[rows].to(device) for tensor in candidate.inputs),
             module=_module(self.model, point),
             spec=self.spec,
-            positions=torch.from_numpy(case.positions[index]).to(device),
-            targets=torch.from_numpy(case.targets[index]).to(device),
-            temperatures=torch.from_numpy(case.temperatures[index]).to(device),
+            positions=select(self.case.positions),
+            targets=select(self.case.targets),
+            temperatures=select(self.case.temperatures),
             wanted=left[rows],
             split=self.split,
             source=None if candidate.source is None else candidate.source[rows].to(device),
-            projections=tuple(
-                _module(self.model, Point(point.layer, op)) for op in INPUTS.get(point.op, ())
-            ),
+            projections=self._projections(point),
         )
+
+    def _projections(self, point: Point) -> tuple[Any, ...]:
+        """Return the modules of the points that the op reads."""
+        return tuple(_module(self.model, Point(point.layer, op)) for op in INPUTS.get(point.op, ()))
 
     def _computed_together(
         self, point: Point, rows: Tensor, step_of: Sequence[int]

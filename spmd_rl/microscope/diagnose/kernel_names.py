@@ -33,16 +33,14 @@ class KernelInfo:
 
 def identify(name: str, hopper: bool = True) -> KernelInfo:
     """Return what a kernel's name says of it. Some of it is only known on Hopper."""
-    is_split = re.search(r"split_?k|stream_?k", name, re.IGNORECASE) is not None
+    is_split = re.search(r"split_?k|stream_?k", name, re.IGNORECASE)
     kernel = KernelInfo(_short_name(name), splits="K split" if is_split else "")
     lower = name.lower()
     if name.startswith("nvjet"):
         return _nvjet(kernel, name, hopper)
-    gemm_tile = re.search(r"tilesize(\d+x\d+x\d+)|(\d+x\d+_\d+x\d+)", name)
-    if "gemm" in lower and gemm_tile:
+    if "gemm" in lower and (tile := _gemm_tile(name)):
         instruction = _tall_instruction(name, "wgmma" in name) or "mma.sync"
-        tile_name = f"tile {gemm_tile[1] or gemm_tile[2]}"
-        return replace(kernel, tile=tile_name, instruction=instruction)
+        return replace(kernel, tile=f"tile {tile}", instruction=instruction)
     if "splitkv" in lower:
         return replace(kernel, splits="keys split")
     if ours := _OURS.match(name):
@@ -61,6 +59,12 @@ def _nvjet(kernel: KernelInfo, name: str, hopper: bool) -> KernelInfo:
         splits=kernel.splits or "one chain",
         instruction=_tall_instruction(name, hopper),
     )
+
+
+def _gemm_tile(name: str) -> str:
+    """Return the tile in the name of a GEMM of cuBLAS or CUTLASS, or nothing."""
+    found = re.search(r"tilesize(\d+x\d+x\d+)|(\d+x\d+_\d+x\d+)", name)
+    return (found[1] or found[2]) if found else ""
 
 
 def _flash_kernel(name: str, hopper: bool) -> KernelInfo:

@@ -86,7 +86,7 @@ def kernels_of(forward_pass: ForwardPass, case: ReplayCase) -> KernelTrace:
 
 
 def _trace_events(profiler: profile) -> list[dict[str, Any]]:
-    """Return the events of a profile; only its Chrome trace tells which call launched a kernel."""
+    """Return the events of a profile, as its Chrome trace has them."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
@@ -96,13 +96,9 @@ def _trace_events(profiler: profile) -> list[dict[str, Any]]:
 
 def kernels_between_marks(events: list[dict[str, Any]], hopper: bool = True) -> KernelsByPoint:
     """Return the kernels, or torch ops if there are none, that were started before each mark."""
-    timed = _in_order_of_time(events)
-    on_gpu = {
-        event["args"].get("correlation"): event for event in timed if event["cat"] == "kernel"
-    }
     kernels: dict[tuple[int, Point], tuple[KernelInfo, ...]] = {}
     since_mark: list[str] = []
-    for kind, name in _marks_and_work(timed, on_gpu):
+    for kind, name in _marks_and_work(_in_order_of_time(events)):
         if kind == "work":
             since_mark.append(name)
             continue
@@ -129,35 +125,44 @@ def _kernels_of_op(names: list[str], hopper: bool) -> tuple[KernelInfo, ...]:
     """
     names = [name for name in names if not _COPIES.search(name)] or names
     kernels = [identify(name, hopper) for name in names]
-    num_flash = sum(kernel.name == FLASH for kernel in kernels)
-    splits = ""
-    if any(kernel.name == FLASH_COMBINE for kernel in kernels):
-        splits = "keys split"
-    elif num_flash > 1 or (num_flash and OUR_MERGE in names):
-        launches = "launch" if num_flash == 1 else "launches"
-        splits = f"ranges of keys in {num_flash} {launches}, merged"
-    if splits:
+    if splits := _flash_splits(kernels, OUR_MERGE in names):
         kernels = [
             replace(kernel, splits=splits) if kernel.name == FLASH else kernel for kernel in kernels
         ]
     return tuple(dict.fromkeys(kernels))
 
 
-def _marks_and_work(
-    timed: list[dict[str, Any]], on_gpu: Mapping[Any, dict[str, Any]]
-) -> Iterator[tuple[str, str]]:
+def _flash_splits(kernels: list[KernelInfo], has_our_merge: bool) -> str:
+    """Return how FlashAttention split the keys, or nothing if it did not."""
+    num_flash = sum(kernel.name == FLASH for kernel in kernels)
+    if any(kernel.name == FLASH_COMBINE for kernel in kernels):
+        return "keys split"
+    if num_flash > 1 or (num_flash and has_our_merge):
+        launches = "launch" if num_flash == 1 else "launches"
+        return f"ranges of keys in {num_flash} {launches}, merged"
+    return ""
+
+
+def _marks_and_work(timed: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield ("mark", its name) and ("work", the name of a kernel or op), in order of time."""
+    on_gpu = _kernels_by_launch(timed)
     end_of_op = float("-inf")
     for event in timed:
-        if event["name"].startswith(f"{MARK}|"):
+        name = event["name"]
+        if name.startswith(f"{MARK}|"):
             if event["cat"] == "user_annotation":
-                yield "mark", event["name"]
+                yield "mark", name
         elif on_gpu:
             if kernel := _launched_kernel(event, on_gpu):
                 yield "work", kernel["name"]
         elif event["ts"] >= end_of_op and _is_computing_op(event):
             end_of_op = event["ts"] + event.get("dur", 0)
             yield "work", _describe_op(event)
+
+
+def _kernels_by_launch(events: list[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Return the GPU kernels by the number that a kernel has in common with its launch."""
+    return {event["args"].get("correlation"): event for event in events if event["cat"] == "kernel"}
 
 
 def _launched_kernel(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -106,18 +107,20 @@ def _first_of_kind(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _causes_table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
     causes = {(finding["layer"], finding["op"]): finding for finding in data["causes"]}
+    num_places = _num_places(data["findings"])
     rows = []
     for finding in kinds:
-        num_places = sum(
-            other["op"] == finding["op"] and other["status"] == "introduced"
-            for other in data["findings"]
-        )
         cause = causes.get((finding["layer"], finding["op"]))
         sides = [_side(cause[side]) if cause else "" for side in ("left", "right")]
-        rows.append([_op_cell(finding, num_places), _distance_cell(finding), *sides])
+        rows.append([_op_cell(finding, num_places[finding["op"]]), _distance_cell(finding), *sides])
     return _html_table(
         ("op", "elements that differ on the same input", data["left"], data["right"]), rows
     )
+
+
+def _num_places(findings: list[dict[str, Any]]) -> Counter[str]:
+    """Return in how many places each op introduces a difference."""
+    return Counter(finding["op"] for finding in findings if finding["status"] == "introduced")
 
 
 def _op_cell(finding: dict[str, Any], num_places: int) -> str:

@@ -40,19 +40,25 @@ class KvProvenance:
             self._pages[target] = self._pages[source]
         computed = []
         for number, start, length, pages in zip(
-            numbers, step.starts, step.lengths, step.pages, strict=True
+            numbers.tolist(), step.starts.tolist(), step.lengths.tolist(), step.pages, strict=True
         ):
-            positions = np.arange(start, start + length)
-            rows = int(self._case.offsets[number]) + positions
-            page, offset = np.divmod(positions, self._pages.shape[1])
-            self._pages[pages[page], offset] = rows
-            self._sources[rows] = rows
-            computed.append(rows)
+            computed.append(self._record_writes(number, start, length, pages))
         for number, start, pages in zip(
             numbers.tolist(), step.starts.tolist(), step.pages, strict=True
         ):
             self._check_reads(number, start, pages)
         return np.concatenate(computed)
+
+    def _record_writes(
+        self, number: int, start: int, length: int, pages: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Record that `length` rows of sequence `number` are computed, and return them."""
+        positions = np.arange(start, start + length)
+        rows = int(self._case.offsets[number]) + positions
+        page, offset = np.divmod(positions, self._pages.shape[1])
+        self._pages[pages[page], offset] = rows
+        self._sources[rows] = rows
+        return rows
 
     def shared_rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the rows that were read instead of computed, and the rows that were read."""
@@ -64,7 +70,7 @@ class KvProvenance:
         """Check what sequence `number` reads in the cache before position `start`."""
         case = self._case
         rows = int(case.offsets[number]) + np.arange(start)
-        sources = self._pages[pages[: -(-start // self._pages.shape[1])]].reshape(-1)[:start]
+        sources = self._read(pages, start)
         is_new = self._sources[rows] == UNWRITTEN
         self._sources[rows] = np.where(is_new, sources, self._sources[rows])
         wrong = (sources == UNWRITTEN) | (case.histories[sources] != case.histories[rows])
@@ -74,6 +80,11 @@ class KvProvenance:
             self._problems[number] = (
                 f"At position {position}, {name} reads {source} in the cache: not its own history."
             )
+
+    def _read(self, pages: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """Return what the first `length` slots of `pages` hold."""
+        num_pages = -(-length // self._pages.shape[1])
+        return self._pages[pages[:num_pages]].reshape(-1)[:length]
 
     def _describe(self, row: int) -> str:
         if row == UNWRITTEN:

@@ -156,9 +156,7 @@ class PatchTap(ValueTap):
             x = x.to(torch.promote_types(x.dtype, values.dtype))
         own = _rows_of(x, rows, locations)
         patched = torch.where(available[:, None], values.to(x.dtype), own)
-        if locations is None:
-            locations = torch.arange(len(rows), device=x.device)
-        return x.index_copy(0, locations, patched.view(len(rows), *x.shape[1:]))
+        return _with_rows(x, patched, locations)
 
     def _patch(self, point: Point, device: torch.device) -> tuple[Tensor, ...]:
         """Return the other side's values and which of them it has, with a row for padding."""
@@ -210,6 +208,13 @@ class ProfilerTap(Tap):
     def _mark(self, layer: int | str, op: str) -> None:
         with record_function(f"{MARK}|{self._num_forwards - 1}|{layer}|{op}"):
             pass
+
+
+def _with_rows(x: Tensor, flat: Tensor, locations: Tensor | None) -> Tensor:
+    """Return `x` with the rows that `_rows_of` gives replaced by `flat`. Shape: flat [R, C]."""
+    if locations is None:
+        locations = torch.arange(len(flat), device=x.device)
+    return x.index_copy(0, locations, flat.view(len(flat), *x.shape[1:]))
 
 
 def _rows_of(x: Tensor, rows: Tensor, locations: Tensor | None) -> Tensor:
