@@ -81,7 +81,7 @@ def main(words: list[str]) -> int:
     with TemporaryDirectory() as temporary:
         loaded = _load(options, run, settings, Path(temporary) / "model")
         _make_folder(folder)
-        setup = _setup(options, loaded, shlex.join(["spmd-rl", "mismatch", *words]))
+        setup = _setup(options, loaded, words)
         for note in setup.notes:
             print(note)
         examination = examine(setup)
@@ -165,8 +165,7 @@ def _load(
         weights = weights or final_weights(run or Path())
         case = inputs.case_of_prompts(options.prompts, weights.folder)
         return _RunInputs(run, settings, case, weights)
-    names = [name for one in options.samples.split(",") if (name := one.strip())]
-    samples = inputs.find_samples(run, names, options.step)
+    samples = _find_samples(options, run)
     if weights is None and options.step is not None:
         weights = sampling_weights(run, _versions_of(samples), settings, temporary)
     weights = weights or final_weights(run)
@@ -174,27 +173,22 @@ def _load(
     return _RunInputs(run, settings, case, weights)
 
 
+def _find_samples(options: argparse.Namespace, run: Path) -> list[RecordedSample]:
+    names = [name.strip() for name in options.samples.split(",")]
+    return inputs.find_samples(run, list(filter(None, names)), options.step)
+
+
 def _versions_of(samples: Sequence[RecordedSample]) -> frozenset[int]:
     """Return the versions of the weights that drew the samples' tokens."""
     return frozenset().union(*(sample.versions for sample in samples))
 
 
-def _setup(options: argparse.Namespace, loaded: _RunInputs, command: str) -> ReplaySetup:
+def _setup(options: argparse.Namespace, loaded: _RunInputs, words: list[str]) -> ReplaySetup:
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    settings, weights = loaded.settings, loaded.weights
-    names = options.left, options.right
-    dtypes = (
-        _dtype(*names, options.dtype, device, settings),
-        _dtype(*names[::-1], options.dtype, device, settings),
-    )
+    dtypes = _dtypes(options, device, loaded.settings)
     notes = _notes(options, loaded, dtypes[0], device)
-    left, right = (
-        _forward_pass(name, weights.folder, dtype, device, settings)
-        for name, dtype in zip(names, dtypes, strict=True)
-    )
-    if options.plant:
-        assert isinstance(left, EnginePass)
-        plant(options.plant, left)
+    left, right = _forward_passes(options, loaded, dtypes, device)
+    weights = loaded.weights
     return ReplaySetup(
         loaded.case,
         left,
@@ -203,7 +197,7 @@ def _setup(options: argparse.Namespace, loaded: _RunInputs, command: str) -> Rep
         planted=options.plant,
         weights=weights.description,
         drew_samples=weights.drew_samples,
-        command=command,
+        command=shlex.join(["spmd-rl", "mismatch", *words]),
         run=loaded.run_name,
         notes=notes,
         doubt=_doubt(options, loaded, f"on {device.type} in {_list(*dtypes)}"),
@@ -246,6 +240,17 @@ def _list(*dtypes: torch.dtype) -> str:
     return " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
+def _dtypes(
+    options: argparse.Namespace, device: torch.device, settings: dict[str, Any]
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of the left and of the right side."""
+    left, right, asked = options.left, options.right, options.dtype
+    return (
+        _dtype(left, right, asked, device, settings),
+        _dtype(right, left, asked, device, settings),
+    )
+
+
 def _dtype(
     name: str, other: str, asked: str | None, device: torch.device, settings: dict[str, Any]
 ) -> torch.dtype:
@@ -254,6 +259,23 @@ def _dtype(
     dtype_name = asked or settings.get(role, {}).get("dtype", "auto")
     dtype: torch.dtype = getattr(torch, dtype_of(dtype_name, device))
     return dtype
+
+
+def _forward_passes(
+    options: argparse.Namespace,
+    loaded: _RunInputs,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+) -> tuple[ForwardPass, ForwardPass]:
+    """Return the left and the right pass, with the fault that the options plant."""
+    left, right = (
+        _forward_pass(name, loaded.weights.folder, dtype, device, loaded.settings)
+        for name, dtype in zip((options.left, options.right), dtypes, strict=True)
+    )
+    if options.plant:
+        assert isinstance(left, EnginePass)
+        plant(options.plant, left)
+    return left, right
 
 
 def _forward_pass(

@@ -151,9 +151,7 @@ def _explain(
     assert evidence is not None
     left_kernels = kernels_of(setup.left, setup.case)
     right_kernels = kernels_of(setup.right, setup.case)
-    left_values, right_values = evidence.patched, evidence.other
-    if comparison.patched != setup.left.name:
-        left_values, right_values = right_values, left_values
+    left_values, right_values = _values_by_side(evidence, comparison.patched == setup.left.name)
     search = _variant_search(setup, evidence)
     explanations = {}
     for result in results:
@@ -161,6 +159,13 @@ def _explain(
         right = _explain_side(search, result, right_kernels, right_values)
         explanations[result.point] = Explanation(left, right)
     return explanations
+
+
+def _values_by_side(evidence: PatchEvidence, left_is_patched: bool) -> tuple[ValueTap, ValueTap]:
+    """Return the outputs of the left and of the right side on the same input."""
+    if left_is_patched:
+        return evidence.patched, evidence.other
+    return evidence.other, evidence.patched
 
 
 def _variant_search(setup: ReplaySetup, evidence: PatchEvidence) -> VariantSearch:

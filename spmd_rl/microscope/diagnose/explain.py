@@ -114,16 +114,14 @@ class VariantSearch:
         rows that both sides observed count. `step_of` is the step that computed each row.
         """
         shared, unequal_rows = self._shared_rows(point)
-        left, num_shared = shared, int(shared.sum())
+        left = shared
         partial_matches = []
         for candidate in self._candidates(point, values):
             given = candidate.rows & self._rows_given(candidate, point, values, step_of, left)
-            if int((given & shared).sum()) == num_shared:
-                num_unequal = int(unequal_rows.sum())
-                return [VariantMatch(candidate.description, num_shared, num_unequal)]
-            if num_given := int((given & left).sum()):
-                num_unequal = int((given & left & unequal_rows).sum())
-                partial_matches.append(VariantMatch(candidate.description, num_given, num_unequal))
+            if not (shared & ~given).any():
+                return [_match(candidate, shared, unequal_rows)]
+            if (given & left).any():
+                partial_matches.append(_match(candidate, given & left, unequal_rows))
                 left = left & ~given
         return partial_matches
 
@@ -148,8 +146,7 @@ class VariantSearch:
         if inputs:
             for description, compute in variants(point.op):
                 yield _Candidate(description, compute, tuple(inputs), None, all_rows)
-        source_op = SOURCES.get(point.op)
-        source = self._recorded_input(Point(point.layer, source_op)) if source_op else None
+        source = self._source(point)
         if source is None:
             return
         shown = self._rows_with_inputs(point, values)
@@ -157,6 +154,11 @@ class VariantSearch:
             return
         for description, compute in variants_from_source(point.op):
             yield _Candidate(description, compute, (), source, ~shown)
+
+    def _source(self, point: Point) -> Tensor | None:
+        """Return what the op reads if it begins with its own projections."""
+        source_op = SOURCES.get(point.op)
+        return self._recorded_input(Point(point.layer, source_op)) if source_op else None
 
     def _rows_with_inputs(self, point: Point, values: ValueTap) -> Tensor:
         """Return in which rows `values` show all that the op reads. Shape: [rows] bool."""
@@ -243,23 +245,28 @@ class VariantSearch:
     def _variant_inputs(
         self, candidate: _Candidate, point: Point, rows: Tensor, left: Tensor
     ) -> VariantInputs:
-        device = next(self.model.parameters()).device
-
-        def select(table: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(table[rows.numpy()]).to(device)
-
+        device = self._device
         return VariantInputs(
             x=tuple(tensor[rows].to(device) for tensor in candidate.inputs),
             module=_module(self.model, point),
             spec=self.spec,
-            positions=select(self.case.positions),
-            targets=select(self.case.targets),
-            temperatures=select(self.case.temperatures),
+            positions=self._select(self.case.positions, rows),
+            targets=self._select(self.case.targets, rows),
+            temperatures=self._select(self.case.temperatures, rows),
             wanted=left[rows],
             split=self.split,
             source=None if candidate.source is None else candidate.source[rows].to(device),
             projections=self._projections(point),
         )
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+    def _select(self, table: NDArray[Any], rows: Tensor) -> Tensor:
+        """Return `rows` of a table of the case, on the model's device."""
+        return torch.from_numpy(table[rows.numpy()]).to(self._device)
 
     def _projections(self, point: Point) -> tuple[Any, ...]:
         """Return the modules of the points that the op reads."""
@@ -275,6 +282,12 @@ class VariantSearch:
             groups = torch.from_numpy(np.repeat(numbers, self.case.lengths))
         for group in groups[rows].unique().tolist():
             yield (rows & (groups == group)).nonzero()[:, 0]
+
+
+def _match(candidate: _Candidate, rows: Tensor, unequal_rows: Tensor) -> VariantMatch:
+    """Return the match of a variant that gives the bits of `rows`."""
+    num_unequal = int((rows & unequal_rows).sum())
+    return VariantMatch(candidate.description, int(rows.sum()), num_unequal)
 
 
 def _module(model: Any, point: Point) -> Any:

@@ -190,14 +190,14 @@ class AutoSplits(TokenAttention):
     def _merge_rows(self, layer: int, q: Tensor, out: Tensor) -> Tensor:
         step = self.step
         assert step is not None
-        first = np.cumsum(step.lengths) - step.lengths
+        last = np.cumsum(step.lengths) - 1
         for request in np.flatnonzero(step.lengths == 1).tolist():
             num_keys = int(step.starts[request]) + 1
-            splits = min(self._max_splits(len(first)), num_keys // SPLIT_BLOCK)
+            splits = min(self._max_splits(len(last)), num_keys // SPLIT_BLOCK)
             if splits > 1:
-                row = int(first[request])
-                keys, values = self._read(layer, step.pages[request], num_keys)
-                out[row] = merged_attention(q[row], keys, values, splits)
+                row = int(last[request])
+                cached = self._read(layer, step.pages[request], num_keys)
+                out[row] = merged_attention(q[row], *cached, splits)
         return out
 
     def _read(self, layer: int, pages: NDArray[np.int64], num_keys: int) -> tuple[Tensor, Tensor]:

@@ -33,8 +33,7 @@ class KernelInfo:
 
 def identify(name: str, hopper: bool = True) -> KernelInfo:
     """Return what a kernel's name says of it. Some of it is only known on Hopper."""
-    is_split = re.search(r"split_?k|stream_?k", name, re.IGNORECASE)
-    kernel = KernelInfo(_short_name(name), splits="K split" if is_split else "")
+    kernel = KernelInfo(_short_name(name), splits=_k_split(name))
     lower = name.lower()
     if name.startswith("nvjet"):
         return _nvjet(kernel, name, hopper)
@@ -48,6 +47,11 @@ def identify(name: str, hopper: bool = True) -> KernelInfo:
     if "flash" in lower and ("cute" in lower or name.startswith("kernel_cutlass")):
         return _flash_kernel(name, hopper)
     return kernel
+
+
+def _k_split(name: str) -> str:
+    is_split = re.search(r"split_?k|stream_?k", name, re.IGNORECASE)
+    return "K split" if is_split else ""
 
 
 def _nvjet(kernel: KernelInfo, name: str, hopper: bool) -> KernelInfo:

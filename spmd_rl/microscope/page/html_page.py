@@ -111,8 +111,13 @@ def _causes_table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
     rows = []
     for finding in kinds:
         cause = causes.get((finding["layer"], finding["op"]))
-        sides = [_side(cause[side]) if cause else "" for side in ("left", "right")]
-        rows.append([_op_cell(finding, num_places[finding["op"]]), _distance_cell(finding), *sides])
+        rows.append(
+            [
+                _op_cell(finding, num_places[finding["op"]]),
+                _distance_cell(finding),
+                *_side_cells(cause),
+            ]
+        )
     return _html_table(
         ("op", "elements that differ on the same input", data["left"], data["right"]), rows
     )
@@ -175,6 +180,10 @@ def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
     table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
     return f'<div class="card scroll"><table>{table}</table></div>'
+
+
+def _side_cells(cause: dict[str, Any] | None) -> list[str]:
+    return [_side(cause[side]) if cause else "" for side in ("left", "right")]
 
 
 def _side(side: dict[str, list[str]]) -> str:

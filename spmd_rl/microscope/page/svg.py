@@ -66,9 +66,9 @@ def distances(histogram: dict[str, Any]) -> str:
     counts = histogram["counts"][1:]
     if not any(counts):
         return "<p>all elements are equal</p>"
-    bars = []
+    bars, top = [], max(counts)
     for bucket, count in enumerate(counts, 1):
-        bars += _bar(bucket, count, HISTOGRAM * (count / max(counts)) ** 0.5)
+        bars += _bar(bucket, count, HISTOGRAM * (count / top) ** 0.5)
     equal = (
         f"{histogram['counts'][0]:,} elements equal, {sum(counts):,} apart, "
         f"at most {histogram['largest_ulp']:,} ULP"
@@ -129,7 +129,7 @@ def _strip(
 
 def growth(findings: Sequence[dict[str, Any]]) -> str:
     """Draw the share of elements that differ at each point, in the order of the forward pass."""
-    shares = [_unequal_share(finding["plain"]["counts"]) for finding in findings]
+    shares = [_unequal_share(finding) for finding in findings]
     step = STRIP / max(len(shares) - 1, 1)
     at = " ".join(
         f"{LABEL + step * x:.1f},{110 - 100 * share:.1f}" for x, share in enumerate(shares)
@@ -152,7 +152,8 @@ def _layer_ticks(findings: Sequence[dict[str, Any]], step: float) -> list[str]:
     return ticks
 
 
-def _unequal_share(counts: Sequence[int]) -> float:
+def _unequal_share(finding: dict[str, Any]) -> float:
+    counts: list[int] = finding["plain"]["counts"]
     return 1 - counts[0] / max(sum(counts), 1)
 
 

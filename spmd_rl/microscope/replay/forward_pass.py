@@ -105,8 +105,8 @@ class TrainerPass:
                 self._run_micro_batch(case, tap, batch.select(part))
 
     def _run_micro_batch(self, case: ReplayCase, tap: Tap, batch: Batch) -> None:
-        distinct = self.rows_are_distinct
-        layout = (shared_prefix.pack_whole if distinct else shared_prefix.pack_shared)(batch)
+        on_cpu = self.device.type == "cpu"
+        layout = (shared_prefix.pack_shared if on_cpu else shared_prefix.pack_whole)(batch)
         rows = np.concatenate([case.rows(number) for number in batch.index.tolist()])
         scored = rows[np.flatnonzero(batch.mask) - 1]
         is_computed = layout.position >= 0
@@ -171,10 +171,9 @@ class ReferencePass:
 
     def _run_sequence(self, case: ReplayCase, tap: Tap, number: int) -> None:
         sequence = case.sequences[number]
-        rows = torch.from_numpy(case.rows(number)).to(self.device)
-        scored = torch.from_numpy(case.scored_positions(number)).to(self.device)
+        arrays = case.rows(number), case.scored_positions(number), sequence.tokens
+        rows, scored, tokens = (torch.from_numpy(array).to(self.device) for array in arrays)
         tap.begin_forward(rows, None, rows[scored])
-        tokens = torch.from_numpy(sequence.tokens).to(self.device)
         out = self.model(input_ids=tokens[None], use_cache=False, logits_to_keep=scored)
         logits = tap.observe(Point(self.num_layers, "logits"), out.logits[0])
         logprobs = _score(logits, tokens[scored + 1], sequence.temperature)

@@ -38,14 +38,12 @@ class KvProvenance:
         """
         for source, target in step.copies_before:
             self._pages[target] = self._pages[source]
-        computed = []
-        for number, start, length, pages in zip(
-            numbers.tolist(), step.starts.tolist(), step.lengths.tolist(), step.pages, strict=True
-        ):
-            computed.append(self._record_writes(number, start, length, pages))
-        for number, start, pages in zip(
-            numbers.tolist(), step.starts.tolist(), step.pages, strict=True
-        ):
+        requests = list(zip(numbers.tolist(), step.starts.tolist(), step.pages, strict=True))
+        computed = [
+            self._record_writes(number, start, length, pages)
+            for (number, start, pages), length in zip(requests, step.lengths.tolist(), strict=True)
+        ]
+        for number, start, pages in requests:
             self._check_reads(number, start, pages)
         return np.concatenate(computed)
 
@@ -76,15 +74,19 @@ class KvProvenance:
         wrong = (sources == UNWRITTEN) | (case.histories[sources] != case.histories[rows])
         if wrong.any() and number not in self._problems:
             position = int(wrong.argmax())
-            name, source = case.sequences[number].name, self._describe(int(sources[position]))
-            self._problems[number] = (
-                f"At position {position}, {name} reads {source} in the cache: not its own history."
-            )
+            self._problems[number] = self._describe_read(number, position, int(sources[position]))
 
     def _read(self, pages: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """Return what the first `length` slots of `pages` hold."""
         num_pages = -(-length // self._pages.shape[1])
         return self._pages[pages[:num_pages]].reshape(-1)[:length]
+
+    def _describe_read(self, number: int, position: int, source: int) -> str:
+        name = self._case.sequences[number].name
+        return (
+            f"At position {position}, {name} reads {self._describe(source)} in the cache: "
+            "not its own history."
+        )
 
     def _describe(self, row: int) -> str:
         if row == UNWRITTEN:
