@@ -158,9 +158,7 @@ def _load(
     options: argparse.Namespace, run: Path | None, settings: dict[str, Any], temporary: Path
 ) -> _RunInputs:
     """Load the case and choose the weights; those of a checkpoint go to `temporary`."""
-    weights = None
-    if options.model:
-        weights = ReplayWeights(Path(options.model), f"the weights in {options.model}")
+    weights = _named_weights(options)
     if options.prompts or run is None:
         weights = weights or final_weights(run or Path())
         case = inputs.case_of_prompts(options.prompts, weights.folder)
@@ -171,6 +169,13 @@ def _load(
     weights = weights or final_weights(run)
     case = inputs.case_of_samples(samples, weights.folder, settings)
     return _RunInputs(run, settings, case, weights)
+
+
+def _named_weights(options: argparse.Namespace) -> ReplayWeights | None:
+    """Return the weights that --model names, if it is given."""
+    if not options.model:
+        return None
+    return ReplayWeights(Path(options.model), f"the weights in {options.model}")
 
 
 def _find_samples(options: argparse.Namespace, run: Path) -> list[RecordedSample]:
@@ -184,7 +189,7 @@ def _versions_of(samples: Sequence[RecordedSample]) -> frozenset[int]:
 
 
 def _setup(options: argparse.Namespace, loaded: _RunInputs, words: list[str]) -> ReplaySetup:
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(options)
     dtypes = _dtypes(options, device, loaded.settings)
     notes = _notes(options, loaded, dtypes[0], device)
     left, right = _forward_passes(options, loaded, dtypes, device)
@@ -238,6 +243,10 @@ def _doubt(options: argparse.Namespace, loaded: _RunInputs, where: str) -> str:
 
 def _list(*dtypes: torch.dtype) -> str:
     return " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def _device(options: argparse.Namespace) -> torch.device:
+    return torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _dtypes(

@@ -44,7 +44,7 @@ def identify(name: str, hopper: bool = True) -> KernelInfo:
         return replace(kernel, splits="keys split")
     if ours := _OURS.match(name):
         return _our_matmul(ours, hopper)
-    if "flash" in lower and ("cute" in lower or name.startswith("kernel_cutlass")):
+    if _is_flash_4(name):
         return _flash_kernel(name, hopper)
     return kernel
 
@@ -69,6 +69,11 @@ def _gemm_tile(name: str) -> str:
     """Return the tile in the name of a GEMM of cuBLAS or CUTLASS, or nothing."""
     found = re.search(r"tilesize(\d+x\d+x\d+)|(\d+x\d+_\d+x\d+)", name)
     return (found[1] or found[2]) if found else ""
+
+
+def _is_flash_4(name: str) -> bool:
+    lower = name.lower()
+    return "flash" in lower and ("cute" in lower or name.startswith("kernel_cutlass"))
 
 
 def _flash_kernel(name: str, hopper: bool) -> KernelInfo:

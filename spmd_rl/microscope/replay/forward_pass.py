@@ -105,8 +105,7 @@ class TrainerPass:
                 self._run_micro_batch(case, tap, batch.select(part))
 
     def _run_micro_batch(self, case: ReplayCase, tap: Tap, batch: Batch) -> None:
-        on_cpu = self.device.type == "cpu"
-        layout = (shared_prefix.pack_shared if on_cpu else shared_prefix.pack_whole)(batch)
+        layout = self._pack(batch)
         rows = np.concatenate([case.rows(number) for number in batch.index.tolist()])
         scored = rows[np.flatnonzero(batch.mask) - 1]
         is_computed = layout.position >= 0
@@ -114,6 +113,12 @@ class TrainerPass:
         tap.begin_forward(*(torch.from_numpy(array).to(self.device) for array in arrays))
         logprobs, _ = self.scorer(lay_out(batch, self.device))
         tap.observe(Point(self.model.spec.num_layers, "logprob"), logprobs)
+
+    def _pack(self, batch: Batch) -> shared_prefix.PackedLayout:
+        """Return the layout of the forward pass: on a CPU, equal prompts are one segment."""
+        if self.device.type == "cpu":
+            return shared_prefix.pack_shared(batch)
+        return shared_prefix.pack_whole(batch)
 
 
 def _batch(case: ReplayCase) -> Batch:
@@ -174,10 +179,14 @@ class ReferencePass:
         arrays = case.rows(number), case.scored_positions(number), sequence.tokens
         rows, scored, tokens = (torch.from_numpy(array).to(self.device) for array in arrays)
         tap.begin_forward(rows, None, rows[scored])
-        out = self.model(input_ids=tokens[None], use_cache=False, logits_to_keep=scored)
-        logits = tap.observe(Point(self.num_layers, "logits"), out.logits[0])
+        logits = tap.observe(Point(self.num_layers, "logits"), self._logits(tokens, scored))
         logprobs = _score(logits, tokens[scored + 1], sequence.temperature)
         tap.observe(Point(self.num_layers, "logprob"), logprobs)
+
+    def _logits(self, tokens: Tensor, scored: Tensor) -> Tensor:
+        out = self.model(input_ids=tokens[None], use_cache=False, logits_to_keep=scored)
+        logits: Tensor = out.logits[0]
+        return logits
 
 
 def _score(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:

@@ -66,12 +66,11 @@ class KvProvenance:
 
     def _check_reads(self, number: int, start: int, pages: NDArray[np.int64]) -> None:
         """Check what sequence `number` reads in the cache before position `start`."""
-        case = self._case
-        rows = int(case.offsets[number]) + np.arange(start)
+        rows = self._case.rows(number)[:start]
         sources = self._read(pages, start)
         is_new = self._sources[rows] == UNWRITTEN
         self._sources[rows] = np.where(is_new, sources, self._sources[rows])
-        wrong = (sources == UNWRITTEN) | (case.histories[sources] != case.histories[rows])
+        wrong = self._differ(sources, rows)
         if wrong.any() and number not in self._problems:
             position = int(wrong.argmax())
             self._problems[number] = self._describe_read(number, position, int(sources[position]))
@@ -80,6 +79,11 @@ class KvProvenance:
         """Return what the first `length` slots of `pages` hold."""
         num_pages = -(-length // self._pages.shape[1])
         return self._pages[pages[:num_pages]].reshape(-1)[:length]
+
+    def _differ(self, sources: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return where a source cannot stand for its row, because it has another history."""
+        histories = self._case.histories
+        return (sources == UNWRITTEN) | (histories[sources] != histories[rows])
 
     def _describe_read(self, number: int, position: int, source: int) -> str:
         name = self._case.sequences[number].name
