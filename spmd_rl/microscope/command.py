@@ -162,12 +162,12 @@ def _load(
     if options.prompts or run is None:
         weights = weights or final_weights(run or Path())
         case = inputs.case_of_prompts(options.prompts, weights.folder)
-        return _RunInputs(run, settings, case, weights)
-    samples = _find_samples(options, run)
-    if weights is None and options.step is not None:
-        weights = sampling_weights(run, _versions_of(samples), settings, temporary)
-    weights = weights or final_weights(run)
-    case = inputs.case_of_samples(samples, weights.folder, settings)
+    else:
+        samples = _find_samples(options, run)
+        if weights is None and options.step is not None:
+            weights = sampling_weights(run, _versions_of(samples), settings, temporary)
+        weights = weights or final_weights(run)
+        case = inputs.case_of_samples(samples, weights.folder, settings)
     return _RunInputs(run, settings, case, weights)
 
 

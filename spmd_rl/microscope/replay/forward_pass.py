@@ -105,11 +105,11 @@ class TrainerPass:
                 self._run_micro_batch(case, tap, batch.select(part))
 
     def _run_micro_batch(self, case: ReplayCase, tap: Tap, batch: Batch) -> None:
-        layout = self._pack(batch)
+        position = self._pack(batch).position
         rows = np.concatenate([case.rows(number) for number in batch.index.tolist()])
         scored = rows[np.flatnonzero(batch.mask) - 1]
-        is_computed = layout.position >= 0
-        arrays = rows[is_computed], layout.position[is_computed], scored
+        is_computed = position >= 0
+        arrays = rows[is_computed], position[is_computed], scored
         tap.begin_forward(*(torch.from_numpy(array).to(self.device) for array in arrays))
         logprobs, _ = self.scorer(lay_out(batch, self.device))
         tap.observe(Point(self.model.spec.num_layers, "logprob"), logprobs)
