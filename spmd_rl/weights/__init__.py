@@ -4,6 +4,9 @@ layout         Box, Piece, Layout: the box that a rank holds of each tensor (no 
 local_tensors  LocalTensors: a rank's tensors under their canonical names, and their layout
 plan           plan_moves(sources, destinations, ...): the moves of one rank (no torch)
 executors      execute(plan, ...) carries out a plan; alias(...) shares memory instead
+peer_socket    PeerSocket: messages and descriptors between a rank and its engine's process
+slab           Slab, MappedSlab: memory that both of these processes have mapped
+buckets        BucketWriter, BucketReader: a push through the two halves of a slab
 digest         digest(tensors): 64 bits a tensor; combine(...) adds up those of all ranks
 
 A link makes the plan once and replays it at every push:
