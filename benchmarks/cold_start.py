@@ -25,7 +25,6 @@ from typing import Any
 from benchmarks.grpo_proof import PACKAGES, RECIPE, STOP_IDS, TOKENIZER, write_prompts
 from benchmarks.record import finish, gpu, measured
 from benchmarks.shapes import write_folder
-from benchmarks.stack_sampler import Sample
 from benchmarks.table import Row
 
 MODEL = "0.6B"
@@ -44,8 +43,9 @@ CACHE_SETTINGS = (
 )
 SHOWN_S = 0.15  # frames with less are left out of the tree
 # The innermost frame that a rule names decides where a sample counts: (part of the frame, name).
+IMPORT = "<frozen importlib"  # frames of Python's import system
 RULES = (
-    ("<frozen importlib._bootstrap>", "imports"),
+    (IMPORT, "imports"),
     ("load_module", "CuTe: load from disk"),
     ("cutlass/base_dsl/", "CuTe: compile"),
     ("cutlass/cutlass_dsl/", "CuTe: compile"),
@@ -111,11 +111,7 @@ class Start:
         self.seconds = time.time() - self.began
         metrics = (folder / f"run-{number}" / "metrics.jsonl").read_text()
         self.steps = [json.loads(line) for line in metrics.splitlines()]
-        files = [json.loads(path.read_text()) for path in stacks.glob("stacks-*.json")]
-        # The launcher and the controller are sampled too if they were forked; the rank is busiest.
-        self.stacks, self.samples = max(
-            ((one["stacks"], one["samples"]) for one in files), key=lambda one: _busy_s(*one)
-        )
+        self.samples = _samples(stacks)
 
     def step_s(self, index: int) -> float:
         return float(self.steps[index]["time/step"])
@@ -129,12 +125,18 @@ class Start:
 
     def within(self, begin: float, end: float) -> list[tuple[list[str], float]]:
         """Return the stacks between two times with their seconds."""
-        return [(self.stacks[n], weight) for at, weight, n in self.samples if begin < at <= end]
+        return [(stack, weight) for at, weight, stack in self.samples if begin < at <= end]
 
 
-def _busy_s(stacks: list[list[str]], samples: list[Sample]) -> float:
-    kernels = {n for n, stack in enumerate(stacks) if any("spmd_rl/kernels" in f for f in stack)}
-    return sum(weight for _, weight, number in samples if number in kernels)
+def _samples(folder: Path) -> list[tuple[float, float, list[str]]]:
+    """Return (time, seconds, stack) of the launcher, until it forks the rank, and of the rank."""
+    processes = []
+    for path in folder.glob("stacks-*.json"):
+        content = json.loads(path.read_text())
+        stacks, samples = content["stacks"], content["samples"]
+        processes.append([(at, weight, stacks[number]) for at, weight, number in samples])
+    launcher, rank = sorted(processes)
+    return [one for one in launcher if one[0] < rank[0][0]] + rank
 
 
 def category(stack: Sequence[str]) -> str:
@@ -153,10 +155,12 @@ def by_category(found: Sequence[tuple[list[str], float]]) -> dict[str, float]:
     return dict(sorted(total.items(), key=lambda one: -one[1]))
 
 
-def tree(found: Sequence[tuple[list[str], float]], depth: int = 0) -> Iterator[str]:
-    """Yield an indented line for each frame with its seconds; chains without branches are joined.
+def tree(
+    found: Sequence[tuple[list[str], float]], depth: int = 0, indent: str = ""
+) -> Iterator[str]:
+    """Yield an indented line for each frame with its seconds.
 
-    Frames of Python's import system and of the main program say nothing and are left out.
+    A frame that has all the seconds of its caller is left out, unless it calls nothing.
     """
     branches: dict[str, list[tuple[list[str], float]]] = defaultdict(list)
     for stack, weight in found:
@@ -167,17 +171,14 @@ def tree(found: Sequence[tuple[list[str], float]], depth: int = 0) -> Iterator[s
         seconds = _seconds(inner)
         if seconds < SHOWN_S:
             continue
-        if seconds < 0.98 * total or depth == 0:
-            yield f"{'  ' * min(_shown_depth(found, depth), 40)}{seconds:7.2f}  {frame}"
-        yield from tree(inner, depth + 1)
+        is_shown = seconds < 0.98 * total or all(len(stack) == depth + 1 for stack, _ in inner)
+        if is_shown:
+            yield f"{indent}{seconds:7.2f}  {frame}"
+        yield from tree(inner, depth + 1, indent + " " * is_shown)
 
 
 def _seconds(found: Sequence[tuple[list[str], float]]) -> float:
     return sum(weight for _, weight in found)
-
-
-def _shown_depth(found: Sequence[tuple[list[str], float]], depth: int) -> int:
-    return depth // 4
 
 
 def report(start: Start) -> dict[str, Any]:
@@ -195,7 +196,8 @@ def report(start: Start) -> dict[str, Any]:
                 print(f"{seconds:7.2f}  {what}")
         if name in ("before step 1", "step 1"):
             print("tree:")
-            for line in tree(found):
+            plain = [([f for f in stack if IMPORT not in f], weight) for stack, weight in found]
+            for line in tree(plain):
                 print(line)
     for key, value in start.steps[0].items():
         if key.startswith(("before/", "time/")):
