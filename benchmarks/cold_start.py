@@ -35,7 +35,7 @@ NAMES = ("fresh machine", "second start", "third start", "fourth start")
 CACHE_SETTINGS = (
     "TRITON_CACHE_DIR",
     "TRITON_HOME",
-    "QUACK_CACHE_DIR",
+    "SPMD_RL_CACHE_DIR",
     "XDG_CACHE_HOME",
     "CUDA_CACHE_PATH",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
