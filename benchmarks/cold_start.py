@@ -50,7 +50,7 @@ RULES = (
     ("cutlass/base_dsl/", "CuTe: compile"),
     ("cutlass/cutlass_dsl/", "CuTe: compile"),
     ("cutlass/cute/", "CuTe: compile"),
-    ("quack/cache", "CuTe: cache"),
+    ("cute_cache.py", "CuTe: cache"),
     ("flash_attn/cute/", "FlashAttention-4: host code"),
     ("triton/compiler/", "Triton: compile"),
     ("triton/backends/", "Triton: compile"),

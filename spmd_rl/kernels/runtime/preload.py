@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from importlib import import_module
 
-from spmd_rl.kernels.runtime.versions import has_dsl, has_flash, installed
+from spmd_rl.kernels.runtime.versions import has_dsl, has_flash
+
+TRITON = ("spmd_rl.kernels.linear.triton_gemm", "spmd_rl.kernels.linear.gluon")
+CUTE = ("spmd_rl.kernels.linear.cute",)
+FLASH = ("flash_attn.cute.interface", "spmd_rl.kernels.attention.flash_decode_cute")
 
 
 def import_gpu_kernels() -> None:
-    """Import the CuTe DSL, FlashAttention-4 and Triton where they are installed.
+    """Import Triton, and the CuTe DSL and FlashAttention-4 where they are installed.
 
     That takes seconds, in which a rank would wait for the controller. It does not touch the GPU.
     """
-    # what cannot be imported is an error where it is used
-    with contextlib.suppress(ImportError):
-        import spmd_rl.kernels.linear.gluon
-        import spmd_rl.kernels.linear.triton_gemm
-    with contextlib.suppress(ImportError):
-        if installed("flash-attn-4"):
-            from spmd_rl.kernels.runtime.cute_cache import flash_interface
-
-            flash_interface()
-        if has_dsl():
-            import spmd_rl.kernels.linear.cute
-        if has_flash():
-            import spmd_rl.kernels.attention.flash_decode_cute
+    for module in (*TRITON, *(CUTE if has_dsl() else ()), *(FLASH if has_flash() else ())):
+        with contextlib.suppress(ImportError):  # it is raised again where the module is used
+            import_module(module)
