@@ -8,6 +8,7 @@ it does not find.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import warnings
@@ -28,7 +29,10 @@ SYMBOL = "kernel"  # of the function in a compiled object
 
 
 class CompiledKernels(dict[Any, Any]):
-    """Kernels of one kind by key, with the methods of a dict that FlashAttention-4 uses."""
+    """Kernels of one kind by key, with the methods of a dict that FlashAttention-4 uses.
+
+    A kernel whose key has parts of unusual types stays in memory.
+    """
 
     def __init__(self, kind: str, disk: DiskCache | None) -> None:
         super().__init__()
@@ -39,20 +43,22 @@ class CompiledKernels(dict[Any, Any]):
         """Return whether the kernel is there, after a look at the disk if need be."""
         if super().__contains__(key):
             return True
-        if self._disk is None:
-            return False
-        kernel = _read(self._disk, self._name(key))
+        kernel = None
+        if self._disk is not None and (name := self._name(key)) is not None:
+            kernel = _read(self._disk, name)
         if kernel is not None:
             super().__setitem__(key, kernel)
         return kernel is not None
 
     def __setitem__(self, key: object, kernel: Any) -> None:
         super().__setitem__(key, kernel)
-        if self._disk is not None and (code := _object_code(kernel)) is not None:
-            self._disk.write(self._name(key), code)
+        if self._disk is not None and (name := self._name(key)) is not None:
+            _write(self._disk, name, kernel)
 
-    def _name(self, key: object) -> str:
-        return cache_name(self._kind, _environment(torch.cuda.current_device()), key)
+    def _name(self, key: object) -> str | None:
+        with contextlib.suppress(TypeError):
+            return cache_name(self._kind, _environment(torch.cuda.current_device()), key)
+        return None
 
 
 def cached_on_disk(compile_kernel: Callable[..., Kernel]) -> Callable[..., Kernel]:
@@ -90,16 +96,17 @@ def _environment(device: int) -> tuple[object, ...]:
     return package_versions(), sources_digest(), facts
 
 
-def _object_code(kernel: Any) -> bytes | None:
-    """Return the kernel as an object file, or None with a warning where that fails."""
+def _write(disk: DiskCache, name: str, kernel: Any) -> None:
+    """Keep a kernel as an object file. Where that fails, there is a warning."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.o"
         try:
             kernel.export_to_c(object_file_path=str(path), function_name=SYMBOL)
-            return path.read_bytes()
+            code = path.read_bytes()
         except Exception as error:  # noqa: BLE001  the kernel runs all the same
             warnings.warn(f"a compiled kernel is not kept on disk: {error}", stacklevel=2)
-            return None
+            return
+    disk.write(name, code)
 
 
 def _read(disk: DiskCache, name: str) -> Kernel | None:

@@ -120,8 +120,7 @@ def _read_private_file(name: str, folder: int) -> bytes:
     with open(os.open(name, os.O_RDONLY | OPEN_FLAGS, dir_fd=folder), "rb") as file:
         status = os.fstat(file.fileno())
         is_private = status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o600
-        if not (
-            is_private and stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
-        ):  # 0: replaced
+        # a file without a name has just been replaced
+        if not (is_private and stat.S_ISREG(status.st_mode) and status.st_nlink <= 1):
             raise PermissionError(0, "it is no file of mode 0600 that belongs to this user alone")
         return file.read()
