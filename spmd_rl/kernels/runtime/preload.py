@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from importlib import import_module
 
 from spmd_rl.kernels.runtime.versions import has_dsl, has_flash
-
-TRITON = ("spmd_rl.kernels.linear.triton_gemm", "spmd_rl.kernels.linear.gluon")
-CUTE = ("spmd_rl.kernels.linear.cute",)
-FLASH = ("flash_attn.cute.interface", "spmd_rl.kernels.attention.flash_decode_cute")
 
 
 def import_gpu_kernels() -> None:
@@ -17,6 +12,13 @@ def import_gpu_kernels() -> None:
 
     That takes seconds, in which a rank would wait for the controller. It does not touch the GPU.
     """
-    for module in (*TRITON, *(CUTE if has_dsl() else ()), *(FLASH if has_flash() else ())):
-        with contextlib.suppress(ImportError):  # it is raised again where the module is used
-            import_module(module)
+    # an import that fails is tried again where the kernels are used
+    with contextlib.suppress(ImportError):
+        from spmd_rl.kernels.linear import gluon, triton_gemm  # noqa: F401
+
+        if has_dsl():
+            from spmd_rl.kernels.linear import cute  # noqa: F401
+        if has_flash():
+            from flash_attn.cute import interface  # noqa: F401
+
+            from spmd_rl.kernels.attention import flash_decode_cute  # noqa: F401
