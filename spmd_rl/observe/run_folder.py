@@ -99,13 +99,7 @@ class RunFolder:
         run.make()
         weakref.finalize(run, os.close, acquire_run_lock(run.path))
         run.check_reusable(config, resume)  # again: another run may have started meanwhile
-        if not run._has_results():
-            (run.path / "contract.json").unlink(missing_ok=True)
-        # first, because this file marks the folder of a run
-        write_atomically(run.path / "config.toml", config)
-        for folder in (run.samples, run.logs, run.stacks):
-            folder.mkdir(exist_ok=True)
-        write_atomically(run.path / "plan.json", json.dumps(plan, indent=2) + "\n")
+        run._write_start(config, plan)
         return run
 
     def make(self) -> None:
@@ -114,6 +108,16 @@ class RunFolder:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be made: {error.strerror}") from None
+
+    def _write_start(self, config: str, plan: Mapping[str, Any]) -> None:
+        """Write what a start knows, and drop the numeric contract of a start without results."""
+        if not self._has_results():
+            (self.path / "contract.json").unlink(missing_ok=True)
+        # first, because this file marks the folder of a run
+        write_atomically(self.path / "config.toml", config)
+        for folder in (self.samples, self.logs, self.stacks):
+            folder.mkdir(exist_ok=True)
+        write_atomically(self.path / "plan.json", json.dumps(plan, indent=2) + "\n")
 
     def write_samples(self, step: int, groups: Sequence[Group]) -> None:
         """Write the samples of a step, one line a sample."""
