@@ -13,7 +13,7 @@ from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.weights.ends import LocalEnds
-from spmd_rl.weights.layout import Layout
+from spmd_rl.weights.layout_rules import LayoutRules, compressed
 from spmd_rl.weights.plan import Traffic, plan_moves
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class RankLayouts:
     contracts of its roles by role name.
     """
 
-    source: Layout | None
-    destination: Layout | None
+    source: LayoutRules | None
+    destination: LayoutRules | None
     contracts: dict[str, Contract]
 
 
@@ -68,8 +68,10 @@ class WeightSync(Role):
     def layouts(self) -> Sharded[list[RankLayouts]]:
         """Return the layouts and numeric contracts of this rank."""
         ends = self._ends
-        source = None if ends.source is None else ends.source.layout(ends.rank)
-        destination = None if ends.sink is None else ends.sink.layout(ends.rank)
+        source, destination = (
+            None if end is None else compressed(end.layout(ends.rank))
+            for end in (ends.source, ends.sink)
+        )
         roles: dict[str, object] = {
             self.cfg.source: self._provider,
             self.cfg.destination: self._receiver,
@@ -83,7 +85,7 @@ class WeightSync(Role):
 
     @collective
     def prepare(
-        self, sources: list[Layout], destinations: list[Layout], nodes: dict[int, int]
+        self, sources: list[LayoutRules], destinations: list[LayoutRules], nodes: dict[int, int]
     ) -> PlanSummary:
         """Plan the pushes, and share memory where both ends of this process hold the same box.
 

@@ -1,10 +1,10 @@
 """Weight plan: which rank sends which box of which tensor to which other rank (no torch).
 
 Each rank plans its own moves from the layouts of all ranks, because the number of moves of a world
-grows with the square of its size. A destination's box may meet several boxes of the sources. Each
-of those comes from one of its holders: the destination itself, else a rank on its host, else any
-rank. Several holders take turns. So each element is written exactly once, and a rank never receives
-what it holds itself.
+grows with the square of its size. Tensors that all ranks hold alike are planned together. A box of
+a destination may meet several boxes of the sources. Each of those comes from one of its holders:
+the destination itself, else a rank on its host, else any rank. Several holders take turns. So each
+element is written exactly once, and a rank never receives what it holds itself.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from spmd_rl.errors import PlanError
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Layout, Piece, disjoint
+from spmd_rl.weights.layout_rules import LayoutRules, compressed
+from spmd_rl.weights.tensors_alike import TensorsAlike, tensors_alike
 
-SCHEMA = 2
+SCHEMA = 3
 BUCKET_BYTES = 256 << 20  # the most that is packed for one peer at once
-
-RankedPieces = list[tuple[int, Piece]]  # the pieces of one tensor, with their ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +45,35 @@ class Move:
 
 
 @dataclass(frozen=True)
+class MoveGroup:
+    """The moves of one rank that are the same for each of some tensors, which `names` lists."""
+
+    names: tuple[str, ...]
+    moves: tuple[Move, ...]  # of the first name
+
+    def __iter__(self) -> Iterator[Move]:
+        for name in self.names:
+            for move in self.moves:
+                yield Move(name, move.box, move.dtype, move.src, move.dst, move.into)
+
+
+@dataclass(frozen=True)
 class WeightPlan:
-    """The moves of one rank, ordered by (name, dst, offset), and the facts that all ranks share.
+    """The moves of one rank, in groups, and the facts that all ranks share.
 
     Of all bytes of the whole world, `local_bytes` stay in their process, and `wire_bytes` cross
     between ranks. `digest` is the SHA-256 of the input of the plan.
     """
 
-    moves: tuple[Move, ...]
+    groups: tuple[MoveGroup, ...]
     local_bytes: int
     wire_bytes: int
     digest: str
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """All moves: by name and, for each name, by destination and offset."""
+        return tuple(move for group in self.groups for move in group)
 
 
 @dataclass(frozen=True)
@@ -68,7 +87,10 @@ class Traffic:
 
 
 def plan_moves(
-    src: Sequence[Layout], dst: Sequence[Layout], nodes: Mapping[int, int] | None, rank: int
+    src: Sequence[Layout | LayoutRules],
+    dst: Sequence[Layout | LayoutRules],
+    nodes: Mapping[int, int] | None,
+    rank: int,
 ) -> WeightPlan:
     """Plan the moves of `rank` that fill every piece of `dst` from the pieces of `src`.
 
@@ -76,21 +98,41 @@ def plan_moves(
     Raises: PlanError naming a tensor that one end lacks, that differs in shape, or whose parts
     overlap; or, on the rank that needs it, one that the sources do not hold in full.
     """
-    sources, destinations = _by_name(src), _by_name(dst)
-    _check_names(sources, destinations)
-    moves: list[Move] = []
+    sources, destinations = _as_rules(src), _as_rules(dst)
+    groups: list[MoveGroup] = []
     local_bytes = all_bytes = 0
-    for name, wanted in sorted(destinations.items()):
-        tensor = _TensorMoves(name, sources[name], wanted, nodes or {})
-        moves += tensor.moves_of(rank)
-        local_bytes += tensor.local_bytes
-        all_bytes += tensor.all_bytes
-    return WeightPlan(
-        tuple(moves),
-        local_bytes,
-        all_bytes - local_bytes,
-        _digest(sources, destinations, nodes or {}),
-    )
+    for alike in tensors_alike(sources, destinations):
+        if not _is_pushed(alike):
+            continue
+        tensor = _TensorMoves(alike, nodes or {})
+        moves = tuple(tensor.moves_of(rank))
+        groups += [MoveGroup(alike.names, moves)] if moves else []
+        local_bytes += tensor.local_bytes * len(alike.names)
+        all_bytes += tensor.all_bytes * len(alike.names)
+    facts = repr((SCHEMA, sorted((nodes or {}).items()), sources, destinations))
+    digest = hashlib.sha256(facts.encode()).hexdigest()
+    return WeightPlan(tuple(groups), local_bytes, all_bytes - local_bytes, digest)
+
+
+def _as_rules(layouts: Sequence[Layout | LayoutRules]) -> list[LayoutRules]:
+    rules = [one if isinstance(one, LayoutRules) else compressed(one) for one in layouts]
+    return sorted(rules, key=lambda one: one.rank)
+
+
+def _is_pushed(alike: TensorsAlike) -> bool:
+    """Whether both ends have these tensors. Raises: PlanError if one lacks what is not private."""
+    name, held, wanted = alike.names[0], alike.sources, alike.wanted
+    if not held or not wanted:
+        if all(piece.private for _, piece in [*held, *wanted]):
+            return False
+        holder, other = ("engine", "trainer") if wanted else ("trainer", "engine")
+        raise PlanError(f"weight plan: the {holder} holds tensor '{name}', the {other} does not")
+    shapes = {piece.shape for _, piece in [*wanted, *held]}
+    if len(shapes) > 1:
+        raise PlanError(
+            f"weight plan: tensor '{name}' has different shapes on its ranks: {sorted(shapes)}"
+        )
+    return True
 
 
 class _Holders:
@@ -117,16 +159,14 @@ class _Holders:
 
 
 class _TensorMoves:
-    """The moves of one tensor."""
+    """The moves of one tensor, which stands for those that all ranks hold alike."""
 
-    def __init__(
-        self, name: str, sources: RankedPieces, wanted: RankedPieces, node_of: Mapping[int, int]
-    ) -> None:
-        self._name = name
-        self._wanted = wanted
+    def __init__(self, alike: TensorsAlike, node_of: Mapping[int, int]) -> None:
+        self._name = name = alike.names[0]
+        self._wanted = wanted = alike.wanted
         by_box: dict[Box, list[int]] = defaultdict(list)
         self._boxes_of: dict[int, list[Box]] = defaultdict(list)
-        for rank, piece in sources:
+        for rank, piece in alike.sources:
             if piece.box.num_elements and rank not in by_box[piece.box]:
                 by_box[piece.box].append(rank)
                 self._boxes_of[rank].append(piece.box)
@@ -189,28 +229,6 @@ class _TensorMoves:
         return piece.box.intersect(box) if piece.box.num_elements else None
 
 
-def _by_name(layouts: Sequence[Layout]) -> dict[str, RankedPieces]:
-    by_name: dict[str, RankedPieces] = defaultdict(list)
-    for layout in sorted(layouts, key=lambda layout: layout.rank):
-        for piece in layout.pieces:
-            by_name[piece.name].append((layout.rank, piece))
-    return dict(by_name)
-
-
-def _check_names(
-    sources: Mapping[str, RankedPieces], destinations: Mapping[str, RankedPieces]
-) -> None:
-    for name in sorted(destinations.keys() ^ sources.keys()):
-        holder, other = ("engine", "trainer") if name in destinations else ("trainer", "engine")
-        raise PlanError(f"weight plan: the {holder} holds tensor '{name}', the {other} does not")
-    for name, pieces in sorted(destinations.items()):
-        shapes = {piece.shape for _, piece in [*pieces, *sources[name]]}
-        if len(shapes) > 1:
-            raise PlanError(
-                f"weight plan: tensor '{name}' has different shapes on its ranks: {sorted(shapes)}"
-            )
-
-
 def _first_hole(wanted: Box, boxes: Iterable[Box]) -> Box:
     """Return the first part of `wanted` that none of `boxes` covers."""
     missing = [wanted]
@@ -221,20 +239,3 @@ def _first_hole(wanted: Box, boxes: Iterable[Box]) -> Box:
             rest += [part] if common is None else part.subtract(common)
         missing = rest
     return missing[0]
-
-
-def _digest(
-    sources: Mapping[str, RankedPieces],
-    destinations: Mapping[str, RankedPieces],
-    nodes: Mapping[int, int],
-) -> str:
-    """Hash the input of a plan in an order that is the same on every rank."""
-    sha256 = hashlib.sha256(repr((SCHEMA, sorted(nodes.items()))).encode())
-    for end in (sources, destinations):
-        for name, pieces in sorted(end.items()):
-            facts = [
-                (rank, piece.shape, piece.dtype, piece.box.offset, piece.box.extent)
-                for rank, piece in pieces
-            ]
-            sha256.update(repr((name, facts)).encode())
-    return sha256.hexdigest()
