@@ -15,9 +15,11 @@ from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.layout_rules import LayoutRules, compressed
 from spmd_rl.weights.plan import Traffic, plan_moves
+from spmd_rl.weights.verdict import Verification
 
 if TYPE_CHECKING:
     from spmd_rl.weights.plan import WeightPlan
+    from spmd_rl.weights.verification import Verifier
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,14 @@ class PlanSummary:
     wire_bytes: int
 
 
+@dataclass(frozen=True)
+class RankPush:
+    """What one rank did in a push."""
+
+    traffic: Traffic
+    verification: Verification | None
+
+
 class WeightSync(Role):
     """One rank's part in a link between two roles, of which it serves one or both."""
 
@@ -63,6 +73,7 @@ class WeightSync(Role):
             context.device,
         )
         self._plan: WeightPlan | None = None
+        self._verifier: Verifier | None = None
 
     @collective
     def layouts(self) -> Sharded[list[RankLayouts]]:
@@ -109,15 +120,33 @@ class WeightSync(Role):
         """
 
     @collective
-    def transfer(self) -> Sharded[list[Traffic]]:
-        """Carry out the plan."""
+    def transfer(self, verify: bool) -> Sharded[list[RankPush]]:
+        """Carry out the plan and, with `verify`, compare what arrived with the sources."""
         from spmd_rl.weights.executors import execute
+        from spmd_rl.weights.verification import Verifier
 
-        if self._plan is None:
-            raise ContractError("weights cannot be transferred before `prepare` has planned it")
-        if self._ends.sink is not None:
-            self._ends.sink.open()
-        return [execute(self._plan.moves, self._ends, self.context.group)]
+        plan, ends, group = self._planned(), self._ends, self.context.group
+        if ends.sink is not None:
+            ends.sink.open()
+        traffic = execute(plan.moves, ends, group)
+        if not verify:
+            return [RankPush(traffic, None)]
+        self._verifier = self._verifier or Verifier(plan.moves, plan.replicas, ends)
+        return [RankPush(traffic, self._verifier.compare(group))]
+
+    @collective
+    def transfer_one(self, name: str, perturb: bool) -> Sharded[list[RankPush]]:
+        """Carry out the moves of one tensor, and compare. With `perturb`, other bits are sent."""
+        from spmd_rl.weights.executors import execute
+        from spmd_rl.weights.perturbed_source import PerturbedSource
+        from spmd_rl.weights.verification import Verifier
+
+        moves, ends = [move for move in self._planned().moves if move.name == name], self._ends
+        sent = ends
+        if perturb and ends.source is not None:
+            sent = replace(ends, source=PerturbedSource(ends.source))
+        traffic = execute(moves, sent, self.context.group)
+        return [RankPush(traffic, Verifier(moves, (), ends).compare(self.context.group))]
 
     @collective
     def commit(self, version: int) -> None:
@@ -126,3 +155,8 @@ class WeightSync(Role):
             self._provider.on_weights_pushed(version)
         if self._ends.sink is not None:
             self._ends.sink.commit(version)
+
+    def _planned(self) -> WeightPlan:
+        if self._plan is None:
+            raise ContractError("weights cannot be transferred before `prepare` has planned it")
+        return self._plan

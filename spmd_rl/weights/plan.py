@@ -61,11 +61,15 @@ class MoveGroup:
 class WeightPlan:
     """The moves of one rank, in groups, and the facts that all ranks share.
 
+    `replica_groups` are the boxes that this rank holds beside another source, for a comparison of
+    the first holder (`src`) with each other one (`dst`).
+
     Of all bytes of the whole world, `local_bytes` stay in their process, and `wire_bytes` cross
     between ranks. `digest` is the SHA-256 of the input of the plan.
     """
 
     groups: tuple[MoveGroup, ...]
+    replica_groups: tuple[MoveGroup, ...]
     local_bytes: int
     wire_bytes: int
     digest: str
@@ -74,6 +78,11 @@ class WeightPlan:
     def moves(self) -> tuple[Move, ...]:
         """All moves: by name and, for each name, by destination and offset."""
         return tuple(move for group in self.groups for move in group)
+
+    @cached_property
+    def replicas(self) -> tuple[Move, ...]:
+        """All moves of `replica_groups`; nothing is copied along them."""
+        return tuple(move for group in self.replica_groups for move in group)
 
 
 @dataclass(frozen=True)
@@ -100,18 +109,22 @@ def plan_moves(
     """
     sources, destinations = _as_rules(src), _as_rules(dst)
     groups: list[MoveGroup] = []
+    replicas: list[MoveGroup] = []
     local_bytes = all_bytes = 0
     for alike in tensors_alike(sources, destinations):
         if not _is_pushed(alike):
             continue
         tensor = _TensorMoves(alike, nodes or {})
-        moves = tuple(tensor.moves_of(rank))
-        groups += [MoveGroup(alike.names, moves)] if moves else []
+        for listed, moves in ((groups, tensor.moves_of(rank)), (replicas, tensor.replicas(rank))):
+            group = MoveGroup(alike.names, tuple(moves))
+            if group.moves:
+                listed.append(group)
         local_bytes += tensor.local_bytes * len(alike.names)
         all_bytes += tensor.all_bytes * len(alike.names)
     facts = repr((SCHEMA, sorted((nodes or {}).items()), sources, destinations))
     digest = hashlib.sha256(facts.encode()).hexdigest()
-    return WeightPlan(tuple(groups), local_bytes, all_bytes - local_bytes, digest)
+    wire_bytes = all_bytes - local_bytes
+    return WeightPlan(tuple(groups), tuple(replicas), local_bytes, wire_bytes, digest)
 
 
 def _as_rules(layouts: Sequence[Layout | LayoutRules]) -> list[LayoutRules]:
@@ -141,7 +154,7 @@ class _Holders:
     def __init__(
         self, ranks: list[int], wanted: Mapping[int, list[int]], node_of: Mapping[int, int]
     ) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._node_of = node_of
         # the numbers of wanted pieces on ranks that hold the box themselves
         self._self_served = sorted(n for rank in ranks for n in wanted.get(rank, ()))
@@ -154,7 +167,7 @@ class _Holders:
         num_before = bisect_left(self._self_served, index)
         if num_before < len(self._self_served) and self._self_served[num_before] == index:
             return rank
-        senders = self._on_node.get(self._node_of.get(rank)) or self._ranks
+        senders = self._on_node.get(self._node_of.get(rank)) or self.ranks
         return senders[(index - num_before) % len(senders)]
 
 
@@ -206,6 +219,14 @@ class _TensorMoves:
                 common = self._common(piece, box)
                 if common is not None and self._holders[box].sender(index, target) == rank:
                     yield Move(self._name, common, piece.dtype, rank, target, piece.box)
+
+    def replicas(self, rank: int) -> Iterator[Move]:
+        """Yield each box that `rank` and another source hold, of which one is its first holder."""
+        dtype = self._wanted[0][1].dtype
+        for box, holders in self._holders.items():
+            first, *others = holders.ranks
+            for other in others if rank == first else {rank}.intersection(others):
+                yield Move(self._name, box, dtype, first, other, box)
 
     def _receives(self, index: int, rank: int, piece: Piece) -> Iterator[Move]:
         """Yield the moves that fill `piece` of `rank`."""
