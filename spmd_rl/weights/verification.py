@@ -12,10 +12,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.weights.digest import MODULUS, box_sums
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import send_and_receive
@@ -137,7 +139,7 @@ class Verifier:
             of_views = box_sums(views, dtypes).to(sums.device)
             if len(views) == len(sums):
                 return of_views
-            sums[torch.tensor(numbers, device=sums.device)] = of_views
+            sums[_index(numbers, sums.device)] = of_views
         return sums
 
     def _digest_read(self, name: str, shape: Dims, box: Box, dtype: str) -> Tensor:
@@ -192,4 +194,4 @@ class _Clock:
 
 
 def _index(numbers: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
+    return upload(np.array(numbers, dtype=np.int64), device)

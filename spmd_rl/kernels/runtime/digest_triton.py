@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels.runtime.upload import upload
+
 GAMMA, ODD = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0xD1342543DE82EF95)
 MIX_1, MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 
@@ -63,8 +65,8 @@ def add_digests(
     device = sums.device
     _add_digests[(num_programs,)](
         sums,
-        torch.from_numpy(table).to(device),
-        torch.from_numpy(programs).to(device),
+        upload(table, device),
+        upload(programs, device),
         CASTS=dtype != target,
         BITS=BITS[target.itemsize],
         BLOCK=BLOCK,
