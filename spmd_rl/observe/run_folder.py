@@ -60,6 +60,8 @@ CHANGEABLE_SETTINGS = {
     "run.save_every",
     "run.keep_checkpoints",
     "run.keep_best",
+    "run.verify_every",
+    "run.self_check",
     "run.deadline_s",
     "run.between_calls_s",
     "run.lost_after_s",
