@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from spmd_rl.data.sft import SftPairs as SftPairs
     from spmd_rl.errors import ConfigError as ConfigError
     from spmd_rl.errors import SpmdError as SpmdError
+    from spmd_rl.errors import WeightMismatchError as WeightMismatchError
     from spmd_rl.mesh.role_context import RoleContext as RoleContext
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
     from spmd_rl.mesh.split import Split as Split
@@ -81,7 +82,7 @@ _HOMES = {
     "controller.endpoint": ("Role", "Sharded", "collective", "local"),
     "data.sft": ("SftPairs",),
     "data.prompts": ("PromptConfig", "Prompts"),
-    "errors": ("ConfigError", "SpmdError"),
+    "errors": ("ConfigError", "SpmdError", "WeightMismatchError"),
     "mesh.role_context": ("RoleContext",),
     "mesh.split": ("RoleSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),

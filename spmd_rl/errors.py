@@ -95,7 +95,11 @@ class DiskError(SpmdError):
 
 
 class WeightMismatchError(SpmdError):
-    pass
+    """The ends of a push hold different bytes. `tensor` is the name of one that differs."""
+
+    def __init__(self, sentence: str, tensor: str = "") -> None:
+        super().__init__(sentence)
+        self.tensor = tensor
 
 
 class WeightsError(SpmdError):

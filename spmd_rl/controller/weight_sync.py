@@ -13,11 +13,13 @@ from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.weights.ends import LocalEnds
-from spmd_rl.weights.layout import Layout
+from spmd_rl.weights.layout_rules import LayoutRules, compressed
 from spmd_rl.weights.plan import Traffic, plan_moves
+from spmd_rl.weights.verdict import Verification
 
 if TYPE_CHECKING:
     from spmd_rl.weights.plan import WeightPlan
+    from spmd_rl.weights.verification import Verifier
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class RankLayouts:
     contracts of its roles by role name.
     """
 
-    source: Layout | None
-    destination: Layout | None
+    source: LayoutRules | None
+    destination: LayoutRules | None
     contracts: dict[str, Contract]
 
 
@@ -47,6 +49,14 @@ class PlanSummary:
     digest: str
     local_bytes: int
     wire_bytes: int
+
+
+@dataclass(frozen=True)
+class RankPush:
+    """What one rank did in a push."""
+
+    traffic: Traffic
+    verification: Verification | None
 
 
 class WeightSync(Role):
@@ -63,13 +73,16 @@ class WeightSync(Role):
             context.device,
         )
         self._plan: WeightPlan | None = None
+        self._verifier: Verifier | None = None
 
     @collective
     def layouts(self) -> Sharded[list[RankLayouts]]:
         """Return the layouts and numeric contracts of this rank."""
         ends = self._ends
-        source = None if ends.source is None else ends.source.layout(ends.rank)
-        destination = None if ends.sink is None else ends.sink.layout(ends.rank)
+        source, destination = (
+            None if end is None else compressed(end.layout(ends.rank))
+            for end in (ends.source, ends.sink)
+        )
         roles: dict[str, object] = {
             self.cfg.source: self._provider,
             self.cfg.destination: self._receiver,
@@ -83,7 +96,7 @@ class WeightSync(Role):
 
     @collective
     def prepare(
-        self, sources: list[Layout], destinations: list[Layout], nodes: dict[int, int]
+        self, sources: list[LayoutRules], destinations: list[LayoutRules], nodes: dict[int, int]
     ) -> PlanSummary:
         """Plan the pushes, and share memory where both ends of this process hold the same box.
 
@@ -107,15 +120,33 @@ class WeightSync(Role):
         """
 
     @collective
-    def transfer(self) -> Sharded[list[Traffic]]:
-        """Carry out the plan."""
+    def transfer(self, verify: bool) -> Sharded[list[RankPush]]:
+        """Carry out the plan and, with `verify`, compare what arrived with the sources."""
         from spmd_rl.weights.executors import execute
+        from spmd_rl.weights.verification import Verifier
 
-        if self._plan is None:
-            raise ContractError("weights cannot be transferred before `prepare` has planned it")
-        if self._ends.sink is not None:
-            self._ends.sink.open()
-        return [execute(self._plan.moves, self._ends, self.context.group)]
+        plan, ends, group = self._planned(), self._ends, self.context.group
+        if ends.sink is not None:
+            ends.sink.open()
+        traffic = execute(plan.moves, ends, group)
+        if not verify:
+            return [RankPush(traffic, None)]
+        self._verifier = self._verifier or Verifier(plan.moves, plan.replicas, ends)
+        return [RankPush(traffic, self._verifier.compare(group))]
+
+    @collective
+    def transfer_one(self, name: str, perturb: bool) -> Sharded[list[RankPush]]:
+        """Carry out the moves of one tensor, and compare. With `perturb`, other bits are sent."""
+        from spmd_rl.weights.executors import execute
+        from spmd_rl.weights.perturbed_source import PerturbedSource
+        from spmd_rl.weights.verification import Verifier
+
+        moves, ends = [move for move in self._planned().moves if move.name == name], self._ends
+        sent = ends
+        if perturb and ends.source is not None:
+            sent = replace(ends, source=PerturbedSource(ends.source))
+        traffic = execute(moves, sent, self.context.group)
+        return [RankPush(traffic, Verifier(moves, (), ends).compare(self.context.group))]
 
     @collective
     def commit(self, version: int) -> None:
@@ -124,3 +155,8 @@ class WeightSync(Role):
             self._provider.on_weights_pushed(version)
         if self._ends.sink is not None:
             self._ends.sink.commit(version)
+
+    def _planned(self) -> WeightPlan:
+        if self._plan is None:
+            raise ContractError("weights cannot be transferred before `prepare` has planned it")
+        return self._plan

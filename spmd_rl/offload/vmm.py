@@ -51,6 +51,7 @@ class AddressRange:
     def __init__(self, num_bytes: int, device: torch.device, *, exportable: bool = False) -> None:
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.mem_get_info(index)  # makes the context of the GPU current in this thread
         self.device = torch.device("cuda", index)
         self._num_bytes = num_bytes
         self._location = Location(DEVICE, index)
@@ -70,7 +71,7 @@ class AddressRange:
 
     @property
     def bytes(self) -> Tensor:
-        return torch.as_tensor(_Array(self.address, self._num_bytes), device=self.device)
+        return bytes_at(self.address, self._num_bytes, self.device)
 
     def create(self) -> int:
         """Return a handle of new physical memory of this size, whose content is undefined.
@@ -128,6 +129,11 @@ def import_fd(fd: int) -> int:
     at_fd, kind = ctypes.c_void_p(fd), ctypes.c_int(POSIX_FD)
     call("cuMemImportFromShareableHandle", ctypes.byref(handle), at_fd, kind)
     return handle.value
+
+
+def bytes_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
+    """Return GPU memory as a tensor, which does not own it."""
+    return torch.as_tensor(_Array(address, num_bytes), device=device)
 
 
 def call(name: str, *arguments: Any) -> None:

@@ -14,8 +14,17 @@ from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.report.about import about, read_provenance, without_command
 from spmd_rl.report.colours import PARTS, PHASES, colour_of
 from spmd_rl.report.page import render
+from spmd_rl.report.progress import weights_text
 from spmd_rl.report.samples import PageBudget, read_samples
-from spmd_rl.report.series import KEY_FIGURES, MAX_POINTS, curves, key_figures, num_latest, winner
+from spmd_rl.report.series import (
+    KEY_FIGURES,
+    MAX_POINTS,
+    Row,
+    curves,
+    key_figures,
+    num_latest,
+    winner,
+)
 from spmd_rl.report.settings import as_text, differences, read_config, read_plan
 from spmd_rl.report.spans import MAX_SPANS, read_timeline
 from spmd_rl.report.time_axes import seconds_before_step_1, training_rows, wall_s
@@ -41,25 +50,38 @@ def gather(runs: Sequence[Path], *, small: bool = False) -> dict[str, Any]:
     shown = [
         _run(run, name, len(runs), small) for run, name in zip(runs, _names(runs), strict=True)
     ]
-    values = zip(KEY_FIGURES, *(run["figures"] for run in shown), strict=True)
     return {
         "title": " · ".join(run["name"] for run in shown),
         "made_unix_s": int(time.time()),
-        "metrics": {
-            metric.name: vars(metric) | {"colour": colour_of(metric.name).variable}
-            for metric in METRICS
-        },
+        "metrics": _metrics(),
         "phase_colours": {name: colour.variable for name, colour in PHASES.items()},
         "part_colours": [colour.variable for colour in PARTS],
-        "figures": [
-            vars(figure) | {"winner": winner(figure, of_runs)} for figure, *of_runs in values
-        ],
-        "differences": differences(
-            [run["settings"] | without_command(run["about"]) for run in shown],
-            [Path(run["folder"]) for run in shown],
-        ),
+        "figures": _figures(shown),
+        "differences": _differences(shown),
         "runs": shown,
     }
+
+
+def _metrics() -> dict[str, dict[str, Any]]:
+    """Return the known metrics by name, each with the colour of its curve."""
+    return {
+        metric.name: vars(metric) | {"colour": colour_of(metric.name).variable}
+        for metric in METRICS
+    }
+
+
+def _figures(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the key figures, each with the index of the run that is best in it, if any."""
+    values = zip(KEY_FIGURES, *(run["figures"] for run in runs), strict=True)
+    return [vars(figure) | {"winner": winner(figure, of_runs)} for figure, *of_runs in values]
+
+
+def _differences(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str | None]]]:
+    """Return the settings and facts that differ between the runs."""
+    return differences(
+        [run["settings"] | without_command(run["about"]) for run in runs],
+        [Path(run["folder"]) for run in runs],
+    )
 
 
 def _run(run: Path, name: str, num_runs: int, small: bool) -> dict[str, Any]:
@@ -72,7 +94,7 @@ def _run(run: Path, name: str, num_runs: int, small: bool) -> dict[str, Any]:
     return {
         "name": name,
         "folder": str(facts.get("folder", "")),
-        "about": about(run, config, plan, facts),
+        "about": about(run, config, plan, facts) | _weights(rows),
         "before": seconds_before_step_1(rows),
         "wall_s": wall_s(rows),
         "num_latest": num_latest(len(training_rows(rows))),
@@ -83,6 +105,12 @@ def _run(run: Path, name: str, num_runs: int, small: bool) -> dict[str, Any]:
         "samples": {"steps": [], "num_steps": 0} if small else read_samples(run, config, budget),
         "timeline": None if small else read_timeline(run, max_spans=MAX_SPANS // num_runs),
     }
+
+
+def _weights(rows: Sequence[Row]) -> dict[str, str]:
+    """Return what the run's last comparison of weights found, as a fact; empty without one."""
+    texts = filter(None, map(weights_text, reversed(rows)))
+    return dict([("engine's weights", text)] if (text := next(texts, "")) else [])
 
 
 def _names(runs: Sequence[Path]) -> list[str]:

@@ -60,7 +60,8 @@ def cut_box(box: Box, item_bytes: int, max_bytes: int) -> Iterator[Box]:
 class BucketWriter:
     """The rank's end of a push. One writer serves all pushes over a slab.
 
-    A box larger than `max_bytes` does not fit a half: the caller cuts it, as `cut_box` does.
+    A box larger than `max_bytes` does not fit a half: the caller cuts it, as `cut_box` does. After
+    an error neither the writer nor the socket is of further use, and the peer is to be ended.
     """
 
     def __init__(self, slab: Slab, peer: PeerSocket, deadline_s: float) -> None:

@@ -7,6 +7,8 @@ of a push can compare 8 bytes a tensor.
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
@@ -49,14 +51,70 @@ def digest(tensors: LocalTensors, dtypes: Mapping[str, str] | None = None) -> di
 def box_sums(boxes: Sequence[LocalTensor], dtypes: Sequence[str]) -> Tensor:
     """Return the digest of each box, its values cast to the dtype beside it, as signed numbers.
 
-    Nothing waits for the device. Shape: [number of boxes] int64, on the device of the boxes.
+    On a GPU, all boxes of the same two dtypes are one launch, and nothing waits for it.
+    Shape: [number of boxes] int64, on the device of the boxes.
     """
-    if not boxes:
-        return torch.zeros(0, dtype=torch.int64)
-    sums = [
-        _box_sum(tensor, getattr(torch, dtype)) for tensor, dtype in zip(boxes, dtypes, strict=True)
-    ]
-    return torch.stack(sums)
+    device = boxes[0].local.device if boxes else torch.device("cpu")
+    sums = torch.zeros(len(boxes), dtype=torch.int64, device=device)
+    casts: dict[tuple[torch.dtype, torch.dtype], list[int]] = defaultdict(list)
+    for number, (tensor, dtype) in enumerate(zip(boxes, dtypes, strict=True)):
+        casts[tensor.local.dtype, getattr(torch, dtype)].append(number)
+    for (held, target), numbers in casts.items():
+        if device.type == "cuda" and _add_on_gpu(sums, boxes, numbers, held, target):
+            continue
+        for number in numbers:
+            sums[number] = _box_sum(boxes[number], target)
+    return sums
+
+
+def memory_rows(tensor: LocalTensor, box: int) -> list[tuple[int, ...]] | None:
+    """Return the memory of a tensor as rows for `digest_triton.Rows`, which belong to box `box`.
+
+    It is None where the elements of a row do not lie side by side.
+    """
+    local, shape, offset = tensor.local, tensor.shape or (1,), tensor.box.offset or (0,)
+    local = local.detach() if tensor.shape else local.detach().reshape(1)
+    if local.numel() and local.shape[-1] > 1 and local.stride(-1) != 1:
+        return None
+    index_strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(o * s for o, s in zip(offset, index_strides, strict=True))
+    item, address = local.element_size(), local.data_ptr()
+    rows: list[tuple[int, ...]] = []
+    if local.is_contiguous() and local.shape[1:] == torch.Size(shape[1:]):
+        rows.append((address, 1, local.numel(), 0, first, 0, box))
+        return rows
+    *outer, num_rows, row_size = (1, *local.shape) if local.dim() == 1 else local.shape
+    row_stride = local.stride(-2) if local.dim() > 1 else 0
+    row_index = index_strides[-2] if local.dim() > 1 else 0
+    for place in itertools.product(*map(range, outer)):
+        at = sum(i * s for i, s in zip(place, local.stride(), strict=False))
+        index = first + sum(i * s for i, s in zip(place, index_strides, strict=False))
+        rows.append((address + at * item, num_rows, row_size, row_stride, index, row_index, box))
+    return rows
+
+
+def _add_on_gpu(
+    sums: Tensor,
+    boxes: Sequence[LocalTensor],
+    numbers: Sequence[int],
+    dtype: torch.dtype,
+    target: torch.dtype,
+) -> bool:
+    """Add the digests of these boxes in one launch; return False if it cannot read them."""
+    from spmd_rl.kernels.runtime.digest_triton import Rows, add_digests, can_cast
+
+    if not can_cast(dtype, target):
+        return False
+    rows = []
+    for number in numbers:
+        if boxes[number].box.num_elements:
+            of_box = memory_rows(boxes[number], number)
+            if of_box is None:
+                return False
+            rows += [Rows(*row) for row in of_box]
+    if rows:
+        add_digests(sums, rows, dtype, target)
+    return True
 
 
 def combine(parts: Sequence[tuple[Layout, Mapping[str, int]]]) -> dict[str, int]:

@@ -145,7 +145,7 @@ class PeerSocket:
             raise self._refused("a message begins with 0x80, as a pickle does")
         try:
             message: PeerMessage = self._decode(payload)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise self._refused(f"a message cannot be read: {error}") from error
         if isinstance(message, Failure):
             raise WeightsError(f"{self.peer} reports: {message.sentence}")

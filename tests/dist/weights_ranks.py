@@ -29,6 +29,7 @@ from spmd_rl.weights.layout import Layout
 from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.plan import plan_moves
 from spmd_rl.weights.tensor_ends import TensorSink
+from spmd_rl.weights.verification import Verifier
 from tests.dist.train_case import make_batch
 
 SMALL_BUCKET_BYTES = 1000
@@ -47,6 +48,16 @@ def layouts(tensors: LocalTensors | None, rank: int) -> list[Layout]:
 def whole_digest(tensors: LocalTensors | None, rank: int, dtypes: dict[str, str]) -> dict[str, int]:
     parts = gathered((tensors.layout(rank), digest(tensors, dtypes)) if tensors else None)
     return combine([part for part in parts if part is not None])
+
+
+def found_by(verifier: Verifier) -> dict[str, object]:
+    """What a rank finds when it compares: counts, and what differs."""
+    found = verifier.compare(dist.group.WORLD)
+    return {
+        "equal": found.num_equal,
+        "shared": found.num_shared,
+        "unequal": [(one.name, one.rank, one.sources) for one in found.mismatches],
+    }
 
 
 def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str, object]:
@@ -73,6 +84,7 @@ def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str,
     shared = alias(source, sink, rank) if source and sink else frozenset()
     aliased = sum(dst[name].local.nbytes for name, _ in shared) if dst else 0
     ends = LocalEnds(rank, source, sink, torch.device("cpu"), shared)
+    verifier = Verifier(weight_plan.moves, weight_plan.replicas, ends)
     pushes = []
     for seed in range(2):
         if trainer:
@@ -90,6 +102,7 @@ def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str,
         pushes.append(
             {
                 "traffic": traffic,
+                "found": gathered(found_by(verifier)),
                 "equal": source_digest == arrived_digest,
                 "digests": {k: str(v) for k, v in arrived_digest.items()},
             }
@@ -101,7 +114,9 @@ def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str,
         if dst
         else True
     )
+    found = gathered(found_by(verifier))
     return {
+        "found_corrupted": found,
         "plans": gathered(weight_plan.digest),
         "wire_bytes": weight_plan.wire_bytes,
         "local_bytes": weight_plan.local_bytes,

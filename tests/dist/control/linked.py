@@ -22,7 +22,8 @@ class Source(Role, WeightProvider):
 
         super().__init__(cfg, context)
         self.before_change: Callable[[], None] = lambda: None
-        self.rows = torch.zeros(-(-ROWS // context.size), COLUMNS)
+        num_rows = ROWS if cfg.fault == "replicas" else -(-ROWS // context.size)
+        self.rows = torch.zeros(num_rows, COLUMNS)
 
     def call_before_change(self, callback: Callable[[], None]) -> None:
         self.before_change = callback
@@ -39,7 +40,8 @@ class Source(Role, WeightProvider):
         from spmd_rl.weights.local_tensors import LocalTensor
         from spmd_rl.weights.tensor_ends import TensorSource
 
-        box = chunk_box((ROWS, COLUMNS), self.context.rank, self.context.size)
+        parts = (0, 1) if self.cfg.fault == "replicas" else (self.context.rank, self.context.size)
+        box = chunk_box((ROWS, COLUMNS), *parts)
         return TensorSource([("w", LocalTensor((ROWS, COLUMNS), box, self.rows))])
 
 
@@ -55,10 +57,10 @@ class Sink(Role, WeightReceiver, Sleeper):
 
     def weight_sink(self) -> Any:
         from spmd_rl.weights.local_tensors import LocalTensors
-        from spmd_rl.weights.tensor_ends import TensorSink
+        from tests.dist.control.faulty_sinks import SINKS
 
         tensors = LocalTensors.whole({"w": self.whole})
-        return TensorSink(tensors.items(), self.stale, self.use)
+        return SINKS[self.cfg.fault](tensors.items(), self.stale, self.use)
 
     def use(self, version: int) -> None:
         self.version = version
@@ -82,6 +84,7 @@ class Sink(Role, WeightReceiver, Sleeper):
 class Config:
     split: Split = field(default_factory=Split)
     run: RunConfig = field(default_factory=RunConfig)
+    fault: str = ""  # "flip": a bit changes on its way; "blind": a digest that is not of now
 
 
 def main(ctl: Controller, cfg: Config) -> None:
@@ -103,6 +106,7 @@ def main(ctl: Controller, cfg: Config) -> None:
         print(
             stats.route,
             stats.bytes_moved,
+            f"verified {stats.num_verified} shared {stats.num_shared} of {stats.num_tensors}",
             "slept" if slept else "stayed",
             sorted(step.phase_s),
             flush=True,

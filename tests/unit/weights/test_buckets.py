@@ -27,6 +27,7 @@ from spmd_rl.weights.peer_socket import (
     PeerSocket,
 )
 from spmd_rl.weights.slab import MappedSlab, Slab
+from tests.laws.test_import import HEAVY, probe
 from tests.unit.weights.peer_process import (
     Peer,
     digest,
@@ -258,9 +259,10 @@ def test_a_rank_that_dies_is_an_end_of_file() -> None:
 
 def test_a_half_is_not_used_again_before_its_ack(pair: Pair) -> None:
     with ThreadPoolExecutor(1) as pool:
-        for name in "ab":
-            fill(pair.writer, name)
-            flushed = pool.submit(pair.writer.flush)
+        fill(pair.writer, "a")
+        pair.writer.flush()
+        fill(pair.writer, "b")
+        flushed = pool.submit(pair.writer.flush)
         reader = BucketReader(pair.mapped, pair.engine, DEADLINE_S)
         buckets = iter(reader)
         first, second = next(buckets), next(buckets)
@@ -288,6 +290,11 @@ def test_a_full_half_gives_no_slot(pair: Pair) -> None:
     assert pair.writer.slot("b", whole, whole.extent, "uint8") is not None
     with pytest.raises(WeightsError, match="a box of 'c' has 4096 bytes and a bucket 2048: cut it"):
         pair.writer.slot("c", whole, whole.extent, "bfloat16")
+
+
+def test_the_other_process_needs_no_heavy_package_but_torch() -> None:
+    _, modules = probe("import spmd_rl.weights.buckets")
+    assert modules & HEAVY == {"torch"}
 
 
 def test_a_slab_without_room_for_two_buckets_is_refused(pair: Pair) -> None:

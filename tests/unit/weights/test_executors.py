@@ -13,9 +13,8 @@ from spmd_rl.weights.executors import _buckets, alias, execute
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.plan import plan_moves
-from spmd_rl.weights.tensor_ends import TensorSink, TensorSource
-
-Tensors = dict[str, nn.Parameter]
+from spmd_rl.weights.tensor_ends import TensorSource
+from tests.unit.weights.ends_case import ends_over, plan_of
 
 
 def _trainer(seed: int = 0) -> dict[str, nn.Parameter]:
@@ -34,21 +33,12 @@ def _engine(dtype: torch.dtype) -> dict[str, nn.Parameter]:
     }
 
 
-def _ends(source: Tensors, engine: Tensors) -> LocalEnds:
-    """The ends of one rank, whose engine notes nothing."""
-    parts = LocalTensors.whole(source), LocalTensors.whole(engine)
-    sink = TensorSink(parts[1].items(), lambda: None, lambda version: None)
-    return LocalEnds(0, TensorSource(parts[0].items()), sink, torch.device("cpu"))
-
-
 def _aliased(ends: LocalEnds) -> LocalEnds:
     return replace(ends, shared=alias(ends.the_source(), ends.the_sink(), 0))
 
 
 def _pushed(ends: LocalEnds) -> tuple[int, int]:
-    layouts = ends.the_source().layout(0), ends.the_sink().layout(0)
-    moves = plan_moves([layouts[0]], [layouts[1]], None, 0).moves
-    traffic = execute(moves, ends, None)
+    traffic = execute(plan_of(ends).moves, ends, None)
     assert traffic.sent_bytes == traffic.received_bytes == 0
     return traffic.aliased_bytes, traffic.copied_bytes
 
@@ -57,7 +47,7 @@ def _pushed(ends: LocalEnds) -> tuple[int, int]:
 def test_a_copy_casts_to_the_destination(dtype: torch.dtype) -> None:
     source, engine = _trainer(), _engine(dtype)
     kept = {name: one.data_ptr() for name, one in engine.items()}
-    assert _pushed(_ends(source, engine)) == (0, 41 * dtype.itemsize)
+    assert _pushed(ends_over(source, engine)) == (0, 41 * dtype.itemsize)
     for name, one in engine.items():
         assert torch.equal(one, source[name].to(dtype))
         assert one.data_ptr() == kept[name]
@@ -65,7 +55,7 @@ def test_a_copy_casts_to_the_destination(dtype: torch.dtype) -> None:
 
 def test_an_alias_sees_every_optimizer_step_and_moves_nothing() -> None:
     source, engine = _trainer(), _engine(torch.float32)
-    ends = _aliased(_ends(source, engine))
+    ends = _aliased(ends_over(source, engine))
     assert {name for name, _ in ends.shared} == set(source)
     optimizer = torch.optim.AdamW(source.values(), lr=0.1, fused=True)
     for one in source.values():
@@ -77,10 +67,10 @@ def test_an_alias_sees_every_optimizer_step_and_moves_nothing() -> None:
 
 
 def test_another_dtype_or_box_is_not_aliased() -> None:
-    assert not _aliased(_ends(_trainer(), _engine(torch.bfloat16))).shared
+    assert not _aliased(ends_over(_trainer(), _engine(torch.bfloat16))).shared
     embed = _trainer()["embed.weight"]
     half = LocalTensor((7, 5), Box((0, 0), (4, 5)), embed[:4].clone())
-    ends = _ends({}, {"embed.weight": _engine(torch.float32)["embed.weight"]})
+    ends = ends_over({}, {"embed.weight": _engine(torch.float32)["embed.weight"]})
     assert not _aliased(replace(ends, source=TensorSource([("embed.weight", half)]))).shared
 
 

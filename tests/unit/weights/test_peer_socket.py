@@ -8,9 +8,12 @@ import pickle
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spmd_rl.errors import DeadlineError, LostRankError, WeightsError
 from spmd_rl.weights.layout import Box
@@ -28,6 +31,7 @@ from spmd_rl.weights.peer_socket import (
 
 DEADLINE_S = 60.0
 SOON_S = 0.05
+TABLE = BucketTable(7, 0, 1, [BucketEntry("w", Box((2, 0), (1, 4)), "bfloat16", (3, 4), 256)])
 HEADER = SlabHeader(num_bytes=4096, generation=1, kind="cpu", gpu="")
 
 
@@ -58,7 +62,7 @@ def open_fds() -> int:
     "message",
     [
         HEADER,
-        BucketTable(7, 0, 1, [BucketEntry("w", Box((2, 0), (1, 4)), "bfloat16", (3, 4), 256)]),
+        TABLE,
         BucketAck(7, 12),
         EndOfPush(3),
         Hello("there"),
@@ -132,6 +136,33 @@ def test_what_is_no_message_is_refused(
     with pytest.raises(LostRankError, match="the socket to engine of rank 3 is closed"):
         peer.receive(DEADLINE_S)
     assert peer.fileno() == -1
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([HEADER, TABLE, BucketAck(7, 1)]), st.data())
+def test_flipped_bytes_are_a_message_or_an_error_of_ours(
+    message: PeerMessage, data: st.DataObject
+) -> None:
+    payload = bytearray(msgspec.msgpack.encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    ours, theirs = socket.socketpair()
+    peer = PeerSocket(ours, "engine of rank 3")
+    theirs.sendall(framed(bytes(payload)))
+    with suppress(WeightsError):
+        assert isinstance(peer.receive(DEADLINE_S), PeerMessage)
+    peer.close()
+    theirs.close()
+
+
+def test_deep_nesting_is_refused(ends: tuple[PeerSocket, socket.socket]) -> None:
+    peer, theirs = ends
+    box = b"\x83\xa6offset\x90\xa6extent\x90\xa1x" + b"\x91" * 50_000 + b"\xc0"
+    entry = b"\x95\xa1w" + box + b"\xa5uint8\x90\x00"
+    table = b"\x95\xabBucketTable\x07\x00\x01\x91" + entry
+    theirs.sendall(framed(table))
+    with pytest.raises(WeightsError, match="cannot be read"):
+        peer.receive(DEADLINE_S)
 
 
 @pytest.mark.parametrize("num_fds", [1, 2, 20])
