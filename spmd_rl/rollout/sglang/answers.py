@@ -128,18 +128,27 @@ class AnswerCollector:
             self._wait_again(one.rid)
             return
         is_stopped = one.extend(delta.tokens, delta.logprobs, version)
-        if is_stopped and not may_finish:
-            one.drop_last()
-        else:
+        self.num_tokens += len(one.tokens[-1])
+        if may_finish:
             self._new.add(one.key, one.tokens[-1], one.logprobs[-1])
-            self.num_tokens += len(one.tokens[-1])
         if is_stopped and may_finish:
             if delta.reason is None:
                 self._abort(one.rid)
             self._finish(one, "stop")
         elif ends and delta.reason is not None:
             self._finish(one, finish_of(delta.reason, one.request))
-        elif delta.is_aborted:
+        elif waits and delta.is_aborted:
+            self._end_aborted(one, may_finish)
+
+    def _end_aborted(self, one: OpenRequest, may_finish: bool) -> None:
+        """Have a request wait again. An abort hides that the last token was the sample's last."""
+        finish = self._table.finish_by_last_token(one)
+        if finish is None:
+            self._wait_again(one.rid)
+        elif may_finish:
+            self._finish(one, finish)
+        else:
+            one.drop_last_token()
             self._wait_again(one.rid)
 
     def _finish(self, one: OpenRequest, finish: FinishReason) -> None:

@@ -111,7 +111,9 @@ def start(
         )
     sockets = PrivateFolder()
     child = Child(interpreter, site, rank)
-    client = SchedulerClient(sockets.path, child.socket.fileno(), child.raise_failure)
+    client = SchedulerClient(
+        sockets.path, child.socket.fileno(), child.raise_failure, child.discard_failure
+    )
     weakref.finalize(client, sockets.leave)
     child_spec = ChildSpec(
         versions=list(VERSIONS),

@@ -75,7 +75,8 @@ def _views_of(name: str, parameter: Tensor, shapes: Shapes) -> Iterator[tuple[st
 class WeightReceiver:
     """Reads the buckets of each push. `staged` are the tensors for `load_weights`, in the making.
 
-    `received` are their digests, since no view of them is known afterwards.
+    `received` are their digests, since no view of them is known afterwards. `loaded` are the names
+    of all tensors that a push has brought; a later one may bring some of them alone.
     """
 
     context: ChildContext
@@ -85,6 +86,7 @@ class WeightReceiver:
     staged: dict[str, Tensor] = field(default_factory=dict)
     missing: dict[str, int] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
+    loaded: set[str] = field(default_factory=set)
 
     @torch.no_grad()
     def receive(self) -> None:
@@ -97,8 +99,15 @@ class WeightReceiver:
         for bucket in reader:
             self._load(bucket)
             reader.ack(bucket)
-        if incomplete := [name for name, count in self.missing.items() if count]:
-            raise WeightsError(f"a push brought only a part of '{incomplete[0]}'")
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        """Raises: WeightsError unless each tensor came whole, or came before and not now."""
+        for name, count in self.missing.items():
+            is_new = count < _whole(self.shapes[name][0]).num_elements
+            if count if is_new else name not in self.loaded:
+                raise WeightsError(f"a push brought only a part of '{name}'")
+            self.loaded.add(name)
 
     def digests(self) -> WeightDigests:
         """Return the digest of every tensor, as the parameters hold it where a view is known."""

@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from spmd_rl.errors import DeadlineError, SpmdError
+from spmd_rl.rollout.sglang.child_calls import PREFIX
 from spmd_rl.rollout.sglang.structs import (
     RpcReqInput,
     SchedulerMessage,
@@ -41,16 +42,24 @@ ADDRESSES = {
 class SchedulerClient:
     """One scheduler's sockets. `child_fd` can be read when the child has ended.
 
-    `on_child_ended` is called then, and raises.
+    `on_child_ended` is called then, and raises. `on_call_failed` is called when a method of ours
+    has failed, which the child says on its own socket too.
     """
 
-    def __init__(self, folder: Path, child_fd: int, on_child_ended: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        child_fd: int,
+        on_child_ended: Callable[[], None],
+        on_call_failed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._context = zmq.Context()
         self._requests = self._bound(self._context.socket(zmq.PUSH), folder / "requests")
         self._answers = self._bound(self._context.socket(zmq.PULL), folder / "answers")
         self._calls = self._bound(self._context.socket(zmq.DEALER), folder / "calls")
         self._child_fd = child_fd
         self._on_child_ended = on_child_ended
+        self._on_call_failed = on_call_failed
         self._inbox: deque[SchedulerMessage] = deque()
         self._num_calls = 0  # that were begun and not answered
 
@@ -111,6 +120,8 @@ class SchedulerClient:
                 if self._num_calls:
                     continue
                 if not answer.success:
+                    if method.startswith(PREFIX):
+                        self._on_call_failed()
                     raise SpmdError(f"SGLang's scheduler failed in {method}: {answer.message}")
                 return
         raise DeadlineError(_unanswered(method, deadline_s))

@@ -147,6 +147,11 @@ class Child:
             raise self.ended() from None
         raise SpmdError(f"{self.name} sent a message that nobody had asked for")
 
+    def discard_failure(self) -> None:
+        """Read what the child says of a call that failed, which its answer to the call says too."""
+        with contextlib.suppress(SpmdError):
+            self.socket.receive(END_DEADLINE_S)
+
     def stop(self) -> None:
         """End the child and all that it started. It may be called again."""
         with contextlib.suppress(ProcessLookupError, PermissionError):

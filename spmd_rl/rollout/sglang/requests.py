@@ -43,6 +43,7 @@ class OpenRequest:
     matcher: StopStringMatcher | None = None
     stop_ids: frozenset[int] = frozenset()
     rid: str = ""
+    is_stopped: bool = False  # by a stop that the rank looked for
     tokens: list[NDArray[np.int32]] = field(default_factory=list)
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
     versions: list[NDArray[np.int32]] = field(default_factory=list)
@@ -59,16 +60,19 @@ class OpenRequest:
         Returns whether there was one. Shape: [T].
         """
         length = self._stop_length(tokens)
-        is_stopped = length is not None
+        self.is_stopped = length is not None
         self.tokens.append(tokens[:length])
         self.logprobs.append(logprobs[:length])
         self.versions.append(np.full(len(tokens[:length]), version, np.int32))
-        return is_stopped
+        return self.is_stopped
 
-    def drop_last(self) -> None:
-        """Forget what `extend` added last."""
-        for parts in (self.tokens, self.logprobs, self.versions):
-            parts.pop()
+    def drop_last_token(self) -> None:
+        """Forget the last token, so that the answer can go on."""
+        request = self.answered()
+        answer = request.tokens[:-1], request.logprobs[:-1], request.versions[:-1]
+        self.request = Request(
+            request.uid, request.index, request.prompt, request.sampling, *answer, request.seed
+        )
 
     def answered(self) -> Request:
         """Return the request with its answer so far."""
@@ -175,14 +179,30 @@ class RequestTable:
             self.stop_running(one)
         del self._open[one.key]
 
+    def finish_by_last_token(self, one: OpenRequest) -> FinishReason | None:
+        """Return how the answer so far is finished; None if it goes on."""
+        request = one.answered()
+        if not len(request.tokens):
+            return None
+        last = int(request.tokens[-1])
+        if one.is_stopped or last in one.stop_ids or last in self._ends(request):
+            return "stop"
+        return "length" if request.num_tokens >= self._max_length(request) else None
+
+    def _ends(self, request: Request) -> set[int]:
+        """Return the tokens at which the scheduler ends a sample."""
+        sampling = request.sampling
+        return set() if sampling.ignore_eos else {*sampling.stop_ids, *self._spec.eos_ids}
+
+    def _max_length(self, request: Request) -> int:
+        return min(len(request.prompt) + request.sampling.max_tokens, self._spec.max_positions)
+
     def _sampling_params(self, one: OpenRequest) -> SamplingParams:
-        request, sampling, spec = one.request, one.request.sampling, self._spec
-        max_length = min(len(request.prompt) + sampling.max_tokens, spec.max_positions)
+        request, sampling = one.request, one.request.sampling
         is_greedy = sampling.temperature == 0
-        ends = set() if sampling.ignore_eos else {*sampling.stop_ids, *spec.eos_ids}
         return SamplingParams(
-            max_new_tokens=max_length - request.num_tokens,
-            stop_token_ids=sorted(ends) or None,
+            max_new_tokens=self._max_length(request) - request.num_tokens,
+            stop_token_ids=sorted(self._ends(request)) or None,
             temperature=sampling.scored_temperature,
             top_k=1 if is_greedy else min(sampling.top_k or ALL_TOKENS, ALL_TOKENS),
             top_p=1.0 if is_greedy else sampling.top_p,

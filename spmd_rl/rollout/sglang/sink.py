@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from spmd_rl.errors import WeightsError
+from spmd_rl.errors import DeadlineError, LostRankError, SpmdError, WeightsError
 from spmd_rl.rollout.sglang.child_calls import ATTACH, DIGEST, RECEIVE
 from spmd_rl.rollout.sglang.client import SchedulerClient
 from spmd_rl.rollout.sglang.launch import Child
@@ -67,6 +68,9 @@ class SglangSink:
 
     def open(self) -> None:
         """Have the engine keep its requests. A push that was given up is ended first."""
+        if self._receives:
+            with contextlib.suppress(WeightsError):  # it brought only a part
+                self._finish()
         self._engine.open_push()
 
     def slot(self, name: str, box: Box) -> Tensor | None:
@@ -133,7 +137,12 @@ class SglangSink:
                 self._writer.finish()
             finally:
                 self._receives = False
-            self._client.finish_call(RECEIVE, self._deadline_s)
+            try:
+                self._client.finish_call(RECEIVE, self._deadline_s)
+            except (DeadlineError, LostRankError):
+                raise
+            except SpmdError as error:
+                raise WeightsError(str(error)) from error
 
 
 def _whole(shape: Dims) -> Box:

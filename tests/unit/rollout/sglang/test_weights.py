@@ -1,0 +1,149 @@
+"""Pushes into the child: rules for fused parameters, parts of tensors, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spmd_rl.errors import LostRankError, SpmdError, WeightsError
+from spmd_rl.model.hf import random_weights
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.rollout.engine import Request
+from spmd_rl.rollout.sglang.child_weights import parameter_views
+from spmd_rl.rollout.sglang.engine import SglangEngine
+from spmd_rl.weights.digest import digest
+from spmd_rl.weights.layout import Box
+from spmd_rl.weights.local_tensors import LocalTensors
+from tests.engine_suite import GREEDY, push
+
+New = Callable[..., SglangEngine]
+SHAPES = {
+    "a.q_proj.weight": ((4, 3), "float32"),
+    "a.k_proj.weight": ((2, 3), "float32"),
+    "a.v_proj.weight": ((2, 3), "float32"),
+    "m.gate_proj.weight": ((5, 3), "float32"),
+    "m.up_proj.weight": ((5, 3), "float32"),
+    "embed_tokens.weight": ((7, 3), "float32"),
+    "norm.weight": ((3,), "float32"),
+}
+
+
+@pytest.fixture
+def weights(folder: Path) -> dict[str, Tensor]:
+    return dict(random_weights(ModelSpec.from_folder(folder), 0))
+
+
+def model(**rows: int) -> nn.Module:
+    """Parameters as SGLang has them; keywords change the rows of one."""
+    sizes = {"qkv_proj": 8, "gate_up_proj": 10, "embed_tokens": 64} | rows
+    made = nn.Module()
+    made.a, made.m = nn.Module(), nn.Module()
+    made.a.qkv_proj = nn.Linear(3, sizes["qkv_proj"], bias=False)
+    made.m.gate_up_proj = nn.Linear(3, sizes["gate_up_proj"], bias=False)
+    made.embed_tokens = nn.Embedding(sizes["embed_tokens"], 3)
+    made.norm = nn.RMSNorm(3)
+    return made
+
+
+def test_every_tensor_has_its_part_of_a_parameter() -> None:
+    made = model()
+    views = parameter_views(made, SHAPES)
+    assert set(views) == set(SHAPES)
+    assert views["a.k_proj.weight"].data_ptr() == made.a.qkv_proj.weight[4:].data_ptr()
+    assert views["a.v_proj.weight"].data_ptr() == made.a.qkv_proj.weight[6:].data_ptr()
+    assert views["m.up_proj.weight"].data_ptr() == made.m.gate_up_proj.weight[5:].data_ptr()
+    assert views["embed_tokens.weight"].shape == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [({"qkv_proj": 9}, "a.q_proj.weight"), ({"gate_up_proj": 12}, "m.up_proj.weight")],
+)
+def test_a_parameter_of_another_size_has_no_rule(change: dict[str, int], lost: str) -> None:
+    assert lost not in parameter_views(model(**change), SHAPES)
+
+
+def test_a_model_that_derives_from_its_weights_has_no_rules() -> None:
+    made = model()
+    made.post_load_weights = lambda: None
+    assert parameter_views(made, SHAPES) == {}
+
+
+def test_a_dtype_of_its_own_has_no_rule() -> None:
+    made = model()
+    made.norm = made.norm.to(torch.bfloat16)
+    assert "norm.weight" not in parameter_views(made, SHAPES)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}], ids=["rules", "load_weights"])
+def test_a_push_in_small_buckets_arrives(
+    new_engine: New, weights: dict[str, Tensor], options: dict[str, object]
+) -> None:
+    """The slab is smaller than some tensors, so that these go in parts."""
+    engine = new_engine(slab_bytes=4096, options=options)
+    push(engine, weights, 1)
+    push(engine, {name: tensor + 1 for name, tensor in weights.items()}, 2)
+    engine.submit(Request(1, 0, np.arange(2, 5, dtype=np.int32), GREEDY))
+    while engine.has_work:
+        output = engine.step()
+    assert output.finished[0].versions.tolist() == [2] * len(output.finished[0].tokens)
+
+
+def test_a_wrong_bit_in_a_parameter_is_seen(new_engine: New, weights: dict[str, Tensor]) -> None:
+    """It is the parameters that are digested, not what came."""
+    engine = new_engine(options={"fake_wrong_byte": True})
+    with pytest.raises(AssertionError):
+        push(engine, weights, 1)
+    sink = engine.sink()
+    held = {name: value for (name, _), value in sink.digest().items()}
+    own = digest(LocalTensors.whole(weights))
+    assert [name for name in own if own[name] != held[name]] == ["model.embed_tokens.weight"]
+
+
+def _send(engine: SglangEngine, weights: dict[str, Tensor]) -> None:
+    sink = engine.sink()
+    sink.open()
+    for name, tensor in weights.items():
+        sink.write(name, Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor)
+
+
+def test_a_push_of_some_tensors_is_refused_at_first(
+    new_engine: New, weights: dict[str, Tensor]
+) -> None:
+    engine = new_engine()
+    names = list(weights)
+    _send(engine, {name: weights[name] for name in names[:-1]})
+    with pytest.raises(WeightsError, match=f"a push brought only a part of '{names[-1]}'"):
+        engine.sink().commit(1)
+    with pytest.raises(SpmdError, match="no weights of a known version"):
+        engine.step()
+    push(engine, weights, 2)
+    _send(engine, {names[0]: weights[names[0]]})
+    engine.sink().commit(3)
+
+
+def test_a_push_that_was_given_up_is_followed_by_another(
+    new_engine: New, weights: dict[str, Tensor]
+) -> None:
+    engine = new_engine()
+    _send(engine, {name: weights[name] for name in list(weights)[:3]})
+    push(engine, weights, 1)
+
+
+def test_a_child_killed_during_a_push_is_one_sentence(
+    new_engine: New, weights: dict[str, Tensor]
+) -> None:
+    engine = new_engine(slab_bytes=4096)
+    _send(engine, {name: weights[name] for name in list(weights)[:3]})
+    os.kill(engine.child.pid, signal.SIGKILL)
+    with pytest.raises(LostRankError, match=rf"pid {engine.child.pid}"):
+        _send(engine, weights)
+    with pytest.raises(SpmdError, match="no weights of a known version"):
+        engine.step()
