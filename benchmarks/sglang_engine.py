@@ -6,23 +6,33 @@ python -m benchmarks.sglang_engine --python /tmp/sgl --smoke
 from __future__ import annotations
 
 import argparse
+import io
+import os
+import signal
+import statistics
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.record import counted, finish, gpu
 from benchmarks.shapes import random_weights, write_config
+from benchmarks.table import Row
+from spmd_rl.offload.ledger import kv_token_bytes
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.sglang.build import build
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
+from spmd_rl.rollout.sglang.options import ask_site
 from spmd_rl.types.samples import Sample
 from spmd_rl.weights.digest import digest
 from spmd_rl.weights.layout import Box
@@ -30,50 +40,63 @@ from spmd_rl.weights.local_tensors import LocalTensors
 
 TOKENIZER_OF = Path("examples/arithmetic/model-20m")
 LENGTHS = (5, 17, 64, 130)
+GREEDY = SamplingConfig(temperature=0.0, max_tokens=32, ignore_eos=True)
+Prompts = list[np.ndarray[Any, Any]]
 
 
-def push(engine: SglangEngine, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
+def push(
+    engine: SglangEngine, weights: Mapping[str, Tensor], version: int, verify: bool = True
+) -> dict[str, float]:
     """Push whole tensors through the engine's sink, and return the seconds of each part."""
     sink, began = engine.sink(), time.perf_counter()
     sink.open()
     opened = time.perf_counter()
+    slots: list[Tensor] = []
+    tensors: list[Tensor] = []
+
+    def flush() -> None:
+        if slots:
+            torch._foreach_copy_(slots, tensors)
+        slots.clear()
+        tensors.clear()
+        sink.flush()
+
     for name, tensor in weights.items():
         box = Box((0,) * tensor.ndim, tuple(tensor.shape))
         slot = sink.slot(name, box)
         if slot is None:
-            sink.flush()
+            flush()
             slot = sink.slot(name, box)
         if slot is None:
             sink.write(name, box, tensor)
         else:
-            slot.copy_(tensor)
-    sink.flush()
+            slots.append(slot)
+            tensors.append(tensor)
+    flush()
     sent = time.perf_counter()
-    held = {name: value for (name, _), value in sink.digest().items()}
+    if verify:
+        held = {name: value for (name, _), value in sink.digest().items()}
+        own = digest(LocalTensors.whole(dict(weights)))
+        if differing := [name for name, value in own.items() if held.get(name) != value]:
+            raise AssertionError(f"the child holds other bits of {differing[:3]}")
     digested = time.perf_counter()
-    own = digest(LocalTensors.whole(dict(weights)))
-    if differing := [name for name, value in own.items() if held.get(name) != value]:
-        raise AssertionError(f"the child holds other bits of {differing[:3]}")
-    began_commit = time.perf_counter()
     sink.commit(version)
     ended = time.perf_counter()
     return {
         "open_s": opened - began,
         "send_s": sent - opened,
-        "digest_s": digested - sent,
-        "commit_s": ended - began_commit,
+        "verify_s": digested - sent,
+        "commit_s": ended - digested,
     }
 
 
-def prompts(count: int, vocab_size: int, seed: int = 1) -> list[np.ndarray[Any, Any]]:
+def prompts(count: int, vocab_size: int, seed: int = 1) -> Prompts:
     random = np.random.default_rng(seed)
     lengths = random.choice(LENGTHS, count)
     return [random.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
 
 
-def generate(
-    engine: SglangEngine, of: list[np.ndarray[Any, Any]], sampling: SamplingConfig
-) -> list[Sample]:
+def generate(engine: SglangEngine, of: Prompts, sampling: SamplingConfig) -> list[Sample]:
     for uid, prompt in enumerate(of):
         engine.submit(Request(uid, 0, prompt, sampling))
     done: list[Sample] = []
@@ -111,13 +134,12 @@ def smoke(cfg: SglangEngineConfig, device: torch.device) -> int:
         return 1
     print(f"         parts of the start {engine.start_seconds}", flush=True)
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in random_weights(spec, seed=3)}
-    greedy = SamplingConfig(temperature=0.0, max_tokens=32, ignore_eos=True)
     inputs = prompts(16, spec.vocab_size)
     step("first push", lambda: push(engine, weights, 1))
     step("second push", lambda: push(engine, weights, 2))
-    first = step("generate 16 x 32", lambda: generate(engine, inputs, greedy))
+    first = step("generate 16 x 32", lambda: generate(engine, inputs, GREEDY))
     step("lengths", lambda: sorted({(len(one.tokens), one.finish) for one in first})[:4].__str__())
-    step("generate again", lambda: generate(engine, inputs, greedy))
+    step("generate again", lambda: generate(engine, inputs, GREEDY))
     for _ in range(2):
         before = torch.cuda.mem_get_info(device)[0]
         step("sleep", engine.sleep)
@@ -126,7 +148,7 @@ def smoke(cfg: SglangEngineConfig, device: torch.device) -> int:
     step("push after the wake", lambda: push(engine, weights, 3))
 
     def same() -> str:
-        again = generate(engine, inputs, greedy)
+        again = generate(engine, inputs, GREEDY)
         pairs = zip(first, again, strict=True)
         return f"{sum(np.array_equal(a.tokens, b.tokens) for a, b in pairs)} of {len(first)} equal"
 
@@ -148,7 +170,7 @@ def smoke(cfg: SglangEngineConfig, device: torch.device) -> int:
 
     def aborted() -> str:
         for uid, prompt in enumerate(inputs):
-            engine.submit(Request(uid, 0, prompt, greedy))
+            engine.submit(Request(uid, 0, prompt, GREEDY))
         parts = [sample for uid in range(8) for sample in engine.abort(uid)]
         done: list[Sample] = []
         while engine.has_work:
@@ -158,10 +180,7 @@ def smoke(cfg: SglangEngineConfig, device: torch.device) -> int:
     step("abort half", aborted)
 
     def killed() -> str:
-        import os
-        import signal
-
-        engine.submit(Request(0, 0, inputs[0], greedy))
+        engine.submit(Request(0, 0, inputs[0], GREEDY))
         os.kill(engine.child.pid, signal.SIGKILL)
         try:
             while engine.has_work:
@@ -175,17 +194,268 @@ def smoke(cfg: SglangEngineConfig, device: torch.device) -> int:
     return int(step.num_failed > 0)
 
 
+class UpdateWeightsFromTensorReqInput(msgspec.Struct, tag=True, array_like=True, kw_only=True):
+    """SGLang's own way to update weights: pickled handles of CUDA IPC."""
+
+    rid: str | None = None
+    http_worker_ipc: str | None = None
+    serialized_named_tensors: list[bytes]
+
+
+class UpdateWeightsFromTensorReqOutput(msgspec.Struct, tag=True, array_like=True, kw_only=True):
+    rid: str | None = None
+    http_worker_ipc: str | None = None
+    success: bool
+    message: str
+
+
+def update_from_tensor(engine: SglangEngine, weights: Mapping[str, Tensor]) -> float:
+    """Return the seconds of SGLang's own update, from the pickling to its answer."""
+    client, began = engine.client, time.perf_counter()
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump(list(weights.items()))
+    client.send(UpdateWeightsFromTensorReqInput(serialized_named_tensors=[buffer.getvalue()]))
+    if not client._answers.poll(60_000):
+        raise TimeoutError("SGLang did not answer update_weights_from_tensor")
+    answer = msgspec.msgpack.decode(client._answers.recv(), type=UpdateWeightsFromTensorReqOutput)
+    seconds = time.perf_counter() - began
+    if not answer.success:
+        raise RuntimeError(answer.message)
+    torch.cuda.ipc_collect()
+    return seconds
+
+
+def copied_twice(weights: Mapping[str, Tensor]) -> float:
+    """Return the seconds of copying all tensors to other memory and on to a third."""
+    sources = list(weights.values())
+    first, second = ([torch.empty_like(one) for one in sources] for _ in range(2))
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    torch._foreach_copy_(first, sources)
+    torch._foreach_copy_(second, first)
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def push_rows(engine: SglangEngine, weights: Mapping[str, Tensor], repeats: int = 9) -> list[Row]:
+    ours, theirs, floors, verified = [], [], [], []
+    for turn in range(repeats + 1):
+        parts = push(engine, weights, turn, verify=False)
+        floor = copied_twice(weights)
+        own = update_from_tensor(engine, weights)
+        whole = push(engine, weights, turn)
+        if turn:  # the first makes the slab, and opens handles
+            ours.append(sum(parts.values()))
+            floors.append(floor)
+            theirs.append(own)
+            verified.append(sum(whole.values()))
+    push_ms, peer_ms, floor_ms, verified_ms = (
+        1e3 * statistics.median(values) for values in (ours, theirs, floors, verified)
+    )
+    return [
+        Row(
+            what="push to SGLang with its load and flush, whole",
+            value=push_ms,
+            unit="ms",
+            peer="update_weights_from_tensor",
+            peer_value=peer_ms,
+            ratio=push_ms / peer_ms,
+            bar="at most 0.5x",
+            holds=push_ms <= 0.5 * peer_ms,
+        ),
+        Row(
+            what="push to SGLang with its load and flush, against copies",
+            value=push_ms,
+            unit="ms",
+            peer="the same bytes copied twice within one process",
+            peer_value=floor_ms,
+            ratio=push_ms / floor_ms,
+        ),
+        Row(what="push with the digests of both ends", value=verified_ms, unit="ms"),
+    ]
+
+
+def logprob_rows(
+    folder: Path, weights: Mapping[str, Tensor], samples: list[Sample], of: Prompts
+) -> list[Row]:
+    """Compare greedy samples with transformers in bf16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
+    )
+    model = model.cuda().eval()
+    model.load_state_dict(dict(weights), strict=False)
+    model.tie_weights()
+    num_equal = num_tokens = 0
+    distances = []
+    for sample in samples:
+        tokens = torch.from_numpy(sample.tokens.astype(np.int64)).cuda()
+        prompt = torch.from_numpy(of[sample.prompt_uid].astype(np.int64)).cuda()
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, tokens])[None]).logits[0]
+        scores = logits[len(prompt) - 1 : -1].float()
+        num_equal += int((scores.argmax(-1) == tokens).sum())
+        num_tokens += len(tokens)
+        own = scores.log_softmax(-1).gather(1, tokens[:, None])[:, 0].cpu()
+        distances.append((own - torch.from_numpy(sample.logprobs)).abs())
+    distance = torch.cat(distances)
+    mean = float(distance.mean())
+    return [
+        Row(
+            what="greedy tokens that are transformers' argmax",
+            value=num_equal,
+            unit="tokens",
+            peer="all tokens",
+            peer_value=num_tokens,
+            ratio=num_equal / num_tokens,
+            bar="at least 0.98x",
+            holds=num_equal >= 0.98 * num_tokens,
+        ),
+        Row(
+            what="mean of abs(dlogp) to transformers",
+            value=mean,
+            unit="nats",
+            bar="at most 0.01",
+            holds=mean <= 0.01,
+        ),
+        Row(what="largest abs(dlogp) to transformers", value=float(distance.max()), unit="nats"),
+    ]
+
+
+def cycle_rows(
+    engine: SglangEngine, weights: Mapping[str, Tensor], of: Prompts, cycles: int
+) -> list[Row]:
+    """Sleep, wake, push and generate, over and over."""
+    device = torch.device("cuda", 0)
+    spec = engine.spec
+    kv_token = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, 2)
+    owned = sum(tensor.nbytes for tensor in weights.values()) + engine.max_kv_tokens * kv_token
+    first = generate(engine, of, GREEDY)
+    freed, free_after, resident, equal = [], [], [], []
+    for cycle in range(cycles):
+        before = torch.cuda.mem_get_info(device)[0]
+        engine.sleep()
+        freed.append(torch.cuda.mem_get_info(device)[0] - before)
+        engine.wake()
+        push(engine, weights, cycle, verify=False)
+        if cycle % 10 == 0 or cycle == cycles - 1:
+            again = generate(engine, of, GREEDY)
+            equal += [np.array_equal(a.tokens, b.tokens) for a, b in zip(first, again, strict=True)]
+        free_after.append(torch.cuda.mem_get_info(device)[0])
+        resident.append(int(Path(f"/proc/{engine.child.pid}/statm").read_text().split()[1]))
+    share = min(freed) / owned
+    skip = min(10, cycles - 1)  # of cycles after which nothing may grow
+    growth = free_after[skip] - free_after[-1]
+    return [
+        Row(
+            what="least memory given back by a sleep",
+            value=min(freed) / 2**30,
+            unit="GiB",
+            peer="weights, keys and values",
+            peer_value=owned / 2**30,
+            ratio=share,
+            bar="at least 0.99x",
+            holds=share >= 0.99,
+        ),
+        Row(
+            what=f"GPU memory that {cycles} cycles lost",
+            value=growth / 2**20,
+            unit="MiB",
+            bar="at most 2",
+            holds=growth <= 2 << 20,
+        ),
+        Row(
+            what=f"resident memory that the child gained in {cycles} cycles",
+            value=(resident[-1] - resident[skip]) * 4096 / 2**20,
+            unit="MiB",
+        ),
+        counted("greedy samples that are equal after sleep, wake and push", equal),
+    ]
+
+
+def abort_rows(engine: SglangEngine, vocab_size: int) -> list[Row]:
+    """Abort 100 of 200 running requests, and compare the others with a run without aborts."""
+    of = prompts(200, vocab_size, seed=7)
+    long = SamplingConfig(temperature=0.0, max_tokens=64, ignore_eos=True)
+    alone = generate(engine, of, long)
+    for uid, prompt in enumerate(of):
+        engine.submit(Request(uid, 0, prompt, long))
+    for _ in range(3):
+        engine.step()
+    for uid in range(0, 200, 2):
+        engine.abort(uid)
+    done: list[Sample] = []
+    while engine.has_work:
+        done += engine.step().finished
+    is_whole = [len(sample.tokens) == 64 for sample in done]
+    equal = [
+        np.array_equal(sample.tokens, alone[sample.prompt_uid].tokens)
+        for sample in done
+        if sample.prompt_uid % 2
+    ]
+    return [
+        counted("requests beside 100 aborted ones that finished whole", is_whole),
+        counted("of these, with the greedy tokens of a run without aborts", equal, all_must=False),
+    ]
+
+
+def measure(cfg: SglangEngineConfig, name: str, cycles: int, save: bool, machine: str) -> int:
+    device = torch.device("cuda", 0)
+    folder = Path(tempfile.mkdtemp()) / "model"
+    spec = write_config(name, folder, TOKENIZER_OF)
+    weights = {key: tensor.to(torch.bfloat16) for key, tensor in random_weights(spec, seed=3)}
+    rows: list[Row] = []
+    for start in ("first", "second"):
+        began = time.perf_counter()
+        engine = build(cfg, str(folder), device)
+        push(engine, weights, 0)
+        of = prompts(64, spec.vocab_size)
+        generate(engine, of[:1], SamplingConfig(temperature=0.0, max_tokens=1))
+        seconds = time.perf_counter() - began
+        is_warm = start == "second"
+        rows.append(
+            Row(
+                what=f"{start} start on this machine, to the first token",
+                value=seconds,
+                unit="s",
+                bar="at most 45" if is_warm else None,
+                holds=seconds <= 45 if is_warm else None,
+            )
+        )
+        rows += [
+            Row(what=f"{start} start: {part}", value=value, unit="s")
+            for part, value in engine.start_seconds.items()
+        ]
+        if not is_warm:
+            engine.close()
+    rows += push_rows(engine, weights)
+    push(engine, weights, 1)
+    rows += logprob_rows(folder, weights, generate(engine, of, GREEDY), of)
+    rows += cycle_rows(engine, weights, of[:16], cycles)
+    rows += abort_rows(engine, spec.vocab_size)
+    engine.close()
+    packages = ("torch",)
+    version = ask_site(cfg.python).version
+    return finish(__file__, packages, rows, save=save, machine=machine, sglang=version, **gpu())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--python", default="", help="as engine.python")
     parser.add_argument("--attention", default="triton", help="SGLang's attention_backend")
+    parser.add_argument("--model", default="0.6B", help="a shape of benchmarks/shapes.py")
+    parser.add_argument("--cycles", type=int, default=100, help="of sleep, wake and push")
+    parser.add_argument("--machine", default="h100", help="the folder of the result")
+    parser.add_argument("--save", action="store_true", help="write the result")
     parser.add_argument("--smoke", action="store_true", help="try each part once, and say the time")
     words = parser.parse_args()
     options = {"attention_backend": words.attention, "cuda_graph_max_bs_decode": 64}
-    cfg = SglangEngineConfig(python=words.python, options=options, max_batch=64)
+    max_batch = 64 if words.smoke else 256
+    cfg = SglangEngineConfig(python=words.python, options=options, max_batch=max_batch)
     if words.smoke:
         return smoke(cfg, torch.device("cuda", 0))
-    raise SystemExit("say --smoke")
+    return measure(cfg, words.model, words.cycles, words.save, words.machine)
 
 
 if __name__ == "__main__":

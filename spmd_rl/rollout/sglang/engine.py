@@ -56,6 +56,7 @@ class SglangEngine:
         `start_seconds` says how long each part of the child's start took.
         """
         self.start_seconds = dict(start_seconds or {})
+        self.max_kv_tokens = max_kv_tokens
         self.child = child
         self.client = client
         self.cfg = cfg
