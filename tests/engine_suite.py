@@ -34,7 +34,8 @@ class EngineCase:
     """One engine, two sets of weights for it, and what differs between kinds.
 
     `advance` has the engine draw about so many tokens of each request that runs. `release` lets it
-    draw on freely, and `hold` ends that. `decode` is what the engine was given for stop strings.
+    draw on freely, and `hold` ends that. An engine that is not `exact` may take another token where
+    two are about as likely, after other batches. `decode` is what the engine was given for stop strings.
     """
 
     engine: Engine
@@ -46,9 +47,20 @@ class EngineCase:
     release: Callable[[], None] = lambda: None
     hold: Callable[[], None] = lambda: None
     sleeps_weights: bool = False
+    exact: bool = True
 
     def push(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
         push(self.engine, weights or self.weights, version)
+
+    def same(self, one: Sample, other: Sample) -> bool:
+        """Whether two samples are the same, as far as this engine promises it."""
+        length = None if self.exact else 1
+        return (one.prompt_uid, one.index, one.finish, len(one.tokens)) == (
+            other.prompt_uid,
+            other.index,
+            other.finish,
+            len(other.tokens),
+        ) and np.array_equal(one.tokens[:length], other.tokens[:length])
 
     def finish(self, *requests: Request) -> Samples:
         for request in requests:
@@ -81,15 +93,6 @@ def push(engine: Engine, weights: Mapping[str, Tensor], version: int) -> None:
     own = digest(LocalTensors.whole(dict(weights)))
     assert {name: value for (name, _), value in sink.digest().items()} == own
     sink.commit(version)
-
-
-def same(one: Sample, other: Sample) -> bool:
-    return (one.prompt_uid, one.index, one.finish, one.tokens.tolist()) == (
-        other.prompt_uid,
-        other.index,
-        other.finish,
-        other.tokens.tolist(),
-    )
 
 
 class EngineSuite:
@@ -171,9 +174,11 @@ class EngineSuite:
             assert partial.finish == "abort"
             assert not case.engine.has_work
             num_tokens = len(partial.tokens)
-            assert partial.tokens.tolist() == unbroken.tokens[:num_tokens].tolist()
+            num_compared = num_tokens if case.exact else min(num_tokens, 1)
+            compared = slice(num_compared)
+            assert partial.tokens[compared].tolist() == unbroken.tokens[compared].tolist()
             if num_tokens < NUM_TOKENS:
-                assert same(case.finish(request.resumed(partial))[6, 0], unbroken)
+                assert case.same(case.finish(request.resumed(partial))[6, 0], unbroken)
 
     def test_an_abort_leaves_the_others_alone(self, case: EngineCase) -> None:
         case.push(0)
@@ -187,7 +192,7 @@ class EngineSuite:
         assert [(one.prompt_uid, one.index) for one in aborted] == [(0x1, 1)]
         rest = case.finish()
         assert set(rest) == {(0x1, 0x10), (0x12, 1), (0x12, 0x10)}
-        assert all(same(sample, alone[key]) for key, sample in rest.items())
+        assert all(case.same(sample, alone[key]) for key, sample in rest.items())
 
     def test_all_can_be_aborted(self, case: EngineCase) -> None:
         case.push(0)
@@ -231,7 +236,8 @@ class EngineSuite:
             versions = sample.versions.tolist()
             assert versions == sorted(versions)
             num_old = versions.count(1)
-            assert sample.tokens[:num_old].tolist() == old[key].tokens[:num_old].tolist()
+            compared = slice(num_old if case.exact else min(num_old, 1))
+            assert sample.tokens[compared].tolist() == old[key].tokens[compared].tolist()
             assert versions[num_old:] == [2] * (NUM_TOKENS - num_old)
         assert any(2 in sample.versions for sample in mixed.values())
 
@@ -252,7 +258,7 @@ class EngineSuite:
             with pytest.raises(SpmdError, match="no weights of a known version"):
                 case.engine.step()
             case.push(1)
-        assert same(case.finish()[9, 0], unbroken)
+        assert case.same(case.finish()[9, 0], unbroken)
 
     def test_a_sink_takes_the_whole_model(self, case: EngineCase) -> None:
         layout = case.engine.sink().layout(5)

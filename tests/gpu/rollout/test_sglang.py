@@ -54,7 +54,14 @@ def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCase]:
         return {name: one.to(torch.bfloat16) for name, one in random_weights(spec, seed)}
 
     yield EngineCase(
-        engine, weights(0), weights(1), spec.vocab_size, decode, advance, sleeps_weights=True
+        engine,
+        weights(0),
+        weights(1),
+        spec.vocab_size,
+        decode,
+        advance,
+        sleeps_weights=True,
+        exact=False,
     )
     engine.close()
 
