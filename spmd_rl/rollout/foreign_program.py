@@ -95,9 +95,7 @@ def find_interpreter(python: str) -> tuple[str, str]:
     )
 
 
-def _environment(
-    environment: Mapping[str, str], search_path: str, folder: Path
-) -> dict[str, str]:
+def _environment(environment: Mapping[str, str], search_path: str, folder: Path) -> dict[str, str]:
     """Return the program's environment: this one without the variables of the world around it."""
     kept = {name: value for name, value in environment.items() if not name.startswith(SCRUBBED)}
     return kept | {

@@ -108,10 +108,10 @@ def locate_sequences(dump: Dump, case: ReplayCase) -> list[int]:
         start_of.setdefault(tokens.tobytes(), start)
     starts = []
     for sequence in case.sequences:
-        start = start_of.get(sequence.tokens.astype(np.int64).tobytes())
-        if start is None:
+        found = start_of.get(sequence.tokens.astype(np.int64).tobytes())
+        if found is None:
             raise DataError(str(dump.path), _what_differs(dump, sequence.name, sequence.tokens))
-        starts.append(start)
+        starts.append(found)
     if len(dump.scored):
         _require_scored(dump, case, starts)
     return starts
@@ -132,8 +132,9 @@ def _what_differs(dump: Dump, name: str, tokens: NDArray[np.int64]) -> str:
         key=lambda pair: pair[0],
     )
     return (
-        f"it has no sequence with the tokens of {name}: the most alike has {_token(other, position)}"
-        f" at position {position}, and {name} has {_token(tokens, position)} "
+        f"it has no sequence with the tokens of {name}: the most alike has "
+        f"{_token(other, position)} at position {position}, and {name} has "
+        f"{_token(tokens, position)} "
         "(--write-inputs writes the tokens)"
     )
 

@@ -183,7 +183,7 @@ def metadata(model: str, arguments: dict[str, Any], runner: Any) -> dict[str, st
     versions = {name: _version(name) for name in ("sglang", "sglang-kernel", "flashinfer-python")}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     deterministic = arguments.get("enable_deterministic_inference", False)
-    backend = getattr(runner.server_args, "attention_backend", None)
+    backend = getattr(runner, "prefill_attention_backend_str", "unknown")
     return {
         "format": FORMAT,
         "program": f"sglang {versions['sglang']}",

@@ -19,7 +19,14 @@ DETERMINISTIC = "enable_deterministic_inference"
 DEADLINE_S = 900.0  # for SGLang to start, to compile and to compute all sequences
 SPARE_TOKENS = 4096  # of its cache, beyond the longest sequence
 # What the replay decides, so that a user's options may not.
-OWNED = ("model_path", "dtype", "skip_tokenizer_init", "disable_cuda_graph", "tp_size", DETERMINISTIC)
+OWNED = (
+    "model_path",
+    "dtype",
+    "skip_tokenizer_init",
+    "disable_cuda_graph",
+    "tp_size",
+    DETERMINISTIC,
+)
 
 
 @dataclass(frozen=True)
