@@ -133,10 +133,15 @@ def versions(setup: ReplaySetup) -> dict[str, str]:
         facts = ours.model.contract(parameter.device, parameter.dtype, ours.split)
     facts["dtype"] = ", ".join(dict.fromkeys(map(str, setup.dtypes)))
     facts["python"] = platform.python_version()
-    for side in passes:
-        if isinstance(side, DumpPass):
-            facts |= {f"{side.name}: {key}": text for key, text in side.dump.metadata.items()}
-    return {key: str(value) for key, value in facts.items()}
+    return {key: str(value) for key, value in facts.items()} | _foreign_facts(setup)
+
+
+def _foreign_facts(setup: ReplaySetup) -> dict[str, str]:
+    """Return what a side that ran elsewhere says of itself."""
+    sides = [side for side in (setup.left, setup.right) if isinstance(side, DumpPass)]
+    return {
+        f"{side.name}: {key}": text for side in sides for key, text in side.dump.metadata.items()
+    }
 
 
 def _verdict(

@@ -105,25 +105,36 @@ def forward_passes(
     SGLang runs before the other side's weights are loaded, and leaves its dump in `temporary`.
     """
     names = (options.left, options.right)
-    spec = ModelSpec.from_folder(model)
-    foreign = next((name for name in names if name in FOREIGN), None)
+    name = next((name for name in names if name in FOREIGN), None)
     recorded: DumpPass | None = None
-    if foreign is not None:
+    if name is not None:
         path = Path(options.dump or "")
-        if foreign in SGLANG:
-            side, dtype = _sglang_side(foreign, options, settings), dtypes[names.index(foreign)]
+        if name in SGLANG:
+            side, dtype = _sglang_side(name, options, settings), dtypes[names.index(name)]
             path = write_sglang_dump(side, case, model, dtype, temporary)
-        recorded = DumpPass(Dump(path, spec), device, foreign)
+        recorded = DumpPass(Dump(path, ModelSpec.from_folder(model)), device, name)
     left, right = (
-        recorded
-        if recorded is not None and name == foreign
-        else forward_pass(name, model, dtype, device, settings, recorded is None)
-        for name, dtype in zip(names, dtypes, strict=True)
+        _side(side, model, dtype, device, settings, recorded)
+        for side, dtype in zip(names, dtypes, strict=True)
     )
     if options.plant:
         assert isinstance(left, EnginePass)
         plant(options.plant, left)
     return left, right
+
+
+def _side(
+    name: str,
+    model: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    settings: dict[str, Any],
+    recorded: DumpPass | None,
+) -> ForwardPass:
+    """Return the recorded side if it has this name, else a pass that runs here."""
+    if recorded is not None and recorded.name == name:
+        return recorded
+    return forward_pass(name, model, dtype, device, settings, share_prompts=recorded is None)
 
 
 def drop_splits(
@@ -164,13 +175,17 @@ def forward_pass(
     """
     if name == "transformers":
         return ReferencePass(model, dtype, device)
-    engine, trainer = settings.get("engine", {}), settings.get("trainer", {})
-    trainer = trainer | trainer.get("backend", {})
     network = load_model(model, dtype, device)
     if name == "engine":
-        cfg = {key: engine[key] for key in ENGINE_KEYS if key in engine}
-        if not share_prompts:
-            cfg["prefix_cache"] = False
-        return EnginePass(network, NativeEngineConfig(**cfg))
+        return EnginePass(network, _engine_config(settings.get("engine", {}), share_prompts))
+    trainer = settings.get("trainer", {})
+    trainer = trainer | trainer.get("backend", {})
     keys = {key: trainer[key] for key in TRAINER_KEYS if key in trainer}
     return TrainerPass(network, **keys, share_prompts=share_prompts)
+
+
+def _engine_config(engine: dict[str, Any], share_prompts: bool) -> NativeEngineConfig:
+    cfg = {key: engine[key] for key in ENGINE_KEYS if key in engine}
+    if not share_prompts:
+        cfg["prefix_cache"] = False
+    return NativeEngineConfig(**cfg)

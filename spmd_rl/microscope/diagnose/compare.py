@@ -254,8 +254,6 @@ def _result(point: Point, left: ValueTap, right: ValueTap, evidence: PatchEviden
     expected = evidence.other.table[point][rows]
     is_unequal, is_introduced = _rows_differ(x, y), _rows_differ(patched, expected)
     is_shown = is_introduced if is_introduced.any() else is_unequal
-    differences = (x.float() - y.float()).abs()
-    differences = differences[~differences.isnan()]
     shares = _shares(point, patched, expected)
     return PointResult(
         point=point,
@@ -265,10 +263,17 @@ def _result(point: Point, left: ValueTap, right: ValueTap, evidence: PatchEviden
         differing_rows=tuple(rows[is_shown].tolist()),
         as_run=histogram(x, y),
         same_input=histogram(patched, expected),
-        largest_difference=float(differences.max()) if len(differences) else 0.0,
+        largest_difference=_largest_difference(x, y),
         largest_share=float(shares.max()) if len(shares) else 0.0,
         worst_row=int(rows[shares.argmax()]) if len(shares) else -1,
     )
+
+
+def _largest_difference(x: Tensor, y: Tensor) -> float:
+    """Return the largest difference that is a number; 0 if there is none."""
+    differences = (x.float() - y.float()).abs()
+    differences = differences[~differences.isnan()]
+    return float(differences.max()) if len(differences) else 0.0
 
 
 def _shares(point: Point, x: Tensor, y: Tensor) -> Tensor:

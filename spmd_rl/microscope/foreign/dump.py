@@ -39,11 +39,13 @@ class Dump:
         self.metadata: dict[str, str] = dict(self._file.metadata() or {})
         check_metadata(str(path), self.metadata)
         self.dtype = DTYPES[self.metadata["dtype"]]
-        self._names = check_points(str(path), _headers(self._file), spec)
+        headers = _headers(self._file)
+        self._names = check_points(str(path), headers, spec)
         self.points = sorted(self._names, key=lambda point: point.order)
-        self.tokens = self._integers(TOKENS)
-        self.positions = self._integers(POSITIONS)
-        self.scored = self._integers(SCORED) if SCORED in self._file.keys() else self.tokens[:0]  # noqa: SIM118
+        self.tokens, self.positions, self.scored = (
+            self._integers(name) if name in headers else np.zeros(0, np.int64)
+            for name in (TOKENS, POSITIONS, SCORED)
+        )
         self._check_rows()
 
     @property

@@ -43,9 +43,7 @@ class DumpPass:
         positions = case.scored_positions(number)
         tap.begin_forward(rows, None, rows[torch.from_numpy(positions).to(self.device)])
         first = int(np.searchsorted(self.dump.scored, start + positions[0]))
+        scored, all_rows = (first, first + len(positions)), (start, start + len(rows))
         for point in self.dump.points:
-            if point.op in SCORED_OPS:
-                x = self.dump.read(point, first, first + len(positions))
-            else:
-                x = self.dump.read(point, start, start + len(rows))
+            x = self.dump.read(point, *(scored if point.op in SCORED_OPS else all_rows))
             tap.observe(point, (x[:, 0] if point.op == "logprob" else x).to(self.device))

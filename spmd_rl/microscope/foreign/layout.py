@@ -99,16 +99,14 @@ def check_points(
     """
     num_rows, num_scored = _num_rows(where, headers)
     points: dict[Point, str] = {}
-    for name, header in headers.items():
-        if name in (TOKENS, POSITIONS, SCORED):
-            continue
+    for name in sorted(set(headers) - {TOKENS, POSITIONS, SCORED}):
         point = point_of(name, spec.num_layers)
         if point is None:
             raise DataError(where, f"{name!a} is no point of this model{_nearest(name, spec)}")
         if point.op in SCORED_OPS and not num_scored:
             raise DataError(where, f"it holds {name}, but 'scored' does not say of which rows")
         rows = num_scored if point.op in SCORED_OPS else num_rows
-        _check_tensor(where, name, header, (rows, width(point.op, spec)))
+        _check_tensor(where, name, headers[name], (rows, width(point.op, spec)))
         points[point] = name
     if not points:
         raise DataError(where, "it holds no point, such as layers.0.o_proj")

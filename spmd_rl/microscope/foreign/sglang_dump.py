@@ -36,9 +36,23 @@ class Recorder:
 
     def __init__(self) -> None:
         self.parts: dict[str, list[Tensor]] = {}
+        self.num_rows = 0  # of the sequences before the present one
+        self.length = 0
         self.scored = torch.zeros(0, dtype=torch.int64)  # rows of the present sequence
         self.targets = torch.zeros(0, dtype=torch.int64)
         self.temperature = 1.0
+
+    def begin_sequence(self, sequence: dict[str, Any]) -> None:
+        """Note what is computed next, and keep its tokens, positions and scored rows."""
+        tokens = torch.tensor(sequence["tokens"], dtype=torch.int64)
+        self.num_rows, self.length = self.num_rows + self.length, len(tokens)
+        self.scored = torch.arange(sequence["num_prompt_tokens"] - 1, len(tokens) - 1)
+        self.targets = tokens[self.scored + 1]
+        self.temperature = sequence["temperature"]
+        vectors = {"tokens": tokens, "positions": torch.arange(len(tokens))}
+        vectors["scored"] = self.scored + self.num_rows
+        for name, vector in vectors.items():
+            self.parts.setdefault(name, []).append(vector)
 
     def keep(self, name: str, x: Tensor) -> None:
         rows = x.detach().reshape(x.shape[0], -1)
@@ -73,38 +87,57 @@ def hook_model(model: Any, recorder: Recorder) -> None:
 
 
 def hook_layer(layer: Any, prefix: str, recorder: Recorder) -> None:
-    def keep(op: str, x: Tensor) -> None:
-        recorder.keep(prefix + op, x)
-
-    def keep_columns(ops: tuple[str, ...], widths: list[int], output: Any) -> None:
-        for op, columns in zip(ops, first(output).split(widths, -1), strict=True):
-            keep(op, columns)
-
-    def keep_attention_inputs(module: Any, args: Any, kwargs: Any) -> None:
-        names = dict(zip("qkv", args, strict=False)) | kwargs
-        for op in "qkv":
-            if names.get(op) is not None:
-                keep(op, names[op])
-
-    attention, mlp = layer.self_attn, layer.mlp
-    on_output(layer.input_layernorm, lambda output: keep("input_norm", first(output)))
-    on_output(layer.post_attention_layernorm, lambda output: keep("post_norm", first(output)))
-    if hasattr(attention, "qkv_proj"):
-        widths = [attention.q_size, attention.kv_size, attention.kv_size]
-        ops = ("q_proj", "k_proj", "v_proj")
-        on_output(attention.qkv_proj, lambda output: keep_columns(ops, widths, output))
-    attention.attn.register_forward_pre_hook(keep_attention_inputs, with_kwargs=True)
-    on_output(attention.attn, lambda output: keep("attention", first(output)))
-    on_output(attention.o_proj, lambda output: keep("o_proj", first(output)))
+    keep = Keeper(recorder, prefix)
+    on_output(layer.input_layernorm, keep.output("input_norm"))
+    on_output(layer.post_attention_layernorm, keep.output("post_norm"))
+    hook_attention(layer.self_attn, keep)
+    mlp = layer.mlp
     if hasattr(mlp, "gate_up_proj"):
-        gate_up = ("gate_proj", "up_proj")
-        on_output(
-            mlp.gate_up_proj,
-            lambda output: keep_columns(gate_up, [first(output).shape[-1] // 2] * 2, output),
-        )
+        on_output(mlp.gate_up_proj, keep.columns(("gate_proj", "up_proj")))
     if hasattr(mlp, "down_proj"):
         mlp.down_proj.register_forward_pre_hook(lambda module, args: keep("act", args[0]))
-        on_output(mlp.down_proj, lambda output: keep("down_proj", first(output)))
+        on_output(mlp.down_proj, keep.output("down_proj"))
+
+
+def hook_attention(attention: Any, keep: Keeper) -> None:
+    def keep_inputs(module: Any, args: Any, kwargs: Any) -> None:
+        inputs = dict(zip("qkv", args, strict=False)) | kwargs
+        for op in "qkv":
+            if inputs.get(op) is not None:
+                keep(op, inputs[op])
+
+    if hasattr(attention, "qkv_proj"):
+        widths = [attention.q_size, attention.kv_size, attention.kv_size]
+        on_output(attention.qkv_proj, keep.columns(("q_proj", "k_proj", "v_proj"), widths))
+    attention.attn.register_forward_pre_hook(keep_inputs, with_kwargs=True)
+    on_output(attention.attn, keep.output("attention"))
+    on_output(attention.o_proj, keep.output("o_proj"))
+
+
+class Keeper:
+    """Keeps outputs of one layer, under the names of its points."""
+
+    def __init__(self, recorder: Recorder, prefix: str) -> None:
+        self.recorder, self.prefix = recorder, prefix
+
+    def __call__(self, op: str, x: Tensor) -> None:
+        self.recorder.keep(self.prefix + op, x)
+
+    def output(self, op: str) -> Callable[[Any], None]:
+        return lambda output: self(op, first(output))
+
+    def columns(
+        self, ops: tuple[str, ...], widths: list[int] | None = None
+    ) -> Callable[[Any], None]:
+        """Return a function that keeps the columns of a joint product; equal ones by default."""
+
+        def keep(output: Any) -> None:
+            joint = first(output)
+            parts = joint.split(widths or joint.shape[-1] // len(ops), -1)
+            for op, part in zip(ops, parts, strict=True):
+                self(op, part)
+
+        return keep
 
 
 def on_output(module: Any, keep: Callable[[Any], None]) -> None:
@@ -163,19 +196,10 @@ def compute_all(runner: Any, sequences: list[dict[str, Any]]) -> dict[str, Tenso
     """Return the dump's tensors."""
     recorder = Recorder()
     hook_model(runner.model, recorder)
-    tokens, positions, scored, num_rows = [], [], [], 0
     for number, sequence in enumerate(sequences):
-        own = torch.tensor(sequence["tokens"], dtype=torch.int64)
-        recorder.scored = torch.arange(sequence["num_prompt_tokens"] - 1, len(own) - 1)
-        recorder.targets = own[recorder.scored + 1]
-        recorder.temperature = sequence["temperature"]
+        recorder.begin_sequence(sequence)
         compute(runner, number, sequence["tokens"])
-        tokens.append(own)
-        positions.append(torch.arange(len(own)))
-        scored.append(recorder.scored + num_rows)
-        num_rows += len(own)
-    integers = {"tokens": tokens, "positions": positions, "scored": scored}
-    return {name: torch.cat(parts) for name, parts in integers.items()} | recorder.tensors()
+    return recorder.tensors()
 
 
 def metadata(model: str, arguments: dict[str, Any], runner: Any) -> dict[str, str]:

@@ -38,6 +38,10 @@ def tolerance_sentences(
             f"to {first.largest_share:.2g} of their row's largest, at {name} position {position}; "
             f"the tolerance is {tolerance:.2g}."
         )
+    yield from _logprob_sentence(comparison)
+
+
+def _logprob_sentence(comparison: Comparison) -> Iterator[str]:
     logprobs = comparison.logprobs
     if logprobs is not None and len(logprobs.rows):
         differences = (logprobs.left - logprobs.right).abs()
