@@ -150,19 +150,19 @@ def _verdict(
     first = comparison.first_introduced
     explanation = explanations.get(first.point) if first else None
     lines = [verdict(comparison, setup.case, setup.names, explanation)]
+    if setup.tolerance is not None and comparison.results:
+        lines[:0] = tolerance_sentences(comparison, setup.case, setup.tolerance)
     if setup.dtypes[0] != setup.dtypes[1]:
         lines.insert(0, _name_dtypes(setup))
     return "\n".join([*lines, *_remarks(setup, comparison)])
 
 
 def _remarks(setup: ReplaySetup, comparison: Comparison) -> Iterator[str]:
-    """Yield sentences on the planted fault, recorded log-probs, the tolerance and the doubt."""
+    """Yield sentences on the planted fault, the recorded log-probs and the doubt."""
     if setup.planted and not comparison.results:
         yield f"The planted fault, {setup.planted}, changes nothing here."
     if setup.drew_samples and (recorded := recorded_logprobs(setup, comparison)):
         yield recorded.sentence
-    if setup.tolerance is not None and comparison.results:
-        yield from tolerance_sentences(comparison, setup.case, setup.tolerance)
     if setup.doubt and comparison.agree:
         yield setup.doubt
 

@@ -46,7 +46,7 @@ def run_program(
     name: str,
     deadline_s: float,
 ) -> None:
-    """Run `program` to its end. Its temporary files and its output lie in `folder`.
+    """Run `program` to its end. Its output goes to a file in `folder`.
 
     `python` is an interpreter, or a folder of packages for this one; "" is this one as it is.
     `name` names the program in errors.
@@ -59,7 +59,7 @@ def run_program(
     with output.open("wb") as file:
         process = subprocess.Popen(
             [interpreter, str(program), *arguments],
-            env=_environment(os.environ, search_path, folder),
+            env=_environment(os.environ, search_path),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -95,14 +95,13 @@ def find_interpreter(python: str) -> tuple[str, str]:
     )
 
 
-def _environment(environment: Mapping[str, str], search_path: str, folder: Path) -> dict[str, str]:
+def _environment(environment: Mapping[str, str], search_path: str) -> dict[str, str]:
     """Return the program's environment: this one without the variables of the world around it."""
     kept = {name: value for name, value in environment.items() if not name.startswith(SCRUBBED)}
     return kept | {
         "PYTHONPATH": search_path,
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
-        "TMPDIR": str(folder),
         # a world of one rank, whose store listens on a port that the kernel chooses
         "RANK": "0",
         "WORLD_SIZE": "1",

@@ -15,6 +15,7 @@ import json
 import os
 import site
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -160,13 +161,18 @@ def keep_logits(
     recorder.keep("logprob", logprobs.gather(1, recorder.targets.to(hidden.device)[:, None]))
 
 
-def start_runner(arguments: dict[str, Any]) -> Any:
-    """Return the model runner of an SGLang scheduler that never runs its loop."""
+def start_runner(arguments: dict[str, Any], folder: Path) -> Any:
+    """Return the model runner of an SGLang scheduler that never runs its loop.
+
+    The files of its sockets, which SGLang leaves behind, lie in `folder`.
+    """
     from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     server_args = ServerArgs(**arguments)
+    tempfile.tempdir = str(folder)
     ports = PortArgs.init_new(server_args)
+    tempfile.tempdir = None
     configure_scheduler_process(server_args, 0, *WHOLE_WORLD, None)
     scheduler = Scheduler(server_args, ports, 0, *WHOLE_WORLD, None)
     return scheduler.tp_worker.model_runner
@@ -232,7 +238,7 @@ def main(inputs: str, server_args: str, dump: str) -> None:
     from safetensors.torch import save_file
 
     described, arguments = json.loads(Path(inputs).read_text()), json.loads(server_args)
-    runner = start_runner(arguments)
+    runner = start_runner(arguments, Path(dump).parent)
     tensors = compute_all(runner, described["sequences"])
     save_file(tensors, dump, metadata(described["model"], arguments, runner))
 

@@ -28,7 +28,7 @@ def tolerance_sentences(
     if first is None:
         largest = max(result.largest_share for result in comparison.results)
         yield (
-            f"All of it is within rounding: on the same input no output differs by more than "
+            f"Within rounding they agree: on the same input no output differs by more than "
             f"{largest:.2g} of its row's largest; the tolerance is {tolerance:.2g}."
         )
     else:
