@@ -68,7 +68,7 @@ def engine(folder: Path) -> NativeEngine:
         max_step_tokens=8192,
     )
     made = NativeEngine(load_model(folder, torch.bfloat16, DEVICE), cfg, DEVICE)
-    made.new_version(0)
+    made.sink().commit(0)
     return made
 
 

@@ -59,7 +59,7 @@ def step_s(engine: NativeEngine, case: ReplayCase) -> float:
 
 def plain_s(path: EnginePass, case: ReplayCase) -> float:
     engine = NativeEngine(path.model, sized(path, case), DEVICE)
-    engine.new_version(0)
+    engine.sink().commit(0)
     return step_s(engine, case)
 
 

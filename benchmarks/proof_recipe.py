@@ -12,7 +12,6 @@ import spmd_rl as rl
 from spmd_rl.recipes.grpo import Config, check
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
-from spmd_rl.weights.digest import digest
 
 __all__ = ["Config", "check", "even", "main"]
 
@@ -22,7 +21,7 @@ class Rollout(rl.Rollout):
 
     @rl.collective
     def weights_digest(self) -> rl.Sharded[list[str]]:
-        return [f"{sum(digest(self.engine.weights()).values()) % 2**64:016x}"]
+        return [f"{sum(self.engine.sink().digest().values()) % 2**64:016x}"]
 
 
 def even(prompt: Prompt, sample: Sample) -> float:

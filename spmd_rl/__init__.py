@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from spmd_rl.controller.capabilities import Contracted as Contracted
     from spmd_rl.controller.capabilities import Saver as Saver
     from spmd_rl.controller.capabilities import Sleeper as Sleeper
-    from spmd_rl.controller.capabilities import WeightSink as WeightSink
-    from spmd_rl.controller.capabilities import WeightSource as WeightSource
+    from spmd_rl.controller.capabilities import WeightProvider as WeightProvider
+    from spmd_rl.controller.capabilities import WeightReceiver as WeightReceiver
     from spmd_rl.controller.controller import Controller as Controller
     from spmd_rl.controller.endpoint import Role as Role
     from spmd_rl.controller.endpoint import Sharded as Sharded
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from spmd_rl.data.sft import SftPairs as SftPairs
     from spmd_rl.errors import ConfigError as ConfigError
     from spmd_rl.errors import SpmdError as SpmdError
+    from spmd_rl.errors import WeightMismatchError as WeightMismatchError
     from spmd_rl.mesh.role_context import RoleContext as RoleContext
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
     from spmd_rl.mesh.split import Split as Split
@@ -67,12 +68,18 @@ _HOMES = {
     "config.rules": ("at_least",),
     "controller.prefetch": ("CallQueue",),
     "config.run": ("RunConfig",),
-    "controller.capabilities": ("Contracted", "Saver", "Sleeper", "WeightSink", "WeightSource"),
+    "controller.capabilities": (
+        "Contracted",
+        "Saver",
+        "Sleeper",
+        "WeightProvider",
+        "WeightReceiver",
+    ),
     "controller.controller": ("Controller",),
     "controller.endpoint": ("Role", "Sharded", "collective", "local"),
     "data.sft": ("SftPairs",),
     "data.prompts": ("PromptConfig", "Prompts"),
-    "errors": ("ConfigError", "SpmdError"),
+    "errors": ("ConfigError", "SpmdError", "WeightMismatchError"),
     "mesh.role_context": ("RoleContext",),
     "mesh.split": ("RoleSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),

@@ -17,7 +17,13 @@ LEAST_S = {
     "start_s": 0.1,
     "grace_s": 0.0,
 }
-LEAST_COUNTS = {"seed": 0, "save_every": 0, "keep_checkpoints": 1, "keep_best": 0}
+LEAST_COUNTS = {
+    "seed": 0,
+    "verify_every": 0,
+    "save_every": 0,
+    "keep_checkpoints": 1,
+    "keep_best": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,10 @@ class RunConfig:
     seed: int = 0
     # refuse ranks of a role, or a trainer and an engine, whose numeric contracts differ
     exact: bool = True
+    # compare the engine's weights with the trainer's at every n-th push; 0: never
+    verify_every: int = 1
+    # at the first push, see that this comparison finds one wrong bit
+    self_check: bool = True
     deadline_s: float = 600.0  # how long one call may take, unless the call says otherwise
     between_calls_s: float = 1800.0  # how long the recipe's own code may take between two calls
     lost_after_s: float = 20.0  # a rank silent for this long is lost

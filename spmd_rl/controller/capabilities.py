@@ -15,7 +15,7 @@ from spmd_rl.controller.endpoint import Endpoint, Role, collective, local
 from spmd_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from spmd_rl.weights.local_tensors import LocalTensors
+    from spmd_rl.weights.ends import WeightSink, WeightSource
 
 
 @runtime_checkable
@@ -28,11 +28,11 @@ class Contracted(Protocol):
 
 
 @runtime_checkable
-class WeightSource(Protocol):
+class WeightProvider(Protocol):
     """A role whose weights a link can push to another role."""
 
-    def weight_source(self) -> LocalTensors:
-        """Return this rank's share of the weights, as the memory that the role updates in place."""
+    def weight_source(self) -> WeightSource:
+        """Return this rank's share of the weights."""
         ...
 
     def call_before_change(self, callback: Callable[[], None]) -> None:
@@ -45,19 +45,11 @@ class WeightSource(Protocol):
 
 
 @runtime_checkable
-class WeightSink(Protocol):
+class WeightReceiver(Protocol):
     """A role that a link can push weights to."""
 
-    def weight_sink(self) -> LocalTensors:
-        """Return the tensors of this rank that a push overwrites."""
-        ...
-
-    def on_weights_received(self, version: int) -> None:
-        """Use the new weights as `version`: every rank of the role has received them."""
-        ...
-
-    def on_weights_stale(self) -> None:
-        """Note that the weights change in place now, and have no version until the next push."""
+    def weight_sink(self) -> WeightSink:
+        """Return where pushed weights go on this rank. Its `commit` gives them their version."""
         ...
 
 
@@ -96,7 +88,7 @@ class Saver(Protocol):
         return []
 
 
-CAPABILITIES: tuple[type, ...] = (Contracted, WeightSource, WeightSink, Sleeper, Saver)
+CAPABILITIES: tuple[type, ...] = (Contracted, WeightProvider, WeightReceiver, Sleeper, Saver)
 
 
 def capabilities(role: type[Role]) -> frozenset[type]:

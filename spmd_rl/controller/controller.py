@@ -19,7 +19,7 @@ from spmd_rl.controller.contracts import Contract, record_contracts
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
-from spmd_rl.controller.link import Link, connect, link_placement
+from spmd_rl.controller.link import Link, LinkConfig, connect, link_placement, prepare
 from spmd_rl.controller.run.checkpoints import CheckpointPart
 from spmd_rl.controller.run.step_loop import StepLoop
 from spmd_rl.controller.run.steps import LoopStep, RunObserver
@@ -51,6 +51,7 @@ class Controller:
         self.run_folder: Path = run.path
         self.seed = run.seed
         self._exact = run.exact
+        self._link_config = LinkConfig(run.verify_every, run.self_check)
         self._dispatcher = dispatcher
         self._planned = planned or {}
         self._loop = StepLoop(run, dispatcher, observer)
@@ -97,8 +98,10 @@ class Controller:
         self.world.build([placement])
         cfg = WeightSyncConfig(ends[0].name, ends[1].name, alias)
         weight_sync = self.spawn(WeightSync, cfg, on=placement)
-        nodes = self.world.nodes()
-        return connect(weight_sync, placement, nodes, self.run_folder, self._exact)
+        layouts = connect(weight_sync, placement, self.run_folder, self._exact)
+        plan = prepare(weight_sync, layouts, self.world.nodes())
+        names = ends[0].name, ends[1].name
+        return Link(weight_sync, plan, names, self._link_config, self._loop.record)
 
     @contextmanager
     def phase(self, name: str, awake: Sequence[Role] = ()) -> Iterator[None]:

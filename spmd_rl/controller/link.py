@@ -3,33 +3,78 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmd_rl.controller.capabilities import WeightSink, WeightSource
+from spmd_rl.controller.capabilities import WeightProvider, WeightReceiver
 from spmd_rl.controller.contracts import not_promised, record_contracts
 from spmd_rl.controller.handle import Handle
-from spmd_rl.controller.weight_sync import PlanSummary, RankLayouts, WeightSync
-from spmd_rl.errors import ConfigError
+from spmd_rl.controller.weight_sync import PlanSummary, RankLayouts, RankPush, WeightSync
+from spmd_rl.errors import ConfigError, WeightMismatchError
 from spmd_rl.mesh.split import Placement
+from spmd_rl.weights.verdict import WeightMismatch
+
+
+@dataclass(frozen=True)
+class LinkConfig:
+    """How a link proves its pushes: every `verify_every`-th is compared (0: none), and with
+    `self_check` the first also shows that the comparison finds a wrong bit.
+    """
+
+    verify_every: int = 1
+    self_check: bool = True
 
 
 @dataclass(frozen=True)
 class PushStats:
-    """Bytes, time and route of a push; a route is "alias", "copy", "buckets" or "copy+buckets"."""
+    """Bytes, time and route of a push; a route is "alias", "copy", "buckets" or "copy+buckets".
+
+    Of `num_tensors` on all ranks of the destination, `num_verified` were compared with the source
+    and hold its bits, and `num_shared` are its memory. `verify_s` is the slowest rank's; it is None
+    where the push was not compared.
+    """
 
     bytes_moved: int
     seconds: float
     route: str
+    num_tensors: int = 0
+    num_verified: int = 0
+    num_shared: int = 0
+    verify_s: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the comparison found as metrics of a step; none where there was none."""
+        if self.verify_s is None:
+            return {}
+        return {
+            "sync/verify_s": self.verify_s,
+            "sync/tensors": self.num_tensors,
+            "sync/verified_tensors": self.num_verified,
+            "sync/shared_tensors": self.num_shared,
+        }
 
 
 class Link:
-    """Two roles' weights, connected by one plan that every push replays."""
+    """Two roles' weights, connected by one plan that every push replays.
 
-    def __init__(self, weight_sync: WeightSync, plan: PlanSummary) -> None:
+    `record` is given the metrics of each push that is committed.
+    """
+
+    def __init__(
+        self,
+        weight_sync: WeightSync,
+        plan: PlanSummary,
+        ends: tuple[str, str],
+        cfg: LinkConfig,
+        record: Callable[[Mapping[str, float]], None],
+    ) -> None:
         self._weight_sync = weight_sync
         self.plan = plan
+        self._ends = ends
+        self._cfg = cfg
+        self._record = record
+        self._num_pushes = 0
 
     def push(self, version: int) -> PushStats:
         """Copy the source's weights to the destination, and commit them as `version` on every rank
@@ -37,15 +82,81 @@ class Link:
 
         Blocks: until both ends are idle, then until every rank has committed; the run's deadline
         ends it.
+        Raises: WeightMismatchError naming a tensor that does not hold the source's bits. Then
+        nothing is committed, and the destination generates nothing.
         """
-        began = time.monotonic()
+        began, cfg = time.monotonic(), self._cfg
         self._weight_sync.barrier.call()
-        traffic = self._weight_sync.transfer.call()
+        verify = cfg.verify_every > 0 and self._num_pushes % cfg.verify_every == 0
+        ranks = self._weight_sync.transfer.call(verify)
+        self._refuse_mismatch(ranks, f"push of version {version}")
+        if verify and cfg.self_check and not self._num_pushes:
+            self._check_comparison(ranks)
         self._weight_sync.commit.call(version)
-        copied = sum(rank.copied_bytes for rank in traffic)
-        received = sum(rank.received_bytes for rank in traffic)
-        routes = [name for name, size in (("copy", copied), ("buckets", received)) if size]
-        return PushStats(copied + received, time.monotonic() - began, "+".join(routes) or "alias")
+        self._num_pushes += 1
+        stats = _stats(ranks, time.monotonic() - began)
+        self._record(stats.metrics())
+        return stats
+
+    def _check_comparison(self, ranks: list[RankPush]) -> None:
+        """Push one tensor with a wrong bit, see that the comparison finds it, and push it again.
+
+        Where all tensors are shared memory, there is nothing that could differ.
+        Raises: WeightMismatchError when the comparison found nothing.
+        """
+        names = [rank.verification.smallest for rank in ranks if rank.verification is not None]
+        name = min(filter(None, names), default="")
+        if not name:
+            return
+        try:
+            perturbed = self._weight_sync.transfer_one.call(name, perturb=True)
+            self._refuse_mismatch(perturbed, "self-check")
+        except WeightMismatchError as error:
+            if error.tensor == name:
+                restored = self._weight_sync.transfer_one.call(name, perturb=False)
+                self._refuse_mismatch(restored, "push after the self-check")
+                return
+            raise
+        raise WeightMismatchError(
+            f"self-check of pushes from {' to '.join(self._ends)}: a wrong bit in tensor '{name}' "
+            "was not noticed, so the comparison of weights cannot be trusted "
+            "(run.self_check = false skips this test)",
+            name,
+        )
+
+    def _refuse_mismatch(self, ranks: list[RankPush], what: str) -> None:
+        """Raise a WeightMismatchError if a rank has found one."""
+        for rank in ranks:
+            for found in rank.verification.mismatches if rank.verification else ():
+                raise WeightMismatchError(_sentence(found, what, *self._ends), found.name)
+
+
+def _sentence(found: WeightMismatch, what: str, source: str, destination: str) -> str:
+    sources = ", ".join(map(str, found.sources))
+    box = f"tensor '{found.name}' (from {list(found.box.offset)}, extent {list(found.box.extent)})"
+    if found.is_replica:
+        return f"{what}: ranks {sources} and {found.rank} of {source} hold different bits of {box}"
+    return (
+        f"{what}: {box} of {destination} on rank {found.rank} does not hold the bits of {source} "
+        f"on rank {sources} (route: {found.route}), so {destination} generates nothing with it"
+    )
+
+
+def _stats(ranks: list[RankPush], seconds: float) -> PushStats:
+    copied = sum(rank.traffic.copied_bytes for rank in ranks)
+    received = sum(rank.traffic.received_bytes for rank in ranks)
+    routes = [name for name, size in (("copy", copied), ("buckets", received)) if size]
+    found = [rank.verification for rank in ranks if rank.verification is not None]
+    num_verified, num_shared = (sum(v.num_equal for v in found), sum(v.num_shared for v in found))
+    return PushStats(
+        copied + received,
+        seconds,
+        "+".join(routes) or "alias",
+        num_tensors=num_verified + num_shared + sum(v.num_unknown for v in found),
+        num_verified=num_verified,
+        num_shared=num_shared,
+        verify_s=max((v.seconds for v in found), default=None),
+    )
 
 
 def link_placement(source: Handle, destination: Handle) -> Placement:
@@ -53,7 +164,7 @@ def link_placement(source: Handle, destination: Handle) -> Placement:
 
     Raises: ConfigError when one of the roles has no weights to give, or to receive.
     """
-    for handle, capability in ((source, WeightSource), (destination, WeightSink)):
+    for handle, capability in ((source, WeightProvider), (destination, WeightReceiver)):
         if capability not in handle.capabilities:
             raise ConfigError(
                 f"{source.name} cannot be linked to {destination.name}: "
@@ -65,13 +176,9 @@ def link_placement(source: Handle, destination: Handle) -> Placement:
 
 
 def connect(
-    weight_sync: WeightSync,
-    placement: Placement,
-    nodes: Mapping[int, int],
-    run_folder: Path,
-    exact: bool,
-) -> Link:
-    """Have the ranks of a link compare their numeric contracts and agree on the plan of its pushes.
+    weight_sync: WeightSync, placement: Placement, run_folder: Path, exact: bool
+) -> list[RankLayouts]:
+    """Have the ranks of a link compare their numeric contracts, and return their layouts.
 
     Raises: ContractError if they must be `exact` and could not have the same bits.
     """
@@ -84,12 +191,13 @@ def connect(
     record_contracts(run_folder, placement.name, contracts, exact)
     if exact and (facts := not_promised(contracts)):
         print(f"{placement.name}: equal bits are not promised here: {facts}", flush=True)
-    return Link(weight_sync, _prepare(weight_sync, layouts, nodes))
+    return layouts
 
 
-def _prepare(
+def prepare(
     weight_sync: WeightSync, layouts: list[RankLayouts], nodes: Mapping[int, int]
 ) -> PlanSummary:
+    """Have the ranks of a link agree on the plan of its pushes."""
     sources = [of_rank.source for of_rank in layouts if of_rank.source is not None]
     destinations = [of_rank.destination for of_rank in layouts if of_rank.destination is not None]
     return weight_sync.prepare.call(sources, destinations, dict(nodes))

@@ -4,19 +4,22 @@ both ends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from spmd_rl.controller.capabilities import Contracted, WeightSink, WeightSource
+from spmd_rl.controller.capabilities import Contracted, WeightProvider, WeightReceiver
 from spmd_rl.controller.contracts import Contract
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.weights.layout import Layout
+from spmd_rl.weights.ends import LocalEnds
+from spmd_rl.weights.layout_rules import LayoutRules, compressed
 from spmd_rl.weights.plan import Traffic, plan_moves
+from spmd_rl.weights.verdict import Verification
 
 if TYPE_CHECKING:
     from spmd_rl.weights.plan import WeightPlan
+    from spmd_rl.weights.verification import Verifier
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class RankLayouts:
     contracts of its roles by role name.
     """
 
-    source: Layout | None
-    destination: Layout | None
+    source: LayoutRules | None
+    destination: LayoutRules | None
     contracts: dict[str, Contract]
 
 
@@ -48,30 +51,41 @@ class PlanSummary:
     wire_bytes: int
 
 
+@dataclass(frozen=True)
+class RankPush:
+    """What one rank did in a push."""
+
+    traffic: Traffic
+    verification: Verification | None
+
+
 class WeightSync(Role):
     """One rank's part in a link between two roles, of which it serves one or both."""
 
     def __init__(self, cfg: WeightSyncConfig, context: RoleContext) -> None:
         super().__init__(cfg, context)
-        self._source = cast(WeightSource | None, context.neighbour(cfg.source))
-        self._destination = cast(WeightSink | None, context.neighbour(cfg.destination))
-        self._source_tensors = None if self._source is None else self._source.weight_source()
-        self._destination_tensors = (
-            None if self._destination is None else self._destination.weight_sink()
+        self._provider = cast(WeightProvider | None, context.neighbour(cfg.source))
+        self._receiver = cast(WeightReceiver | None, context.neighbour(cfg.destination))
+        self._ends = LocalEnds(
+            context.world.rank,
+            None if self._provider is None else self._provider.weight_source(),
+            None if self._receiver is None else self._receiver.weight_sink(),
+            context.device,
         )
         self._plan: WeightPlan | None = None
+        self._verifier: Verifier | None = None
 
     @collective
     def layouts(self) -> Sharded[list[RankLayouts]]:
         """Return the layouts and numeric contracts of this rank."""
-        rank = self.context.world.rank
+        ends = self._ends
         source, destination = (
-            None if tensors is None else tensors.layout(rank)
-            for tensors in (self._source_tensors, self._destination_tensors)
+            None if end is None else compressed(end.layout(ends.rank))
+            for end in (ends.source, ends.sink)
         )
         roles: dict[str, object] = {
-            self.cfg.source: self._source,
-            self.cfg.destination: self._destination,
+            self.cfg.source: self._provider,
+            self.cfg.destination: self._receiver,
         }
         contracts = {
             name: role.numeric_contract()
@@ -82,7 +96,7 @@ class WeightSync(Role):
 
     @collective
     def prepare(
-        self, sources: list[Layout], destinations: list[Layout], nodes: dict[int, int]
+        self, sources: list[LayoutRules], destinations: list[LayoutRules], nodes: dict[int, int]
     ) -> PlanSummary:
         """Plan the pushes, and share memory where both ends of this process hold the same box.
 
@@ -91,15 +105,12 @@ class WeightSync(Role):
         """
         from spmd_rl.weights.executors import alias
 
-        self._plan = plan_moves(sources, destinations, nodes, self.context.world.rank)
-        source, destination = self._source_tensors, self._destination_tensors
-        if (
-            self.cfg.alias
-            and source is not None
-            and destination is not None
-            and alias(destination, source)
-        ):
-            self._mark_stale_before_change()
+        ends = self._ends
+        self._plan = plan_moves(sources, destinations, nodes, ends.rank)
+        if self.cfg.alias and ends.source is not None and ends.sink is not None:
+            self._ends = replace(ends, shared=alias(ends.source, ends.sink, ends.rank))
+        if self._ends.shared and self._provider is not None:
+            self._provider.call_before_change(self._ends.the_sink().open)
         return PlanSummary(self._plan.digest, self._plan.local_bytes, self._plan.wire_bytes)
 
     @collective
@@ -109,29 +120,43 @@ class WeightSync(Role):
         """
 
     @collective
-    def transfer(self) -> Sharded[list[Traffic]]:
-        """Carry out the plan."""
+    def transfer(self, verify: bool) -> Sharded[list[RankPush]]:
+        """Carry out the plan and, with `verify`, compare what arrived with the sources."""
         from spmd_rl.weights.executors import execute
+        from spmd_rl.weights.verification import Verifier
 
-        if self._plan is None:
-            raise ContractError("weights cannot be transferred before `prepare` has planned it")
-        traffic = execute(
-            self._plan,
-            self.context.world.rank,
-            self._source_tensors,
-            self._destination_tensors,
-            self.context.group,
-        )
-        return [traffic]
+        plan, ends, group = self._planned(), self._ends, self.context.group
+        if ends.sink is not None:
+            ends.sink.open()
+        traffic = execute(plan.moves, ends, group)
+        if not verify:
+            return [RankPush(traffic, None)]
+        self._verifier = self._verifier or Verifier(plan.moves, plan.replicas, ends)
+        return [RankPush(traffic, self._verifier.compare(group))]
+
+    @collective
+    def transfer_one(self, name: str, perturb: bool) -> Sharded[list[RankPush]]:
+        """Carry out the moves of one tensor, and compare. With `perturb`, other bits are sent."""
+        from spmd_rl.weights.executors import execute
+        from spmd_rl.weights.perturbed_source import PerturbedSource
+        from spmd_rl.weights.verification import Verifier
+
+        moves, ends = [move for move in self._planned().moves if move.name == name], self._ends
+        sent = ends
+        if perturb and ends.source is not None:
+            sent = replace(ends, source=PerturbedSource(ends.source))
+        traffic = execute(moves, sent, self.context.group)
+        return [RankPush(traffic, Verifier(moves, (), ends).compare(self.context.group))]
 
     @collective
     def commit(self, version: int) -> None:
         """Let both ends call the pushed weights `version`, now that every rank has its bytes."""
-        if self._source is not None:
-            self._source.on_weights_pushed(version)
-        if self._destination is not None:
-            self._destination.on_weights_received(version)
+        if self._provider is not None:
+            self._provider.on_weights_pushed(version)
+        if self._ends.sink is not None:
+            self._ends.sink.commit(version)
 
-    def _mark_stale_before_change(self) -> None:
-        if self._source is not None and self._destination is not None:
-            self._source.call_before_change(self._destination.on_weights_stale)
+    def _planned(self) -> WeightPlan:
+        if self._plan is None:
+            raise ContractError("weights cannot be transferred before `prepare` has planned it")
+        return self._plan

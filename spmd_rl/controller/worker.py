@@ -185,6 +185,10 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     import torch.distributed as dist
 
     store = open_store(world)
+    if world.device == "cuda":  # while the controller starts
+        from spmd_rl.kernels.runtime.preload import import_gpu_kernels
+
+        import_gpu_kernels()
     if controller is not None:
         store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
     lifecycle = _connect(world, store, controller)

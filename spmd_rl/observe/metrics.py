@@ -126,6 +126,25 @@ METRICS = (
     ),
     Metric("time/train", "s", "Training time", "forward, backward and optimizer"),
     Metric("time/sync", "s", "Weight sync time", "copying weights from trainer to engine"),
+    Metric(
+        "sync/verified_tensors",
+        "tensors",
+        "Verified tensors",
+        "tensors on all engine ranks that a push compared, and that hold the trainer's bits",
+    ),
+    Metric(
+        "sync/shared_tensors",
+        "tensors",
+        "Shared tensors",
+        "tensors on all engine ranks that are the trainer's own memory",
+    ),
+    Metric("sync/tensors", "tensors", "Pushed tensors", "tensors on all engine ranks"),
+    Metric(
+        "sync/verify_s",
+        "s",
+        "Time to verify a push",
+        "comparing the weights of trainer and engine, on the slowest rank; a part of time/sync",
+    ),
     Metric("time/sleep", "s", "Sleep time", "releasing device memory"),
     Metric("time/wake", "s", "Wake time", "allocating device memory again"),
     Metric(

@@ -26,6 +26,7 @@ from spmd_rl.observe.run_lock import CONTROLLER_LOCK, LAUNCHER_LOCK, acquire_run
 from spmd_rl.observe.samples_file import samples_as_json_lines
 from spmd_rl.types.samples import Group
 
+MAX_CHANGES = 4  # of the settings that an error names
 # what every start makes at once, so that it is no sign of progress
 MADE_AT_START = {
     "config.toml",
@@ -59,6 +60,8 @@ CHANGEABLE_SETTINGS = {
     "run.save_every",
     "run.keep_checkpoints",
     "run.keep_best",
+    "run.verify_every",
+    "run.self_check",
     "run.deadline_s",
     "run.between_calls_s",
     "run.lost_after_s",
@@ -150,10 +153,12 @@ class RunFolder:
         if resume or not self._has_results():
             return
         old = tomllib.loads(config_file.read_text(encoding="utf-8"))
-        change = next(_changes(old, tomllib.loads(config)), None)
-        if change is not None:
+        changes = list(_changes(old, tomllib.loads(config)))
+        if changes:
+            more = f", and {len(changes) - MAX_CHANGES} more" if changes[MAX_CHANGES:] else ""
             raise ConfigError(
-                f"{self.path} holds a run with another configuration ({change}): add "
+                f"{self.path} holds a run with another configuration "
+                f"({', '.join(changes[:MAX_CHANGES])}{more}): add "
                 f"{self._free_name()} for a new run, or --run.resume=true to go on in this one"
             )
 

@@ -14,8 +14,17 @@ from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.report.about import about, read_provenance, without_command
 from spmd_rl.report.colours import PARTS, PHASES, colour_of
 from spmd_rl.report.page import render
+from spmd_rl.report.progress import weights_text
 from spmd_rl.report.samples import PageBudget, read_samples
-from spmd_rl.report.series import KEY_FIGURES, MAX_POINTS, curves, key_figures, num_latest, winner
+from spmd_rl.report.series import (
+    KEY_FIGURES,
+    MAX_POINTS,
+    Row,
+    curves,
+    key_figures,
+    num_latest,
+    winner,
+)
 from spmd_rl.report.settings import as_text, differences, read_config, read_plan
 from spmd_rl.report.spans import MAX_SPANS, read_timeline
 from spmd_rl.report.time_axes import seconds_before_step_1, training_rows, wall_s
@@ -85,7 +94,7 @@ def _run(run: Path, name: str, num_runs: int, small: bool) -> dict[str, Any]:
     return {
         "name": name,
         "folder": str(facts.get("folder", "")),
-        "about": about(run, config, plan, facts),
+        "about": about(run, config, plan, facts) | _weights(rows),
         "before": seconds_before_step_1(rows),
         "wall_s": wall_s(rows),
         "num_latest": num_latest(len(training_rows(rows))),
@@ -96,6 +105,12 @@ def _run(run: Path, name: str, num_runs: int, small: bool) -> dict[str, Any]:
         "samples": {"steps": [], "num_steps": 0} if small else read_samples(run, config, budget),
         "timeline": None if small else read_timeline(run, max_spans=MAX_SPANS // num_runs),
     }
+
+
+def _weights(rows: Sequence[Row]) -> dict[str, str]:
+    """Return what the run's last comparison of weights found, as a fact; empty without one."""
+    texts = filter(None, map(weights_text, reversed(rows)))
+    return dict([("engine's weights", text)] if (text := next(texts, "")) else [])
 
 
 def _names(runs: Sequence[Path]) -> list[str]:

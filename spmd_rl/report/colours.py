@@ -40,6 +40,8 @@ _OTHERS = {
     "onpolicy/k3": GREEN,
     "onpolicy/chi2": AMBER,
     "train/entropy": AMBER,
+    "sync/verified_tensors": GREEN,
+    "sync/shared_tensors": VIOLET,
     "perf/train_tokens_per_s": AMBER,
     "perf/controller_share": AMBER,
     "version/lag_max": AMBER,

@@ -39,7 +39,7 @@ from spmd_rl.report.curve_axes import (
     style_axes,
 )
 
-MAX_LABEL = 10  # characters of the name of a reward part, so that four fit
+LEGEND_WIDTH = 40  # characters of all names of reward parts together
 
 
 def draw(rows: Rows, path: Path, title: str) -> None:
@@ -195,10 +195,10 @@ def _parts(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     shown = names[: len(PARTS)]
     count = f": {len(shown)} of {len(names)}" if len(shown) < len(names) else ""
     set_title(axes, f"reward parts{count}")
+    width = LEGEND_WIDTH // max(1, len(shown))
     for name, colour in zip(shown, PARTS, strict=False):
-        plot_smoothed(
-            axes, steps, column(rows, name), colour.code, name.partition("/")[2][:MAX_LABEL]
-        )
+        label = name.partition("/")[2][:width]
+        plot_smoothed(axes, steps, column(rows, name), colour.code, label)
     add_legend(axes)
 
 

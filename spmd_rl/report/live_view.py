@@ -13,7 +13,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spmd_rl.report.progress import Metrics, RunProgress, duration, number, sparkline
+from spmd_rl.report.progress import (
+    Metrics,
+    RunProgress,
+    duration,
+    number,
+    sparkline,
+    weights_text,
+)
 from spmd_rl.types import samples
 
 _LABEL_WIDTH = 9
@@ -85,6 +92,7 @@ class LiveView:
             ("step time", _time_bar(progress.metrics, width)),
             ("reward", _reward(progress, width)),
             ("mismatch", _mismatch(progress)),
+            ("weights", _weights(progress.verified)),
             ("speed", _speed(progress.metrics)),
             ("policy", _policy(progress.metrics)),
             ("sample", self._group and _sample(self._group, width)),
@@ -193,6 +201,12 @@ def _mismatch(progress: RunProgress) -> Text | None:
     worst = progress.metrics.get("onpolicy/max_abs_dlogp", float("nan"))
     text = f"{now:,.0f} tokens this step, {counts} in all, max |Δ log-prob| {worst:.2e}"
     return Text(text, style="bold red")
+
+
+def _weights(metrics: Metrics) -> Text | None:
+    """Return whether the engine holds the trainer's bits, and what it cost to find out."""
+    text, seconds = weights_text(metrics), metrics.get("sync/verify_s", 0.0)
+    return Text(f"{text}, {seconds * 1e3:.1f} ms", style="green") if text else None
 
 
 def _speed(metrics: Metrics) -> Text | None:

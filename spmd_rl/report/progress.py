@@ -28,6 +28,7 @@ class RunProgress:
     num_warmup: int = 0
     elapsed_before_s: float = 0.0
     metrics: Metrics = field(default_factory=dict)
+    verified: Metrics = field(default_factory=dict)  # of the last step with a verified push
     rewards: list[float] = field(default_factory=list)
     step_times_s: list[float] = field(default_factory=list)
     mismatched_tokens: float = 0
@@ -53,6 +54,8 @@ class RunProgress:
     def record_step(self, index: int, metrics: Metrics) -> None:
         """Add a finished step. Steps of a warm-up count from `1 - num_warmup` to 0."""
         self.index, self.metrics = index, metrics
+        if weights_text(metrics):
+            self.verified = metrics
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
         self.step_times_s += [
@@ -116,3 +119,15 @@ def _neighbour_means(values: Sequence[float], num: int) -> list[float]:
     """Return the means of `num` consecutive parts of about equal length."""
     edges = [i * len(values) // num for i in range(num + 1)]
     return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+
+
+def weights_text(metrics: Metrics) -> str:
+    """Return how the weights of the engine were found to be the trainer's; "" if unknown."""
+    names = ("sync/tensors", "sync/verified_tensors", "sync/shared_tensors")
+    if not all(name in metrics for name in names):
+        return ""
+    total, verified, shared = (f"{metrics[name]:,.0f}" for name in names)
+    if metrics["sync/shared_tensors"] == metrics["sync/tensors"]:
+        return f"shared: {shared} of {total} tensors are the trainer's memory"
+    text = f"verified: {verified} of {total} tensors"
+    return f"{text}, {shared} shared" if metrics["sync/shared_tensors"] else text

@@ -110,6 +110,7 @@ class Recorder:
 
     def on_step(self, step: LoopStep) -> None:
         groups, metrics = self._logged.pop(step.index, ([], {}))
+        metrics = step.measured | metrics
         if step.index >= 0:
             self._steps_left -= 1
             metrics["perf/controller_share"] = step.controller_share

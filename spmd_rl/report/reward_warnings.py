@@ -48,8 +48,8 @@ class RewardWarnings:
     def _standstill_warning(self) -> str:
         half = MOVING_STEPS // 2
         return (
-            f"in {MOVING_STEPS} steps, the mean reward has not changed by more than its noise "
-            f"(from {fmean(self._rewards[:half]):.4g} to {fmean(self._rewards[half:]):.4g}): "
+            f"in the last {MOVING_STEPS} steps, the mean reward has not changed by more than its "
+            f"noise (from {fmean(self._rewards[:half]):.4g} to {fmean(self._rewards[half:]):.4g}): "
             "look at "
             f"{self._named('trainer.lr', 'sampling.max_tokens', 'prompts_per_step')} ({PAGE})"
         )

@@ -31,7 +31,7 @@ class KeyFigure:
 
 KEY_FIGURES = (
     KeyFigure("reward", "reward/mean", "mean of last 5 %", 1),
-    KeyFigure("prompts never solved", "reward/solve_none", "mean of last 5 %"),
+    KeyFigure("prompts without reward", "reward/solve_none", "mean of last 5 %"),
     KeyFigure("response tokens", "rollout/response_tokens_mean", "mean of last 5 %"),
     KeyFigure("entropy", "train/entropy", "mean of last 5 %"),
     KeyFigure("mismatched tokens", "onpolicy/mismatched_tokens", "total", -1),

@@ -20,7 +20,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.types.samples import FinishReason, Sample
 
 if TYPE_CHECKING:
-    from spmd_rl.weights.local_tensors import LocalTensors
+    from spmd_rl.weights.ends import WeightSink
 
 
 GPU_PAGE_SIZE = 128  # tokens: what FlashAttention's copies of keys and values take whole
@@ -232,20 +232,6 @@ class Engine(Protocol):
         """
         ...
 
-    def new_version(self, version: int) -> None:
-        """Forget all K/V, because the weights are now `version`.
-
-        Requests in flight continue: they compute their K/V again under the new weights.
-        """
-        ...
-
-    def outdate(self) -> None:
-        """Make `step` raise an error until the next `new_version`.
-
-        It is called when the weights are changed in place.
-        """
-        ...
-
     def sleep(self) -> None:
         """Give the KV memory back. Requests in flight wait."""
         ...
@@ -254,8 +240,13 @@ class Engine(Protocol):
         """Take the KV memory again. Raises: ResidencyError if too little is left."""
         ...
 
-    def weights(self) -> LocalTensors:
-        """Return the engine's own parameters, which a push overwrites."""
+    def sink(self) -> WeightSink:
+        """Return where a push puts weights.
+
+        From its `open` to its `commit`, and before the first, `step` raises an error. A commit
+        forgets all K/V. Requests in flight continue: they compute theirs again under the new
+        weights.
+        """
         ...
 
     def contract(self) -> dict[str, str | int]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spmd_rl.config.rules import require
-from spmd_rl.controller.capabilities import Contracted, Sleeper, WeightSink
+from spmd_rl.controller.capabilities import Contracted, Sleeper, WeightReceiver
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.data.eos import eos_ids
 from spmd_rl.errors import DataError, SpmdError
@@ -27,12 +27,12 @@ from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
 
 if TYPE_CHECKING:
-    from spmd_rl.weights.local_tensors import LocalTensors
+    from spmd_rl.weights.ends import WeightSink
 
 SHOWN_NS = 1_000_000  # the shortest grading that is worth a span in the trace
 
 
-class Rollout(Role, WeightSink, Sleeper, Contracted):
+class Rollout(Role, WeightReceiver, Sleeper, Contracted):
     """One engine a rank, each with the whole model; prompts are spread over the data axis.
 
     `model` is a Hugging Face folder. `reward` is "module:function", called with (prompt, sample);
@@ -117,17 +117,9 @@ class Rollout(Role, WeightSink, Sleeper, Contracted):
         """What the engine's bits depend on, besides the weights."""
         return self.engine.contract()
 
-    def weight_sink(self) -> LocalTensors:
-        """Where pushed weights go: this engine's own parameters."""
-        return self.engine.weights()
-
-    def on_weights_received(self, version: int) -> None:
-        """Generate with the new weights as `version`: every rank of the role has received them."""
-        self.engine.new_version(version)
-
-    def on_weights_stale(self) -> None:
-        """Refuse to generate until the next push: the parameters are being changed in place."""
-        self.engine.outdate()
+    def weight_sink(self) -> WeightSink:
+        """Return where pushed weights go: this rank's engine."""
+        return self.engine.sink()
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return self.tokenizer.decode(list(tokens))

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.train.microbatch import MicroBatch
-from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
+from spmd_rl.weights.ends import WeightSource
+from spmd_rl.weights.local_tensors import LocalTensor
 
 # tensors by kind, "weights" among the kinds; a name may come several times
 State = Mapping[str, Sequence[tuple[str, LocalTensor]]]
@@ -81,10 +82,14 @@ class Backend(Protocol):
         """Go on from a `state` that was loaded, taken after `optimizer_steps`."""
         ...
 
-    def local_weights(self) -> LocalTensors:
-        """Return this rank's share of the master weights: the memory that `step` updates."""
+    def source(self) -> WeightSource:
+        """Return this rank's share of the master weights, as `step` leaves them."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """Return the names of all parameters, in the order of the model."""
         ...
 
     def gather(self, name: str) -> Tensor:
-        """Return one whole parameter of `local_weights`, on every rank."""
+        """Return one whole parameter, on every rank."""
         ...

@@ -64,5 +64,5 @@ def export_hf(folder: str, like: str, backend: Backend, context: RoleContext, dt
 
 
 def _gathered(backend: Backend) -> Iterator[tuple[str, Tensor]]:
-    for name in backend.local_weights():
+    for name in backend.names():
         yield name, backend.gather(name)

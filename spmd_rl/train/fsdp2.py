@@ -32,6 +32,7 @@ from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.layout import chunk_box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
+from spmd_rl.weights.tensor_ends import TensorSource
 
 
 class Fsdp2:
@@ -124,7 +125,7 @@ class Fsdp2:
             parameter.grad = None
 
     def state(self) -> State:
-        weights = list(self.local_weights().items())
+        weights = list(self._weights().items())
         moments = {kind: self._moments(weights, kind) for kind in ("exp_avg", "exp_avg_sq")}
         return {"weights": weights, **moments}
 
@@ -140,21 +141,24 @@ class Fsdp2:
         for moments in self.optimizer.state.values():
             moments["step"].fill_(optimizer_steps)
 
-    def local_weights(self) -> LocalTensors:
-        return LocalTensors(
-            {
-                name: LocalTensor(
-                    tuple(parameter.shape),
-                    chunk_box(tuple(parameter.shape), self.shard, self.num_shards),
-                    self.local[name],
-                )
-                for name, parameter in self.parameters.items()
-            }
-        )
+    def source(self) -> TensorSource:
+        return TensorSource(self._weights().items())
+
+    def names(self) -> list[str]:
+        return list(self.parameters)
 
     def gather(self, name: str) -> Tensor:
         """Return one whole parameter, on every rank."""
         return self.parameters[name].full_tensor()
+
+    def _weights(self) -> LocalTensors:
+        """Return this rank's shards of the master weights."""
+        shards = {}
+        for name, parameter in self.parameters.items():
+            shape = tuple(parameter.shape)
+            box = chunk_box(shape, self.shard, self.num_shards)
+            shards[name] = LocalTensor(shape, box, self.local[name])
+        return LocalTensors(shards)
 
 
 def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from spmd_rl.algo.losses import Loss
 from spmd_rl.algo.packing import SequenceLogprobs
-from spmd_rl.controller.capabilities import Contracted, Saver, WeightSource
+from spmd_rl.controller.capabilities import Contracted, Saver, WeightProvider
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.errors import DataError
 from spmd_rl.mesh.role_context import RoleContext
@@ -19,10 +19,10 @@ from spmd_rl.train.config import TrainerConfig
 from spmd_rl.types.batch import Batch
 
 if TYPE_CHECKING:
-    from spmd_rl.weights.local_tensors import LocalTensors
+    from spmd_rl.weights.ends import WeightSource
 
 
-class Trainer(Role, WeightSource, Saver, Contracted):
+class Trainer(Role, WeightProvider, Saver, Contracted):
     """Learns from batches. `model` is a Hugging Face folder: config, tokenizer and first weights.
 
     Its version names the current weights. A push sets it, and each train step raises it by one.
@@ -102,9 +102,9 @@ class Trainer(Role, WeightSource, Saver, Contracted):
         """Note that the weights just pushed are `version`, here as at the engine."""
         self.learner.state.version = version
 
-    def weight_source(self) -> LocalTensors:
+    def weight_source(self) -> WeightSource:
         """Return this rank's share of the master weights, which train steps update in place."""
-        return self.backend.local_weights()
+        return self.backend.source()
 
     def call_before_change(self, callback: Callable[[], None]) -> None:
         """Call `callback` before each change of the weights, for a role that shares them."""

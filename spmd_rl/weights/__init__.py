@@ -1,10 +1,16 @@
 """Weights on their way from the ranks that train to the ranks that generate.
 
 layout         Box, Piece, Layout: the box that a rank holds of each tensor (no torch)
+ends           WeightSource, WeightSink: what a push asks of each end (no torch)
 local_tensors  LocalTensors: a rank's tensors under their canonical names, and their layout
+tensor_ends    TensorSource, TensorSink: ends over ordinary tensors
 plan           plan_moves(sources, destinations, ...): the moves of one rank (no torch)
-executors      execute(plan, ...) carries out a plan; alias(...) shares memory instead
-digest         digest(tensors): 64 bits a tensor; combine(...) adds up those of all ranks
+executors      execute(moves, ends, ...) carries out a plan; alias(...) shares memory instead
+delivery       Delivery: batched copies into a sink
+peer_socket    PeerSocket: messages and descriptors between a rank and its engine's process
+slab           Slab, MappedSlab: memory that both of these processes have mapped
+buckets        BucketWriter, BucketReader: a push through the two halves of a slab
+digest         digests(pieces): 64 bits a piece; they add up to those of whole tensors
 
 A link makes the plan once and replays it at every push:
 

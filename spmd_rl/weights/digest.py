@@ -7,7 +7,9 @@ of a push can compare 8 bytes a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -23,15 +25,96 @@ CHUNK_ELEMENTS = 1 << 22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def digests(pieces: Iterable[tuple[str, LocalTensor]]) -> dict[tuple[str, Box], int]:
+    """Return the digest of each piece by name and box. It waits for the device once."""
+    named = list(pieces)
+    sums = box_sums([piece for _, piece in named], [piece.dtype for _, piece in named])
+    return {
+        (name, piece.box): value % MODULUS
+        for (name, piece), value in zip(named, sums.tolist(), strict=True)
+    }
+
+
 def digest(tensors: LocalTensors, dtypes: Mapping[str, str] | None = None) -> dict[str, int]:
     """Return the digest of this rank's box of each tensor.
 
     Where `dtypes` names a dtype for a tensor, its values are cast to that first, as a push does.
     """
     casts = dtypes or {}
-    return {
-        name: _digest_box(tensor, casts.get(name, tensor.dtype)) for name, tensor in tensors.items()
-    }
+    sums = box_sums(
+        list(tensors.values()), [casts.get(name, one.dtype) for name, one in tensors.items()]
+    )
+    return {name: value % MODULUS for name, value in zip(tensors, sums.tolist(), strict=True)}
+
+
+@torch.no_grad()
+def box_sums(boxes: Sequence[LocalTensor], dtypes: Sequence[str]) -> Tensor:
+    """Return the digest of each box, its values cast to the dtype beside it, as signed numbers.
+
+    On a GPU, all boxes of the same two dtypes are one launch, and nothing waits for it.
+    Shape: [number of boxes] int64, on the device of the boxes.
+    """
+    device = boxes[0].local.device if boxes else torch.device("cpu")
+    sums = torch.zeros(len(boxes), dtype=torch.int64, device=device)
+    casts: dict[tuple[torch.dtype, torch.dtype], list[int]] = defaultdict(list)
+    for number, (tensor, dtype) in enumerate(zip(boxes, dtypes, strict=True)):
+        casts[tensor.local.dtype, getattr(torch, dtype)].append(number)
+    for (held, target), numbers in casts.items():
+        if device.type == "cuda" and _add_on_gpu(sums, boxes, numbers, held, target):
+            continue
+        for number in numbers:
+            sums[number] = _box_sum(boxes[number], target)
+    return sums
+
+
+def memory_rows(tensor: LocalTensor, box: int) -> list[tuple[int, ...]] | None:
+    """Return the memory of a tensor as rows for `digest_triton.Rows`, which belong to box `box`.
+
+    It is None where the elements of a row do not lie side by side.
+    """
+    local, shape, offset = tensor.local, tensor.shape or (1,), tensor.box.offset or (0,)
+    local = local.detach() if tensor.shape else local.detach().reshape(1)
+    if local.numel() and local.shape[-1] > 1 and local.stride(-1) != 1:
+        return None
+    index_strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(o * s for o, s in zip(offset, index_strides, strict=True))
+    item, address = local.element_size(), local.data_ptr()
+    rows: list[tuple[int, ...]] = []
+    if local.is_contiguous() and local.shape[1:] == torch.Size(shape[1:]):
+        rows.append((address, 1, local.numel(), 0, first, 0, box))
+        return rows
+    *outer, num_rows, row_size = (1, *local.shape) if local.dim() == 1 else local.shape
+    row_stride = local.stride(-2) if local.dim() > 1 else 0
+    row_index = index_strides[-2] if local.dim() > 1 else 0
+    for place in itertools.product(*map(range, outer)):
+        at = sum(i * s for i, s in zip(place, local.stride(), strict=False))
+        index = first + sum(i * s for i, s in zip(place, index_strides, strict=False))
+        rows.append((address + at * item, num_rows, row_size, row_stride, index, row_index, box))
+    return rows
+
+
+def _add_on_gpu(
+    sums: Tensor,
+    boxes: Sequence[LocalTensor],
+    numbers: Sequence[int],
+    dtype: torch.dtype,
+    target: torch.dtype,
+) -> bool:
+    """Add the digests of these boxes in one launch; return False if it cannot read them."""
+    from spmd_rl.kernels.runtime.digest_triton import Rows, add_digests, can_cast
+
+    if not can_cast(dtype, target):
+        return False
+    rows = []
+    for number in numbers:
+        if boxes[number].box.num_elements:
+            of_box = memory_rows(boxes[number], number)
+            if of_box is None:
+                return False
+            rows += [Rows(*row) for row in of_box]
+    if rows:
+        add_digests(sums, rows, dtype, target)
+    return True
 
 
 def combine(parts: Sequence[tuple[Layout, Mapping[str, int]]]) -> dict[str, int]:
@@ -54,23 +137,23 @@ def combine(parts: Sequence[tuple[Layout, Mapping[str, int]]]) -> dict[str, int]
     return {name: sum(values.values()) % MODULUS for name, values in boxes.items()}
 
 
-@torch.no_grad()
-def _digest_box(tensor: LocalTensor, dtype: str) -> int:
+def _box_sum(tensor: LocalTensor, dtype: torch.dtype) -> Tensor:
+    device = tensor.local.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
     if tensor.box.num_elements == 0:
-        return 0
-    columns = _column_indices(tensor).to(tensor.local.device)
+        return total
+    columns = _column_indices(tensor).to(device)
     rows = tensor.local.detach().reshape(-1, len(columns))
     row_size = prod(tensor.shape[1:])
     first_row = tensor.box.offset[0] if tensor.shape else 0
     step = max(1, CHUNK_ELEMENTS // len(columns))
-    total = 0
     for start in range(0, rows.shape[0], step):
-        part = rows[start : start + step].to(getattr(torch, dtype))
-        row = torch.arange(first_row + start, first_row + start + len(part), device=part.device)
+        part = rows[start : start + step].to(dtype)
+        row = torch.arange(first_row + start, first_row + start + len(part), device=device)
         index = row.unsqueeze(1) * row_size + columns
         bits = part.view(_BITS[part.element_size()]).to(torch.int64)
-        total += int(mix_(index * signed(GAMMA) + bits * signed(ODD)).sum())
-    return total % MODULUS
+        total += mix_(index * signed(GAMMA) + bits * signed(ODD)).sum()
+    return total
 
 
 def _column_indices(tensor: LocalTensor) -> Tensor:

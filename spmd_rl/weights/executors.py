@@ -7,113 +7,99 @@ one receive per peer. Both ends cut the same buckets from the same plan, so they
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.weights.delivery import Delivery, copy_all
+from spmd_rl.weights.ends import LocalEnds, Shared, WeightSink, WeightSource
 from spmd_rl.weights.layout import Box
-from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
-from spmd_rl.weights.plan import BUCKET_BYTES, Move, Traffic, WeightPlan
+from spmd_rl.weights.plan import BUCKET_BYTES, Move, Traffic
 
 ALIGN_BYTES = 16
 
+Buckets = dict[int, list[list[Move]]]  # by peer rank, in rounds
 
-def alias(dst: LocalTensors, src: LocalTensors) -> int:
-    """Point each tensor of `dst` at the memory of `src` where both have the same box, dtype and
-    device; return the number of bytes that are now shared.
 
-    Call it once, before graphs are captured over `dst`. Later updates of the source need no push.
+def alias(source: WeightSource, sink: WeightSink, rank: int) -> Shared:
+    """Have the sink use the source's memory where both have the same box; return these pieces.
+
+    Call it once, before graphs are captured over the sink. Later updates of the source need no
+    push. The sink decides whether it can use memory of that dtype and device.
     """
-    shared_bytes = 0
-    for name, target in dst.items():
-        source = src.get(name)
-        if source is not None and _same_kind(target, source):
-            target.local.data = source.local.detach()
-            shared_bytes += target.local.nbytes
-    return shared_bytes
+    boxes = {(piece.name, piece.box) for piece in source.layout(rank).pieces}
+    shared = set()
+    for piece in sink.layout(rank).pieces:
+        key = piece.name, piece.box
+        if key in boxes and piece.box.num_elements:
+            memory = source.view(*key)
+            if memory is not None and sink.share(*key, memory):
+                shared.add(key)
+    return frozenset(shared)
 
 
 @torch.no_grad()
 def execute(
-    plan: WeightPlan,
-    rank: int,
-    src: LocalTensors | None,
-    dst: LocalTensors | None,
+    moves: Sequence[Move],
+    ends: LocalEnds,
     group: dist.ProcessGroup | None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Traffic:
-    """Carry out this rank's moves of `plan`, which overwrite the tensors of `dst` in place.
+    """Carry out this rank's moves of a plan, which replace the weights of its sink.
 
     `group` holds all ranks that the plan names; it may be None where no move crosses ranks.
     Ranks: every rank that the plan names, together.
     Blocks: until this rank's sends and receives are done; the group's timeout ends it.
     """
-    local = [move for move in plan.moves if move.src == rank == move.dst]
-    aliased = sum(move.num_bytes for move in local if not _copy(move, src, dst))
+    rank = ends.rank
+    local = [move for move in moves if move.src == rank == move.dst]
     outgoing = _buckets(
-        (move for move in plan.moves if move.src == rank != move.dst), "dst", bucket_bytes
+        (move for move in moves if move.src == rank != move.dst), "dst", bucket_bytes
     )
     incoming = _buckets(
-        (move for move in plan.moves if move.dst == rank != move.src), "src", bucket_bytes
+        (move for move in moves if move.dst == rank != move.src), "src", bucket_bytes
     )
-    num_rounds = max(
-        (len(buckets) for buckets in [*outgoing.values(), *incoming.values()]), default=0
-    )
-    for index in range(num_rounds):
-        _exchange(_pick(outgoing, index), _pick(incoming, index), src, dst, group)
+    copied = [move for move in local if (move.name, move.into) not in ends.shared]
+    delivery = Delivery(ends.the_sink()) if copied or incoming else None
+    if delivery is not None:
+        for move in copied:
+            delivery.put_from(ends.the_source(), move, ends.device)
+        delivery.copy()
+    all_rounds = [*outgoing.values(), *incoming.values()]
+    for index in range(max((len(rounds) for rounds in all_rounds), default=0)):
+        _exchange(_pick(outgoing, index), _pick(incoming, index), ends, delivery, group)
+    if delivery is not None:
+        delivery.flush()
+    copied_bytes = _num_bytes(copied)
     return Traffic(
-        aliased_bytes=aliased,
-        copied_bytes=sum(move.num_bytes for move in local) - aliased,
+        aliased_bytes=_num_bytes(local) - copied_bytes,
+        copied_bytes=copied_bytes,
         sent_bytes=_total(outgoing),
         received_bytes=_total(incoming),
     )
 
 
-def _same_kind(target: LocalTensor, source: LocalTensor) -> bool:
-    return (
-        target.box == source.box
-        and target.dtype == source.dtype
-        and target.local.device == source.local.device
-    )
+def _num_bytes(moves: Iterable[Move]) -> int:
+    return sum(move.num_bytes for move in moves)
 
 
-def _view(tensors: LocalTensors | None, move: Move) -> Tensor:
-    """Return the box of a move as a view of the local memory."""
-    if tensors is None:
-        raise ValueError(f"the plan needs '{move.name}' on this rank, which has no tensors")
-    tensor = tensors[move.name]
-    memory = tensor.local.detach()
-    return memory[move.box.within(tensor.box)] if move.box.extent else memory
-
-
-def _copy(move: Move, src: LocalTensors | None, dst: LocalTensors | None) -> bool:
-    """Copy one box within the process; return False where both ends are the same memory."""
-    source, target = _view(src, move), _view(dst, move)
-    if source.data_ptr() == target.data_ptr() and source.dtype == target.dtype:
-        return False
-    target.copy_(source)
-    return True
-
-
-def _pick(buckets: dict[int, list[list[Move]]], index: int) -> dict[int, list[Move]]:
+def _pick(buckets: Buckets, index: int) -> dict[int, list[Move]]:
     return {peer: rounds[index] for peer, rounds in sorted(buckets.items()) if index < len(rounds)}
 
 
-def _total(buckets: dict[int, list[list[Move]]]) -> int:
-    return sum(
-        move.num_bytes for rounds in buckets.values() for bucket in rounds for move in bucket
-    )
+def _total(buckets: Buckets) -> int:
+    return sum(_num_bytes(bucket) for rounds in buckets.values() for bucket in rounds)
 
 
-def _buckets(moves: Iterable[Move], peer: str, limit_bytes: int) -> dict[int, list[list[Move]]]:
+def _buckets(moves: Iterable[Move], peer: str, limit_bytes: int) -> Buckets:
     """Cut moves, in plan order, into buckets for each peer rank.
 
     A bucket has at most `limit_bytes`, unless a single row of a tensor is larger.
     """
-    buckets: dict[int, list[list[Move]]] = defaultdict(list)
+    buckets: Buckets = defaultdict(list)
     last_bucket_bytes: dict[int, int] = defaultdict(int)
     for move in moves:
         rank = getattr(move, peer)
@@ -142,35 +128,55 @@ def _split_rows(move: Move, limit_bytes: int) -> Iterator[Move]:
 def _exchange(
     outgoing: dict[int, list[Move]],
     incoming: dict[int, list[Move]],
-    src: LocalTensors | None,
-    dst: LocalTensors | None,
+    ends: LocalEnds,
+    delivery: Delivery | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Run one round: pack, send and receive at most one bucket per peer, unpack."""
-    sends = {peer: _pack(bucket, src) for peer, bucket in outgoing.items()}
-    receives = {peer: _new_buffer(bucket, dst) for peer, bucket in incoming.items()}
+    """Run one round: pack, send and receive at most one bucket per peer, deliver."""
+    sends = {peer: _pack(bucket, ends) for peer, bucket in outgoing.items()}
+    receives = {peer: _new_buffer(bucket, ends.device) for peer, bucket in incoming.items()}
+    send_and_receive(sends, receives, group)
+    if delivery is not None:
+        for peer, bucket in incoming.items():
+            for move, part in _parts(bucket, receives[peer]):
+                delivery.put(move, part)
+        delivery.copy()
+
+
+def send_and_receive(
+    sends: dict[int, Tensor], receives: dict[int, Tensor], group: dist.ProcessGroup | None
+) -> None:
+    """Send and receive one tensor per peer rank.
+
+    Ranks: both of each pair. Blocks: until all are done; the group's timeout ends it.
+    """
     operations = [dist.P2POp(dist.isend, buffer, peer, group) for peer, buffer in sends.items()]
     operations += [dist.P2POp(dist.irecv, buffer, peer, group) for peer, buffer in receives.items()]
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
-    for peer, bucket in incoming.items():
-        for move, slot in _slots(bucket, receives[peer]):
-            _view(dst, move).copy_(slot)
 
 
-def _pack(bucket: list[Move], src: LocalTensors | None) -> Tensor:
-    buffer = _new_buffer(bucket, src)
-    for move, slot in _slots(bucket, buffer):
-        slot.copy_(_view(src, move))
+def _pack(bucket: list[Move], ends: LocalEnds) -> Tensor:
+    source = ends.the_source()
+    buffer = _new_buffer(bucket, ends.device)
+    targets, views = [], []
+    for move, part in _parts(bucket, buffer):
+        view = source.view(move.name, move.box)
+        if view is None:
+            source.read(move.name, move.box, part)
+        else:
+            targets.append(part)
+            views.append(view)
+    copy_all(targets, views)
     return buffer
 
 
-def _new_buffer(bucket: list[Move], tensors: LocalTensors | None) -> Tensor:
+def _new_buffer(bucket: list[Move], device: torch.device) -> Tensor:
     size = sum(_aligned(move.num_bytes) for move in bucket)
-    return torch.empty(size, dtype=torch.uint8, device=_view(tensors, bucket[0]).device)
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def _slots(bucket: list[Move], buffer: Tensor) -> Iterator[tuple[Move, Tensor]]:
+def _parts(bucket: list[Move], buffer: Tensor) -> Iterator[tuple[Move, Tensor]]:
     """Yield each move of a bucket with its part of the buffer, as a tensor of the box's extent."""
     start = 0
     for move in bucket:

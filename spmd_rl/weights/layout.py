@@ -67,17 +67,20 @@ class Box:
 class Piece:
     """One rank's share of one tensor: its global `shape`, its `dtype` ("float32"), and the `box`
     that the rank holds.
+
+    The other end of a push may lack a tensor that is `private` to this one.
     """
 
     name: str
     shape: Dims
     dtype: str
     box: Box
+    private: bool = False
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All pieces that one rank of the world holds, at most one of each tensor."""
+    """All pieces that one rank of the world holds; it may have several boxes of a tensor."""
 
     rank: int
     pieces: tuple[Piece, ...]

@@ -1,10 +1,10 @@
 """Weight plan: which rank sends which box of which tensor to which other rank (no torch).
 
 Each rank plans its own moves from the layouts of all ranks, because the number of moves of a world
-grows with the square of its size. A destination's box may meet several boxes of the sources. Each
-of those comes from one of its holders: the destination itself, else a rank on its host, else any
-rank. Several holders take turns. So each element is written exactly once, and a rank never receives
-what it holds itself.
+grows with the square of its size. Tensors that all ranks hold alike are planned together. A box of
+a destination may meet several boxes of the sources. Each of those comes from one of its holders:
+the destination itself, else a rank on its host, else any rank. Several holders take turns. So each
+element is written exactly once, and a rank never receives what it holds itself.
 """
 
 from __future__ import annotations
@@ -14,25 +14,30 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from spmd_rl.errors import PlanError
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Layout, Piece, disjoint
+from spmd_rl.weights.layout_rules import LayoutRules, compressed
+from spmd_rl.weights.tensors_alike import TensorsAlike, tensors_alike
 
-SCHEMA = 2
+SCHEMA = 3
 BUCKET_BYTES = 256 << 20  # the most that is packed for one peer at once
 
-RankedPieces = list[tuple[int, Piece]]  # the pieces of one tensor, with their ranks
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Move:
-    """Rank `src` gives `box`, in the tensor's global indices, to rank `dst`, as `dtype`."""
+    """Rank `src` gives `box`, in the tensor's global indices, to rank `dst`, as `dtype`.
+
+    It is a part of the box `into`, one of the pieces of `dst`.
+    """
 
     name: str
     box: Box
     dtype: str
     src: int
     dst: int
+    into: Box
 
     @property
     def num_bytes(self) -> int:
@@ -40,17 +45,44 @@ class Move:
 
 
 @dataclass(frozen=True)
+class MoveGroup:
+    """The moves of one rank that are the same for each of some tensors, which `names` lists."""
+
+    names: tuple[str, ...]
+    moves: tuple[Move, ...]  # of the first name
+
+    def __iter__(self) -> Iterator[Move]:
+        for name in self.names:
+            for move in self.moves:
+                yield Move(name, move.box, move.dtype, move.src, move.dst, move.into)
+
+
+@dataclass(frozen=True)
 class WeightPlan:
-    """The moves of one rank, ordered by (name, dst, offset), and the facts that all ranks share.
+    """The moves of one rank, in groups, and the facts that all ranks share.
+
+    `replica_groups` are the boxes that this rank holds beside another source, for a comparison of
+    the first holder (`src`) with each other one (`dst`).
 
     Of all bytes of the whole world, `local_bytes` stay in their process, and `wire_bytes` cross
     between ranks. `digest` is the SHA-256 of the input of the plan.
     """
 
-    moves: tuple[Move, ...]
+    groups: tuple[MoveGroup, ...]
+    replica_groups: tuple[MoveGroup, ...]
     local_bytes: int
     wire_bytes: int
     digest: str
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """All moves: by name and, for each name, by destination and offset."""
+        return tuple(move for group in self.groups for move in group)
+
+    @cached_property
+    def replicas(self) -> tuple[Move, ...]:
+        """All moves of `replica_groups`; nothing is copied along them."""
+        return tuple(move for group in self.replica_groups for move in group)
 
 
 @dataclass(frozen=True)
@@ -64,7 +96,10 @@ class Traffic:
 
 
 def plan_moves(
-    src: Sequence[Layout], dst: Sequence[Layout], nodes: Mapping[int, int] | None, rank: int
+    src: Sequence[Layout | LayoutRules],
+    dst: Sequence[Layout | LayoutRules],
+    nodes: Mapping[int, int] | None,
+    rank: int,
 ) -> WeightPlan:
     """Plan the moves of `rank` that fill every piece of `dst` from the pieces of `src`.
 
@@ -72,64 +107,90 @@ def plan_moves(
     Raises: PlanError naming a tensor that one end lacks, that differs in shape, or whose parts
     overlap; or, on the rank that needs it, one that the sources do not hold in full.
     """
-    sources, destinations = _by_name(src), _by_name(dst)
-    _check_names(sources, destinations)
-    moves: list[Move] = []
+    sources, destinations = _as_rules(src), _as_rules(dst)
+    groups: list[MoveGroup] = []
+    replicas: list[MoveGroup] = []
     local_bytes = all_bytes = 0
-    for name, wanted in sorted(destinations.items()):
-        tensor = _TensorMoves(name, sources[name], wanted, nodes or {})
-        moves += tensor.moves_of(rank)
-        local_bytes += tensor.local_bytes
-        all_bytes += tensor.all_bytes
-    return WeightPlan(
-        tuple(moves),
-        local_bytes,
-        all_bytes - local_bytes,
-        _digest(sources, destinations, nodes or {}),
-    )
+    for alike in tensors_alike(sources, destinations):
+        if not _is_pushed(alike):
+            continue
+        tensor = _TensorMoves(alike, nodes or {})
+        for listed, moves in ((groups, tensor.moves_of(rank)), (replicas, tensor.replicas(rank))):
+            group = MoveGroup(alike.names, tuple(moves))
+            if group.moves:
+                listed.append(group)
+        local_bytes += tensor.local_bytes * len(alike.names)
+        all_bytes += tensor.all_bytes * len(alike.names)
+    facts = repr((SCHEMA, sorted((nodes or {}).items()), sources, destinations))
+    digest = hashlib.sha256(facts.encode()).hexdigest()
+    wire_bytes = all_bytes - local_bytes
+    return WeightPlan(tuple(groups), tuple(replicas), local_bytes, wire_bytes, digest)
+
+
+def _as_rules(layouts: Sequence[Layout | LayoutRules]) -> list[LayoutRules]:
+    rules = [one if isinstance(one, LayoutRules) else compressed(one) for one in layouts]
+    return sorted(rules, key=lambda one: one.rank)
+
+
+def _is_pushed(alike: TensorsAlike) -> bool:
+    """Whether both ends have these tensors. Raises: PlanError if one lacks what is not private."""
+    name, held, wanted = alike.names[0], alike.sources, alike.wanted
+    if not held or not wanted:
+        if all(piece.private for _, piece in [*held, *wanted]):
+            return False
+        holder, other = ("engine", "trainer") if wanted else ("trainer", "engine")
+        raise PlanError(f"weight plan: the {holder} holds tensor '{name}', the {other} does not")
+    shapes = {piece.shape for _, piece in [*wanted, *held]}
+    if len(shapes) > 1:
+        raise PlanError(
+            f"weight plan: tensor '{name}' has different shapes on its ranks: {sorted(shapes)}"
+        )
+    return True
 
 
 class _Holders:
     """The ranks that hold one box of a tensor. They send it in turns."""
 
     def __init__(
-        self, ranks: list[int], wanted: Mapping[int, int], node_of: Mapping[int, int]
+        self, ranks: list[int], wanted: Mapping[int, list[int]], node_of: Mapping[int, int]
     ) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._node_of = node_of
-        # the indices of destinations that hold the box themselves
-        self._self_served = sorted(wanted[rank] for rank in ranks if rank in wanted)
+        # the numbers of wanted pieces on ranks that hold the box themselves
+        self._self_served = sorted(n for rank in ranks for n in wanted.get(rank, ()))
         self._on_node: dict[int | None, list[int]] = defaultdict(list)
         for rank in ranks:
             self._on_node[node_of.get(rank)].append(rank)
 
     def sender(self, index: int, rank: int) -> int:
-        """Return the rank that sends the box to `rank`, the destination with number `index`."""
+        """Return the rank that sends the box for wanted piece number `index`, on `rank`."""
         num_before = bisect_left(self._self_served, index)
         if num_before < len(self._self_served) and self._self_served[num_before] == index:
             return rank
-        senders = self._on_node.get(self._node_of.get(rank)) or self._ranks
+        senders = self._on_node.get(self._node_of.get(rank)) or self.ranks
         return senders[(index - num_before) % len(senders)]
 
 
 class _TensorMoves:
-    """The moves of one tensor."""
+    """The moves of one tensor, which stands for those that all ranks hold alike."""
 
-    def __init__(
-        self, name: str, sources: RankedPieces, wanted: RankedPieces, node_of: Mapping[int, int]
-    ) -> None:
-        self._name = name
-        self._wanted = wanted
-        self._source_boxes = {rank: piece.box for rank, piece in sources if piece.box.num_elements}
+    def __init__(self, alike: TensorsAlike, node_of: Mapping[int, int]) -> None:
+        self._name = name = alike.names[0]
+        self._wanted = wanted = alike.wanted
         by_box: dict[Box, list[int]] = defaultdict(list)
-        for rank, box in self._source_boxes.items():
-            by_box[box].append(rank)
+        self._boxes_of: dict[int, list[Box]] = defaultdict(list)
+        for rank, piece in alike.sources:
+            if piece.box.num_elements and rank not in by_box[piece.box]:
+                by_box[piece.box].append(rank)
+                self._boxes_of[rank].append(piece.box)
         if not disjoint(by_box):
             raise PlanError(
                 f"weight plan: ranks hold parts of tensor '{name}' "
                 "that overlap and are not the same"
             )
-        numbers = {rank: index for index, (rank, _) in enumerate(wanted)}
+        numbers: dict[int, list[int]] = defaultdict(list)
+        for index, (rank, _) in enumerate(wanted):
+            numbers[rank].append(index)
         self._holders = {box: _Holders(by_box[box], numbers, node_of) for box in sorted(by_box)}
 
     @property
@@ -141,21 +202,31 @@ class _TensorMoves:
         """The bytes that destinations hold as sources too."""
         num_bytes = 0
         for rank, piece in self._wanted:
-            common = self._common(piece, self._source_boxes.get(rank))
-            if common is not None:
-                num_bytes += common.num_elements * ITEM_BYTES[piece.dtype]
+            for box in self._boxes_of.get(rank, ()):
+                common = self._common(piece, box)
+                if common is not None:
+                    num_bytes += common.num_elements * ITEM_BYTES[piece.dtype]
         return num_bytes
 
     def moves_of(self, rank: int) -> Iterator[Move]:
         """Yield the moves that `rank` sends or receives."""
-        source_box = self._source_boxes.get(rank)
+        own_boxes = sorted(self._boxes_of.get(rank, ()))
         for index, (target, piece) in enumerate(self._wanted):
             if target == rank:
                 yield from self._receives(index, rank, piece)
-            elif source_box and self._holders[source_box].sender(index, target) == rank:
-                box = self._common(piece, source_box)
-                if box is not None:
-                    yield Move(self._name, box, piece.dtype, rank, target)
+                continue
+            for box in own_boxes:
+                common = self._common(piece, box)
+                if common is not None and self._holders[box].sender(index, target) == rank:
+                    yield Move(self._name, common, piece.dtype, rank, target, piece.box)
+
+    def replicas(self, rank: int) -> Iterator[Move]:
+        """Yield each box that `rank` and another source hold, of which one is its first holder."""
+        dtype = self._wanted[0][1].dtype
+        for box, holders in self._holders.items():
+            first, *others = holders.ranks
+            for other in others if rank == first else {rank}.intersection(others):
+                yield Move(self._name, box, dtype, first, other, box)
 
     def _receives(self, index: int, rank: int, piece: Piece) -> Iterator[Move]:
         """Yield the moves that fill `piece` of `rank`."""
@@ -164,7 +235,8 @@ class _TensorMoves:
             common = self._common(piece, box)
             if common is not None:
                 num_missing -= common.num_elements
-                yield Move(self._name, common, piece.dtype, holders.sender(index, rank), rank)
+                sender = holders.sender(index, rank)
+                yield Move(self._name, common, piece.dtype, sender, rank, piece.box)
         if num_missing:
             hole = _first_hole(piece.box, self._holders)
             raise PlanError(
@@ -173,31 +245,9 @@ class _TensorMoves:
             )
 
     @staticmethod
-    def _common(piece: Piece, box: Box | None) -> Box | None:
+    def _common(piece: Piece, box: Box) -> Box | None:
         """Return the part of `box` that `piece` needs, if any."""
-        return piece.box.intersect(box) if box is not None and piece.box.num_elements else None
-
-
-def _by_name(layouts: Sequence[Layout]) -> dict[str, RankedPieces]:
-    by_name: dict[str, RankedPieces] = defaultdict(list)
-    for layout in sorted(layouts, key=lambda layout: layout.rank):
-        for piece in layout.pieces:
-            by_name[piece.name].append((layout.rank, piece))
-    return dict(by_name)
-
-
-def _check_names(
-    sources: Mapping[str, RankedPieces], destinations: Mapping[str, RankedPieces]
-) -> None:
-    for name in sorted(destinations.keys() ^ sources.keys()):
-        holder, other = ("engine", "trainer") if name in destinations else ("trainer", "engine")
-        raise PlanError(f"weight plan: the {holder} holds tensor '{name}', the {other} does not")
-    for name, pieces in sorted(destinations.items()):
-        shapes = {piece.shape for _, piece in [*pieces, *sources[name]]}
-        if len(shapes) > 1:
-            raise PlanError(
-                f"weight plan: tensor '{name}' has different shapes on its ranks: {sorted(shapes)}"
-            )
+        return piece.box.intersect(box) if piece.box.num_elements else None
 
 
 def _first_hole(wanted: Box, boxes: Iterable[Box]) -> Box:
@@ -210,20 +260,3 @@ def _first_hole(wanted: Box, boxes: Iterable[Box]) -> Box:
             rest += [part] if common is None else part.subtract(common)
         missing = rest
     return missing[0]
-
-
-def _digest(
-    sources: Mapping[str, RankedPieces],
-    destinations: Mapping[str, RankedPieces],
-    nodes: Mapping[int, int],
-) -> str:
-    """Hash the input of a plan in an order that is the same on every rank."""
-    sha256 = hashlib.sha256(repr((SCHEMA, sorted(nodes.items()))).encode())
-    for end in (sources, destinations):
-        for name, pieces in sorted(end.items()):
-            facts = [
-                (rank, piece.shape, piece.dtype, piece.box.offset, piece.box.extent)
-                for rank, piece in pieces
-            ]
-            sha256.update(repr((name, facts)).encode())
-    return sha256.hexdigest()

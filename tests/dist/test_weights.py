@@ -18,6 +18,7 @@ pytestmark = pytest.mark.dist
 Report = dict[str, Any]
 TWO_RANKS = ("0-0/1-1", "all/all", "0-0/all")
 FOUR_RANKS = ("0-1/all", "0-2/3-3")
+CHANGED = "model.embed_tokens.weight"
 CASES = [
     f"{split} {dtype}" for split in (*TWO_RANKS, *FOUR_RANKS) for dtype in ("float32", "bfloat16")
 ]
@@ -64,6 +65,22 @@ def test_each_push_brings_the_trainer_s_weights_of_that_step(report: Report) -> 
     assert second["equal"]
     assert not set(first["digests"].values()) & set(second["digests"].values())
     assert report["corruption_seen"]
+
+
+def test_each_rank_finds_its_push_equal_and_a_changed_element_wrong(report: Report) -> None:
+    """The same element is changed on every engine. Where one shares the trainer's memory, that is
+    the trainer's value, which all engines then hold.
+    """
+    num_tensors = len(report["pushes"][0]["digests"])
+    engines = {"0-0/1-1": [1], "0-2/3-3": [3], "all/all": [0, 1], "0-0/all": [0, 1]}
+    ranks = engines.get(report["split"], [0, 1, 2, 3])
+    for push in report["pushes"]:
+        for rank, found in enumerate(push["found"]):
+            assert found["unequal"] == []
+            assert found["equal"] + found["shared"] == (num_tensors if rank in ranks else 0)
+    for rank, found in enumerate(report["found_corrupted"]):
+        differs = rank in ranks and not report["aliased"][0]
+        assert [one[:2] for one in found["unequal"]] == ([[CHANGED, rank]] if differs else [])
 
 
 def test_traffic_is_what_the_plan_says(report: Report, work: Path) -> None:

@@ -23,10 +23,13 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.weights.digest import combine, digest
+from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import alias, execute
 from spmd_rl.weights.layout import Layout
 from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.tensor_ends import TensorSink
+from spmd_rl.weights.verification import Verifier
 from tests.dist.train_case import make_batch
 
 SMALL_BUCKET_BYTES = 1000
@@ -47,6 +50,16 @@ def whole_digest(tensors: LocalTensors | None, rank: int, dtypes: dict[str, str]
     return combine([part for part in parts if part is not None])
 
 
+def found_by(verifier: Verifier) -> dict[str, object]:
+    """What a rank finds when it compares: counts, and what differs."""
+    found = verifier.compare(dist.group.WORLD)
+    return {
+        "equal": found.num_equal,
+        "shared": found.num_shared,
+        "unequal": [(one.name, one.rank, one.sources) for one in found.mismatches],
+    }
+
+
 def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str, object]:
     rank = meshes.world.rank
     train, infer = split.split("/")
@@ -61,12 +74,17 @@ def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str,
         )
     if rank in placements.infer.ranks:
         engine = CausalLM(ModelSpec.from_folder(work)).to(dtype).requires_grad_(False)
-    src = trainer.weight_source() if trainer else None
+    src = trainer.backend._weights() if trainer else None
     dst = LocalTensors.whole(dict(engine.named_parameters())) if engine else None
     sources, destinations = layouts(src, rank), layouts(dst, rank)
     weight_plan = plan_moves(sources, destinations, None, rank)
     dtypes = {piece.name: piece.dtype for piece in destinations[0].pieces}
-    aliased = alias(dst, src) if src and dst else 0
+    source = trainer.weight_source() if trainer else None
+    sink = TensorSink(dst.items(), lambda: None, lambda version: None) if dst else None
+    shared = alias(source, sink, rank) if source and sink else frozenset()
+    aliased = sum(dst[name].local.nbytes for name, _ in shared) if dst else 0
+    ends = LocalEnds(rank, source, sink, torch.device("cpu"), shared)
+    verifier = Verifier(weight_plan.moves, weight_plan.replicas, ends)
     pushes = []
     for seed in range(2):
         if trainer:
@@ -75,7 +93,7 @@ def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str,
                 make_batch(seed).shard(context.data_size)[context.data_rank], grpo_loss
             )
         traffic = gathered(
-            vars(execute(weight_plan, rank, src, dst, dist.group.WORLD, SMALL_BUCKET_BYTES))
+            vars(execute(weight_plan.moves, ends, dist.group.WORLD, SMALL_BUCKET_BYTES))
         )
         source_digest, arrived_digest = (
             whole_digest(src, rank, dtypes),
@@ -84,6 +102,7 @@ def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str,
         pushes.append(
             {
                 "traffic": traffic,
+                "found": gathered(found_by(verifier)),
                 "equal": source_digest == arrived_digest,
                 "digests": {k: str(v) for k, v in arrived_digest.items()},
             }
@@ -95,7 +114,9 @@ def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str,
         if dst
         else True
     )
+    found = gathered(found_by(verifier))
     return {
+        "found_corrupted": found,
         "plans": gathered(weight_plan.digest),
         "wire_bytes": weight_plan.wire_bytes,
         "local_bytes": weight_plan.local_bytes,

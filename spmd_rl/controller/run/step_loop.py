@@ -100,6 +100,11 @@ class StepLoop:
             self._end(self._step, last=True)
         self._checkpoints.wait_until_complete()
 
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Add what the controller itself has measured to the current step, if there is one."""
+        if self._step is not None:
+            self._step.record(metrics)
+
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the time of what runs inside to phase `name` of the current step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,7 +42,7 @@ class RunObserver(Protocol):
 @dataclass
 class LoopStep:
     """One step of the loop. `phase_s` holds the seconds of each phase by name, and `waited_s` the
-    seconds spent waiting for workers.
+    seconds spent waiting for workers. `measured` are metrics of the controller itself.
 
     A step of a warm-up, before the loop, has an index below 0.
     """
@@ -53,6 +54,7 @@ class LoopStep:
     waited_s: float = 0.0
     phase_s: dict[str, float] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
+    measured: dict[str, float] = field(default_factory=dict)
 
     @property
     def reward(self) -> float | None:
@@ -69,6 +71,12 @@ class LoopStep:
         it.
         """
         return 1.0 - self.waited_s / self.elapsed_s if self.elapsed_s else 0.0
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Keep these metrics. Seconds add up, as where there are several pushes in a step."""
+        for name, value in metrics.items():
+            before = self.measured.get(name, 0.0) if name.endswith("_s") else 0.0
+            self.measured[name] = before + value
 
     def log(self, *what: Any) -> None:
         """Hand what the recipe knows of this step to the observer."""

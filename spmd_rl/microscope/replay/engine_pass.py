@@ -101,7 +101,7 @@ class EngineReplay:
             sampler=self._sample,
             before_step=self._before_step,
         )
-        self.engine.new_version(VERSION)
+        self.engine.sink().commit(VERSION)
         self.provenance = KvProvenance(case, self.engine.num_pages, self.engine.page_size)
         self.step: ReplayStep | None = None
         self.is_own_draw = torch.zeros(case.num_rows + 1, dtype=torch.bool, device=device)

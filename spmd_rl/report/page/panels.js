@@ -95,6 +95,17 @@ const PANELS = [
   },
   { title: "Time per warm-up step", unit: "s", floor: 0, lines: [["time/warmup", "whole step"]] },
   { title: "Reward function time", unit: "s", floor: 0, lines: [["time/reward", "slowest rank"]] },
+  { title: "Time to verify weights", unit: "s", floor: 0, lines: [["sync/verify_s", "slowest rank"]] },
+  {
+    title: "Weights of the engine",
+    unit: "tensors",
+    floor: 0,
+    lines: [
+      ["sync/tensors", "pushed"],
+      ["sync/verified_tensors", "equal to the trainer's"],
+      ["sync/shared_tensors", "the trainer's memory"],
+    ],
+  },
   { title: "Checkpoint time", unit: "s", floor: 0, lines: [["time/save", "copy, while steps wait"]] },
   {
     title: "Utilisation",

@@ -41,7 +41,7 @@ def build(
         ) from None
     if cfg.load_weights and has_weights(folder):
         load_weights(model, folder)
-        engine.new_version(FOLDER_VERSION)
+        engine.sink().commit(FOLDER_VERSION)
     return engine
 
 

@@ -26,6 +26,7 @@ from spmd_rl.rollout.native.step_plan import StepPlan
 from spmd_rl.rollout.native.stop_checker import StopChecker
 from spmd_rl.types.samples import FinishReason, Sample
 from spmd_rl.weights.local_tensors import LocalTensors
+from spmd_rl.weights.tensor_ends import TensorSink
 
 NO_WEIGHTS = (
     "the engine has no weights of a known version: push one to it, or give it a model folder that "
@@ -119,15 +120,6 @@ class NativeEngine:
     def abort(self, uid: int | None = None, index: int | None = None) -> list[Sample]:
         return [self._end(request, "abort") for request in self.scheduler.abort(uid, index)]
 
-    def new_version(self, version: int) -> None:
-        self.version = version
-        if self._async_scheduling:
-            self.model.fuse_projections()
-        self.scheduler.discard_kv(version)
-
-    def outdate(self) -> None:
-        self.version = None
-
     def sleep(self) -> None:
         self.scheduler.discard_kv(self.version or 0)
         self._in_flight = None
@@ -145,8 +137,9 @@ class NativeEngine:
                 f"no room for pages of keys and values: {error}; {advice}"
             ) from error
 
-    def weights(self) -> LocalTensors:
-        return LocalTensors.whole(dict(self.model.named_parameters()))
+    def sink(self) -> TensorSink:
+        parameters = LocalTensors.whole(dict(self.model.named_parameters()))
+        return TensorSink(parameters.items(), self._forget_version, self._use_version)
 
     def contract(self) -> dict[str, str | int]:
         return self.model.contract(self.device, self.sizes.dtype, self.cfg.attention_split)
@@ -164,6 +157,16 @@ class NativeEngine:
             "kv_bytes": runner.cache.num_bytes if runner and self._kv_memory.is_mapped else 0,
             **asdict(self.scheduler.counters),
         }
+
+    def _forget_version(self) -> None:
+        self.version = None
+
+    def _use_version(self, version: int) -> None:
+        """Forget all K/V, because the weights are now `version`."""
+        self.version = version
+        if self._async_scheduling:
+            self.model.fuse_projections()
+        self.scheduler.discard_kv(version)
 
     def _new_runner(self) -> ModelRunner:
         cache = KvCache(

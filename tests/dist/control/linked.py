@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmd_rl.config.run import RunConfig
-from spmd_rl.controller.capabilities import Sleeper, WeightSink, WeightSource
+from spmd_rl.controller.capabilities import Sleeper, WeightProvider, WeightReceiver
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.mesh.role_context import RoleContext
@@ -14,7 +14,7 @@ from spmd_rl.mesh.split import Split
 ROWS, COLUMNS = 6, 4
 
 
-class Source(Role, WeightSource):
+class Source(Role, WeightProvider):
     """Holds its rows of one tensor."""
 
     def __init__(self, cfg: "Config", context: RoleContext) -> None:
@@ -22,7 +22,8 @@ class Source(Role, WeightSource):
 
         super().__init__(cfg, context)
         self.before_change: Callable[[], None] = lambda: None
-        self.rows = torch.zeros(-(-ROWS // context.size), COLUMNS)
+        num_rows = ROWS if cfg.fault == "replicas" else -(-ROWS // context.size)
+        self.rows = torch.zeros(num_rows, COLUMNS)
 
     def call_before_change(self, callback: Callable[[], None]) -> None:
         self.before_change = callback
@@ -36,13 +37,15 @@ class Source(Role, WeightSource):
 
     def weight_source(self) -> Any:
         from spmd_rl.weights.layout import chunk_box
-        from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
+        from spmd_rl.weights.local_tensors import LocalTensor
+        from spmd_rl.weights.tensor_ends import TensorSource
 
-        box = chunk_box((ROWS, COLUMNS), self.context.rank, self.context.size)
-        return LocalTensors({"w": LocalTensor((ROWS, COLUMNS), box, self.rows)})
+        parts = (0, 1) if self.cfg.fault == "replicas" else (self.context.rank, self.context.size)
+        box = chunk_box((ROWS, COLUMNS), *parts)
+        return TensorSource([("w", LocalTensor((ROWS, COLUMNS), box, self.rows))])
 
 
-class Sink(Role, WeightSink, Sleeper):
+class Sink(Role, WeightReceiver, Sleeper):
     """Holds the whole tensor."""
 
     def __init__(self, cfg: "Config", context: RoleContext) -> None:
@@ -54,13 +57,15 @@ class Sink(Role, WeightSink, Sleeper):
 
     def weight_sink(self) -> Any:
         from spmd_rl.weights.local_tensors import LocalTensors
+        from tests.dist.control.faulty_sinks import SINKS
 
-        return LocalTensors.whole({"w": self.whole})
+        tensors = LocalTensors.whole({"w": self.whole})
+        return SINKS[self.cfg.fault](tensors.items(), self.stale, self.use)
 
-    def on_weights_received(self, version: int) -> None:
+    def use(self, version: int) -> None:
         self.version = version
 
-    def on_weights_stale(self) -> None:
+    def stale(self) -> None:
         self.version = -3
 
     @collective
@@ -79,6 +84,7 @@ class Sink(Role, WeightSink, Sleeper):
 class Config:
     split: Split = field(default_factory=Split)
     run: RunConfig = field(default_factory=RunConfig)
+    fault: str = ""  # "flip": a bit changes on its way; "blind": a digest that is not of now
 
 
 def main(ctl: Controller, cfg: Config) -> None:
@@ -100,6 +106,7 @@ def main(ctl: Controller, cfg: Config) -> None:
         print(
             stats.route,
             stats.bytes_moved,
+            f"verified {stats.num_verified} shared {stats.num_shared} of {stats.num_tensors}",
             "slept" if slept else "stayed",
             sorted(step.phase_s),
             flush=True,

@@ -97,7 +97,7 @@ def requests(vocab: int) -> list[Request]:
 
 def generate(model: CausalLM, wanted: list[Request], **cfg: object) -> tuple[Samples, dict]:
     engine = NativeEngine(model, NativeEngineConfig(dtype="bfloat16", **cfg), DEVICE)
-    engine.new_version(0)
+    engine.sink().commit(0)
     return finish(engine, wanted), engine.stats()
 
 

@@ -255,7 +255,7 @@ def test_draws_of_the_replay_are_those_of_the_engine(folder: Path, trainer: Trai
     """
     path = mismatch.engine(folder)
     engine = NativeEngine(path.model, path.cfg, DEVICE)
-    engine.new_version(0)
+    engine.sink().commit(0)
     prompt, sampling = (
         np.arange(2, 90, dtype=np.int32),
         SamplingConfig(max_tokens=40, ignore_eos=True),

@@ -59,7 +59,7 @@ def workload() -> list[Request]:
 def new_engine(model: CausalLM, **cfg: object) -> NativeEngine:
     settings = {"max_batch": 24, "page_size": 128, "max_step_tokens": 256, "num_pages": 200} | cfg
     engine = NativeEngine(model, NativeEngineConfig(dtype="bfloat16", **settings), DEVICE)
-    engine.new_version(0)
+    engine.sink().commit(0)
     return engine
 
 

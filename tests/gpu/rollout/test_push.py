@@ -55,7 +55,7 @@ def in_flight(**cfg: object) -> NativeEngine:
     """An engine with the old weights, in the middle of every answer."""
     settings = {"max_batch": 32, "max_step_tokens": 256, "page_size": 16, "num_pages": 600} | cfg
     engine = NativeEngine(new_model(OLD), NativeEngineConfig(dtype="bfloat16", **settings), DEVICE)
-    engine.new_version(OLD)
+    engine.sink().commit(OLD)
     for request in requests():
         engine.submit(request)
     for _ in range(NUM_STEPS):
@@ -66,10 +66,12 @@ def in_flight(**cfg: object) -> NativeEngine:
 
 def push(engine: NativeEngine, model: CausalLM) -> Samples:
     """Put in the new weights, submit the same prompts again, and finish all."""
-    weights = dict(model.named_parameters())
-    for name, held in engine.weights().items():
-        held.local.copy_(weights[name])
-    engine.new_version(NEW)
+    weights, sink = dict(model.named_parameters()), engine.sink()
+    sink.open()
+    for piece in sink.layout(0).pieces:
+        sink.slot(piece.name, piece.box).copy_(weights[piece.name])
+    sink.flush()
+    sink.commit(NEW)
     for request in requests(LATER):
         engine.submit(request)
     samples: Samples = {}

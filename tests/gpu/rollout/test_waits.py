@@ -63,7 +63,7 @@ def test_steps_in_which_prompts_come_and_sequences_end_do_not_synchronize(
     """
     engine, samples = new_engine(model), {}
     assert unequal(finish(engine, workload()), alone) == 0
-    engine.new_version(1)  # nothing of the first time is found in the cache
+    engine.sink().commit(1)  # nothing of the first time is found in the cache
     recorded = engine.stats()["num_graphs"]
     came_later, ended_beside_others = [], []
     for request in workload():

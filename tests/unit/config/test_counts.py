@@ -44,6 +44,10 @@ REFUSED = [
         for recipe in EVERY
     ],
     *[
+        (recipe, "run.verify_every=-1", "run: verify_every = -1: expected 0 or more")
+        for recipe in EVERY
+    ],
+    *[
         (recipe, "run.save_every=-1", "run: save_every = -1: expected 0 or more")
         for recipe in EVERY
     ],

@@ -14,8 +14,8 @@ from spmd_rl.controller.capabilities import (
     Contracted,
     Saver,
     Sleeper,
-    WeightSink,
-    WeightSource,
+    WeightProvider,
+    WeightReceiver,
     capabilities,
 )
 from spmd_rl.controller.controller import Controller
@@ -47,8 +47,8 @@ class Napper(Role):
 
 
 def test_trainer_and_rollout_have_the_capabilities_that_they_declare() -> None:
-    assert capabilities(Trainer) == {WeightSource, Saver, Contracted}
-    assert capabilities(Rollout) == {WeightSink, Sleeper, Contracted}
+    assert capabilities(Trainer) == {WeightProvider, Saver, Contracted}
+    assert capabilities(Rollout) == {WeightReceiver, Sleeper, Contracted}
     for role in (Trainer, Rollout):
         assert capabilities(role) == set(CAPABILITIES) & set(role.__mro__)
 
@@ -79,12 +79,16 @@ class MisspeltContract(Role, Contracted):
         return {}
 
 
-class MisspeltStale(Role):
-    def weight_sink(self) -> Any: ...
+class MisspeltPushed(Role):
+    def weight_source(self) -> Any: ...
 
-    def on_weights_received(self, version: int) -> None: ...
+    def call_before_change(self, callback: Any) -> None: ...
 
-    def on_weight_stale(self) -> None: ...
+    def on_weight_pushed(self, version: int) -> None: ...
+
+
+class MisspeltSink(Role, WeightReceiver):
+    def weights_sink(self) -> Any: ...
 
 
 class NoLoad(Role):
@@ -110,9 +114,10 @@ REFUSED = [
     (MisspeltSleep, "MisspeltSleep is no complete Sleeper: it lacks the method sleep "),
     (MisspeltContract, "no complete Contracted: it lacks the method numeric_contract "),
     (
-        MisspeltStale,
-        "MisspeltStale is no complete WeightSink: it lacks the method on_weights_stale",
+        MisspeltPushed,
+        "MisspeltPushed is no complete WeightProvider: it lacks the method on_weights_pushed",
     ),
+    (MisspeltSink, "MisspeltSink is no complete WeightReceiver: it lacks the method weight_sink"),
     (NoLoad, "NoLoad is no complete Saver: it lacks the method load "),
     (Unmarked, "Unmarked.sleep must be marked @collective or @local"),
 ]
@@ -151,9 +156,9 @@ def test_a_link_needs_a_source_and_a_sink() -> None:
     )
     assert link_placement(trainer, rollout).name == "trainer->rollout"
     for source, destination, odd, capability in (
-        (plain, rollout, "plain", "WeightSource"),
-        (trainer, plain, "plain", "WeightSink"),
-        (rollout, trainer, "rollout", "WeightSource"),
+        (plain, rollout, "plain", "WeightProvider"),
+        (trainer, plain, "plain", "WeightReceiver"),
+        (rollout, trainer, "rollout", "WeightProvider"),
     ):
         with pytest.raises(ConfigError, match=f"the class of {odd} inherit from rl.{capability}$"):
             link_placement(source, destination)

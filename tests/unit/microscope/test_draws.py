@@ -28,7 +28,7 @@ def drawn(engine: Callable[[], EnginePass]) -> ReplayCase:
     """Samples of the engine itself."""
     path, sequences = engine(), []
     generating = NativeEngine(path.model, path.cfg, path.device)
-    generating.new_version(0)
+    generating.sink().commit(0)
     prompt, sampling = (
         np.arange(2, 11, dtype=np.int32),
         SamplingConfig(max_tokens=12, ignore_eos=True),

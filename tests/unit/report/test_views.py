@@ -18,7 +18,7 @@ from spmd_rl.report import curve_axes, curve_painter, curves, run_monitor
 from spmd_rl.report.curve_painter import CurvePainter
 from spmd_rl.report.live_view import LiveView
 from spmd_rl.report.plain_view import step_line
-from spmd_rl.report.progress import RunProgress, duration, sparkline
+from spmd_rl.report.progress import RunProgress, duration, sparkline, weights_text
 from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
@@ -107,6 +107,20 @@ def test_large_numbers_are_short_in_both_views_and_counts_are_written_out() -> N
     assert "loss -1.235e+07 · grad norm 2.5e+09" in view
     assert "000000" not in line + view
     assert "reward 999999.000 " in step_line(progress(**{"reward/mean": 999999.0}))
+
+
+def test_the_view_says_that_the_engine_holds_the_trainer_s_bits() -> None:
+    push = {"sync/tensors": 310.0, "sync/verified_tensors": 310.0, "sync/shared_tensors": 0.0}
+    state = progress(**push, **{"sync/verify_s": 0.0021})
+    assert "weights" in rendered(state)
+    assert "verified: 310 of 310 tensors, 2.1 ms" in rendered(state)
+    state.record_step(5, METRICS)  # its push was not compared: the last that was is shown
+    assert "verified: 310 of 310 tensors" in rendered(state)
+    assert "verified" not in rendered(progress())
+    mixed = {"sync/tensors": 1310.0, "sync/verified_tensors": 1300.0, "sync/shared_tensors": 10.0}
+    assert weights_text(mixed) == "verified: 1,300 of 1,310 tensors, 10 shared"
+    shared = push | {"sync/verified_tensors": 0.0, "sync/shared_tensors": 310.0}
+    assert weights_text(shared) == "shared: 310 of 310 tensors are the trainer's memory"
 
 
 def rendered(state: RunProgress, *groups: Group, width: int = 100) -> str:

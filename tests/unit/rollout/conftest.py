@@ -83,7 +83,7 @@ def new_engine() -> Callable[..., NativeEngine]:
             decode=decode,
             sampler=sampler,
         )
-        engine.new_version(0)
+        engine.sink().commit(0)
         return engine
 
     return build

@@ -135,7 +135,7 @@ def test_every_token_names_the_weights_that_made_it(
     for _ in range(4):
         engine.step()
     model.load_state_dict(other.state_dict())
-    engine.new_version(7)
+    engine.sink().commit(7)
     sample = finish(engine)[0, 0]
     assert sample.versions.tolist() == [0] * 4 + [7] * 5
     # what came after the push was computed under the new weights only, the keys and values of
@@ -197,7 +197,7 @@ def test_nan_weights_are_named_and_leave_nothing_behind(new_model, new_engine, f
     value = model.model.layers[0].self_attn.v_proj.weight
     kept_value = value.clone()
     value.fill_(float("nan"))
-    engine.new_version(4)
+    engine.sink().commit(4)
     engine.submit(request(uid=3, prompt=range(2, 17)))
     with pytest.raises(
         SpmdError, match="weights version 4 give NaN logits: prompt 3, sample 0, response token 0"
@@ -206,7 +206,7 @@ def test_nan_weights_are_named_and_leave_nothing_behind(new_model, new_engine, f
     engine.abort()
     value.copy_(kept_value)
     assert torch.equal(kept, model.model.norm.weight)
-    engine.new_version(5)
+    engine.sink().commit(5)
     assert finish(engine, [request(uid=3)])[3, 0].logprobs.tobytes() == expected.logprobs.tobytes()
 
 

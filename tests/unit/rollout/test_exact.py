@@ -142,7 +142,7 @@ def play(engine, schedule: Schedule) -> dict:
                 assert partial.finish == "abort"
                 engine.submit(victim.resumed(partial))
         if step in schedule.retracts:
-            engine.new_version(0)
+            engine.sink().commit(0)
         samples |= {(sample.prompt_uid, sample.index): sample for sample in engine.step().finished}
         step += 1
     return samples
@@ -236,7 +236,7 @@ def test_control_stale_cache_after_a_weight_change_is_seen(
         kept = {name: parameter.clone() for name, parameter in model.named_parameters()}
         model.load_state_dict(other.state_dict())
         if told:
-            engine.new_version(1)
+            engine.sink().commit(1)
         again = finish(engine, requests)
         assert (mismatched_tokens(model, requests, again) == 0) is expected
         model.load_state_dict(kept)

@@ -261,10 +261,10 @@ def test_without_folder_weights_the_first_push_is_waited_for(new_role):
     with pytest.raises(SpmdError, match="no weights of a known version: push one"):
         role.generate(asked, sampling)
     sink, source = role.weight_sink(), donor.weight_sink()
-    assert sink.keys() == source.keys()
-    for name, held in sink.items():
-        held.local.copy_(source[name].local)
-    role.on_weights_received(3)
+    assert sink.layout(0) == source.layout(0)
+    for piece in sink.layout(0).pieces:
+        sink.slot(piece.name, piece.box).copy_(source.slot(piece.name, piece.box))
+    sink.commit(3)
     (pushed,), (own,) = role.generate(asked, sampling), donor.generate(asked, sampling)
     assert pushed.samples[0].logprobs.tobytes() == own.samples[0].logprobs.tobytes()
     assert set(pushed.samples[0].versions.tolist()) == {3}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import _buckets, alias, execute
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.tensor_ends import TensorSource
+from tests.unit.weights.ends_case import ends_over, plan_of
 
 
 def _trainer(seed: int = 0) -> dict[str, nn.Parameter]:
@@ -28,8 +33,12 @@ def _engine(dtype: torch.dtype) -> dict[str, nn.Parameter]:
     }
 
 
-def _pushed(src: LocalTensors, dst: LocalTensors) -> tuple[int, int]:
-    traffic = execute(plan_moves([src.layout(0)], [dst.layout(0)], None, 0), 0, src, dst, None)
+def _aliased(ends: LocalEnds) -> LocalEnds:
+    return replace(ends, shared=alias(ends.the_source(), ends.the_sink(), 0))
+
+
+def _pushed(ends: LocalEnds) -> tuple[int, int]:
+    traffic = execute(plan_of(ends).moves, ends, None)
     assert traffic.sent_bytes == traffic.received_bytes == 0
     return traffic.aliased_bytes, traffic.copied_bytes
 
@@ -38,10 +47,7 @@ def _pushed(src: LocalTensors, dst: LocalTensors) -> tuple[int, int]:
 def test_a_copy_casts_to_the_destination(dtype: torch.dtype) -> None:
     source, engine = _trainer(), _engine(dtype)
     kept = {name: one.data_ptr() for name, one in engine.items()}
-    assert _pushed(LocalTensors.whole(source), LocalTensors.whole(engine)) == (
-        0,
-        41 * dtype.itemsize,
-    )
+    assert _pushed(ends_over(source, engine)) == (0, 41 * dtype.itemsize)
     for name, one in engine.items():
         assert torch.equal(one, source[name].to(dtype))
         assert one.data_ptr() == kept[name]
@@ -49,29 +55,23 @@ def test_a_copy_casts_to_the_destination(dtype: torch.dtype) -> None:
 
 def test_an_alias_sees_every_optimizer_step_and_moves_nothing() -> None:
     source, engine = _trainer(), _engine(torch.float32)
-    src, dst = LocalTensors.whole(source), LocalTensors.whole(engine)
-    assert alias(dst, src) == 41 * 4
+    ends = _aliased(ends_over(source, engine))
+    assert {name for name, _ in ends.shared} == set(source)
     optimizer = torch.optim.AdamW(source.values(), lr=0.1, fused=True)
     for one in source.values():
         one.grad = torch.ones_like(one)
     optimizer.step()
-    assert _pushed(src, dst) == (41 * 4, 0)
+    assert _pushed(ends) == (41 * 4, 0)
     assert all(torch.equal(engine[name], source[name]) for name in source)
     assert not any(torch.equal(engine[name], one) for name, one in _trainer().items())
 
 
 def test_another_dtype_or_box_is_not_aliased() -> None:
-    source = LocalTensors.whole(_trainer())
-    engine = _engine(torch.bfloat16)
-    assert alias(LocalTensors.whole(engine), source) == 0
-    whole = _trainer()["embed.weight"]
-    half = LocalTensors(
-        {"embed.weight": LocalTensor((7, 5), Box((0, 0), (4, 5)), whole[:4].clone())}
-    )
-    assert (
-        alias(LocalTensors.whole({"embed.weight": _engine(torch.float32)["embed.weight"]}), half)
-        == 0
-    )
+    assert not _aliased(ends_over(_trainer(), _engine(torch.bfloat16))).shared
+    embed = _trainer()["embed.weight"]
+    half = LocalTensor((7, 5), Box((0, 0), (4, 5)), embed[:4].clone())
+    ends = ends_over({}, {"embed.weight": _engine(torch.float32)["embed.weight"]})
+    assert not _aliased(replace(ends, source=TensorSource([("embed.weight", half)]))).shared
 
 
 def test_a_held_tensor_must_be_its_box() -> None:

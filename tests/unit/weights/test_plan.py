@@ -27,8 +27,8 @@ def _grid(shape: Dims, parts: tuple[int, int], index: int) -> Box:
 
 @st.composite
 def sides(draw: st.DrawFn) -> tuple[list[Layout], list[Layout]]:
-    """Two sides over some of eight ranks: each a grid of uneven chunks, some replicated, dims as
-    small as 1.
+    """Two sides over some of eight ranks: each a grid of uneven chunks, dims as small as 1. Ranks
+    hold several cells of it where there are fewer ranks, and the same ones where there are more.
     """
     shapes = {
         f"t{i}": draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
@@ -38,17 +38,21 @@ def sides(draw: st.DrawFn) -> tuple[list[Layout], list[Layout]]:
     def side(dtype: str) -> list[Layout]:
         parts = draw(st.tuples(st.integers(1, 3), st.integers(1, 2)))
         cells = parts[0] * parts[1]
-        ranks = draw(st.permutations(range(8)))[: cells * draw(st.integers(1, 8 // cells))]
+        ranks = draw(st.permutations(range(8)))[: draw(st.integers(1, 8))]
         names = draw(st.permutations(sorted(shapes)))
+        cells_of = {rank: [index % cells] for index, rank in enumerate(ranks)}
+        for cell in range(len(ranks), cells):
+            cells_of[ranks[cell % len(ranks)]].append(cell)
         return [
             Layout(
                 rank,
                 tuple(
-                    Piece(n, shapes[n], dtype, _grid(shapes[n], parts, index % cells))
+                    Piece(n, shapes[n], dtype, _grid(shapes[n], parts, cell))
                     for n in names
+                    for cell in own_cells
                 ),
             )
-            for index, rank in enumerate(ranks)
+            for rank, own_cells in cells_of.items()
         ]
 
     return side("float32"), side("bfloat16")
@@ -82,6 +86,15 @@ def _writes(moves: list[Move], dst: list[Layout]) -> dict[tuple[int, str], np.nd
     return count
 
 
+def _boxes(side: list[Layout]) -> dict[tuple[int, str], list[Box]]:
+    """The boxes of each tensor on each rank."""
+    boxes: dict[tuple[int, str], list[Box]] = defaultdict(list)
+    for layout in side:
+        for piece in layout.pieces:
+            boxes[layout.rank, piece.name].append(piece.box)
+    return boxes
+
+
 @given(sides())
 def test_every_destination_element_is_written_once_and_no_other(
     pair: tuple[list[Layout], list[Layout]],
@@ -89,22 +102,24 @@ def test_every_destination_element_is_written_once_and_no_other(
     src, dst = pair
     count = _writes(received(plans(src, dst)), dst)
     for layout in dst:
+        wanted = {piece.name: np.zeros(piece.shape, int) for piece in layout.pieces}
         for piece in layout.pieces:
-            wanted = np.zeros(piece.shape, int)
-            wanted[
-                tuple(slice(o, e) for o, e in zip(piece.box.offset, piece.box.end, strict=True))
+            box = piece.box
+            wanted[piece.name][
+                tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
             ] = 1
-            np.testing.assert_array_equal(count[layout.rank, piece.name], wanted)
+        for name, of_name in wanted.items():
+            np.testing.assert_array_equal(count[layout.rank, name], of_name)
 
 
 @given(sides())
 def test_sources_send_only_what_they_hold(pair: tuple[list[Layout], list[Layout]]) -> None:
     src, dst = pair
-    source_boxes = {
-        (layout.rank, piece.name): piece.box for layout in src for piece in layout.pieces
-    }
+    source_boxes, pieces = _boxes(src), _boxes(dst)
     for move in received(plans(src, dst)):
-        assert move.box.intersect(source_boxes[move.src, move.name]) == move.box
+        assert any(move.box.intersect(box) == move.box for box in source_boxes[move.src, move.name])
+        assert move.into in pieces[move.dst, move.name]
+        assert move.box.intersect(move.into) == move.box
 
 
 @given(sides(), st.dictionaries(st.integers(0, 7), st.integers(0, 2)))
@@ -127,15 +142,14 @@ def test_both_ends_of_a_pair_know_the_same_moves_in_the_same_order(
 def test_the_wire_carries_the_lower_bound(pair: tuple[list[Layout], list[Layout]]) -> None:
     """The elements that a rank needs and does not hold cross once, and nothing else crosses."""
     src, dst = pair
-    source_boxes = {
-        (layout.rank, piece.name): piece.box for layout in src for piece in layout.pieces
-    }
+    source_boxes = _boxes(src)
     bound = 0
     for layout in dst:
         for piece in layout.pieces:
-            own_box = source_boxes.get((layout.rank, piece.name))
-            common = piece.box.intersect(own_box) if own_box else None
-            bound += piece.box.num_elements - (common.num_elements if common else 0)
+            bound += piece.box.num_elements
+            for own_box in set(source_boxes.get((layout.rank, piece.name), ())):
+                common = piece.box.intersect(own_box)
+                bound -= common.num_elements if common else 0
     plans_by_rank = plans(src, dst)
     crossing, staying = (
         sum(move.num_bytes for move in received(plans_by_rank) if (move.src != move.dst) is crosses)
@@ -169,7 +183,7 @@ def test_replicas_take_turns(pair: tuple[list[Layout], list[Layout]]) -> None:
     src, destinations = pair
     dst = [  # every destination wants every box
         Layout(
-            one.rank, tuple(replace(piece, box=Box((0, 0), piece.shape)) for piece in one.pieces)
+            one.rank, tuple({replace(piece, box=Box((0, 0), piece.shape)) for piece in one.pieces})
         )
         for one in destinations
     ]
@@ -242,6 +256,21 @@ def test_what_cannot_be_filled_is_named() -> None:
     one_row_more = Layout(2, (Piece("a", (8, 4), "float32", Box((3, 0), (5, 4))),))
     with pytest.raises(PlanError, match="parts of tensor 'a' that overlap and are not the same"):
         plan_moves([half, one_row_more], [_whole(1, names=("a",))], None, 1)
+
+
+def test_what_is_private_to_one_end_is_left_alone() -> None:
+    source, wanted = _whole(0, names=("a", "z")), _whole(1, names=("a", "b"))
+    private = [
+        Layout(one.rank, tuple(replace(p, private=p.name != "a") for p in one.pieces))
+        for one in (source, wanted)
+    ]
+    assert {move.name for move in plan_moves([private[0]], [private[1]], None, 1).moves} == {"a"}
+    with pytest.raises(PlanError, match="the engine holds tensor 'b', the trainer does not"):
+        plan_moves([private[0]], [wanted], None, 1)
+    with pytest.raises(PlanError, match="the trainer holds tensor 'z', the engine does not"):
+        plan_moves([source], [private[1]], None, 1)
+    both = plan_moves([private[0]], [_whole(1, names=("a", "z"))], None, 1)
+    assert {move.name for move in both.moves} == {"a", "z"}  # what both hold is pushed
 
 
 def test_a_world_of_hundreds_is_planned_in_seconds() -> None:

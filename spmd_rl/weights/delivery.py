@@ -1,0 +1,85 @@
+"""Delivery of boxes into a sink: batched copies, and flushes where the sink has no more room."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spmd_rl.weights.ends import WeightSink, WeightSource
+from spmd_rl.weights.plan import Move
+
+
+class Delivery:
+    """Puts boxes into one sink. Tensors that wait to be copied are kept until `copy`."""
+
+    def __init__(self, sink: WeightSink) -> None:
+        self._sink = sink
+        self._slots: list[Tensor] = []
+        self._tensors: list[Tensor] = []
+        self._has_slots = False  # some were given since the last flush
+
+    def put(self, move: Move, tensor: Tensor) -> None:
+        """Have `tensor`, which holds the box of a move, copied to where the sink wants it."""
+        slot = self._slot(move)
+        if slot is None:
+            self._sink.write(move.name, move.box, tensor)
+        else:
+            self._slots.append(slot)
+            self._tensors.append(tensor)
+
+    def put_from(self, source: WeightSource, move: Move, device: torch.device) -> None:
+        """Have the box of a move within this process copied to where the sink wants it."""
+        view = source.view(move.name, move.box)
+        slot = self._slot(move)
+        if slot is None:
+            whole = torch.empty(move.box.extent, dtype=getattr(torch, move.dtype), device=device)
+            source.read(move.name, move.box, whole)
+            self._sink.write(move.name, move.box, whole)
+        elif view is None:
+            source.read(move.name, move.box, slot)
+        else:
+            self._slots.append(slot)
+            self._tensors.append(view)
+
+    def copy(self) -> None:
+        """Copy everything that waits."""
+        copy_all(self._slots, self._tensors)
+        self._slots, self._tensors = [], []
+
+    def flush(self) -> None:
+        """Copy everything that waits, and have the sink use it."""
+        self.copy()
+        if self._has_slots:
+            self._sink.flush()
+            self._has_slots = False
+
+    def _slot(self, move: Move) -> Tensor | None:
+        """Return the slot of a box, after a flush if there is no room before."""
+        slot = self._sink.slot(move.name, move.box)
+        if slot is None and self._has_slots:
+            self.flush()
+            slot = self._sink.slot(move.name, move.box)
+        self._has_slots |= slot is not None
+        return slot
+
+
+def copy_all(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy each tensor to its target, with a cast where dtypes differ; few launches on a GPU.
+
+    torch copies a list at once where all pairs have the same two dtypes, and equal strides.
+    """
+    lists: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = defaultdict(
+        lambda: ([], [])
+    )
+    for target, tensor in zip(targets, tensors, strict=True):
+        if target.device == tensor.device and target.stride() == tensor.stride():
+            key = target.device, target.dtype, tensor.dtype
+            lists[key][0].append(target)
+            lists[key][1].append(tensor)
+        else:
+            target.copy_(tensor)
+    for same_targets, same_tensors in lists.values():
+        torch._foreach_copy_(same_targets, same_tensors)

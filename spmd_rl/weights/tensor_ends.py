@@ -1,0 +1,110 @@
+"""TensorSource and TensorSink: ends of a push over ordinary tensors of this process."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor
+
+from spmd_rl.weights.digest import digests
+from spmd_rl.weights.layout import Box, Layout, Piece
+from spmd_rl.weights.local_tensors import LocalTensor
+
+NamedPieces = Iterable[tuple[str, LocalTensor]]
+
+
+class LocalPieces:
+    """The pieces of one rank. A name may have several, with different boxes."""
+
+    def __init__(self, tensors: NamedPieces) -> None:
+        self._by_name: dict[str, list[LocalTensor]] = defaultdict(list)
+        for name, tensor in tensors:
+            self._by_name[name].append(tensor)
+
+    def named(self) -> Iterator[tuple[str, LocalTensor]]:
+        return ((name, piece) for name, pieces in self._by_name.items() for piece in pieces)
+
+    def layout(self, rank: int) -> Layout:
+        pieces = (Piece(name, one.shape, one.dtype, one.box) for name, one in self.named())
+        return Layout(rank, tuple(pieces))
+
+    def find(self, name: str, box: Box) -> LocalTensor:
+        """Return the piece that `box` is a part of."""
+        for piece in self._by_name[name]:
+            if piece.box == box or piece.box.intersect(box) == box:
+                return piece
+        raise ValueError(f"no piece of '{name}' on this rank holds {box}")
+
+    def memory(self, name: str, box: Box) -> Tensor:
+        """Return the memory of `box`, a part of a piece."""
+        piece = self.find(name, box)
+        memory = piece.local.detach()
+        return memory if piece.box == box else memory[box.within(piece.box)]
+
+
+class TensorSource:
+    """Implements `ends.WeightSource` over the memory that a trainer updates in place."""
+
+    def __init__(self, tensors: NamedPieces) -> None:
+        self._pieces = LocalPieces(tensors)
+
+    def layout(self, rank: int) -> Layout:
+        return self._pieces.layout(rank)
+
+    def view(self, name: str, box: Box) -> Tensor | None:
+        return self._pieces.memory(name, box)
+
+    def read(self, name: str, box: Box, out: Tensor) -> None:
+        out.copy_(self._pieces.memory(name, box))
+
+
+class TensorSink:
+    """Implements `ends.WeightSink` over an engine's own parameters, which keep their addresses.
+
+    `on_open` and `on_commit` tell the engine when its weights change, and their new version.
+    """
+
+    def __init__(
+        self,
+        tensors: NamedPieces,
+        on_open: Callable[[], None],
+        on_commit: Callable[[int], None],
+    ) -> None:
+        self._pieces = LocalPieces(tensors)
+        self._on_open, self._on_commit = on_open, on_commit
+        self._shared: set[tuple[str, Box]] = set()
+
+    def layout(self, rank: int) -> Layout:
+        return self._pieces.layout(rank)
+
+    def share(self, name: str, box: Box, memory: Tensor) -> bool:
+        """Point the parameter at `memory`, if it has the same box, dtype and device."""
+        piece = self._pieces.find(name, box)
+        own = piece.local
+        if piece.box != box or (own.dtype, own.device) != (memory.dtype, memory.device):
+            return False
+        own.data = memory
+        self._shared.add((name, box))
+        return True
+
+    def open(self) -> None:
+        self._on_open()
+
+    def slot(self, name: str, box: Box) -> Tensor | None:
+        return self._pieces.memory(name, box)
+
+    def flush(self) -> None: ...
+
+    def write(self, name: str, box: Box, tensor: Tensor) -> None:
+        self._pieces.memory(name, box).copy_(tensor)
+
+    def digest(self) -> dict[tuple[str, Box], int]:
+        return digests(
+            (name, piece)
+            for name, piece in self._pieces.named()
+            if (name, piece.box) not in self._shared
+        )
+
+    def commit(self, version: int) -> None:
+        self._on_commit(version)

@@ -1,0 +1,26 @@
+"""The GPU kernel of digests over tensors that lie in CPU memory, for Triton's interpreter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels.runtime import digest_triton
+from spmd_rl.weights.digest import memory_rows
+from spmd_rl.weights.layout import Box
+from spmd_rl.weights.local_tensors import LocalTensor
+
+
+def kernel_sums(
+    locals_: list[Tensor], shapes: list[tuple[int, ...]], offsets: list[tuple[int, ...]], to: str
+) -> Tensor:
+    """Return the digests of some boxes of one dtype, cast to the dtype `to`, in one launch."""
+    digest_triton.BLOCK, digest_triton.BLOCKS = 16, 3
+    sums = torch.zeros(len(locals_), dtype=torch.int64)
+    rows = []
+    for number, (local, shape, offset) in enumerate(zip(locals_, shapes, offsets, strict=True)):
+        of_box = memory_rows(LocalTensor(shape, Box(offset, tuple(local.shape)), local), number)
+        assert of_box is not None
+        rows += [digest_triton.Rows(*row) for row in of_box]
+    digest_triton.add_digests(sums, rows, locals_[0].dtype, getattr(torch, to))
+    return sums

@@ -1,0 +1,72 @@
+"""The GPU kernel of digests in Triton's interpreter: the bits of the sums that torch makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from spmd_rl.weights.digest import box_sums
+from spmd_rl.weights.layout import Box
+from spmd_rl.weights.local_tensors import LocalTensor
+
+pytest.importorskip("triton")
+
+from tests.unit.kernels.interpreted import Calls, results
+
+WHOLE = torch.randn(7, 6, 20, generator=torch.Generator().manual_seed(3))
+SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-40, 3.4e38, 1.0039062, 1.0117188])
+CASTS = {
+    "float32": (torch.float32, "float32"),
+    "float32 to bfloat16": (torch.float32, "bfloat16"),
+    "bfloat16": (torch.bfloat16, "bfloat16"),
+    "uint8": (torch.uint8, "uint8"),
+}
+# views of WHOLE, with the offset and the shape of the tensor that each is a box of
+BOXES: dict[str, tuple[tuple[slice | int, ...], tuple[int, ...], tuple[int, ...]]] = {
+    "whole": ((), (7, 6, 20), (0, 0, 0)),
+    "rows": ((slice(2, 5),), (7, 6, 20), (2, 0, 0)),
+    "middle": ((slice(None), slice(1, 4)), (7, 6, 20), (0, 1, 0)),
+    "columns": ((slice(1, 6), slice(2, 5), slice(3, 19)), (7, 6, 20), (1, 2, 3)),
+    "matrix": ((0, slice(1, 5), slice(5, 9)), (9, 30), (4, 11)),
+    "one column": ((0, slice(None), slice(5, 6)), (6, 20), (0, 5)),
+    "vector": ((0, 0, slice(3, 17)), (100,), (71,)),
+    "scalar": ((0, 0, 0), (), ()),
+}
+
+
+def views(cast: str) -> list[Tensor]:
+    """Boxes of the first dtype. Those that are cast need no rounding, as the interpreter cuts off
+    the bits; tests/gpu rounds.
+    """
+    dtype, to = CASTS[cast]
+    whole, special = WHOLE, SPECIAL
+    if dtype == torch.uint8:
+        whole, special = (WHOLE * 20).abs(), SPECIAL.abs().clamp(0, 9)
+    elif to == "bfloat16":
+        whole, special = WHOLE.bfloat16(), SPECIAL.where(SPECIAL.abs() != 1e-40, 0.5).bfloat16()
+    whole, special = whole.to(dtype), special.to(dtype)
+    return [*(whole[index] for index, _, _ in BOXES.values()), special]
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    shapes = [*(shape for _, shape, _ in BOXES.values()), (8,)]
+    offsets = [*(offset for _, _, offset in BOXES.values()), (0,)]
+    arguments = [(views(cast), shapes, offsets, to) for cast, (_, to) in CASTS.items()]
+    calls = Calls("tests.unit.weights.kernel_case", "kernel_sums", {}, arguments)
+    found = results(calls, tmp_path_factory.mktemp("digests"))
+    return dict(zip(CASTS, found, strict=True))
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_the_kernel_adds_up_the_same_sums(sums: dict[str, Tensor], cast: str) -> None:
+    boxes = [
+        LocalTensor(shape, Box(offset, tuple(view.shape)), view)
+        for view, (_, shape, offset) in zip(views(cast), BOXES.values(), strict=False)
+    ]
+    boxes.append(LocalTensor((8,), Box((0,), (8,)), views(cast)[-1]))
+    expected = box_sums(boxes, [CASTS[cast][1]] * len(boxes))
+    for name, found, value in zip([*BOXES, "special"], sums[cast], expected, strict=True):
+        assert found == value, name
+    assert len(set(expected.tolist())) == len(boxes)
