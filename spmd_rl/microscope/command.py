@@ -60,11 +60,15 @@ def main(words: list[str]) -> int:
         if options.write_inputs:
             return _write_inputs(loaded, Path(options.write_inputs))
         _make_folder(folder)
-        setup = _setup(options, loaded, words, Path(temporary) / "sglang")
-        for note in setup.notes:
-            print(note)
-        examination = examine(setup)
-        page = write_report(examination, folder)
+        return _compare(_setup(options, loaded, words, Path(temporary) / "sglang"), folder)
+
+
+def _compare(setup: ReplaySetup, folder: Path) -> int:
+    """Compare the sides, write the report, print the verdict, and return the exit code."""
+    for note in setup.notes:
+        print(note)
+    examination = examine(setup)
+    page = write_report(examination, folder)
     print(examination.verdict)
     print(page)
     return EXIT_AGREE if examination.agree else EXIT_DIFFER

@@ -104,18 +104,17 @@ def forward_passes(
 
     SGLang runs before the other side's weights are loaded, and leaves its dump in `temporary`.
     """
-    names = (options.left, options.right)
-    name = next((name for name in names if name in FOREIGN), None)
+    dtype_of_side = dict(zip((options.left, options.right), dtypes, strict=True))
     recorded: DumpPass | None = None
-    if name is not None:
+    for name in set(dtype_of_side) & set(FOREIGN):
         path = Path(options.dump or "")
         if name in SGLANG:
-            side, dtype = _sglang_side(name, options, settings), dtypes[names.index(name)]
-            path = write_sglang_dump(side, case, model, dtype, temporary)
+            side = _sglang_side(name, options, settings)
+            path = write_sglang_dump(side, case, model, dtype_of_side[name], temporary)
         recorded = DumpPass(Dump(path, ModelSpec.from_folder(model)), device, name)
     left, right = (
-        _side(side, model, dtype, device, settings, recorded)
-        for side, dtype in zip(names, dtypes, strict=True)
+        _side(name, model, dtype, device, settings, recorded)
+        for name, dtype in dtype_of_side.items()
     )
     if options.plant:
         assert isinstance(left, EnginePass)

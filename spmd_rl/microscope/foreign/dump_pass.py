@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from spmd_rl.microscope.foreign.dump import Dump, locate_sequences
 from spmd_rl.microscope.foreign.layout import SCORED_OPS
 from spmd_rl.microscope.replay.case import ReplayCase
+from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Tap
 
 
@@ -46,4 +48,9 @@ class DumpPass:
         scored, all_rows = (first, first + len(positions)), (start, start + len(rows))
         for point in self.dump.points:
             x = self.dump.read(point, *(scored if point.op in SCORED_OPS else all_rows))
-            tap.observe(point, (x[:, 0] if point.op == "logprob" else x).to(self.device))
+            tap.observe(point, _as_observed(point, x).to(self.device))
+
+
+def _as_observed(point: Point, x: Tensor) -> Tensor:
+    """Return `x` in the shape in which a pass shows it: log-probs are a vector."""
+    return x[:, 0] if point.op == "logprob" else x

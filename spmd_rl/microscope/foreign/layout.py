@@ -103,9 +103,9 @@ def check_points(
         point = point_of(name, spec.num_layers)
         if point is None:
             raise DataError(where, f"{name!a} is no point of this model{_nearest(name, spec)}")
-        if point.op in SCORED_OPS and not num_scored:
-            raise DataError(where, f"it holds {name}, but 'scored' does not say of which rows")
         rows = num_scored if point.op in SCORED_OPS else num_rows
+        if not rows:
+            raise DataError(where, f"it holds {name}, but 'scored' does not say of which rows")
         _check_tensor(where, name, headers[name], (rows, width(point.op, spec)))
         points[point] = name
     if not points:
@@ -124,7 +124,7 @@ def _num_rows(where: str, headers: Mapping[str, StoredHeader]) -> tuple[int, int
         if header and (header.dtype not in INTEGERS or len(header.shape) != 1):
             raise DataError(where, f"{name!r} is not a vector of 32- or 64-bit integers")
     num_rows = headers[TOKENS].shape[0]
-    if not num_rows or headers[POSITIONS].shape[0] != num_rows:
+    if not num_rows or headers[POSITIONS].shape != (num_rows,):
         raise DataError(where, f"'tokens' has {num_rows} entries and 'positions' another number")
     return num_rows, headers[SCORED].shape[0] if SCORED in headers else 0
 

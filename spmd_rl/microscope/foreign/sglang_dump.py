@@ -50,14 +50,16 @@ class Recorder:
         self.scored = torch.arange(sequence["num_prompt_tokens"] - 1, len(tokens) - 1)
         self.targets = tokens[self.scored + 1]
         self.temperature = sequence["temperature"]
-        vectors = {"tokens": tokens, "positions": torch.arange(len(tokens))}
-        vectors["scored"] = self.scored + self.num_rows
-        for name, vector in vectors.items():
-            self.parts.setdefault(name, []).append(vector)
+        self._append("tokens", tokens)
+        self._append("positions", torch.arange(len(tokens)))
+        self._append("scored", self.scored + self.num_rows)
 
     def keep(self, name: str, x: Tensor) -> None:
         rows = x.detach().reshape(x.shape[0], -1)
-        self.parts.setdefault(name, []).append(rows.to("cpu", copy=True).contiguous())
+        self._append(name, rows.to("cpu", copy=True).contiguous())
+
+    def _append(self, name: str, part: Tensor) -> None:
+        self.parts.setdefault(name, []).append(part)
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: torch.cat(parts) for name, parts in self.parts.items()}
