@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.runtime import digest_triton
-from spmd_rl.weights.digest import memory_rows
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor
+from spmd_rl.weights.memory_rows import memory_rows
 
 
 def kernel_sums(
