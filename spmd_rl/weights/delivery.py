@@ -69,8 +69,11 @@ class Delivery:
 def copy_all(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copy each tensor to its target, with a cast where dtypes differ; few launches on a GPU.
 
-    torch copies a list at once where all pairs have the same two dtypes, and equal strides.
+    torch copies a list at once where all pairs have the same two dtypes, and equal strides. Masters
+    become bfloat16 in a kernel of ours.
     """
+    if targets and targets[0].is_cuda and tensors[0].dtype == torch.float32:
+        targets, tensors = _copy_masters(targets, tensors)
     lists: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = defaultdict(
         lambda: ([], [])
     )
@@ -83,3 +86,18 @@ def copy_all(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
             target.copy_(tensor)
     for same_targets, same_tensors in lists.values():
         torch._foreach_copy_(same_targets, same_tensors)
+
+
+def _copy_masters(
+    targets: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Copy what one launch can take; return the rest."""
+    from spmd_rl.kernels.runtime import copy_triton
+
+    pairs = list(zip(targets, tensors, strict=True))
+    fits = [copy_triton.can_copy(*pair) for pair in pairs]
+    taken = [pair for pair, fit in zip(pairs, fits, strict=True) if fit]
+    rest = [pair for pair, fit in zip(pairs, fits, strict=True) if not fit]
+    if taken:
+        copy_triton.copy_all(*zip(*taken, strict=True))
+    return [target for target, _ in rest], [tensor for _, tensor in rest]

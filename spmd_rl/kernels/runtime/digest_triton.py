@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels.runtime.programs import programs_of
 from spmd_rl.kernels.runtime.upload import upload
 
 GAMMA, ODD = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0xD1342543DE82EF95)
@@ -23,6 +24,7 @@ MIX_1, MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB
 
 BLOCK = 1024  # elements at once
 BLOCKS = 32  # that one program adds up
+ALIGN_BYTES = 16  # of memory that is read in wide loads
 BITS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 # how a float32 is read: as its own bits, or as those of the bfloat16 that a push makes of it
 CASTS = {(torch.float32, torch.bfloat16)}
@@ -56,19 +58,15 @@ def add_digests(
     Shape: sums [number of boxes] int64.
     """
     table = np.array(rows, dtype=np.int64)
-    counts = -(-(table[:, 1] * table[:, 2]) // (BLOCK * BLOCKS))
-    first_program = np.cumsum(counts) - counts
-    num_programs = int(counts.sum())
-    owners = np.repeat(np.arange(len(rows)), counts)
-    chunks = np.arange(num_programs) - first_program[owners]
-    programs = np.stack([owners, chunks], axis=1)
+    programs = programs_of(table[:, 1] * table[:, 2], BLOCK * BLOCKS)
     device = sums.device
-    _add_digests[(num_programs,)](
+    _add_digests[(len(programs),)](
         sums,
         upload(table, device),
         upload(programs, device),
         CASTS=dtype != target,
         BITS=BITS[target.itemsize],
+        ALIGNED=not (table[:, 0] % ALIGN_BYTES).any(),
         BLOCK=BLOCK,
         BLOCKS=BLOCKS,
         num_warps=4,
@@ -82,6 +80,7 @@ def _add_digests(
     programs,
     CASTS: tl.constexpr,
     BITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
@@ -98,6 +97,8 @@ def _add_digests(
         memory = address.to(tl.pointer_type(tl.float32))
     else:
         memory = address.to(tl.pointer_type(BITS))
+    if ALIGNED:
+        memory = tl.multiple_of(memory, 16)
     size = num_rows * row_size
     begin = chunk * (BLOCK * BLOCKS)
     lane = tl.arange(0, BLOCK).to(tl.int64)
