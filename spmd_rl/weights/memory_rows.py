@@ -15,12 +15,13 @@ from spmd_rl.weights.local_tensors import LocalTensor
 # address, number of rows, size of a row, distance of rows in memory, index of the first element in
 # the tensor, distance of rows in the tensor, number of the box
 MemoryRows = tuple[int, int, int, int, int, int, int]
+MAX_ELEMENTS = 2**31 - 2**16  # of a matrix whose rows have gaps: it is indexed with 32 bits
 
 
 def memory_rows(tensor: LocalTensor, box: int) -> list[MemoryRows] | None:
     """Return the memory of a tensor as rows that belong to the box with number `box`.
 
-    It is None where the elements of a row do not lie side by side.
+    It is None where the elements of a row do not lie side by side, or rows with gaps are too long.
     """
     local, shape, offset = tensor.local.detach(), tensor.shape, tensor.box.offset
     if not shape:
@@ -30,6 +31,8 @@ def memory_rows(tensor: LocalTensor, box: int) -> list[MemoryRows] | None:
     first = _dot(offset, _index_strides(shape))
     if local.is_contiguous() and local.shape[1:] == torch.Size(shape[1:]):
         return [(local.data_ptr(), 1, local.numel(), 0, first, 0, box)]
+    if prod(local.shape[-2:]) > MAX_ELEMENTS:
+        return None
     return list(_blocks(local, shape, first, box))
 
 

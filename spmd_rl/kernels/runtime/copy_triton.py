@@ -59,7 +59,10 @@ def _copy(table, programs, BLOCK: tl.constexpr, BLOCKS: tl.constexpr) -> None:
     tensor = tl.multiple_of(tl.load(run + 1).to(tl.pointer_type(tl.float32)), 16)
     size = tl.load(run + 2)
     for step in range(BLOCKS):
-        at = begin + step * BLOCK + tl.arange(0, BLOCK)
-        inside = at < size
-        values = tl.load(tensor + at, mask=inside, other=0.0)
-        tl.store(target + at, values.to(tl.bfloat16), mask=inside)
+        start = begin + step * BLOCK
+        at = start + tl.arange(0, BLOCK)
+        if start + BLOCK <= size:  # without a mask, loads and stores are wide
+            tl.store(target + at, tl.load(tensor + at).to(tl.bfloat16))
+        elif start < size:
+            values = tl.load(tensor + at, mask=at < size, other=0.0)
+            tl.store(target + at, values.to(tl.bfloat16), mask=at < size)

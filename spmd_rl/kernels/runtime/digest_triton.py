@@ -33,8 +33,8 @@ CASTS = {(torch.float32, torch.bfloat16)}
 class Rows(NamedTuple):
     """Part of a box: `num_rows` rows of `row_size` elements, `stride` elements apart in memory.
 
-    Element c of row r has the index `first + r * index_stride + c` in the whole tensor. Its digest
-    is added to number `box`.
+    Several rows have less than 2**31 elements together. Element c of row r has the index
+    `first + r * index_stride + c` in the whole tensor. Its digest is added to number `box`.
     """
 
     address: int
@@ -101,31 +101,39 @@ def _add_digests(
         memory = tl.multiple_of(memory, 16)
     size = num_rows * row_size
     begin = chunk * (BLOCK * BLOCKS)
-    lane = tl.arange(0, BLOCK).to(tl.int64)
-    lane_keys = lane.to(tl.uint64, bitcast=True) * GAMMA
+    lane = tl.arange(0, BLOCK)
+    lane_keys = lane.to(tl.uint64) * GAMMA
     total = tl.zeros((BLOCK,), tl.int64)
     for step in range(BLOCKS):
         start = begin + step * BLOCK
-        if start < size:
-            at = start + lane
-            inside = at < size
-            if num_rows == 1:
-                offset = at
-                keys = (first + start).to(tl.uint64, bitcast=True) * GAMMA + lane_keys
-            else:
-                r = at // row_size
-                c = at - r * row_size
-                offset = r * stride + c
-                index = first + r * index_stride + c
-                keys = index.to(tl.uint64, bitcast=True) * GAMMA
-            values = tl.load(memory + offset, mask=inside, other=0)
-            if CASTS:
-                bits = values.to(tl.bfloat16).to(tl.int16, bitcast=True)
-            else:
-                bits = values
-            x = keys + bits.to(tl.int64).to(tl.uint64, bitcast=True) * ODD
-            x = (x ^ (x >> 30)) * MIX_1
-            x = (x ^ (x >> 27)) * MIX_2
-            x = x ^ (x >> 31)
-            total += tl.where(inside, x.to(tl.int64, bitcast=True), 0)
+        key = (first + start).to(tl.uint64, bitcast=True) * GAMMA
+        at = start + lane
+        inside = at < size
+        if num_rows > 1:
+            place = at.to(tl.int32)
+            r = place // row_size.to(tl.int32)
+            c = place - r * row_size.to(tl.int32)
+            index = first + r * index_stride + c
+            values = tl.load(memory + (r * stride + c), mask=inside, other=0)
+            mixed = _mix(values, index.to(tl.uint64, bitcast=True) * GAMMA, CASTS)
+            total += tl.where(inside, mixed, 0)
+        elif start + BLOCK <= size:  # without a mask, loads are wide
+            total += _mix(tl.load(memory + at), key + lane_keys, CASTS)
+        elif start < size:
+            values = tl.load(memory + at, mask=inside, other=0)
+            total += tl.where(inside, _mix(values, key + lane_keys, CASTS), 0)
     tl.atomic_add(sums + tl.load(row + 6), tl.sum(total, axis=0), sem="relaxed")
+
+
+@triton.jit
+def _mix(values, keys, CASTS: tl.constexpr):
+    """Return the term of each element in the sum, as int64."""
+    if CASTS:
+        bits = values.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    else:
+        bits = values
+    x = keys + bits.to(tl.int64).to(tl.uint64, bitcast=True) * ODD
+    x = (x ^ (x >> 30)) * MIX_1
+    x = (x ^ (x >> 27)) * MIX_2
+    x = x ^ (x >> 31)
+    return x.to(tl.int64, bitcast=True)
