@@ -72,32 +72,24 @@ def copy_all(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     torch copies a list at once where all pairs have the same two dtypes, and equal strides. Masters
     become bfloat16 in a kernel of ours.
     """
-    if targets and targets[0].is_cuda and tensors[0].dtype == torch.float32:
-        targets, tensors = _copy_masters(targets, tensors)
-    lists: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = defaultdict(
-        lambda: ([], [])
-    )
+    lists: dict[tuple[object, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for target, tensor in zip(targets, tensors, strict=True):
-        if target.device == tensor.device and target.stride() == tensor.stride():
-            key = target.device, target.dtype, tensor.dtype
-            lists[key][0].append(target)
-            lists[key][1].append(tensor)
+        same_strides = target.stride() == tensor.stride()
+        if target.device == tensor.device and same_strides:
+            lists[target.device, target.dtype, tensor.dtype].append((target, tensor))
         else:
             target.copy_(tensor)
-    for same_targets, same_tensors in lists.values():
-        torch._foreach_copy_(same_targets, same_tensors)
+    for pairs in lists.values():
+        rest = _copy_masters(pairs) if pairs[0][0].is_cuda else pairs
+        if rest:
+            torch._foreach_copy_([target for target, _ in rest], [tensor for _, tensor in rest])
 
 
-def _copy_masters(
-    targets: Sequence[Tensor], tensors: Sequence[Tensor]
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Copy what one launch can take; return the rest."""
+def _copy_masters(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Copy the pairs that our kernel takes, in one launch; return the others."""
     from spmd_rl.kernels.runtime import copy_triton
 
-    pairs = list(zip(targets, tensors, strict=True))
     fits = [copy_triton.can_copy(*pair) for pair in pairs]
-    taken = [pair for pair, fit in zip(pairs, fits, strict=True) if fit]
-    rest = [pair for pair, fit in zip(pairs, fits, strict=True) if not fit]
-    if taken:
-        copy_triton.copy_all(*zip(*taken, strict=True))
-    return [target for target, _ in rest], [tensor for _, tensor in rest]
+    if any(fits):
+        copy_triton.copy_all([pair for pair, fit in zip(pairs, fits, strict=True) if fit])
+    return [pair for pair, fit in zip(pairs, fits, strict=True) if not fit]

@@ -60,10 +60,9 @@ def box_sums(boxes: Sequence[LocalTensor], dtypes: Sequence[str]) -> Tensor:
     for number, (tensor, dtype) in enumerate(zip(boxes, dtypes, strict=True)):
         casts[tensor.local.dtype, getattr(torch, dtype)].append(number)
     for (held, target), numbers in casts.items():
-        if device.type == "cuda" and _add_on_gpu(sums, boxes, numbers, held, target):
-            continue
-        for number in numbers:
-            sums[number] = _box_sum(boxes[number], target)
+        if device.type != "cuda" or not _add_on_gpu(sums, boxes, numbers, held, target):
+            for number in numbers:
+                sums[number] = _box_sum(boxes[number], target)
     return sums
 
 

@@ -35,16 +35,13 @@ def can_copy(target: Tensor, tensor: Tensor) -> bool:
     )
 
 
-def copy_all(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy each tensor to its target, rounded to bfloat16."""
-    runs = [
-        (target.data_ptr(), tensor.data_ptr(), tensor.numel())
-        for target, tensor in zip(targets, tensors, strict=True)
-    ]
+def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy to the first tensor of each pair the second, rounded to bfloat16."""
+    runs = [(target.data_ptr(), tensor.data_ptr(), tensor.numel()) for target, tensor in pairs]
     table = np.array(runs, dtype=np.int64)
     programs = programs_of(table[:, 2], BLOCK * BLOCKS)
     if len(programs):
-        device = tensors[0].device
+        device = pairs[0][0].device
         _copy[(len(programs),)](
             upload(table, device), upload(programs, device), BLOCK, BLOCKS, num_warps=8
         )

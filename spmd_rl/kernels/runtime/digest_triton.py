@@ -126,7 +126,7 @@ def _add_digests(
 
 
 @triton.jit
-def _mix(values, keys, CASTS: tl.constexpr):
+def _mix(values, keys, CASTS: tl.constexpr) -> tl.tensor:
     """Return the term of each element in the sum, as int64."""
     if CASTS:
         bits = values.to(tl.bfloat16).to(tl.int16, bitcast=True)

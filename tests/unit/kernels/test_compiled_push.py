@@ -28,8 +28,8 @@ def _compiled_here(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def test_masters_are_copied_in_wide_loads_and_stores() -> None:
-    tensors = [torch.zeros(SIZE)], [torch.zeros(SIZE, dtype=torch.bfloat16)]
-    ptx = ptx_of(copy_triton._copy, lambda: copy_triton.copy_all(tensors[1], tensors[0]))
+    pair = torch.zeros(SIZE, dtype=torch.bfloat16), torch.zeros(SIZE)
+    ptx = ptx_of(copy_triton._copy, lambda: copy_triton.copy_all([pair]))
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     assert "cvt.rn.bf16x2.f32" in ptx

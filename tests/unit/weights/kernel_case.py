@@ -30,5 +30,5 @@ def copied(tensors: list[Tensor]) -> list[Tensor]:
     """Return the tensors as bfloat16, between guards that nothing may write."""
     copy_triton.BLOCK, copy_triton.BLOCKS = 16, 3
     wide = [torch.full((one.numel() + 16,), 7.0, dtype=torch.bfloat16) for one in tensors]
-    copy_triton.copy_all([one[8:-8] for one in wide], tensors)
+    copy_triton.copy_all([(one[8:-8], tensor) for one, tensor in zip(wide, tensors, strict=True)])
     return wide
