@@ -10,6 +10,8 @@
       LostRankError        a process of the world is gone
       DiskError            a file could not be written: no room, or the system refuses
       WeightMismatchError  two ends of a weight push hold different bytes
+      WeightsError         what a rank and the process on its GPU tell each other is refused
+        StaleSlabError     a bucket names a slab that its reader does not have mapped
       ResidencyError       memory was used, put to sleep or woken in the wrong state
 
 `exit_code` is the exit code of the process. By it a launcher can tell bad input (2) from a failed
@@ -98,6 +100,14 @@ class WeightMismatchError(SpmdError):
     def __init__(self, sentence: str, tensor: str = "") -> None:
         super().__init__(sentence)
         self.tensor = tensor
+
+
+class WeightsError(SpmdError):
+    pass
+
+
+class StaleSlabError(WeightsError):
+    pass
 
 
 class ResidencyError(SpmdError):

@@ -69,6 +69,12 @@ def _num_others(columns: GroupColumns) -> NDArray[np.int64]:
 
 
 def _check(columns: GroupColumns) -> None:
+    _check_sizes(columns)
+    _check_rewards(columns)
+
+
+def _check_sizes(columns: GroupColumns) -> None:
+    """Raises: ConfigError for a group of one sample, which has none to compare with."""
     sizes = columns.lengths.tolist()
     for uid, size, skipped in zip(
         columns.prompts.uid.tolist(), sizes, columns.skipped, strict=True
@@ -78,6 +84,10 @@ def _check(columns: GroupColumns) -> None:
                 f"prompt {uid} has {size} sample, but a group advantage compares the samples of "
                 "one prompt: set sampling.num_samples to 2 or more"
             )
+
+
+def _check_rewards(columns: GroupColumns) -> None:
+    """Raises: DataError for the first reward that is not finite."""
     finite = np.isfinite(columns.samples.reward)
     if not finite.all():
         bad = int(finite.argmin())

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean
 
 import numpy as np
+from numpy.typing import NDArray
 
-from spmd_rl.types.samples import Group
+from spmd_rl.types.samples import Group, GroupColumns
 
 
 def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
@@ -26,17 +27,29 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
     samples = columns.samples
     if not len(samples):
         return skipped if skipped["reward/skipped_groups"] else {}
-    rewards = samples.reward
-    firsts = columns.offsets[:-1][columns.lengths > 0]  # of each group that has samples
-    lag = version - samples.versions.astype(np.int64)
-    metrics = skipped | _mean_parts(samples.parts)
+    metrics = skipped | _mean_parts(samples.parts) | _reward_metrics(columns)
     return metrics | {
+        "rollout/response_tokens_mean": len(samples.tokens) / len(samples),
+        "rollout/truncated": samples.finish.count("length") / len(samples),
+        **_version_lags(samples.versions, version),
+    }
+
+
+def _reward_metrics(columns: GroupColumns) -> dict[str, float]:
+    rewards = columns.samples.reward
+    firsts = columns.offsets[:-1][columns.lengths > 0]  # of each group that has samples
+    return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/solve_none": float(np.logical_and.reduceat(rewards <= 0, firsts).mean()),
         "reward/solve_all": float(np.logical_and.reduceat(rewards >= 1, firsts).mean()),
-        "rollout/response_tokens_mean": len(samples.tokens) / len(samples),
-        "rollout/truncated": samples.finish.count("length") / len(samples),
+    }
+
+
+def _version_lags(versions: NDArray[np.int32], version: int) -> dict[str, float]:
+    """Return how many versions behind the trainer's weights the tokens were drawn."""
+    lag = version - versions.astype(np.int64)
+    return {
         "version/lag_mean": float(lag.mean()) if lag.size else 0.0,
         "version/lag_max": float(lag.max()) if lag.size else 0.0,
     }

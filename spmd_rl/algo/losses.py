@@ -90,12 +90,7 @@ def checked(result: object, out: LossInput, loss: Loss) -> tuple[Tensor, dict[st
     Raises: ContractError unless each of its values is one a token.
     """
     name = getattr(getattr(loss, "func", loss), "__name__", "the loss")
-    if not isinstance(result, (tuple, list)) or len(result) != 2 or not isinstance(result[1], dict):
-        expected = "the loss of each token and a dict of measurements"
-        raise ContractError(
-            f"{name} returned a {type(result).__name__}: expected two things, {expected}"
-        )
-    per_token, measured = result
+    per_token, measured = _unpacked(name, result)
     shape = list(out.logprobs.shape)
     for what, values in {"the loss": per_token, **measured}.items():
         _check_shape(name, what, values, shape)
@@ -104,6 +99,17 @@ def checked(result: object, out: LossInput, loss: Loss) -> tuple[Tensor, dict[st
         raise ContractError(
             f"{name} measures {min(is_reserved)!r}, which the trainer has: choose another name"
         )
+    return per_token, measured
+
+
+def _unpacked(loss: str, result: object) -> tuple[Any, dict[str, Any]]:
+    """Return what a loss returned as a pair. Raises: ContractError when it is none."""
+    if not isinstance(result, (tuple, list)) or len(result) != 2 or not isinstance(result[1], dict):
+        expected = "the loss of each token and a dict of measurements"
+        raise ContractError(
+            f"{loss} returned a {type(result).__name__}: expected two things, {expected}"
+        )
+    per_token, measured = result
     return per_token, measured
 
 

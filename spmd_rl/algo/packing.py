@@ -25,6 +25,7 @@ from spmd_rl.types.columns import concatenate, entry_indices, offsets_of
 from spmd_rl.types.samples import Group, GroupColumns
 
 Aggregation = Literal["token", "sample", "const"]
+TokensAndMask = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
 NO_VERSION = -1
 
@@ -85,7 +86,7 @@ def _sequences(columns: GroupColumns) -> _Sequences:
 
 
 def pack_sft(
-    pairs: Sequence[tuple[NDArray[np.int32], NDArray[np.bool_]]],
+    pairs: Sequence[TokensAndMask],
     *,
     aggregation: Aggregation = "token",
     max_response_tokens: int | None = None,
@@ -94,10 +95,16 @@ def pack_sft(
 
     The mask marks the tokens to learn.
     """
+    advantages = np.zeros(len(pairs))
+    return _make_batch(_pair_sequences(pairs), advantages, aggregation, max_response_tokens)
+
+
+def _pair_sequences(pairs: Sequence[TokensAndMask]) -> _Sequences:
+    """Return each pair as a sequence. Its first token is not learned: nothing predicts it."""
     lengths = np.array([len(tokens) for tokens, _ in pairs], dtype=np.int32)
     mask = concatenate([mask for _, mask in pairs], np.bool_)
     mask[np.cumsum(lengths) - lengths] = False
-    sequences = _Sequences(
+    return _Sequences(
         tokens=concatenate([tokens for tokens, _ in pairs], np.int32),
         lengths=lengths,
         mask=mask,
@@ -105,7 +112,6 @@ def pack_sft(
         versions=np.full(len(mask), NO_VERSION, np.int32),
         temperature=np.ones(len(pairs), np.float32),
     )
-    return _make_batch(sequences, np.zeros(len(pairs)), aggregation, max_response_tokens)
 
 
 @dataclass(frozen=True)

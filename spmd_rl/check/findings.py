@@ -53,11 +53,16 @@ def driver(gpus: Gpus) -> HostFinding:
     """Judge the GPUs and their driver, and whether torch can use them."""
     if gpus.num_devices == 0 and not gpus.names:
         return HostFinding("ok", "gpus", "no GPU: runs will use CPUs")
-    seen = f"driver {gpus.driver or 'unknown'}"
+    version = f"driver {gpus.driver or 'unknown'}"
     if gpus.names:
         return HostFinding(
-            "ok", "gpus", f"{len(gpus.names)} x {gpus.names[0]}, {seen}, CUDA {gpus.cuda}"
+            "ok", "gpus", f"{len(gpus.names)} x {gpus.names[0]}, {version}, CUDA {gpus.cuda}"
         )
+    return _unusable_gpus(gpus, version)
+
+
+def _unusable_gpus(gpus: Gpus, version: str) -> HostFinding:
+    """Judge why torch can use none of the GPUs."""
     if gpus.hidden:
         fix = "unset it, unless runs should use CPUs"
         return HostFinding(
@@ -70,7 +75,7 @@ def driver(gpus: Gpus) -> HostFinding:
         )
     fix = f"install a newer driver, or a torch for an older CUDA than {gpus.cuda} ({gpus.error})"
     return HostFinding(
-        "fail", "gpus", f"{gpus.num_devices} GPUs with {seen}, but torch cannot use them", fix
+        "fail", "gpus", f"{gpus.num_devices} GPUs with {version}, but torch cannot use them", fix
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from spmd_rl.data.files import read_records
+from spmd_rl.data.files import DataRecord, read_records
 from spmd_rl.data.prompts import PromptConfig, check_prompts
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.spec import ModelSpec
@@ -44,8 +45,14 @@ def check_inputs(
         stored_weights(model, spec.parameter_shapes())
     records = read_records(data)
     if prompts:
-        for record in records if prompts.answer_key else ():
-            record.text_or_number(prompts.answer_key)
+        _check_answers(records, prompts.answer_key)
         check_prompts(records, prompts, tokenizer)
     if reward:
         resolve_reward(reward)
+
+
+def _check_answers(records: Iterable[DataRecord], answer_key: str) -> None:
+    """Raise a DataError unless every record has its answer, where the data has answers."""
+    if answer_key:
+        for record in records:
+            record.text_or_number(answer_key)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 from types import FrameType
+from typing import Any
 
 from spmd_rl.cli import rank
 from spmd_rl.cli.help import HELP_FLAGS, of_recipe, of_run
 from spmd_rl.cli.launcher import end_signals, launch
 from spmd_rl.config.dump import dump_toml
+from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.lifecycle.shutdown import end_process
 from spmd_rl.controller.lifecycle.stack_server import show
 from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
@@ -40,20 +42,34 @@ def launch_run(words: list[str]) -> int:
     rank.raise_open_file_limit()
     invocation = Invocation.parse(words)
     cfg = load_recipe(invocation.recipe).accept(invocation)
-    num_ranks = invocation.nproc or getattr(cfg, "nproc", 0) or 0
-    if num_ranks and hasattr(cfg, "split"):
-        plan_split(cfg.split, num_ranks)
+    num_ranks = _num_ranks(invocation, cfg)
     run = run_config(cfg)
-    folder = RunFolder(run.path)
-    folder.check_reusable(dump_toml(cfg), run.resume)
-    refuse_running_run(run.path)
-    folder.make()
+    _make_run_folder(cfg, run)
     signal.signal(signal.SIGQUIT, lambda *_: show(run.path))
     _print_start(num_ranks)
     with launcher_lock(run.path):
         return launch(
             num_ranks, rank.run_rank, ["run", *words], invocation.max_restarts, run.grace_s
         )
+
+
+def _num_ranks(invocation: Invocation, cfg: Any) -> int:
+    """Return how many ranks to start; 0 means one for each GPU.
+
+    Raises: PlanError when the recipe's roles cannot share that many.
+    """
+    num_ranks: int = invocation.nproc or getattr(cfg, "nproc", 0) or 0
+    if num_ranks and hasattr(cfg, "split"):
+        plan_split(cfg.split, num_ranks)
+    return num_ranks
+
+
+def _make_run_folder(cfg: Any, run: RunConfig) -> None:
+    """Make the run's folder. Raises: ConfigError if another run or another config uses it."""
+    folder = RunFolder(run.path)
+    folder.check_reusable(dump_toml(cfg), run.resume)
+    refuse_running_run(run.path)
+    folder.make()
 
 
 def _print_start(num_ranks: int) -> None:

@@ -19,6 +19,7 @@ from spmd_rl.controller.lifecycle.orphans import Orphans
 from spmd_rl.mesh.private_folder import PrivateFolder
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -43,30 +44,22 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
     _set_environment(grace_s)
     import torch._dynamo
     import torch.distributed.fsdp  # noqa: F401  for the ranks, which are forked from here
-    from torch.distributed.elastic import multiprocessing
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    from spmd_rl.controller.lifecycle.forked_ranks import ForkedRanks
-
-    multiprocessing.MultiprocessContext = ForkedRanks  # type: ignore[misc]  # the agent looks it up there
+    _have_agent_fork()
     logging.disable(logging.CRITICAL)  # torchrun's report of a failure; ours is one sentence
     with PrivateFolder() as folder:
         config = _launch_config(num_ranks, max_restarts, folder)
-        for number in end_signals():
-            # until torchrun installs its own handlers, with the ranks
-            signal.signal(number, _raise_end)
+        _raise_at_end_signals()  # until torchrun installs its own handlers, with the ranks
         orphans = Orphans()
         try:
             elastic_launch(config, _run_forked)(rank, words)
             _end_orphans(orphans)
         except ChildFailedError as error:
             _end_orphans(orphans)
-            first, failure = error.get_first_failure()
-            fallback = f"rank {first} {describe_exit(failure.exitcode)}"
-            _print_exit_message(folder, fallback, exit_message.WAIT_S, f"lost rank {first} (")
-            return max(failure.exitcode, 1)
+            return _report_failed_rank(folder, error)
         except SignalException as error:
             _end_orphans(orphans)
             _print_exit_message(folder, f"the run was ended by {error.sigval.name}")
@@ -81,6 +74,15 @@ def _set_environment(grace_s: float) -> None:
     # otherwise torchrun opens a port for the ranks
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace_s) + EXIT_S))
+
+
+def _have_agent_fork() -> None:
+    """Have torchrun's agent fork the ranks from this process."""
+    from torch.distributed.elastic import multiprocessing
+
+    from spmd_rl.controller.lifecycle.forked_ranks import ForkedRanks
+
+    multiprocessing.MultiprocessContext = ForkedRanks  # type: ignore[misc]  # the agent looks it up there
 
 
 def _launch_config(num_ranks: int, max_restarts: int, folder: Path) -> LaunchConfig:
@@ -107,6 +109,11 @@ def end_signals() -> list[signal.Signals]:
     """Return the signals that end a run."""
     hang_up = [HANG_UP] if signal.getsignal(HANG_UP) != signal.SIG_IGN else []
     return [*END_SIGNALS, *hang_up]
+
+
+def _raise_at_end_signals() -> None:
+    for number in end_signals():
+        signal.signal(number, _raise_end)
 
 
 def _raise_end(number: int, frame: FrameType | None) -> None:
@@ -153,6 +160,14 @@ def _end_orphans(orphans: Orphans) -> None:
     for number in end_signals():
         signal.signal(number, signal.SIG_IGN)
     orphans.end()
+
+
+def _report_failed_rank(folder: Path, error: ChildFailedError) -> int:
+    """Print how the rank that failed first ended, and return the exit code of the launcher."""
+    first, failure = error.get_first_failure()
+    fallback = f"rank {first} {describe_exit(failure.exitcode)}"
+    _print_exit_message(folder, fallback, exit_message.WAIT_S, f"lost rank {first} (")
+    return max(failure.exitcode, 1)
 
 
 def _print_exit_message(

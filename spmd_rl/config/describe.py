@@ -14,7 +14,7 @@ from typing import Any
 from spmd_rl.config.schema import (
     KIND,
     classes_by_kind,
-    default_of,
+    inherited_default,
     key_fields,
     one_of,
     table_classes,
@@ -43,7 +43,7 @@ def describe(cls: type) -> list[Key]:
 def _keys(cls: type, prefix: str, base: Any) -> Iterator[Key]:
     hints, comments = typing.get_type_hints(cls), _inherited_comments(cls)
     for field in key_fields(cls):
-        default = getattr(base, field.name) if isinstance(base, cls) else default_of(field)
+        default = inherited_default(field, cls, base)
         name, hint = prefix + field.name, hints[field.name]
         classes = table_classes(hint)
         if len(classes) > 1:
@@ -51,21 +51,31 @@ def _keys(cls: type, prefix: str, base: Any) -> Iterator[Key]:
         elif classes:
             yield from _keys(classes[0], f"{name}.", default)
         else:
-            text = "required" if default is MISSING else repr(default)
-            yield Key(name, type_name(hint), text, comments.get(field.name, ""))
+            comment = comments.get(field.name, "")
+            yield Key(name, type_name(hint), _default_text(default), comment)
+
+
+def _default_text(default: Any) -> str:
+    return "required" if default is MISSING else repr(default)
 
 
 def _keys_by_kind(classes: list[type], name: str, default: Any) -> Iterator[Key]:
     """Yield the key `kind`, and then the keys of each kind, which their comments name."""
     by_kind = classes_by_kind(classes)
     chosen = type(default) if type(default) in classes else classes[0]
-    kind = next(kind for kind, cls in by_kind.items() if cls is chosen)
-    doc = _inherited_comments(chosen).get(KIND, "")
-    yield Key(f"{name}.{KIND}", one_of(by_kind), repr(kind), doc)
+    kind_key = _kind_key(by_kind, chosen, name)
+    yield kind_key
     for kind, cls in by_kind.items():
         for key in _keys(cls, f"{name}.", default):
-            if key.name != f"{name}.{KIND}":
+            if key.name != kind_key.name:
                 yield Key(key.name, key.type, key.default, f"[{kind}] {key.doc}".rstrip())
+
+
+def _kind_key(by_kind: dict[str, type], chosen: type, name: str) -> Key:
+    """Return the key `kind` of the table `name`, whose default is the kind of class `chosen`."""
+    default = next(kind for kind, cls in by_kind.items() if cls is chosen)
+    doc = _inherited_comments(chosen).get(KIND, "")
+    return Key(f"{name}.{KIND}", one_of(by_kind), repr(default), doc)
 
 
 def _inherited_comments(cls: type) -> dict[str, str]:
@@ -85,11 +95,14 @@ def _comments(cls: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            last_line = lines[(node.end_lineno or node.lineno) - 1]
-            behind = last_line[node.end_col_offset or 0 :].strip()
-            above = _comment_above(lines, node.lineno)
-            found[node.target.id] = behind.lstrip("# ") if behind else above
+            found[node.target.id] = _comment_of(node, lines)
     return found
+
+
+def _comment_of(node: ast.AnnAssign, lines: list[str]) -> str:
+    last_line = lines[(node.end_lineno or node.lineno) - 1]
+    behind = last_line[node.end_col_offset or 0 :].strip()
+    return behind.lstrip("# ") if behind else _comment_above(lines, node.lineno)
 
 
 def _comment_above(lines: list[str], line: int) -> str:

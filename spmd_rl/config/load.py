@@ -23,7 +23,7 @@ from spmd_rl.config.schema import (
     SCALARS,
     UNIONS,
     classes_by_kind,
-    default_of,
+    inherited_default,
     key_fields,
     one_of,
     table_classes,
@@ -102,54 +102,72 @@ class _Loader:
                 f"{key}: expected a table with keys such as {example_key}, got {table!r}"
             )
         prefix = f"{key}." if key else ""
-        hints = typing.get_type_hints(cls)
-        keys = {field.name: field for field in key_fields(cls)}
-        for name in table:
-            if name not in keys:
-                full = prefix + name
-                raise ConfigError(f"unknown key {full!r}{nearest_key(full, self._root)}")
-        values: dict[str, Any] = {}
-        for name, field in keys.items():
-            default = getattr(base, name) if isinstance(base, cls) else default_of(field)
-            needs_table = default is MISSING and table_classes(hints[name])
-            if name in table or needs_table:
-                value = table.get(name, {})
-                values[name] = self.convert(value, hints[name], prefix + name, default)
-            else:
-                values[name] = default
-        _require_all(values, hints, prefix)
+        self._refuse_unknown(table, cls, prefix)
+        values = self._values(table, cls, prefix, base)
+        _require_all(values, cls, prefix)
         try:
             return cls(**values)
         except (ConfigError, ValueError) as error:
             raise ConfigError(f"{key}: {error}" if key else str(error)) from error
 
+    def _values(self, table: dict[str, Any], cls: type, prefix: str, base: Any) -> dict[str, Any]:
+        """Return a value for each key of `cls`: that in `table`, else its default.
+
+        A required key that `table` lacks has the value MISSING.
+        """
+        hints = typing.get_type_hints(cls)
+        values: dict[str, Any] = {}
+        for field in key_fields(cls):
+            name = field.name
+            default = inherited_default(field, cls, base)
+            needs_table = default is MISSING and table_classes(hints[name])
+            if name in table or needs_table:
+                values[name] = self.convert(
+                    table.get(name, {}), hints[name], prefix + name, default
+                )
+            else:
+                values[name] = default
+        return values
+
+    def _refuse_unknown(self, table: dict[str, Any], cls: type, prefix: str) -> None:
+        names = {field.name for field in key_fields(cls)}
+        for name in table:
+            if name not in names:
+                full = prefix + name
+                raise ConfigError(f"unknown key {full!r}{nearest_key(full, self._root)}")
+
     def convert(self, value: Any, hint: Any, key: str, base: Any) -> Any:
         """Return `value` as type `hint`."""
         if is_dataclass(hint):
             return self.fill(value, typing.cast(type, hint), key, base)
-        origin, args = typing.get_origin(hint), typing.get_args(hint)
-        if origin in UNIONS:
+        if typing.get_origin(hint) in UNIONS:
             return self._union(value, hint, key, base)
         if isinstance(value, _Text):
             value = parse(value, hint)
+        return self._parsed(value, hint, key, base)
+
+    def _parsed(self, value: Any, hint: Any, key: str, base: Any) -> Any:
+        """Return a parsed value as type `hint`, which is no config class and no union."""
+        origin, args = typing.get_origin(hint), typing.get_args(hint)
         if origin is Literal and value in args:
             return value
         if origin is dict and isinstance(value, dict):
-            return self._table(value, args[1], key, base)
+            return self._table(value, hint, key, base)
         if origin in (list, tuple) and isinstance(value, list):
-            hints = _item_hints(origin, args, len(value))
+            hints = _item_hints(hint, len(value))
             if len(hints) == len(value):
-                items = zip(value, hints, strict=True)
-                return origin(
-                    self.convert(item, hint, f"{key}[{number}]", MISSING)
-                    for number, (item, hint) in enumerate(items)
-                )
+                return origin(self._items(value, hints, key))
         return _scalar(value, hint, key, base)
 
+    def _items(self, items: list[Any], hints: list[Any], key: str) -> Iterator[Any]:
+        for number, (item, hint) in enumerate(zip(items, hints, strict=True)):
+            yield self.convert(item, hint, f"{key}[{number}]", MISSING)
+
     def _table(self, table: dict[str, Any], hint: Any, key: str, base: Any) -> dict[str, Any]:
+        _, value_hint = typing.get_args(hint)
         default = dict(base) if isinstance(base, dict) else {}
         return default | {
-            name: self.convert(value, hint, f"{key}.{name}", MISSING)
+            name: self.convert(value, value_hint, f"{key}.{name}", MISSING)
             for name, value in table.items()
         }
 
@@ -160,8 +178,12 @@ class _Loader:
         if classes and isinstance(value, dict):
             cls = classes[0] if len(classes) == 1 else _chosen(value, classes, key, base)
             return self.fill(value, cls, key, base)
+        return self._first_fit(value, hint, key, base)
+
+    def _first_fit(self, value: Any, hint: Any, key: str, base: Any) -> Any:
+        """Return `value` as the first member of union `hint` that it fits."""
         # every text is a string, so that is tried last
-        for member in sorted(members, key=lambda member: member is str):
+        for member in sorted(typing.get_args(hint), key=lambda member: member is str):
             try:
                 return self.convert(value, member, key, base)
             except ConfigError:
@@ -178,19 +200,27 @@ def _chosen(table: dict[str, Any], classes: list[type], key: str, base: Any) -> 
     kind = table.get(KIND, getattr(base, KIND, next(iter(by_kind))))
     if not isinstance(kind, str) or kind not in by_kind:
         raise ConfigError(f"{key}.{KIND}: expected {one_of(by_kind)}, got {kind!r}")
+    _refuse_other_kinds(table, by_kind, kind, key)
+    return by_kind[kind]
+
+
+def _refuse_other_kinds(
+    table: dict[str, Any], by_kind: dict[str, type], kind: str, key: str
+) -> None:
+    """Raises: ConfigError for a key of `table` that `kind` lacks and another kind has."""
     names = {other: {field.name for field in key_fields(by_kind[other])} for other in by_kind}
     for name in table.keys() - names[kind]:
         owners = [other for other in by_kind if name in names[other]]
         if owners:
             owner = f"{key}.{KIND} = {owners[0]!r}"
             raise ConfigError(f"{key}.{name} belongs to {owner}, but the kind is {str(kind)!r}")
-    return by_kind[kind]
 
 
-def _require_all(values: dict[str, Any], hints: dict[str, Any], prefix: str) -> None:
+def _require_all(values: dict[str, Any], cls: type, prefix: str) -> None:
     """Raises: ConfigError, which names every required key that was not set."""
     missing = [name for name, value in values.items() if value is MISSING]
     if missing:
+        hints = typing.get_type_hints(cls)
         sentences = [
             f"{prefix + name} is required: say --{prefix + name} VALUE "
             f"({type_in_words(hints[name])})"
@@ -199,9 +229,10 @@ def _require_all(values: dict[str, Any], hints: dict[str, Any], prefix: str) -> 
         raise ConfigError("; ".join(sentences))
 
 
-def _item_hints(origin: type, args: tuple[Any, ...], length: int) -> list[Any]:
-    """Return the type of each item of a list or tuple."""
-    if origin is list or args[1:] == (Ellipsis,):
+def _item_hints(hint: Any, length: int) -> list[Any]:
+    """Return the type of each item of a list or tuple of `length` items."""
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) is list or args[1:] == (Ellipsis,):
         return [args[0]] * length
     return list(args)
 

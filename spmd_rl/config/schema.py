@@ -29,6 +29,11 @@ def default_of(field: Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
+def inherited_default(field: Field[Any], cls: type, base: Any) -> Any:
+    """Return a field's value in `base` if that is a `cls`, else the field's own default."""
+    return getattr(base, field.name) if isinstance(base, cls) else default_of(field)
+
+
 def table_classes(hint: Any) -> list[type]:
     """Return the config classes that a key of this type may hold, the default one first."""
     members = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
@@ -56,15 +61,19 @@ def type_in_words(hint: Any) -> str:
         return " or ".join(type_in_words(member) for member in args)
     if origin is Literal:
         return one_of(args)
-    if origin is tuple and args[1:] != (Ellipsis,):
-        return f"a list of exactly {len(args)} values"
     if origin in (list, tuple):
-        return f"a list (each {type_in_words(args[0])})"
+        return _list_in_words(origin, args)
     if origin is dict:
         return f"a table (each value {type_in_words(args[1])})"
     if hint is type(None):
         return "none"
     return SCALARS.get(hint) or str(getattr(hint, "__name__", hint))
+
+
+def _list_in_words(origin: type, args: tuple[Any, ...]) -> str:
+    if origin is tuple and args[1:] != (Ellipsis,):
+        return f"a list of exactly {len(args)} values"
+    return f"a list (each {type_in_words(args[0])})"
 
 
 def type_name(hint: Any) -> str:

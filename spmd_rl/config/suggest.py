@@ -26,11 +26,18 @@ def nearest_key(name: str, root: type) -> str:
     if len(same) > 1:
         names = ", ".join(repr(key) for key in same[:-1])
         return f"; the nearest known keys are {names} and {same[-1]!r}"
-    nearest = max(_with_tables(keys), key=lambda key: _likeness(name, key), default="")
-    if _likeness(name, nearest)[0] < NEAR:
-        described = [key.name for key in keys if "_" in last and _begins_with(key.doc, last)]
-        nearest = max(described, key=lambda key: _likeness(name, key)[1], default="")
+    nearest = _nearest(name, keys)
     return f"; the nearest known key is {nearest!r}" if nearest else ""
+
+
+def _nearest(name: str, keys: list[Key]) -> str:
+    """Return the key nearest to `name`, by its own name or else by its comment; "" if none is."""
+    alike = max(_with_tables(keys), key=lambda key: _likeness(name, key), default="")
+    if _likeness(name, alike)[0] >= NEAR:
+        return alike
+    last = _last(name)
+    described = [key.name for key in keys if "_" in last and _begins_with(key.doc, last)]
+    return max(described, key=lambda key: _likeness(name, key)[1], default="")
 
 
 def example(value: Any, hint: Any, base: Any) -> str:
@@ -40,13 +47,17 @@ def example(value: Any, hint: Any, base: Any) -> str:
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is dict and isinstance(value, str):
-        item = {str: "text", int: 1, float: 0.5}.get(args[1], True)
-        return f" such as '{json.dumps({'name': item})}'"
+        return _table_example(args[1])
     if origin not in (list, tuple) or isinstance(value, list):
         return ""
     if isinstance(value, str) and args[0] is str:
         return f" such as '{json.dumps([value.strip('[]')])}'"
     return f" such as {toml_text(list(base))}" if base and base is not MISSING else ""
+
+
+def _table_example(hint: Any) -> str:
+    item = {str: "text", int: 1, float: 0.5}.get(hint, True)
+    return f" such as '{json.dumps({'name': item})}'"
 
 
 def _last(name: str) -> str:

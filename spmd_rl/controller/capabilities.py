@@ -102,8 +102,7 @@ def capabilities(role: type[Role]) -> frozenset[type]:
 
 def _has(role: type[Role], protocol: type) -> bool:
     methods = {name: item for name, item in vars(protocol).items() if not name.startswith("_")}
-    own = {name: inspect.getattr_static(role, name, None) for name in methods}
-    missing = [name for name, method in own.items() if method is None or method is methods[name]]
+    missing = [name for name, method in methods.items() if _lacks(role, name, method)]
     if len(missing) == len(methods) and protocol not in role.__mro__:
         return False
     if missing:
@@ -112,10 +111,22 @@ def _has(role: type[Role], protocol: type) -> bool:
             f"it lacks the method {' and '.join(missing)} "
             f"(a {protocol.__name__} has {', '.join(methods)})"
         )
-    for name, method in own.items():
-        if isinstance(methods[name], Endpoint) and not isinstance(method, Endpoint):
+    _require_endpoints(role, protocol, methods)
+    return True
+
+
+def _lacks(role: type[Role], name: str, method: Any) -> bool:
+    """Whether a role has no method of this name, or only that of the protocol."""
+    own = inspect.getattr_static(role, name, None)
+    return own is None or own is method
+
+
+def _require_endpoints(role: type[Role], protocol: type, methods: dict[str, Any]) -> None:
+    """Raises: ConfigError when the controller cannot call a method that it calls on `protocol`."""
+    for name, method in methods.items():
+        own = inspect.getattr_static(role, name)
+        if isinstance(method, Endpoint) and not isinstance(own, Endpoint):
             raise ConfigError(
                 f"{role.__name__}.{name} must be marked @collective or @local: "
                 f"the controller calls it on every {protocol.__name__}"
             )
-    return True

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.capabilities import Sleeper
-from spmd_rl.controller.channel.codec import Codec, pack
+from spmd_rl.controller.channel.codec import Codec, Packed, pack
 from spmd_rl.controller.channel.import_names import name_of
 from spmd_rl.controller.channel.messages import Spawn, encode
 from spmd_rl.controller.constructor import Constructor
@@ -74,21 +74,11 @@ class Controller:
         name = name or on.name
         if name in self._handles:
             raise PlanError(f"two roles cannot both be called '{name}': give spawn a name")
-        value = pack((cfg, *Constructor(role).arguments(settings, self._planned.get(on.name, {}))))
+        value = self._pack_arguments(role, cfg, on, settings)
         handle = Handle(name, role, on, self._dispatcher)
-        record = self._dispatcher.calls.open(f"{name}.__init__", on.ranks)
-        header = encode(Spawn(name, name_of(role), on, name_of(type(cfg))))
-        self._dispatcher.issue(record, header, [(on.ranks, value)])
-        answers = self._dispatcher.collect(record)
+        answers = self._build(Spawn(name, name_of(role), on, name_of(type(cfg))), value)
         self._handles[name] = handle
-        by_rank = {rank: _CONTRACT.unpack(answers[rank]) for rank in on.ranks}
-        contracts = {
-            f"{name} on rank {rank}": contract
-            for rank, contract in by_rank.items()
-            if contract is not None
-        }
-        if contracts:
-            record_contracts(self.run_folder, name, contracts, self._exact)
+        self._record_contracts(name, answers)
         return cast(R, handle)
 
     def link(self, source: Role, destination: Role, *, alias: bool = True) -> Link:
@@ -182,3 +172,29 @@ class Controller:
                 with self._loop.timed("wake"):
                     handle.wake.call()
                 self._asleep.remove(handle.name)
+
+    def _pack_arguments(
+        self, role: type[Role], cfg: Any, on: Placement, settings: Mapping[str, Any]
+    ) -> Packed:
+        """Return the packed arguments of a role's constructor, without its context."""
+        planned = self._planned.get(on.name, {})
+        return pack((cfg, *Constructor(role).arguments(settings, planned)))
+
+    def _build(self, command: Spawn, value: Packed) -> dict[int, Packed]:
+        """Have every rank of a placement build a role; return their answers in rank order."""
+        ranks = command.placement.ranks
+        record = self._dispatcher.calls.open(f"{command.name}.__init__", ranks)
+        self._dispatcher.issue(record, encode(command), [(ranks, value)])
+        answers = self._dispatcher.collect(record)
+        return {rank: answers[rank] for rank in ranks}
+
+    def _record_contracts(self, name: str, answers: dict[int, Packed]) -> None:
+        """Record the numeric contracts that the ranks of a role answered with, if it has them."""
+        by_rank = {rank: _CONTRACT.unpack(answer) for rank, answer in answers.items()}
+        contracts = {
+            f"{name} on rank {rank}": contract
+            for rank, contract in by_rank.items()
+            if contract is not None
+        }
+        if contracts:
+            record_contracts(self.run_folder, name, contracts, self._exact)

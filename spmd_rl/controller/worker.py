@@ -131,26 +131,34 @@ class Worker:
         return endpoint
 
     def _build(self, command: Command, value: Packed) -> Packed:
-        """Build a role, and return its numeric contract if it has one; or build meshes."""
+        """Build a role or meshes, as the command says."""
         if isinstance(command, Spawn):
-            role_type = resolve(command.role)
-            constructor = Constructor(role_type)
-            config, *settings = constructor.codec(resolve(command.cfg_type)).unpack(value)
-            context = self._meshes.context(command.placement)
-            keywords = dict(zip(constructor.names, settings, strict=True))
-            role = self._roles[command.name] = role_type(config, context, **keywords)
-            gc.collect()
-            # Roles and their modules stay, so that a full collection need not look through them.
-            gc.freeze()
-            return pack(role.numeric_contract() if isinstance(role, Contracted) else None)
+            return self._build_role(command, value)
         if isinstance(command, BuildMeshes):
-            if command.traces and not self._trace.on:
-                rank = self._meshes.world.rank
-                self._trace = self._meshes.trace = Trace(
-                    Path(command.traces), f"rank {rank}", rank=rank
-                )
-            self._meshes.build(command.placements)
+            self._build_meshes(command)
         return NOTHING
+
+    def _build_role(self, command: Spawn, value: Packed) -> Packed:
+        """Build a role, and return its numeric contract if it has one."""
+        role_type = resolve(command.role)
+        constructor = Constructor(role_type)
+        config, *settings = constructor.codec(resolve(command.cfg_type)).unpack(value)
+        context = self._meshes.context(command.placement)
+        keywords = dict(zip(constructor.names, settings, strict=True))
+        role = self._roles[command.name] = role_type(config, context, **keywords)
+        gc.collect()
+        # Roles and their modules stay, so that a full collection need not look through them.
+        gc.freeze()
+        return pack(role.numeric_contract() if isinstance(role, Contracted) else None)
+
+    def _build_meshes(self, command: BuildMeshes) -> None:
+        """Build meshes, and begin this rank's trace if the run is traced."""
+        if command.traces and not self._trace.on:
+            rank = self._meshes.world.rank
+            self._trace = self._meshes.trace = Trace(
+                Path(command.traces), f"rank {rank}", rank=rank
+            )
+        self._meshes.build(command.placements)
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -177,6 +185,10 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     import torch.distributed as dist
 
     store = open_store(world)
+    if world.device == "cuda":  # while the controller starts
+        from spmd_rl.kernels.runtime.preload import import_gpu_kernels
+
+        import_gpu_kernels()
     if controller is not None:
         store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
     lifecycle = _connect(world, store, controller)
@@ -187,6 +199,11 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     prove(world)
     Worker(Meshes(world)).serve(lifecycle)
     dist.destroy_process_group()
+    return _leave(lifecycle, controller)
+
+
+def _leave(lifecycle: WorkerLifecycle, controller: ControllerProcess | None) -> int:
+    """Say Bye, and return the rank's exit code once the controller's process has ended."""
     lifecycle.dealer.post(Bye())
     late_signal = lifecycle.close()
     exit_code = controller.wait() if controller is not None else 0

@@ -88,32 +88,12 @@ class Prompts:
         sampling: StopConditions | None = None,
     ) -> None:
         records = read_records(path)
-        encoded = encode_prompts(records, cfg, tokenizer)
-        source = Path(records[0].where.rpartition(":")[0]).stem
-        kept = [
-            Prompt(
-                uid=-1,  # set by each draw
-                tokens=tokens,
-                text=text,
-                answer=record.text_or_number(cfg.answer_key) if cfg.answer_key else "",
-                source=source,
-                meta=_meta(record, cfg),
-            )
-            for record, (text, tokens) in zip(records, encoded, strict=True)
-            if not is_too_long(cfg, len(tokens))
-        ]
-        if not kept:
-            raise DataError(
-                path,
-                f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens",
-            )
+        kept = _make_prompts(records, cfg, tokenizer)
         self.num_dropped = len(records) - len(kept)
         report_dropped(path, cfg, self.num_dropped, len(records))
         report_numeric_answers(path, cfg, records)
         if sampling is not None:
-            lengths = [len(prompt.tokens) for prompt in kept]
-            for line in sampling_warnings(tokenizer, sampling, tokenizer.context, lengths, path):
-                print(line, flush=True)
+            _print_sampling_warnings(path, kept, tokenizer, sampling)
         self._path = path
         self._prompts = kept
         self._order = EpochOrder(len(kept), seed=cfg.seed, shuffle=cfg.shuffle)
@@ -154,6 +134,34 @@ class Prompts:
             for part in (prompt.tokens.tobytes(), texts):
                 digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()
+
+
+def _make_prompts(
+    records: Sequence[DataRecord], cfg: PromptConfig, tokenizer: Tokenizer
+) -> list[Prompt]:
+    """Return the prompts of the records, without those that are too long."""
+    encoded = encode_prompts(records, cfg, tokenizer)
+    source = Path(records[0].where.rpartition(":")[0]).stem
+    return [
+        Prompt(
+            uid=-1,  # set by each draw
+            tokens=tokens,
+            text=text,
+            answer=record.text_or_number(cfg.answer_key) if cfg.answer_key else "",
+            source=source,
+            meta=_meta(record, cfg),
+        )
+        for record, (text, tokens) in zip(records, encoded, strict=True)
+        if not is_too_long(cfg, len(tokens))
+    ]
+
+
+def _print_sampling_warnings(
+    path: str, prompts: Sequence[Prompt], tokenizer: Tokenizer, sampling: StopConditions
+) -> None:
+    lengths = [len(prompt.tokens) for prompt in prompts]
+    for line in sampling_warnings(tokenizer, sampling, tokenizer.context, lengths, path):
+        print(line, flush=True)
 
 
 def _meta(record: DataRecord, cfg: PromptConfig) -> dict[str, Any]:
@@ -215,8 +223,11 @@ def is_too_long(cfg: PromptConfig, num_tokens: int) -> bool:
 
 
 def report_dropped(path: str, cfg: PromptConfig, num_dropped: int, num_records: int) -> None:
+    """Print how many prompts were too long. Raises: DataError when all were."""
+    limit = cfg.max_prompt_tokens
+    if num_dropped == num_records:
+        raise DataError(path, f"all {num_records} prompts are longer than {limit} tokens")
     if num_dropped:
-        limit = cfg.max_prompt_tokens
         print(
             f"{path}: dropped {num_dropped} of {num_records} prompts, "
             f"which have more than {limit} tokens",
@@ -263,6 +274,12 @@ def prompt_of(record: DataRecord, cfg: PromptConfig) -> str | list[dict[str, Any
     where = f"{record.where}: {cfg.prompt_key}"
     if not cfg.chat_template:
         raise DataError(where, "a list of messages needs chat_template = true")
+    _check_messages(where, messages)
+    return messages
+
+
+def _check_messages(where: str, messages: list[Any]) -> None:
+    """Raises: DataError unless these are chat messages, and at least one."""
     if not messages or not all(
         isinstance(m, dict) and "role" in m and "content" in m for m in messages
     ):
@@ -272,7 +289,6 @@ def prompt_of(record: DataRecord, cfg: PromptConfig) -> str | list[dict[str, Any
             raise DataError(
                 where, f"expected a string as the content of a message, got {content!r}"
             )
-    return messages
 
 
 def _render(prompt: str | list[dict[str, Any]], cfg: PromptConfig, tokenizer: Tokenizer) -> str:

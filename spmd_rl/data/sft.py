@@ -46,18 +46,7 @@ class SftPairs:
                 "supervised pairs need an answer_key: set it to the key of the answers"
             )
         records = read_records(path)
-        prompts = [tokens for _, tokens in encode_prompts(records, cfg, tokenizer)]
-        answers = _encode_answers(path, records, cfg, tokenizer)
-        self._pairs = [
-            _join(record, prompt, answer, tokenizer)
-            for record, prompt, answer in zip(records, prompts, answers, strict=True)
-            if not is_too_long(cfg, len(prompt))
-        ]
-        if not self._pairs:
-            raise DataError(
-                path,
-                f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens",
-            )
+        self._pairs = _make_pairs(path, records, cfg, tokenizer)
         self.num_dropped = len(records) - len(self._pairs)
         report_dropped(path, cfg, self.num_dropped, len(records))
         self._source = path
@@ -90,6 +79,19 @@ class SftPairs:
             for array in pair:
                 digest.update(array.size.to_bytes(8, "little") + array.tobytes())
         return digest.hexdigest()
+
+
+def _make_pairs(
+    path: str, records: list[DataRecord], cfg: PromptConfig, tokenizer: Tokenizer
+) -> list[SftPair]:
+    """Return the pairs of the records, without those whose prompt is too long."""
+    prompts = [tokens for _, tokens in encode_prompts(records, cfg, tokenizer)]
+    answers = _encode_answers(path, records, cfg, tokenizer)
+    return [
+        _join(record, prompt, answer, tokenizer)
+        for record, prompt, answer in zip(records, prompts, answers, strict=True)
+        if not is_too_long(cfg, len(prompt))
+    ]
 
 
 def _encode_answers(

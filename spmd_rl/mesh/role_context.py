@@ -160,7 +160,6 @@ class Meshes:
         import torch
         import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.distributed_c10d import _set_pg_timeout
 
         for placement in placements:
             if _key(placement) not in self._built:
@@ -170,10 +169,16 @@ class Meshes:
                 group = dist.new_group(list(placement.ranks), timeout=COLLECTIVE_TIMEOUT)
                 if self.world.rank in placement.ranks:
                     prove(self.world, group)
-                    for axis in MESH_AXES:
-                        _set_pg_timeout(COLLECTIVE_TIMEOUT, mesh.get_group(axis))
-                        prove(self.world, mesh.get_group(axis))
+                    self._prepare_axes(mesh)
                 self._built[_key(placement)] = (mesh, group)
+
+    def _prepare_axes(self, mesh: DeviceMesh) -> None:
+        """Set the timeout of the groups of a mesh, and prove their connections."""
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+
+        for axis in MESH_AXES:
+            _set_pg_timeout(COLLECTIVE_TIMEOUT, mesh.get_group(axis))
+            prove(self.world, mesh.get_group(axis))
 
     def context(self, placement: Placement) -> RoleContext:
         """Return this process's context in `placement`, whose mesh `build` has made.

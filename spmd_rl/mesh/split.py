@@ -96,12 +96,7 @@ def plan_split(split: Any, world_size: int) -> Placements:
     Raises: PlanError with the arithmetic, when ranks or axes do not fit.
     """
     roles: dict[str, RoleSplit] = dict(split) if isinstance(split, Mapping) else _fields(split)
-    next_rank = 0  # the first rank that no role with a count has taken
-    ranks_of: dict[str, range] = {}
-    for name, role in roles.items():
-        ranks_of[name] = _ranks(name, role.ranks, next_rank, world_size)
-        if role.ranks.isdigit():
-            next_rank = ranks_of[name].stop
+    ranks_of = _ranks_by_role(roles, world_size)
     num_needed = max((ranks.stop for ranks in ranks_of.values()), default=0)
     _require_world(roles, num_needed, world_size)
     placements = [
@@ -123,6 +118,17 @@ def colocated(a: Placement, b: Placement) -> bool:
 
 def _fields(split: Any) -> dict[str, RoleSplit]:
     return {entry.name: getattr(split, entry.name) for entry in dataclasses.fields(split)}
+
+
+def _ranks_by_role(roles: Mapping[str, RoleSplit], world_size: int) -> dict[str, range]:
+    """Return the ranks of each role; roles with a count get them one after another."""
+    next_rank = 0  # the first rank that no role with a count has taken
+    ranks_of: dict[str, range] = {}
+    for name, role in roles.items():
+        ranks_of[name] = _ranks(name, role.ranks, next_rank, world_size)
+        if role.ranks.isdigit():
+            next_rank = ranks_of[name].stop
+    return ranks_of
 
 
 def _ranks(name: str, ranks: str, next_rank: int, world_size: int) -> range:
@@ -154,6 +160,16 @@ def _require_world(roles: Mapping[str, RoleSplit], num_needed: int, world_size: 
 
 
 def _axes(name: str, role: RoleSplit, size: int) -> dict[str, int]:
+    _require_sizes(name, role)
+    axes = {"dp": role.dp, "fsdp": role.fsdp or max(size // role.dp, 1), "tp": role.tp}
+    product = math.prod(axes.values())
+    if product != size:
+        arithmetic = " x ".join(f"{axis} {axes[axis]}" for axis in AXES)
+        raise PlanError(f"split.{name}: {arithmetic} = {product}, but it has {size} ranks")
+    return axes
+
+
+def _require_sizes(name: str, role: RoleSplit) -> None:
     if role.tp != 1:
         raise PlanError(
             f"split.{name}.tp = {role.tp}: "
@@ -163,9 +179,3 @@ def _axes(name: str, role: RoleSplit, size: int) -> dict[str, int]:
         raise PlanError(
             f"split.{name} needs dp >= 1 and fsdp >= 0, not dp = {role.dp}, fsdp = {role.fsdp}"
         )
-    axes = {"dp": role.dp, "fsdp": role.fsdp or max(size // role.dp, 1), "tp": role.tp}
-    product = math.prod(axes.values())
-    if product != size:
-        arithmetic = " x ".join(f"{axis} {axes[axis]}" for axis in AXES)
-        raise PlanError(f"split.{name}: {arithmetic} = {product}, but it has {size} ranks")
-    return axes

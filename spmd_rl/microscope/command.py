@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +28,7 @@ from spmd_rl.microscope.replay.forward_pass import (
     TrainerPass,
     load_model,
 )
+from spmd_rl.microscope.replay.inputs import RecordedSample
 from spmd_rl.microscope.replay.weights import ReplayWeights, final_weights, sampling_weights
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.observe.run_folder import refuse_links
@@ -72,20 +74,18 @@ def main(words: list[str]) -> int:
     The exit code is 0 if all bits agree, every sequence reads its own history and nothing is NaN; 1
     if not; 2 for bad input; 3 if it could not be found out.
     """
-    options = _parser().parse_args(words)
-    _check(options)
+    options = _parse(words)
     run = Path(options.run) if options.run else None
     settings = inputs.run_settings(run) if run else {}
-    if run and not options.out:
-        refuse_links(run)
+    folder = _report_folder(options, run)
     with TemporaryDirectory() as temporary:
         loaded = _load(options, run, settings, Path(temporary) / "model")
-        out = _make_folder(Path(options.out) if options.out else (run or Path()) / "mismatch")
-        setup = _setup(options, loaded, shlex.join(["spmd-rl", "mismatch", *words]))
+        _make_folder(folder)
+        setup = _setup(options, loaded, words)
         for note in setup.notes:
             print(note)
         examination = examine(setup)
-        page = write_report(examination, out)
+        page = write_report(examination, folder)
     print(examination.verdict)
     print(page)
     return EXIT_AGREE if examination.comparison.agree else EXIT_DIFFER
@@ -104,6 +104,12 @@ def drop_splits(
         role.pop(SPLIT, 0) for role in (settings.get("engine", {}), settings.get("trainer", {}))
     ]
     return any(dropped)
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    options = _parser().parse_args(words)
+    _check(options)
+    return options
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -126,7 +132,16 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError("--device cuda: torch sees no GPU here")
 
 
-def _make_folder(path: Path) -> Path:
+def _report_folder(options: argparse.Namespace, run: Path | None) -> Path:
+    """Return the folder of the report. It may lie in the run's, which must not have links then."""
+    if options.out:
+        return Path(options.out)
+    if run:
+        refuse_links(run)
+    return (run or Path()) / "mismatch"
+
+
+def _make_folder(path: Path) -> None:
     """Make the folder before the work is done.
 
     Raises: ConfigError if it cannot be made or written to.
@@ -137,46 +152,48 @@ def _make_folder(path: Path) -> Path:
         raise ConfigError(f"{path} cannot be made: {error.strerror}") from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"nothing can be written to {path}")
-    return path
 
 
 def _load(
     options: argparse.Namespace, run: Path | None, settings: dict[str, Any], temporary: Path
 ) -> _RunInputs:
     """Load the case and choose the weights; those of a checkpoint go to `temporary`."""
-    weights = None
-    if options.model:
-        weights = ReplayWeights(Path(options.model), f"the weights in {options.model}")
+    weights = _named_weights(options)
     if options.prompts or run is None:
         weights = weights or final_weights(run or Path())
         case = inputs.case_of_prompts(options.prompts, weights.folder)
-        return _RunInputs(run, settings, case, weights)
-    names = [name for one in options.samples.split(",") if (name := one.strip())]
-    samples = inputs.find_samples(run, names, options.step)
-    if weights is None and options.step is not None:
-        versions = frozenset().union(*(one.versions for one in samples))
-        weights = sampling_weights(run, versions, settings, temporary)
-    weights = weights or final_weights(run)
-    case = inputs.case_of_samples(samples, weights.folder, settings)
+    else:
+        samples = _find_samples(options, run)
+        if weights is None and options.step is not None:
+            weights = sampling_weights(run, _versions_of(samples), settings, temporary)
+        weights = weights or final_weights(run)
+        case = inputs.case_of_samples(samples, weights.folder, settings)
     return _RunInputs(run, settings, case, weights)
 
 
-def _setup(options: argparse.Namespace, loaded: _RunInputs, command: str) -> ReplaySetup:
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    settings, weights = loaded.settings, loaded.weights
-    names = options.left, options.right
-    dtypes = (
-        _dtype(*names, options.dtype, device, settings),
-        _dtype(*names[::-1], options.dtype, device, settings),
-    )
+def _named_weights(options: argparse.Namespace) -> ReplayWeights | None:
+    """Return the weights that --model names, if it is given."""
+    if not options.model:
+        return None
+    return ReplayWeights(Path(options.model), f"the weights in {options.model}")
+
+
+def _find_samples(options: argparse.Namespace, run: Path) -> list[RecordedSample]:
+    names = [name.strip() for name in options.samples.split(",")]
+    return inputs.find_samples(run, list(filter(None, names)), options.step)
+
+
+def _versions_of(samples: Sequence[RecordedSample]) -> frozenset[int]:
+    """Return the versions of the weights that drew the samples' tokens."""
+    return frozenset().union(*(sample.versions for sample in samples))
+
+
+def _setup(options: argparse.Namespace, loaded: _RunInputs, words: list[str]) -> ReplaySetup:
+    device = _device(options)
+    dtypes = _dtypes(options, device, loaded.settings)
     notes = _notes(options, loaded, dtypes[0], device)
-    left, right = (
-        _forward_pass(name, weights.folder, dtype, device, settings)
-        for name, dtype in zip(names, dtypes, strict=True)
-    )
-    if options.plant:
-        assert isinstance(left, EnginePass)
-        plant(options.plant, left)
+    left, right = _forward_passes(options, loaded, dtypes, device)
+    weights = loaded.weights
     return ReplaySetup(
         loaded.case,
         left,
@@ -185,7 +202,7 @@ def _setup(options: argparse.Namespace, loaded: _RunInputs, command: str) -> Rep
         planted=options.plant,
         weights=weights.description,
         drew_samples=weights.drew_samples,
-        command=command,
+        command=shlex.join(["spmd-rl", "mismatch", *words]),
         run=loaded.run_name,
         notes=notes,
         doubt=_doubt(options, loaded, f"on {device.type} in {_list(*dtypes)}"),
@@ -228,6 +245,21 @@ def _list(*dtypes: torch.dtype) -> str:
     return " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
+def _device(options: argparse.Namespace) -> torch.device:
+    return torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _dtypes(
+    options: argparse.Namespace, device: torch.device, settings: dict[str, Any]
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of the left and of the right side."""
+    left, right, asked = options.left, options.right, options.dtype
+    return (
+        _dtype(left, right, asked, device, settings),
+        _dtype(right, left, asked, device, settings),
+    )
+
+
 def _dtype(
     name: str, other: str, asked: str | None, device: torch.device, settings: dict[str, Any]
 ) -> torch.dtype:
@@ -236,6 +268,23 @@ def _dtype(
     dtype_name = asked or settings.get(role, {}).get("dtype", "auto")
     dtype: torch.dtype = getattr(torch, dtype_of(dtype_name, device))
     return dtype
+
+
+def _forward_passes(
+    options: argparse.Namespace,
+    loaded: _RunInputs,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+) -> tuple[ForwardPass, ForwardPass]:
+    """Return the left and the right pass, with the fault that the options plant."""
+    left, right = (
+        _forward_pass(name, loaded.weights.folder, dtype, device, loaded.settings)
+        for name, dtype in zip((options.left, options.right), dtypes, strict=True)
+    )
+    if options.plant:
+        assert isinstance(left, EnginePass)
+        plant(options.plant, left)
+    return left, right
 
 
 def _forward_pass(

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from spmd_rl.microscope.diagnose.compare import Comparison, PointResult, compare
+from spmd_rl.microscope.diagnose.compare import Comparison, PatchEvidence, PointResult, compare
 from spmd_rl.microscope.diagnose.explain import Explanation, SideExplanation, VariantSearch
-from spmd_rl.microscope.diagnose.kernel_profile import kernels_of
+from spmd_rl.microscope.diagnose.kernel_profile import KernelTrace, kernels_of
 from spmd_rl.microscope.page.verdict import verdict
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.forward_pass import ForwardPass
 from spmd_rl.microscope.taps.points import Point
+from spmd_rl.microscope.taps.taps import ValueTap
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 
@@ -121,17 +122,25 @@ def _verdict(
     first = comparison.first_introduced
     explanation = explanations.get(first.point) if first else None
     lines = [verdict(comparison, setup.case, setup.names, explanation)]
-    left_dtype, right_dtype = (str(dtype).removeprefix("torch.") for dtype in setup.dtypes)
-    if left_dtype != right_dtype:
-        left, right = setup.names
-        lines.insert(0, f"The {left} computes in {left_dtype}, the {right} in {right_dtype}.")
+    if setup.dtypes[0] != setup.dtypes[1]:
+        lines.insert(0, _name_dtypes(setup))
+    return "\n".join([*lines, *_remarks(setup, comparison)])
+
+
+def _remarks(setup: ReplaySetup, comparison: Comparison) -> Iterator[str]:
+    """Yield sentences on the planted fault, the recorded log-probs and the doubt."""
     if setup.planted and not comparison.results:
-        lines.append(f"The planted fault, {setup.planted}, changes nothing here.")
+        yield f"The planted fault, {setup.planted}, changes nothing here."
     if setup.drew_samples and (recorded := recorded_logprobs(setup, comparison)):
-        lines.append(recorded.sentence)
+        yield recorded.sentence
     if setup.doubt and comparison.agree:
-        lines.append(setup.doubt)
-    return "\n".join(lines)
+        yield setup.doubt
+
+
+def _name_dtypes(setup: ReplaySetup) -> str:
+    left_dtype, right_dtype = (str(dtype).removeprefix("torch.") for dtype in setup.dtypes)
+    left, right = setup.names
+    return f"The {left} computes in {left_dtype}, the {right} in {right_dtype}."
 
 
 def _explain(
@@ -140,25 +149,38 @@ def _explain(
     """Return kernels and arithmetic of both sides, for each of `results`."""
     evidence = comparison.evidence
     assert evidence is not None
-    kernels = kernels_of(setup.left, setup.case), kernels_of(setup.right, setup.case)
-    outputs = evidence.patched, evidence.other
-    if comparison.patched != setup.left.name:
-        outputs = outputs[::-1]
-    search = VariantSearch(
+    left_kernels = kernels_of(setup.left, setup.case)
+    right_kernels = kernels_of(setup.right, setup.case)
+    left_values, right_values = _values_by_side(evidence, comparison.patched == setup.left.name)
+    search = _variant_search(setup, evidence)
+    explanations = {}
+    for result in results:
+        left = _explain_side(search, result, left_kernels, left_values)
+        right = _explain_side(search, result, right_kernels, right_values)
+        explanations[result.point] = Explanation(left, right)
+    return explanations
+
+
+def _values_by_side(evidence: PatchEvidence, left_is_patched: bool) -> tuple[ValueTap, ValueTap]:
+    """Return the outputs of the left and of the right side on the same input."""
+    if left_is_patched:
+        return evidence.patched, evidence.other
+    return evidence.other, evidence.patched
+
+
+def _variant_search(setup: ReplaySetup, evidence: PatchEvidence) -> VariantSearch:
+    return VariantSearch(
         evidence,
         setup.case,
         setup.right.model,
         ModelSpec.from_folder(setup.model),
         max(setup.left.split, setup.right.split),
     )
-    explanations = {}
-    for result in results:
-        left, right = (
-            SideExplanation(
-                trace.at(result.point, result.differing_rows[0]),
-                tuple(search.matches(result.point, values, trace.step_of)),
-            )
-            for trace, values in zip(kernels, outputs, strict=True)
-        )
-        explanations[result.point] = Explanation(left, right)
-    return explanations
+
+
+def _explain_side(
+    search: VariantSearch, result: PointResult, trace: KernelTrace, values: ValueTap
+) -> SideExplanation:
+    """Return the kernels of the first row that differs, and the arithmetic of all rows."""
+    kernels = trace.at(result.point, result.differing_rows[0])
+    return SideExplanation(kernels, tuple(search.matches(result.point, values, trace.step_of)))

@@ -73,18 +73,20 @@ def join(projections: Sequence[nn.Linear]) -> FusedProjections | None:
     """Return the projections as one, or None if their parameters are not next to each other."""
     wholes = []
     for parameters in _columns(projections):
-        ends = [p.data_ptr() + p.nbytes for p in parameters]
-        if [p.data_ptr() for p in parameters[1:]] != ends[:-1] or not all(
-            p.is_contiguous() for p in parameters
-        ):
+        if not _are_adjacent(parameters):
             return None
-        rows = sum(len(p) for p in parameters)
-        wholes.append(
-            parameters[0].data.as_strided((rows, *parameters[0].shape[1:]), parameters[0].stride())
-        )
+        first, rows = parameters[0], sum(len(p) for p in parameters)
+        wholes.append(first.data.as_strided((rows, *first.shape[1:]), first.stride()))
     return FusedProjections(
         wholes[0], wholes[1] if len(wholes) > 1 else None, [len(one.weight) for one in projections]
     )
+
+
+def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
+    """Return whether each parameter is contiguous and begins where the one before it ends."""
+    ends = [p.data_ptr() + p.nbytes for p in parameters]
+    begins = [p.data_ptr() for p in parameters]
+    return begins[1:] == ends[:-1] and all(p.is_contiguous() for p in parameters)
 
 
 def _columns(projections: Sequence[nn.Linear]) -> list[list[Tensor]]:

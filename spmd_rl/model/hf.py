@@ -115,37 +115,46 @@ def save_folder(
     """
     target = Path(folder)
     part = atomic_write.begin_folder(target)
-    for name in _COPIED_FILES:
-        if (Path(like) / name).is_file():
-            shutil.copyfile(Path(like) / name, part / name)
-    config = json.loads((part / "config.json").read_text())
-    config["torch_dtype"] = config["dtype"] = str(dtype).removeprefix("torch.")
-    (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _copy_config_and_tokenizer(Path(like), part, dtype)
     _write_shards(part, tensors, dtype)
     atomic_write.finish_folder(target)
 
 
+def _copy_config_and_tokenizer(like: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Copy the files that are no weights. The copied config names `dtype`."""
+    for name in _COPIED_FILES:
+        if (like / name).is_file():
+            shutil.copyfile(like / name, folder / name)
+    config = json.loads((folder / "config.json").read_text())
+    config["torch_dtype"] = config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    total = pending_bytes = 0
+    names: list[list[str]] = []
+    total_bytes = 0
+    for number, shard in enumerate(_by_shard(tensors, dtype)):
+        save_file(shard, folder / f"shard-{number}.safetensors", metadata={"format": "pt"})
+        names.append(list(shard))
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+    _name_shards(folder, names, total_bytes)
 
-    def flush() -> None:
-        save_file(pending, folder / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
 
+def _by_shard(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of each shard, on the CPU. A shard is empty once the next is asked for."""
+    shard: dict[str, Tensor] = {}
+    num_bytes = 0
     for name, tensor in tensors:
         tensor = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-        num_bytes = tensor.numel() * tensor.element_size()
-        if pending and pending_bytes + num_bytes > SHARD_BYTES:
-            flush()
-            pending_bytes = 0
-        pending[name] = tensor
-        pending_bytes += num_bytes
-        total += num_bytes
-    flush()
-    _name_shards(folder, shards, total)
+        if shard and num_bytes + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard.clear()  # so that memory holds one shard at a time
+            num_bytes = 0
+        shard[name] = tensor
+        num_bytes += tensor.nbytes
+    yield shard
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:

@@ -48,18 +48,25 @@ def _yarn(frequencies: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
     The ramp lies between the dimensions that turn `beta_fast` and `beta_slow` times in the original
     context.
     """
-
-    def dimension(turns: float) -> float:
-        return (
-            head_dim
-            * math.log(rope.original_positions / (turns * 2 * math.pi))
-            / (2 * math.log(rope.theta))
-        )
-
-    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    first = _dimension(rope.beta_fast, rope, head_dim)
+    last = _dimension(rope.beta_slow, rope, head_dim)
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     low, high = max(first, 0), min(last, head_dim - 1)
-    span = 0.001 if low == high else high - low
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    ramp = _ramp(low, high, head_dim // 2)
     return frequencies / rope.factor * ramp + frequencies * (1 - ramp)
+
+
+def _ramp(low: float, high: float, size: int) -> Tensor:
+    """Return a ramp over indices, 0 up to `low` and 1 from `high` on."""
+    span = 0.001 if low == high else high - low
+    return ((torch.arange(size, dtype=torch.float32) - low) / span).clamp(0, 1)
+
+
+def _dimension(turns: float, rope: RopeSpec, head_dim: int) -> float:
+    """Return the dimension that turns this many times in the original context."""
+    return (
+        head_dim
+        * math.log(rope.original_positions / (turns * 2 * math.pi))
+        / (2 * math.log(rope.theta))
+    )

@@ -66,19 +66,9 @@ def _read(config: Fields, spelling: str) -> RopeSpec:
     if not isinstance(raw, dict):
         raise config.wrong(spelling, "an object")
     rope = Fields(f"{config.where}: {spelling}", raw)
-    kind = raw.get("rope_type", raw.get("type", "default"))
-    if not isinstance(kind, str) or kind not in KEYS_BY_TYPE:
-        raise ConfigError(
-            f"{rope.where}: rope_type {kind!r} is not one of {', '.join(KEYS_BY_TYPE)}"
-        )
-    for key in raw:
-        if key not in KEYS_BY_TYPE[kind] | COMMON_KEYS:
-            raise ConfigError(f"{rope.where}: {key} is not supported with rope_type {kind!r}")
-    for fields in (config, rope):
-        if fields.raw.get("partial_rotary_factor", 1) != 1:
-            raise fields.wrong(
-                "partial_rotary_factor", "1, as rotation of a part of each head is not supported"
-            )
+    kind = _rope_type(rope)
+    _refuse_partial_rotation(config)
+    _refuse_partial_rotation(rope)
     theta = (rope if "rope_theta" in raw else config).number("rope_theta", 10000.0, above=1.0)
     match kind:
         case "linear":
@@ -88,6 +78,26 @@ def _read(config: Fields, spelling: str) -> RopeSpec:
         case "yarn":
             return _yarn(theta, rope, _original_positions(config, rope))
     return RopeSpec(theta)
+
+
+def _refuse_partial_rotation(fields: Fields) -> None:
+    if fields.raw.get("partial_rotary_factor", 1) != 1:
+        raise fields.wrong(
+            "partial_rotary_factor", "1, as rotation of a part of each head is not supported"
+        )
+
+
+def _rope_type(rope: Fields) -> str:
+    """Return the rope_type. Raises: ConfigError unless it is supported, with each key beside it."""
+    kind = rope.raw.get("rope_type", rope.raw.get("type", "default"))
+    if not isinstance(kind, str) or kind not in KEYS_BY_TYPE:
+        raise ConfigError(
+            f"{rope.where}: rope_type {kind!r} is not one of {', '.join(KEYS_BY_TYPE)}"
+        )
+    for key in rope.raw:
+        if key not in KEYS_BY_TYPE[kind] | COMMON_KEYS:
+            raise ConfigError(f"{rope.where}: {key} is not supported with rope_type {kind!r}")
+    return kind
 
 
 def _original_positions(config: Fields, rope: Fields) -> int:

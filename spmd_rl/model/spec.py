@@ -94,19 +94,9 @@ class ModelSpec:
         return shapes
 
     def _block_shapes(self) -> dict[str, tuple[int, ...]]:
-        hidden, inner = self.hidden_size, self.intermediate_size
-        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        linears = (
-            ("self_attn.q_proj", width, hidden, self.qkv_bias),
-            ("self_attn.k_proj", kv_width, hidden, self.qkv_bias),
-            ("self_attn.v_proj", kv_width, hidden, self.qkv_bias),
-            ("self_attn.o_proj", hidden, width, self.out_bias),
-            ("mlp.gate_proj", inner, hidden, self.mlp_bias),
-            ("mlp.up_proj", inner, hidden, self.mlp_bias),
-            ("mlp.down_proj", hidden, inner, self.mlp_bias),
-        )
+        hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, rows, columns, bias in linears:
+        for name, rows, columns, bias in self._block_linears():
             shapes[f"{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{name}.bias"] = (rows,)
@@ -117,6 +107,20 @@ class ModelSpec:
         return shapes | {
             f"{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")
         }
+
+    def _block_linears(self) -> list[tuple[str, int, int, bool]]:
+        """Return name, rows and columns of a layer's linears, and whether each has a bias."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return [
+            ("self_attn.q_proj", width, hidden, self.qkv_bias),
+            ("self_attn.k_proj", kv_width, hidden, self.qkv_bias),
+            ("self_attn.v_proj", kv_width, hidden, self.qkv_bias),
+            ("self_attn.o_proj", hidden, width, self.out_bias),
+            ("mlp.gate_proj", inner, hidden, self.mlp_bias),
+            ("mlp.up_proj", inner, hidden, self.mlp_bias),
+            ("mlp.down_proj", hidden, inner, self.mlp_bias),
+        ]
 
 
 def model_folder(folder: str | Path) -> Path:
@@ -134,13 +138,7 @@ def _refuse_unread(config: Fields, family: str) -> None:
     for key, why in UNSUPPORTED_KEYS.items():
         if config.raw.get(key):
             raise ConfigError(f"{config.where}: {key} is set, and {why}")
-    if config.raw.get("use_sliding_window") or (
-        family == "llama" and config.raw.get("sliding_window") is not None
-    ):
-        key = "use_sliding_window" if config.raw.get("use_sliding_window") else "sliding_window"
-        raise ConfigError(
-            f"{config.where}: {key} is set, and sliding-window attention is not supported"
-        )
+    _refuse_sliding_window(config, family)
     if config.raw.get("hidden_act", "silu") != "silu":
         raise config.wrong("hidden_act", '"silu", the only activation that is supported')
     if config.raw.get("is_causal", True) is not True:
@@ -150,6 +148,18 @@ def _refuse_unread(config: Fields, family: str) -> None:
         raise config.wrong(
             "layer_types", f"{FULL!r} for each of the layers, the only type that is supported"
         )
+
+
+def _refuse_sliding_window(config: Fields, family: str) -> None:
+    if config.raw.get("use_sliding_window"):
+        key = "use_sliding_window"
+    elif family == "llama" and config.raw.get("sliding_window") is not None:
+        key = "sliding_window"
+    else:
+        return
+    raise ConfigError(
+        f"{config.where}: {key} is set, and sliding-window attention is not supported"
+    )
 
 
 def _from_config(config: Fields, family: str, eos_ids: tuple[int, ...]) -> ModelSpec:

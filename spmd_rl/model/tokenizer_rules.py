@@ -133,12 +133,7 @@ def _same_tokens(listed: Any, added: Mapping[int, dict[str, Any]]) -> bool:
 
 def _special_tokens(rust: Any, name: str, config: Mapping[str, Any]) -> Iterator[Any]:
     """Yield every token that transformers would add to the vocabulary if it were missing."""
-    named = {
-        key: value
-        for key, value in config.items()
-        if key.endswith("_token") and not isinstance(value, bool)
-    }
-    named = QWEN2_SPECIAL | named if name == QWEN2 else named
+    named = _named_tokens(name, config)
     yield from (_content(value) for value in named.values() if value is not None)
     for key in TOKEN_LISTS:
         found = config.get(key) or []
@@ -146,6 +141,16 @@ def _special_tokens(rust: Any, name: str, config: Mapping[str, Any]) -> Iterator
         yield from map(_content, found) if isinstance(found, Iterable) else [None]
     if rust.padding is not None:
         yield rust.padding["pad_token"]
+
+
+def _named_tokens(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that name one token each, such as eos_token, with their defaults."""
+    named = {
+        key: value
+        for key, value in config.items()
+        if key.endswith("_token") and not isinstance(value, bool)
+    }
+    return QWEN2_SPECIAL | named if name == QWEN2 else named
 
 
 def _content(token: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.json_fields import read_object
@@ -48,6 +48,11 @@ def weight_files(folder: str | Path) -> list[Path]:
             f"{folder} holds no weights (neither {SINGLE} nor {INDEX}; "
             "a run with --trainer.init=random needs none)"
         )
+    return [_inside(index, name) for name in _file_names(index)]
+
+
+def _file_names(index: Path) -> list[str]:
+    """Return the names of the files that an index maps weights to, each once."""
     names = read_object(index).get("weight_map")
     if (
         not isinstance(names, dict)
@@ -55,7 +60,7 @@ def weight_files(folder: str | Path) -> list[Path]:
         or not all(isinstance(name, str) for name in names.values())
     ):
         raise ConfigError(f"{index} has no object weight_map of file names")
-    return [_inside(index, name) for name in sorted(set(names.values()))]
+    return sorted(set(names.values()))
 
 
 def _inside(index: Path, name: str) -> Path:
@@ -80,20 +85,23 @@ def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
         try:
             with safe_open(path, framework="numpy") as file:
                 for key in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                    part = file.get_slice(key)
                     if key in found:
                         raise ConfigError(
                             f"{folder}: {path.name} and {found[key].path.name} both hold {key}"
                         )
-                    if part.get_dtype() not in DTYPES:
-                        raise ConfigError(
-                            f"{path} holds {key} as {part.get_dtype()}: "
-                            "quantized weights are not read"
-                        )
-                    found[key] = StoredTensor(path, key, tuple(part.get_shape()))
+                    found[key] = _stored_tensor(path, key, file.get_slice(key))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
     return found
+
+
+def _stored_tensor(path: Path, key: str, header: Any) -> StoredTensor:
+    """Return the tensor of a header. Raises: ConfigError unless it is of floating-point numbers."""
+    if header.get_dtype() not in DTYPES:
+        raise ConfigError(
+            f"{path} holds {key} as {header.get_dtype()}: quantized weights are not read"
+        )
+    return StoredTensor(path, key, tuple(header.get_shape()))
 
 
 def stored_weights(
@@ -112,6 +120,16 @@ def stored_weights(
             found = {EMBEDDING if key == HEAD else key: one for key, one in found.items()}
         else:
             wanted[HEAD] = wanted[EMBEDDING]
+    _require_shapes(folder, found, wanted)
+    return found
+
+
+def _require_shapes(
+    folder: str | Path,
+    found: Mapping[str, StoredTensor],
+    wanted: Mapping[str, Sequence[int]],
+) -> None:
+    """Raise a ConfigError unless the weights that are found are those that are wanted."""
     for key, one in found.items():
         if key not in wanted:
             raise ConfigError(
@@ -126,4 +144,3 @@ def stored_weights(
         raise ConfigError(
             f"{folder} lacks {len(missing)} weights of its config, first {min(missing)}"
         )
-    return found

@@ -31,16 +31,11 @@ class MetricsLog:
         The line has the time of writing as `unix_s`.
         Raises: DataError for a metric that is not a number, or is called `step` or `unix_s`.
         """
-        try:
-            bad = sorted(name for name, value in metrics.items() if not math.isfinite(value))
-        except TypeError:
-            raise DataError(
-                f"step {step}",
-                f"logged metrics must be numbers: {', '.join(_non_numbers(metrics))}",
-            ) from None
-        if bad:
+        non_finite = _non_finite(step, metrics)
+        if non_finite:
             warnings.warn(
-                f"step {step}: not finite, so written as null: {', '.join(bad)}", stacklevel=2
+                f"step {step}: not finite, so written as null: {', '.join(non_finite)}",
+                stacklevel=2,
             )
         row: dict[str, Any] = {"step": step, "unix_s": round(time.time(), 3)}
         if taken := row.keys() & metrics.keys():
@@ -48,14 +43,31 @@ class MetricsLog:
                 f"step {step}",
                 f"logged {min(taken)!r}, which is reserved: choose another name",
             )
-        row |= {name: None if name in bad else _number(value) for name, value in metrics.items()}
+        row |= {name: _json_number(value) for name, value in metrics.items()}
+        self._append(row)
+        return row
+
+    def _append(self, row: dict[str, Any]) -> None:
         with errors_naming_file(self.path):
             self._file.write((json.dumps(row, allow_nan=False) + "\n").encode())
             self._file.flush()
-        return row
 
     def close(self) -> None:
         self._file.close()
+
+
+def _non_finite(step: int, metrics: Mapping[str, float]) -> list[str]:
+    """Return the names of the metrics that are not finite, sorted.
+
+    Raises: DataError for a metric that is not a number.
+    """
+    try:
+        return sorted(name for name, value in metrics.items() if not math.isfinite(value))
+    except TypeError:
+        raise DataError(
+            f"step {step}",
+            f"logged metrics must be numbers: {', '.join(_non_numbers(metrics))}",
+        ) from None
 
 
 def _non_numbers(metrics: Mapping[str, object]) -> Iterator[str]:
@@ -107,5 +119,8 @@ def drop_steps_after(path: Path, step: int) -> None:
     write_atomically(path, "".join(kept))
 
 
-def _number(value: float) -> float | int:
+def _json_number(value: float) -> float | int | None:
+    """Return the number as it is written: None for one that JSON does not have."""
+    if not math.isfinite(value):
+        return None
     return int(value) if float(value).is_integer() and abs(value) < 2**53 else float(value)

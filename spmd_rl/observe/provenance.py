@@ -91,10 +91,15 @@ def machine() -> str:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cpu = _field(_CPUS, "model name") or platform.processor() or platform.machine()
     memory = _field(_MEMORY, "MemTotal").partition(" ")[0]
-    gpus = [_field(path, "Model") for path in sorted(_GPUS.glob("*/information"))]
     parts = [cpu, f"{cores} cores" if cores != 1 else "1 core"]
     parts += [f"{int(memory) / 2**20:.0f} GiB"] if memory.isdecimal() else []
-    return ", ".join(parts + [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)])
+    return ", ".join(parts + _gpu_models())
+
+
+def _gpu_models() -> list[str]:
+    """Return this host's models of GPU, each with its count, as in `2 x NVIDIA H200`."""
+    models = [_field(path, "Model") for path in sorted(_GPUS.glob("*/information"))]
+    return [f"{models.count(model)} x {model}" for model in dict.fromkeys(models)]
 
 
 def _field(path: Path, name: str) -> str:

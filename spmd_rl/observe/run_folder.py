@@ -26,6 +26,7 @@ from spmd_rl.observe.run_lock import CONTROLLER_LOCK, LAUNCHER_LOCK, acquire_run
 from spmd_rl.observe.samples_file import samples_as_json_lines
 from spmd_rl.types.samples import Group
 
+MAX_CHANGES = 4  # of the settings that an error names
 # what every start makes at once, so that it is no sign of progress
 MADE_AT_START = {
     "config.toml",
@@ -101,13 +102,7 @@ class RunFolder:
         run.make()
         weakref.finalize(run, os.close, acquire_run_lock(run.path))
         run.check_reusable(config, resume)  # again: another run may have started meanwhile
-        if not run._has_results():
-            (run.path / "contract.json").unlink(missing_ok=True)
-        # first, because this file marks the folder of a run
-        write_atomically(run.path / "config.toml", config)
-        for folder in (run.samples, run.logs, run.stacks):
-            folder.mkdir(exist_ok=True)
-        write_atomically(run.path / "plan.json", json.dumps(plan, indent=2) + "\n")
+        run._write_start(config, plan)
         return run
 
     def make(self) -> None:
@@ -116,6 +111,16 @@ class RunFolder:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be made: {error.strerror}") from None
+
+    def _write_start(self, config: str, plan: Mapping[str, Any]) -> None:
+        """Write what a start knows, and drop the numeric contract of a start without results."""
+        if not self._has_results():
+            (self.path / "contract.json").unlink(missing_ok=True)
+        # first, because this file marks the folder of a run
+        write_atomically(self.path / "config.toml", config)
+        for folder in (self.samples, self.logs, self.stacks):
+            folder.mkdir(exist_ok=True)
+        write_atomically(self.path / "plan.json", json.dumps(plan, indent=2) + "\n")
 
     def write_samples(self, step: int, groups: Sequence[Group]) -> None:
         """Write the samples of a step, one line a sample."""
@@ -148,10 +153,12 @@ class RunFolder:
         if resume or not self._has_results():
             return
         old = tomllib.loads(config_file.read_text(encoding="utf-8"))
-        change = next(_changes(old, tomllib.loads(config)), None)
-        if change is not None:
+        changes = list(_changes(old, tomllib.loads(config)))
+        if changes:
+            more = f", and {len(changes) - MAX_CHANGES} more" if changes[MAX_CHANGES:] else ""
             raise ConfigError(
-                f"{self.path} holds a run with another configuration ({change}): add "
+                f"{self.path} holds a run with another configuration "
+                f"({', '.join(changes[:MAX_CHANGES])}{more}): add "
                 f"{self._free_name()} for a new run, or --run.resume=true to go on in this one"
             )
 

@@ -40,15 +40,12 @@ def acquire_run_lock(folder: Path, wait_s: float = ACQUIRE_S, name: str = CONTRO
     file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     deadline = time.monotonic() + wait_s
     while not _try_lock(file):
-        holder = os.pread(file, 1000, 0).decode(errors="replace")
+        holder = _read_holder(file)
         if _is_running(holder) or time.monotonic() > deadline:
             os.close(file)
             raise _refusal(folder, holder)
         threading.Event().wait(POLL_S)
-    os.ftruncate(file, 0)
-    with contextlib.suppress(OSError):  # a full disk: the run itself reports it
-        own = f"host {socket.gethostname()}, pid {os.getpid()}\nstarted by pid {os.getppid()}\n"
-        os.pwrite(file, own.encode(), 0)
+    _write_holder(file)
     return file
 
 
@@ -82,11 +79,24 @@ def refuse_running_run(folder: Path) -> None:
     except OSError:  # no lock file, or not ours: the controller checks again
         return
     try:
-        holder = os.pread(file, 1000, 0).decode(errors="replace")
+        holder = _read_holder(file)
         if _is_running(holder) and not _try_lock(file):
             raise _refusal(folder, holder)
     finally:
         os.close(file)
+
+
+def _write_holder(file: int) -> None:
+    """Write into a lock file that this process holds it."""
+    os.ftruncate(file, 0)
+    with contextlib.suppress(OSError):  # a full disk: the run itself reports it
+        own = f"host {socket.gethostname()}, pid {os.getpid()}\nstarted by pid {os.getppid()}\n"
+        os.pwrite(file, own.encode(), 0)
+
+
+def _read_holder(file: int) -> str:
+    """Return what `_write_holder` last wrote into a lock file, or ""."""
+    return os.pread(file, 1000, 0).decode(errors="replace")
 
 
 def _refusal(folder: Path, holder: str) -> ConfigError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -85,17 +85,21 @@ def read_spans(path: Path) -> Iterator[tuple[TracedProcess, Span | None]]:
                 continue
             try:
                 if isinstance(record, dict):
-                    process = TracedProcess(
-                        *msgspec.structs.astuple(msgspec.convert(record, _Header))
-                    )
+                    header = msgspec.convert(record, _Header)
+                    process = TracedProcess(*msgspec.structs.astuple(header))
                     yield process, None
                 else:
-                    name, start_ns, length_ns, lane, args = msgspec.convert(record, _SPAN)
-                    yield process, Span(name, process.began_ns + start_ns, length_ns, lane, args)
+                    yield process, _span(record, process.began_ns)
             except msgspec.ValidationError:
                 raise DataError(
                     f"{path}:{number}", "neither the header nor a span of a trace"
                 ) from None
+
+
+def _span(record: object, began_ns: int) -> Span:
+    """Return a span from its line. Raises: ValidationError when it is none."""
+    name, start_ns, length_ns, lane, args = msgspec.convert(record, _SPAN)
+    return Span(name, began_ns + start_ns, length_ns, lane, args)
 
 
 def tracks(spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:
@@ -133,20 +137,24 @@ def write_chrome(run: Path) -> int:
     files = trace_files(run)
     if not files:
         raise ConfigError(f"{run / FOLDER} holds no trace: the run must have run.trace = true")
-    num_spans = 0
     began_ns = min(process.began_ns for process in files.values())
     with atomic_file(run / "trace.json") as out:
         out.write(
             b'{"displayTimeUnit": "ms", "otherData": {"began_unix_s": %.6f}, "traceEvents": [\n'
             % (began_ns / 1e9)
         )
-        for number, (path, process) in enumerate(files.items(), 1):
-            events = list(_events(path, process, number, began_ns))
-            num_spans += sum(event["ph"] == "X" for event in events)
-            out.write(
-                (b",\n" if number > 1 else b"") + b",\n".join(map(msgspec.json.encode, events))
-            )
+        num_spans = _write_events(out, files, began_ns)
         out.write(b"\n]}\n")
+    return num_spans
+
+
+def _write_events(out: BinaryIO, files: dict[Path, TracedProcess], began_ns: int) -> int:
+    """Write the events of all processes, with commas between, and return the number of spans."""
+    num_spans = 0
+    for number, (path, process) in enumerate(files.items(), 1):
+        events = list(_events(path, process, number, began_ns))
+        num_spans += sum(event["ph"] == "X" for event in events)
+        out.write((b",\n" if number > 1 else b"") + b",\n".join(map(msgspec.json.encode, events)))
     return num_spans
 
 
@@ -154,30 +162,49 @@ def _events(
     path: Path, process: TracedProcess, number: int, began_ns: int
 ) -> Iterator[dict[str, Any]]:
     """Yield one process as Chrome's events: its name, then its spans, lane by lane."""
+    yield from _process_events(process, number)
+    thread_of: dict[tuple[str, int], int] = {}
+    for lane, spans in _spans_by_lane(path).items():
+        for track, _, span in tracks(spans):
+            if (lane, track) not in thread_of:
+                thread = thread_of[lane, track] = len(thread_of) + 1
+                yield _thread_event(number, thread, lane, track)
+            yield _span_event(number, thread_of[lane, track], span, began_ns)
+
+
+def _process_events(process: TracedProcess, number: int) -> Iterator[dict[str, Any]]:
+    """Yield the events that title a process and give it its place."""
+    title = process.name + (f" on {process.host}" if process.host else "")
+    yield _metadata(number, 0, "process_name", {"name": title})
+    yield _metadata(number, 0, "process_sort_index", {"sort_index": number})
+
+
+def _thread_event(process: int, thread: int, lane: str, track: int) -> dict[str, Any]:
+    """Return the event that names a thread after its lane. Later tracks are numbered from 2."""
+    name = lane if track == 0 else f"{lane} ({track + 1})"
+    return _metadata(process, thread, "thread_name", {"name": name})
+
+
+def _spans_by_lane(path: Path) -> dict[str, list[Span]]:
     lanes: dict[str, list[Span]] = {}
     for _, span in read_spans(path):
         if span is not None:
             lanes.setdefault(span.lane, []).append(span)
-    title = process.name + (f" on {process.host}" if process.host else "")
-    yield _metadata(number, 0, "process_name", {"name": title})
-    yield _metadata(number, 0, "process_sort_index", {"sort_index": number})
-    thread_of: dict[tuple[str, int], int] = {}
-    for lane, spans in lanes.items():
-        for track, _, span in tracks(spans):
-            if (lane, track) not in thread_of:
-                thread = thread_of[lane, track] = len(thread_of) + 1
-                name = lane if track == 0 else f"{lane} ({track + 1})"
-                yield _metadata(number, thread, "thread_name", {"name": name})
-            yield {
-                "ph": "X",
-                "pid": number,
-                "tid": thread_of[lane, track],
-                "name": span.name,
-                "cat": str(span.args.get("phase") or "span"),
-                "ts": (span.start_ns - began_ns) / 1e3,
-                "dur": span.length_ns / 1e3,
-                "args": span.args,
-            }
+    return lanes
+
+
+def _span_event(process: int, thread: int, span: Span, began_ns: int) -> dict[str, Any]:
+    """Return a span as a complete event of Chrome's format."""
+    return {
+        "ph": "X",
+        "pid": process,
+        "tid": thread,
+        "name": span.name,
+        "cat": str(span.args.get("phase") or "span"),
+        "ts": (span.start_ns - began_ns) / 1e3,
+        "dur": span.length_ns / 1e3,
+        "args": span.args,
+    }
 
 
 def _metadata(process: int, thread: int, event: str, args: dict[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,8 @@ CAPACITY = 4096  # spans in memory; writing that many takes a few milliseconds
 
 now_ns = time.monotonic_ns
 
+_TimedSpan = tuple[str, int, int, str, dict[str, Any]]  # as in a line of the file
+
 _NO_SPAN: AbstractContextManager[None] = nullcontext()
 
 
@@ -68,7 +70,7 @@ class Trace:
         rank: int | None = None,
         capacity: int = CAPACITY,
     ) -> None:
-        self._spans: deque[tuple[str, int, int, str, dict[str, Any]]] = deque()
+        self._spans: deque[_TimedSpan] = deque()
         self._capacity = capacity
         self._flushing = threading.Lock()
         self._encoder = msgspec.json.Encoder(enc_hook=str)
@@ -77,13 +79,7 @@ class Trace:
         self._path = None if folder is None else folder / f"{process.replace(' ', '_')}.jsonl"
         self.on = folder is not None
         self._file: BinaryIO | None = None
-        self._header = {
-            "process": process,
-            "rank": rank,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "began_unix_ns": self._began_ns + unix_offset_ns(),
-        }
+        self._header = _header(process, rank, self._began_ns)
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """Record the body of a `with` as a span, on the lane of its thread."""
@@ -152,6 +148,17 @@ class _OpenSpan(AbstractContextManager[None]):
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._trace._append(self._name, self._start_ns, now_ns(), _THREAD_NAME.lane, self._args)
+
+
+def _header(process: str, rank: int | None, began_ns: int) -> dict[str, Any]:
+    """Return the header of this process, which began to record at the reading `began_ns`."""
+    return {
+        "process": process,
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "began_unix_ns": began_ns + unix_offset_ns(),
+    }
 
 
 def unix_offset_ns(num_readings: int = 5) -> int:

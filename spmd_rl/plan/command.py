@@ -26,24 +26,42 @@ def main(words: list[str]) -> int:
     Raises: PlanError when the split does not fit the world, or the memory the GPU.
     """
     options, rest = _parser().parse_known_args(words)
-    if options.gpu_gib is not None and not 0 < options.gpu_gib < math.inf:
-        raise ConfigError(f"--gpu-gib={options.gpu_gib:g}: expected more than 0, and finite")
-    config = [f"--config={options.config}"] if options.config else []
-    invocation = Invocation.parse([options.recipe, *config, *rest])
+    capacity_bytes = _capacity_bytes(options.gpu_gib)
+    invocation = _invocation(options, rest)
     cfg = load_recipe(options.recipe).configure(invocation)
     ranks_here: int = invocation.nproc or getattr(cfg, "nproc", 0) or 0
-    world = ranks_here if options.world is None else options.world
-    if not 1 <= world <= MAX_RANKS:
-        raise ConfigError(
-            f"a world of {world} ranks: set --world to a number from 1 to {MAX_RANKS}"
-        )
-    capacity_bytes = None if options.gpu_gib is None else int(options.gpu_gib * 2**30)
-    plan = resolve(cfg, world, capacity_bytes)
+    world_size = _world_size(options.world, ranks_here)
+    plan = resolve(cfg, world_size, capacity_bytes)
     print("\n".join(lines(plan)))
     if capacity_bytes is not None:
         plan.require(capacity_bytes)
         print(f"fits in {options.gpu_gib:g} GiB")
     return 0
+
+
+def _invocation(options: argparse.Namespace, rest: list[str]) -> Invocation:
+    """Return the `spmd-rl run` whose plan is asked for."""
+    config = [f"--config={options.config}"] if options.config else []
+    return Invocation.parse([options.recipe, *config, *rest])
+
+
+def _capacity_bytes(gpu_gib: float | None) -> int | None:
+    """Return the memory of one GPU in bytes, None where `--gpu-gib` is not given."""
+    if gpu_gib is None:
+        return None
+    if not 0 < gpu_gib < math.inf:
+        raise ConfigError(f"--gpu-gib={gpu_gib:g}: expected more than 0, and finite")
+    return int(gpu_gib * 2**30)
+
+
+def _world_size(asked: int | None, ranks_here: int) -> int:
+    """Return the number of ranks. Raises: ConfigError unless it can be planned for."""
+    world_size = ranks_here if asked is None else asked
+    if not 1 <= world_size <= MAX_RANKS:
+        raise ConfigError(
+            f"a world of {world_size} ranks: set --world to a number from 1 to {MAX_RANKS}"
+        )
+    return world_size
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,12 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def lines(plan: RunPlan) -> Iterator[str]:
     """Yield the plan as text: split, groups, routes, memory."""
-    yield f"world of {plan.world_size}"
-    for placement in plan.placements.values():
-        axes, ranks = _axes_text(placement), _ranks_text(placement.ranks)
-        yield f"  {placement.name:8} {axes:28} ranks {ranks}"
-    if idle := plan.idle:
-        yield f"  {'idle':8} {'no role':28} ranks {_ranks_text(idle)}"
+    yield from _split(plan)
     yield "process groups"
     groups = plan.groups
     yield from _first_rows(
@@ -98,6 +111,15 @@ def lines(plan: RunPlan) -> Iterator[str]:
             "NCCL's communicators"
         )
     yield from _memory(plan)
+
+
+def _split(plan: RunPlan) -> Iterator[str]:
+    yield f"world of {plan.world_size}"
+    for placement in plan.placements.values():
+        axes, ranks = _axes_text(placement), _ranks_text(placement.ranks)
+        yield f"  {placement.name:8} {axes:28} ranks {ranks}"
+    if idle := plan.idle:
+        yield f"  {'idle':8} {'no role':28} ranks {_ranks_text(idle)}"
 
 
 def _routes(routes: Routes) -> Iterator[str]:

@@ -61,6 +61,13 @@ class RunPlan:
 
     def peak_ranks(self) -> dict[tuple[str, ...], int]:
         """Return the rank that needs most memory for each set of roles that share ranks."""
+        return {
+            roles: max(ranks, key=lambda rank: self.ledgers[rank].peak_bytes())
+            for roles, ranks in self._ranks_by_roles().items()
+        }
+
+    def _ranks_by_roles(self) -> dict[tuple[str, ...], list[int]]:
+        """Return the ranks that serve each set of roles."""
         roles_of: dict[int, tuple[str, ...]] = {}
         for placement in self.placements.values():
             for rank in placement.ranks:
@@ -68,10 +75,7 @@ class RunPlan:
         ranks_of: dict[tuple[str, ...], list[int]] = {}
         for rank in sorted(roles_of):
             ranks_of.setdefault(roles_of[rank], []).append(rank)
-        return {
-            roles: max(ranks, key=lambda rank: self.ledgers[rank].peak_bytes())
-            for roles, ranks in ranks_of.items()
-        }
+        return ranks_of
 
     def require(self, capacity_bytes: int) -> None:
         """Raise a PlanError with the sum of the first rank and phase that do not fit, if any."""
@@ -87,24 +91,34 @@ def resolve(cfg: Any, world_size: int, capacity_bytes: int | None = None) -> Run
 
     Raises: PlanError when the split does not fit; ConfigError when the model folder does not serve.
     """
-    split = getattr(cfg, "split", None)
-    if split is None:
-        raise PlanError("this recipe's config has no `split`, so there is nothing to plan")
-    placements = plan_split(split, world_size)
+    placements = _placements(cfg, world_size)
     model = getattr(cfg, "model", "")
     if not model or not isinstance(model, str):
         return RunPlan(world_size, placements, None, Routes.none(world_size), {})
     spec = ModelSpec.from_folder(model)
+    plan = _without_pages(placements, spec, cfg, world_size)
+    if "infer" not in placements:
+        return plan
+    page_bytes = kv_bytes(spec, cfg.engine, capacity_bytes, plan.reserved_bytes())
+    sized = {rank: ledger.sized("kv", page_bytes) for rank, ledger in plan.ledgers.items()}
+    return replace(plan, ledgers=sized)
+
+
+def _placements(cfg: Any, world_size: int) -> Placements:
+    """Return where the config's split places its roles. Raises: PlanError when it has no split."""
+    split = getattr(cfg, "split", None)
+    if split is None:
+        raise PlanError("this recipe's config has no `split`, so there is nothing to plan")
+    return plan_split(split, world_size)
+
+
+def _without_pages(placements: Placements, spec: ModelSpec, cfg: Any, world_size: int) -> RunPlan:
+    """Return the plan in which an engine's pages have no size yet."""
     _require_configs(placements, cfg)
     routes = _push_routes(placements, spec, cfg, world_size)
     on_gpu = _on_gpu(placements, cfg)
     ledgers = dict(rank_ledgers(placements, spec, cfg, routes, world_size, on_gpu))
-    plan = RunPlan(world_size, placements, spec, routes, ledgers, on_gpu)
-    if "infer" not in placements:
-        return plan
-    page_bytes = kv_bytes(spec, cfg.engine, capacity_bytes, plan.reserved_bytes())
-    sized = {rank: ledger.sized("kv", page_bytes) for rank, ledger in ledgers.items()}
-    return replace(plan, ledgers=sized)
+    return RunPlan(world_size, placements, spec, routes, ledgers, on_gpu)
 
 
 def planned_settings(cfg: Any, world_size: int) -> dict[str, dict[str, int]]:

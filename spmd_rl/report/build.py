@@ -50,25 +50,38 @@ def gather(runs: Sequence[Path], *, small: bool = False) -> dict[str, Any]:
     shown = [
         _run(run, name, len(runs), small) for run, name in zip(runs, _names(runs), strict=True)
     ]
-    values = zip(KEY_FIGURES, *(run["figures"] for run in shown), strict=True)
     return {
         "title": " · ".join(run["name"] for run in shown),
         "made_unix_s": int(time.time()),
-        "metrics": {
-            metric.name: vars(metric) | {"colour": colour_of(metric.name).variable}
-            for metric in METRICS
-        },
+        "metrics": _metrics(),
         "phase_colours": {name: colour.variable for name, colour in PHASES.items()},
         "part_colours": [colour.variable for colour in PARTS],
-        "figures": [
-            vars(figure) | {"winner": winner(figure, of_runs)} for figure, *of_runs in values
-        ],
-        "differences": differences(
-            [run["settings"] | without_command(run["about"]) for run in shown],
-            [Path(run["folder"]) for run in shown],
-        ),
+        "figures": _figures(shown),
+        "differences": _differences(shown),
         "runs": shown,
     }
+
+
+def _metrics() -> dict[str, dict[str, Any]]:
+    """Return the known metrics by name, each with the colour of its curve."""
+    return {
+        metric.name: vars(metric) | {"colour": colour_of(metric.name).variable}
+        for metric in METRICS
+    }
+
+
+def _figures(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the key figures, each with the index of the run that is best in it, if any."""
+    values = zip(KEY_FIGURES, *(run["figures"] for run in runs), strict=True)
+    return [vars(figure) | {"winner": winner(figure, of_runs)} for figure, *of_runs in values]
+
+
+def _differences(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str | None]]]:
+    """Return the settings and facts that differ between the runs."""
+    return differences(
+        [run["settings"] | without_command(run["about"]) for run in runs],
+        [Path(run["folder"]) for run in runs],
+    )
 
 
 def _run(run: Path, name: str, num_runs: int, small: bool) -> dict[str, Any]:

@@ -18,11 +18,7 @@ write compare.html beside the first one, and print where they differ and how the
 
 def main(words: list[str]) -> int:
     """Write the page and print its path; with several runs, print their comparison too."""
-    words, out = list(words), None
-    if "--out" in words[:-1]:
-        at = words.index("--out")
-        out = Path(words.pop(at + 1))
-        words.pop(at)
+    words, out = _without_out(words)
     if not words or any(word.startswith("-") for word in words):
         print(USAGE)
         return 0 if {"-h", "--help"} & set(words) else 2
@@ -39,3 +35,11 @@ def main(words: list[str]) -> int:
         print_comparison(gather(runs, small=True))
     print(page)
     return 0
+
+
+def _without_out(words: list[str]) -> tuple[list[str], Path | None]:
+    """Return the words without `--out FILE`, and the file if there is one."""
+    if "--out" not in words[:-1]:
+        return words, None
+    at = words.index("--out")
+    return words[:at] + words[at + 2 :], Path(words[at + 1])

@@ -11,11 +11,26 @@ from rich.text import Text
 
 def print_comparison(data: dict[str, Any]) -> None:
     """Print the settings that differ and the key figures of the runs that `gather` returned."""
-    runs = data["runs"]
-    settings = _table("setting", runs)
+    console = Console()
+    if data["differences"]:
+        console.print(_settings_table(data))
+    else:
+        console.print("All runs have the same settings.")
+    console.print(_figures_table(data))
+
+
+def _settings_table(data: dict[str, Any]) -> Table:
+    """Return the settings that differ, with a column for each run."""
+    table = _table("setting", data["runs"])
     for key, values in data["differences"]:
-        settings.add_row(Text(key), *(Text("-" if value is None else value) for value in values))
-    results = _table("figure", runs)
+        table.add_row(Text(key), *(Text("-" if value is None else value) for value in values))
+    return table
+
+
+def _figures_table(data: dict[str, Any]) -> Table:
+    """Return the key figures that any run has, with a column for each run."""
+    runs = data["runs"]
+    table = _table("figure", runs)
     for i, figure in enumerate(data["figures"]):
         values = [run["figures"][i] for run in runs]
         if any(value is not None for value in values):
@@ -23,10 +38,8 @@ def print_comparison(data: dict[str, Any]) -> None:
             unit = data["metrics"][figure["metric"]]["unit"]
             if unit in figure["label"].split():  # such as tokens
                 unit = ""
-            results.add_row(label, *(_with_unit(value, unit) for value in values))
-    console = Console()
-    console.print(settings if data["differences"] else "All runs have the same settings.")
-    console.print(results)
+            table.add_row(label, *(_with_unit(value, unit) for value in values))
+    return table
 
 
 def as_number(value: float | None) -> str:

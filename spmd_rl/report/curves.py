@@ -39,7 +39,7 @@ from spmd_rl.report.curve_axes import (
     style_axes,
 )
 
-MAX_LABEL = 10  # characters of the name of a reward part, so that four fit
+LEGEND_WIDTH = 40  # characters of all names of reward parts together
 
 
 def draw(rows: Rows, path: Path, title: str) -> None:
@@ -54,29 +54,40 @@ def draw(rows: Rows, path: Path, title: str) -> None:
 def picture(rows: Rows, title: str) -> Any:
     """Return the matplotlib figure of the steps from 1, or None if there is nothing to draw."""
     rows = [row for row in rows if row["step"] > 0]
-    panels = [
-        panel
-        for panel, names in _PANELS
-        if any(np.isfinite(column(rows, name)).any() for name in names)
-    ]
-    panels += [_parts] if _part_names(rows) else []
+    panels = _panels_with_values(rows)
     if not panels:
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     down = math.ceil(len(panels) / 3)
     across = math.ceil(len(panels) / down)
-    figure = Figure(
-        figsize=(4.4 * across, 0.3 + 3.2 * down), layout="constrained", facecolor="white"
-    )
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    figure = _empty_figure(down, across, title)
     steps = np.array([row["step"] for row in rows])
     for number, panel in enumerate(panels, 1):
         axes = figure.add_subplot(down, across, number)
         style_axes(axes, steps)
         panel(axes, steps, rows)
+    return figure
+
+
+def _panels_with_values(rows: Rows) -> list[Panel]:
+    """Return the panels for which the rows have at least one finite value."""
+    panels = [
+        panel
+        for panel, names in _PANELS
+        if any(np.isfinite(column(rows, name)).any() for name in names)
+    ]
+    return panels + ([_parts] if _part_names(rows) else [])
+
+
+def _empty_figure(down: int, across: int, title: str) -> Any:
+    """Return a figure without panels, large enough for `down` rows of `across` panels."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(
+        figsize=(4.4 * across, 0.3 + 3.2 * down), layout="constrained", facecolor="white"
+    )
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
     return figure
 
 
@@ -107,23 +118,31 @@ def _mismatch(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     compared = column(rows, "onpolicy/compared_tokens")
     tokens = np.where(compared == 0, np.nan, column(rows, "onpolicy/mismatched_tokens"))
     total, num_compared = np.nansum(tokens), np.nansum(compared)
-    text = f"{total:,.0f}" if total else "no tokens compared"
-    if num_compared:
-        text = f"{total:,.0f} of {num_compared:,.0f}"
-    set_title(axes, f"mismatched tokens: {text}")
-    colour = colour_code("onpolicy/mismatched_tokens") if total else GREEN.code
-    plot_line(axes, steps, tokens, colour, "trainer vs engine")
+    set_title(axes, f"mismatched tokens: {_mismatch_count(total, num_compared)}")
     if total:
-        axes.set_ylabel("tokens a step", color=colour, fontsize=8)
-        axes.fill_between(steps, 0, tokens, color=colour, alpha=0.15, linewidth=0)
-        start_at_zero(axes)
-        add_legend(
-            axes, add_right_axis(axes, steps, rows, "onpolicy/max_abs_dlogp", "max |Δ log-prob|")
-        )
+        _draw_mismatches(axes, steps, tokens, rows)
     else:
+        plot_line(axes, steps, tokens, GREEN.code, "trainer vs engine")
         axes.set_ylim(-0.05, 1)
         axes.set_yticks([0, 1] if num_compared else [])
         add_legend(axes)
+
+
+def _draw_mismatches(axes: Any, steps: NDArray[Any], tokens: NDArray[Any], rows: Rows) -> None:
+    """Draw the number of mismatched tokens, and on the right how far their log-probs differ."""
+    colour = colour_code("onpolicy/mismatched_tokens")
+    plot_line(axes, steps, tokens, colour, "trainer vs engine")
+    axes.set_ylabel("tokens a step", color=colour, fontsize=8)
+    axes.fill_between(steps, 0, tokens, color=colour, alpha=0.15, linewidth=0)
+    start_at_zero(axes)
+    right = add_right_axis(axes, steps, rows, "onpolicy/max_abs_dlogp", "max |Δ log-prob|")
+    add_legend(axes, right)
+
+
+def _mismatch_count(total: float, num_compared: float) -> str:
+    if num_compared:
+        return f"{total:,.0f} of {num_compared:,.0f}"
+    return f"{total:,.0f}" if total else "no tokens compared"
 
 
 def _loss(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
@@ -135,19 +154,31 @@ def _loss(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
 
 def _time(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     set_title(axes, "seconds a step")
-    phases = {name: np.nan_to_num(column(rows, f"time/{name}")) for name in PHASES}
     whole = column(rows, "time/step")
-    phases["other"] = np.clip(np.nan_to_num(whole) - sum(phases.values()), 0, None)
-    shown = {name: values for name, values in phases.items() if values.any() or name == "other"}
+    shown = _times_of_phases(rows, whole)
     colours = [PHASES[name].code for name in shown]
     axes.stackplot(steps, *shown.values(), labels=[*shown], colors=colours, alpha=0.85)
     start_at_zero(axes)
-    known = whole[np.isfinite(whole)]
-    if known.size and 0 < 2 * (usual := np.percentile(known, 95, method="lower")) < known.max():
-        axes.set_ylim(0, HEADROOM * usual)  # one slow first step must not flatten the others
-        slowest = f"{known.max():,.0f}" if known.max() >= 100 else f"{known.max():.3g}"
-        axes.set_title(f"▲ up to {slowest} s", fontsize=8, color=INK, loc="right", pad=TITLE_PAD)
+    _cut_slowest_steps(axes, whole[np.isfinite(whole)])
     add_legend(axes)
+
+
+def _times_of_phases(rows: Rows, whole: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """Return the seconds of each phase that has any, and of the rest of the step as `other`."""
+    phases = {name: np.nan_to_num(column(rows, f"time/{name}")) for name in PHASES}
+    phases["other"] = np.clip(np.nan_to_num(whole) - sum(phases.values()), 0, None)
+    return {name: values for name, values in phases.items() if values.any() or name == "other"}
+
+
+def _cut_slowest_steps(axes: Any, seconds: NDArray[Any]) -> None:
+    """Cut the axis above the usual seconds, so that one slow step does not flatten the others."""
+    if not seconds.size:
+        return
+    usual, most = np.percentile(seconds, 95, method="lower"), seconds.max()
+    if 0 < 2 * usual < most:
+        axes.set_ylim(0, HEADROOM * usual)
+        slowest = f"{most:,.0f}" if most >= 100 else f"{most:.3g}"
+        axes.set_title(f"▲ up to {slowest} s", fontsize=8, color=INK, loc="right", pad=TITLE_PAD)
 
 
 def _throughput(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
@@ -164,10 +195,10 @@ def _parts(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     shown = names[: len(PARTS)]
     count = f": {len(shown)} of {len(names)}" if len(shown) < len(names) else ""
     set_title(axes, f"reward parts{count}")
+    width = LEGEND_WIDTH // max(1, len(shown))
     for name, colour in zip(shown, PARTS, strict=False):
-        plot_smoothed(
-            axes, steps, column(rows, name), colour.code, name.partition("/")[2][:MAX_LABEL]
-        )
+        label = name.partition("/")[2][:width]
+        plot_smoothed(axes, steps, column(rows, name), colour.code, label)
     add_legend(axes)
 
 

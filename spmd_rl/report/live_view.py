@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -40,6 +41,14 @@ _POLICY_METRICS = (
 )
 
 
+class _StepPart(NamedTuple):
+    """How long a phase, or the rest, of a step took, and the colour that shows it."""
+
+    name: str
+    seconds: float
+    colour: str
+
+
 class LiveView:
     """Redraws itself a few times a second until closed. Its last state stays on the screen."""
 
@@ -63,8 +72,16 @@ class LiveView:
 
     def render(self) -> RenderableType:
         """Return the view of the current state."""
-        progress, frame = self._progress, self._console.width - _ECHO_WIDTH
-        width = frame - _SIDE_WIDTH
+        frame = self._console.width - _ECHO_WIDTH
+        rows = self._rows(frame - _SIDE_WIDTH)
+        content = Group(_progress_bar(self._progress), Text(), rows)
+        return Panel(
+            content, title=self._title, title_align="left", border_style="blue", width=frame
+        )
+
+    def _rows(self, width: int) -> Table:
+        """Return a table of labels and their texts, without those that have none yet."""
+        progress = self._progress
         rows = Table.grid(padding=(0, 2))
         rows.add_column(
             style="bright_black", width=_LABEL_WIDTH, min_width=_LABEL_WIDTH, no_wrap=True
@@ -82,10 +99,7 @@ class LiveView:
         ):
             if text:
                 rows.add_row(label, text)
-        content = Group(_progress_bar(progress), Text(), rows)
-        return Panel(
-            content, title=self._title, title_align="left", border_style="blue", width=frame
-        )
+        return rows
 
 
 def _progress_bar(progress: RunProgress) -> Table:
@@ -119,23 +133,46 @@ def _time_bar(metrics: Metrics, width: int) -> Text | None:
 
     The shares go below the bar if both do not fit in one line.
     """
-    whole, bar_width = metrics.get("time/step", 0.0), max(8, min(40, width - 12))
+    whole = metrics.get("time/step", 0.0)
     if whole <= 0:
         return None
-    parts = [(name, metrics.get(f"time/{name}", 0.0), colour) for name, colour in _PHASES.items()]
-    parts.append(("other", max(0.0, whole - sum(seconds for _, seconds, _ in parts)), _OTHER))
-    bar, shares, num_drawn, elapsed_s = Text(), Text(), 0, 0.0
-    for name, seconds, colour in parts:
-        elapsed_s += seconds
-        num_cells = min(bar_width, round(bar_width * elapsed_s / whole)) - num_drawn
-        num_drawn += num_cells
-        bar.append("█" * num_cells, style=colour)
-        if seconds >= 0.01 * whole:
-            shares.append(f"{name} ", style=colour).append(f"{seconds / whole:.0%}  ")
+    parts = _parts_of_step(metrics, whole)
+    bar = _coloured_bar(parts, whole, max(8, min(40, width - 12)))
     bar.append(f"  {whole:.2f} s")
-    shares.rstrip()
+    shares = _shares(parts, whole)
     one_line = len(bar) + 3 + len(shares) <= width
     return Text.assemble(bar, "   " if one_line else "\n", shares)
+
+
+def _parts_of_step(metrics: Metrics, whole: float) -> list[_StepPart]:
+    """Return the phases of the last step, and the rest of it as `other`."""
+    parts = [
+        _StepPart(name, metrics.get(f"time/{name}", 0.0), colour)
+        for name, colour in _PHASES.items()
+    ]
+    rest = max(0.0, whole - sum(part.seconds for part in parts))
+    return [*parts, _StepPart("other", rest, _OTHER)]
+
+
+def _coloured_bar(parts: Sequence[_StepPart], whole: float, width: int) -> Text:
+    """Return a bar in which each part has its share of the width."""
+    bar, num_drawn, elapsed_s = Text(), 0, 0.0
+    for _, seconds, colour in parts:
+        elapsed_s += seconds
+        num_cells = min(width, round(width * elapsed_s / whole)) - num_drawn
+        num_drawn += num_cells
+        bar.append("█" * num_cells, style=colour)
+    return bar
+
+
+def _shares(parts: Sequence[_StepPart], whole: float) -> Text:
+    """Return the names of the parts with their shares, from 1 % on."""
+    shares = Text()
+    for name, seconds, colour in parts:
+        if seconds >= 0.01 * whole:
+            shares.append(f"{name} ", style=colour).append(f"{seconds / whole:.0%}  ")
+    shares.rstrip()
+    return shares
 
 
 def _reward(progress: RunProgress, width: int) -> Text | None:

@@ -110,11 +110,15 @@ def sparkline(values: Sequence[float], width: int) -> str:
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return ""
-    count = min(width, len(known))
-    edges = [i * len(known) // count for i in range(count + 1)]
-    means = [sum(known[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    means = _neighbour_means(known, min(width, len(known)))
     low, high = min(0.0, *means), max(1.0, *means)
     return "".join(_BARS[min(7, int(8 * (mean - low) / (high - low)))] for mean in means)
+
+
+def _neighbour_means(values: Sequence[float], num: int) -> list[float]:
+    """Return the means of `num` consecutive parts of about equal length."""
+    edges = [i * len(values) // num for i in range(num + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
 
 
 def weights_text(metrics: Metrics) -> str:

@@ -34,19 +34,25 @@ class RewardWarnings:
         self._num_flat = self._num_flat + 1 if all_equal else 0
         self._differed = self._differed or not all_equal
         if self._num_flat == (FLAT_STEPS if self._differed else FIRST_STEPS):
-            yield (
-                f"in {self._num_flat} steps, all samples of every prompt had the same reward, so "
-                f"nothing was learned: look at the samples in {self._samples}, and at "
-                f"{self._named('reward', 'sampling.max_tokens', 'sampling.temperature')} ({PAGE})"
-            )
+            yield self._flat_warning()
         if len(self._rewards) == MOVING_STEPS and self._differed and not moved(self._rewards):
-            half = MOVING_STEPS // 2
-            yield (
-                f"in {MOVING_STEPS} steps, the mean reward has not changed by more than its noise "
-                f"(from {fmean(self._rewards[:half]):.4g} to {fmean(self._rewards[half:]):.4g}): "
-                "look at "
-                f"{self._named('trainer.lr', 'sampling.max_tokens', 'prompts_per_step')} ({PAGE})"
-            )
+            yield self._standstill_warning()
+
+    def _flat_warning(self) -> str:
+        return (
+            f"in {self._num_flat} steps, all samples of every prompt had the same reward, so "
+            f"nothing was learned: look at the samples in {self._samples}, and at "
+            f"{self._named('reward', 'sampling.max_tokens', 'sampling.temperature')} ({PAGE})"
+        )
+
+    def _standstill_warning(self) -> str:
+        half = MOVING_STEPS // 2
+        return (
+            f"in the last {MOVING_STEPS} steps, the mean reward has not changed by more than its "
+            f"noise (from {fmean(self._rewards[:half]):.4g} to {fmean(self._rewards[half:]):.4g}): "
+            "look at "
+            f"{self._named('trainer.lr', 'sampling.max_tokens', 'prompts_per_step')} ({PAGE})"
+        )
 
     def _named(self, *keys: str) -> str:
         """Return the settings with their values, without those that the recipe does not have."""

@@ -120,17 +120,20 @@ class RunMonitor:
         if self._unwritten is None:
             return
         step, self._unwritten = self._unwritten, None
-        index, groups = step.number, step.groups
         metrics = step.metrics | dict(step.more_metrics())
-        metrics |= _rates(metrics, groups)
+        metrics |= _rates(metrics, step.groups)
+        self._write(step.number, metrics, step.groups)
+        self._progress.record_step(step.number, metrics)
+        self._view.show(step.groups)
+        if step.number > 0 and step.number % self._plot_every_steps == 0:
+            self._painter.request()
+
+    def _write(self, index: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+        """Write a step's metrics to the log and the sinks, and its samples to the folder."""
         self._rows.append(self._log.write(index, metrics))
         self._sinks.write(self._rows[-1])
         if groups:
             self._run.write_samples(index, groups)
-        self._progress.record_step(index, metrics)
-        self._view.show(groups)
-        if index > 0 and index % self._plot_every_steps == 0:
-            self._painter.request()
 
     def leave_screen(self) -> None:
         """Stop drawing on the terminal. What is printed stays."""

@@ -109,29 +109,36 @@ def _read_step(path: Path, tokenizer: Any, budget: PageBudget, num_tokens: int) 
 
 
 def _sample(row: _Row, tokenizer: Any, max_tokens: int) -> dict[str, Any]:
-    tokens, versions = row.tokens, row.versions
-    texts, known = token_texts(tokenizer, tokens, row.text)
-    logprobs = [None if value is None else round(value, 4) for value in row.logprobs]
-    sample: dict[str, Any] = {
+    texts, known = token_texts(tokenizer, row.tokens, row.text)
+    sample = _without_tokens(row) | {"known": known}
+    per_token = _per_token(row, texts)
+    if len(texts) > max_tokens:  # keep the beginning and the end
+        sample["left_out_at"] = half = max_tokens // 2
+        per_token = {name: values[:half] + values[-half:] for name, values in per_token.items()}
+    if len(set(row.versions)) == 1:
+        per_token["versions"] = row.versions[:1]
+    return sample | per_token
+
+
+def _without_tokens(row: _Row) -> dict[str, Any]:
+    """Return the sample as the page shows it, with the number of its tokens in their place."""
+    return {
         "index": row.index,
         "reward": row.reward,
         "finish": row.finish,
         "parts": row.parts,
-        "num_tokens": len(tokens),
-        "known": known,
+        "num_tokens": len(row.tokens),
     }
-    per_token: dict[str, list[Any]] = {
+
+
+def _per_token(row: _Row, texts: list[str]) -> dict[str, list[Any]]:
+    """Return what the page shows of each token."""
+    return {
         "pieces": texts,
-        "tokens": tokens,
-        "logprobs": logprobs,
-        "versions": versions,
+        "tokens": row.tokens,
+        "logprobs": [None if value is None else round(value, 4) for value in row.logprobs],
+        "versions": row.versions,
     }
-    if len(texts) > max_tokens:  # keep the beginning and the end
-        sample["left_out_at"] = half = max_tokens // 2
-        per_token = {name: values[:half] + values[-half:] for name, values in per_token.items()}
-    if len(set(versions)) == 1:
-        per_token["versions"] = versions[:1]
-    return sample | per_token
 
 
 def _row(where: str, line: bytes) -> _Row:

@@ -31,7 +31,7 @@ class KeyFigure:
 
 KEY_FIGURES = (
     KeyFigure("reward", "reward/mean", "mean of last 5 %", 1),
-    KeyFigure("prompts never solved", "reward/solve_none", "mean of last 5 %"),
+    KeyFigure("prompts without reward", "reward/solve_none", "mean of last 5 %"),
     KeyFigure("response tokens", "rollout/response_tokens_mean", "mean of last 5 %"),
     KeyFigure("entropy", "train/entropy", "mean of last 5 %"),
     KeyFigure("mismatched tokens", "onpolicy/mismatched_tokens", "total", -1),
@@ -58,11 +58,7 @@ def curves(rows: Sequence[Row], max_points: int = MAX_POINTS) -> dict[str, Any]:
     also has their lowest and highest value, so that no spike is averaged away. `ends` says where it
     ends on the other axes.
     """
-    num_points = min(len(rows), max_points)
-    edges = (
-        [i * len(rows) // num_points for i in range(num_points)] + [len(rows)] if num_points else []
-    )
-    parts = [rows[a:b] for a, b in pairwise(edges)]
+    parts = _equal_parts(rows, max_points)
     return {
         "num_steps": len(training_rows(rows)),
         "first": [part[0]["step"] for part in parts],
@@ -70,6 +66,13 @@ def curves(rows: Sequence[Row], max_points: int = MAX_POINTS) -> dict[str, Any]:
         "ends": part_ends(parts),
         "columns": {name: _column(parts, name) for name in metric_names(rows)},
     }
+
+
+def _equal_parts(rows: Sequence[Row], max_parts: int) -> list[Sequence[Row]]:
+    """Return the rows in at most `max_parts` consecutive parts of about equal length."""
+    num_parts = min(len(rows), max_parts)
+    edges = [i * len(rows) // num_parts for i in range(num_parts)] + [len(rows)]
+    return [rows[a:b] for a, b in pairwise(edges)]
 
 
 def metric_names(rows: Iterable[Row]) -> list[str]:

@@ -51,11 +51,11 @@ def differences(
         (key, [as_text(config[key]) if key in config else None for config in configs])
         for key in keys
     ]
-    return [
-        (key, values)
-        for key, values in rows
-        if len(set(values)) > 1 and len(set(map(_same_file, values, folders))) > 1
-    ]
+    return [(key, values) for key, values in rows if _differ(values, folders)]
+
+
+def _differ(values: Sequence[str | None], folders: Sequence[Path]) -> bool:
+    return len(set(values)) > 1 and len(set(map(_same_file, values, folders))) > 1
 
 
 def _same_file(value: str | None, folder: Path) -> str | None:

@@ -81,12 +81,18 @@ def _from_chrome(trace: dict[str, Any]) -> Iterator[RecordedSpan]:
         if event["name"] in ("process_name", "thread_name"):
             titles[where] = str(event["args"]["name"])
         elif event["ph"] == "X":
-            start_ns, length_ns = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
-            name, _, host = titles[event["pid"], 0].partition(" on ")
-            process = TracedProcess(name, event["pid"], host)
-            args = dict(event["args"])
-            span = Span(str(event["name"]), began_ns + start_ns, length_ns, titles[where], args)
-            yield process, span
+            process = _process_of_title(titles[event["pid"], 0], event["pid"])
+            yield process, _span_of_event(event, titles[where], began_ns)
+
+
+def _process_of_title(title: str, pid: int) -> TracedProcess:
+    name, _, host = title.partition(" on ")
+    return TracedProcess(name, pid, host)
+
+
+def _span_of_event(event: dict[str, Any], lane: str, began_ns: int) -> Span:
+    start_ns, length_ns = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
+    return Span(str(event["name"]), began_ns + start_ns, length_ns, lane, dict(event["args"]))
 
 
 def _windows(run: Path) -> list[Span]:
@@ -107,40 +113,45 @@ def _windows(run: Path) -> list[Span]:
 
 
 def _step(step: Span, spans: list[RecordedSpan], names: dict[str, int]) -> dict[str, Any]:
-    """Return the lanes of one step.
-
-    A span becomes [row in its lane, start in us, length in us, index of its name, arguments].
-    """
-    lanes: dict[tuple[TracedProcess, str], list[Span]] = {}
-    for process, span in spans:
-        lanes.setdefault((process, span.lane), []).append(span)
-    drawn = []
-    for process, lane in sorted(
-        lanes, key=lambda key: (key[0].order, key[1] != "MainThread", key[1])
-    ):
-        rows = _rows(lanes[process, lane])
-        drawn.append(
-            {
-                "process": process.name,
-                "host": process.host,
-                "lane": lane,
-                "num_rows": 1 + max(row for row, _ in rows),
-                "spans": [
-                    [
-                        row,
-                        round((span.start_ns - step.start_ns) / 1e3, 1),
-                        round(span.length_ns / 1e3, 1),
-                        names.setdefault(span.name, len(names)),
-                        span.args,
-                    ]
-                    for row, span in rows
-                ],
-            }
-        )
+    """Return the lanes of one step, with those of a main thread first in their process."""
+    lanes = _by_lane(spans)
+    order = sorted(lanes, key=lambda key: (key[0].order, key[1] != "MainThread", key[1]))
     return {
         "step": step.args.get("step"),
         "length_us": round(step.length_ns / 1e3, 1),
-        "lanes": drawn,
+        "lanes": [
+            {"process": process.name, "host": process.host, "lane": lane}
+            | _drawn_spans(lanes[process, lane], step.start_ns, names)
+            for process, lane in order
+        ],
+    }
+
+
+def _by_lane(spans: list[RecordedSpan]) -> dict[tuple[TracedProcess, str], list[Span]]:
+    lanes: dict[tuple[TracedProcess, str], list[Span]] = {}
+    for process, span in spans:
+        lanes.setdefault((process, span.lane), []).append(span)
+    return lanes
+
+
+def _drawn_spans(spans: list[Span], start_ns: int, names: dict[str, int]) -> dict[str, Any]:
+    """Return the spans of one lane and the number of their rows.
+
+    A span becomes [row in its lane, start in us, length in us, index of its name, arguments].
+    """
+    rows = _rows(spans)
+    return {
+        "num_rows": 1 + max(row for row, _ in rows),
+        "spans": [
+            [
+                row,
+                round((span.start_ns - start_ns) / 1e3, 1),
+                round(span.length_ns / 1e3, 1),
+                names.setdefault(span.name, len(names)),
+                span.args,
+            ]
+            for row, span in rows
+        ],
     }
 
 

@@ -59,19 +59,23 @@ def part_ends(parts: Sequence[Sequence[Row]]) -> dict[str, list[float]]:
     rows = [row for part in parts for row in part]
     start_s = start_unix_s(rows)
     if start_s is not None and all(is_number(row.get("unix_s")) for row in rows):
-        axes["minutes"] = [
-            round((time_s - start_s) / 60, 4)
-            for time_s in accumulate((_end_unix_s(part) for part in parts), max)
-        ]
+        axes["minutes"] = _minutes_at_ends(parts, start_s)
     if any(is_number(row.get(TOKENS)) for row in rows):
-        tokens = (sum(row[TOKENS] for row in part if is_number(row.get(TOKENS))) for part in parts)
-        axes["tokens"] = [*accumulate(tokens)]
+        axes["tokens"] = _tokens_at_ends(parts)
     return axes
+
+
+def _minutes_at_ends(parts: Sequence[Sequence[Row]], start_s: float) -> list[float]:
+    """Return the minutes from the start to the end of each part. They never decrease."""
+    times_s = accumulate((float(part[-1]["unix_s"]) for part in parts), max)
+    return [round((time_s - start_s) / 60, 4) for time_s in times_s]
+
+
+def _tokens_at_ends(parts: Sequence[Sequence[Row]]) -> list[float]:
+    """Return the number of tokens trained by the end of each part."""
+    tokens = (sum(row[TOKENS] for row in part if is_number(row.get(TOKENS))) for part in parts)
+    return [*accumulate(tokens)]
 
 
 def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _end_unix_s(part: Sequence[Row]) -> float:
-    return float(part[-1]["unix_s"])

@@ -60,8 +60,16 @@ class Grader(AbstractContextManager["Grader"]):
         """
         for array in (prompt.tokens, sample.tokens, sample.logprobs, sample.versions):
             array.setflags(write=False)
+        result = self._call_reward(prompt, sample)
+        if isinstance(result, Mapping):
+            parts = self._parts(result, prompt, sample)
+            return sample.replace(reward=parts["reward"], parts=parts)
+        return sample.replace(reward=self._number(result, "reward", prompt, sample))
+
+    def _call_reward(self, prompt: Prompt, sample: Sample) -> Any:
+        """Call the function. Raises: DataError when it raises or takes too long."""
         try:
-            result = self._call_reward(prompt, sample)
+            return self._call_with_deadline(prompt, sample)
         except _RewardTimeout:
             raise DataError(
                 self._describe(prompt, sample), f"took longer than {self._deadline_s:g} s"
@@ -72,19 +80,11 @@ class Grader(AbstractContextManager["Grader"]):
                 raise
             problem = f"raised {type(error).__name__}: {_preview(error, str)}{self._line_of(error)}"
             raise DataError(self._describe(prompt, sample), problem) from error
-        if isinstance(result, Mapping):
-            parts = self._parts(result, prompt, sample)
-            return sample.replace(reward=parts["reward"], parts=parts)
-        return sample.replace(reward=self._number(result, "reward", prompt, sample))
 
-    def _call_reward(self, prompt: Prompt, sample: Sample) -> Any:
+    def _call_with_deadline(self, prompt: Prompt, sample: Sample) -> Any:
         """Call the function with its deadline, and restore what it may have changed in torch."""
         if self._deadline_s:
-            self._deadline_at = time.monotonic() + self._deadline_s
-            # our alarm repeats: one that does not was set by the function, or there is none
-            if not signal.getitimer(signal.ITIMER_REAL)[1]:
-                signal.signal(signal.SIGALRM, self._on_alarm)
-                signal.setitimer(signal.ITIMER_REAL, self._deadline_s, self._deadline_s)
+            self._set_deadline()
         torch_state, began = _torch_state(), time.monotonic()
         try:
             result = self._reward(prompt, sample)
@@ -96,6 +96,13 @@ class Grader(AbstractContextManager["Grader"]):
             self.reward_time_s += time.monotonic() - began
             if torch_state and torch_state != _torch_state():
                 _restore_torch_state(*torch_state)
+
+    def _set_deadline(self) -> None:
+        self._deadline_at = time.monotonic() + self._deadline_s
+        # our alarm repeats: one that does not was set by the function, or there is none
+        if not signal.getitimer(signal.ITIMER_REAL)[1]:
+            signal.signal(signal.SIGALRM, self._on_alarm)
+            signal.setitimer(signal.ITIMER_REAL, self._deadline_s, self._deadline_s)
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
         left_s = self._deadline_at - time.monotonic()

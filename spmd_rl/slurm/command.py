@@ -104,21 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
-    parser.add_argument(
-        "--time",
-        help="time limit, such as 4:00:00; two minutes before it, the run saves and queues again",
-    )
-    parser.add_argument("--partition", help="partition to queue in (default: Slurm's)")
-    parser.add_argument("--gpus-per-node", type=int, help="GPUs to allocate on each node")
-    parser.add_argument(
-        "--nproc-per-node",
-        type=int,
-        help="ranks to start on each node (default: one a GPU, else 1)",
-    )
-    parser.add_argument("--account", help="account to charge (default: Slurm's)")
-    parser.add_argument("--qos", help="quality of service (default: Slurm's)")
-    parser.add_argument("--job-name", help="name of the job (default: the run's name)")
+    _add_allocation_options(parser)
     parser.add_argument(
         "--requeue",
         action=argparse.BooleanOptionalAction,
@@ -137,6 +123,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
     parser.add_argument("--help", "-h", action="store_true", help="print this help")
     return parser
+
+
+def _add_allocation_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what Slurm allocates, how it is used, and who is charged."""
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
+    parser.add_argument(
+        "--time",
+        help="time limit, such as 4:00:00; two minutes before it, the run saves and queues again",
+    )
+    parser.add_argument("--partition", help="partition to queue in (default: Slurm's)")
+    parser.add_argument("--gpus-per-node", type=int, help="GPUs to allocate on each node")
+    parser.add_argument(
+        "--nproc-per-node",
+        type=int,
+        help="ranks to start on each node (default: one a GPU, else 1)",
+    )
+    parser.add_argument("--account", help="account to charge (default: Slurm's)")
+    parser.add_argument("--qos", help="quality of service (default: Slurm's)")
+    parser.add_argument("--job-name", help="name of the job (default: the run's name)")
 
 
 def _option(text: str) -> tuple[str, str | None]:

@@ -72,11 +72,7 @@ class CheckpointWriter:
         self._context.barrier()  # until the folder is there
         state = self._state()
         self._layouts = self._layouts or self._agree_on_layouts(state)
-        copies = {
-            kind: [(name, replace(tensor, local=_copied(tensor.local))) for name, tensor in tensors]
-            for kind, tensors in self._own_share(state).items()
-        }
-        arguments = (target, copies, copy.copy(trainer_state))
+        arguments = (target, _copies(self._own_share(state)), copy.copy(trainer_state))
         self._thread = threading.Thread(
             target=self._run, args=arguments, name="checkpoint", daemon=True
         )
@@ -122,19 +118,20 @@ class CheckpointWriter:
 
     def _write(self, target: Path, copies: State, trainer_state: TrainerState) -> None:
         """Write this rank's shards. Rank 0 then writes the index, and renames the folder."""
-        part, rank = atomic_write.part_folder(target), self._context.rank
-        try:
-            written = write_shards(part, rank, copies)
-        except (OSError, SafetensorError) as error:
-            written = WrittenByRank(error=f"rank {rank} of the role: {error}")
-        blobs = self._context.all_gather_bytes(msgspec.msgpack.encode(written), self._group)
-        by_rank = [msgspec.msgpack.decode(blob, type=WrittenByRank) for blob in blobs]
-        if errors := [written.error for written in by_rank if written.error]:
-            raise SpmdError(errors[0])
-        if rank == 0:
+        part = atomic_write.part_folder(target)
+        by_rank = self._gather(_write_shards_of(self._context.rank, part, copies))
+        if self._context.rank == 0:
             index = merged(trainer_state, self._backend.contract(), self._layouts, by_rank)
             (part / INDEX_FILE).write_bytes(msgspec.json.encode(index) + b"\n")
             atomic_write.finish_folder(target)
+
+    def _gather(self, own: WrittenByRank) -> list[WrittenByRank]:
+        """Return what each rank wrote. Raises: SpmdError when one of them could not write."""
+        blobs = self._context.all_gather_bytes(msgspec.msgpack.encode(own), self._group)
+        by_rank = [msgspec.msgpack.decode(blob, type=WrittenByRank) for blob in blobs]
+        if errors := [written.error for written in by_rank if written.error]:
+            raise SpmdError(errors[0])
+        return by_rank
 
 
 def load(folder: str, backend: Backend, context: RoleContext) -> tuple[TrainerState, list[str]]:
@@ -149,28 +146,41 @@ def load(folder: str, backend: Backend, context: RoleContext) -> tuple[TrainerSt
     check(path, index.files, context.rank, context.size)
     context.barrier()  # until every rank has found its files undamaged
     state = backend.state()
-    weights_alone = set(index.tensors) == {WEIGHTS}
-    if not weights_alone and set(index.tensors) != set(state):
-        raise ConfigError(
-            f"{folder} is of another trainer: it holds {_listed(index.tensors)}, "
-            f"not {_listed(state)}"
-        )
+    if not index.weights_alone:
+        _check_kinds(folder, index, state)
     _check_names(path, index, state)
-    with ShardReader(path, index) as reader:
-        for kind, tensors in state.items():
-            for name, tensor in tensors:
-                if kind in index.tensors:
-                    reader.fill(kind, name, tensor)
-                else:
-                    tensor.local.detach().zero_()
-    backend.on_loaded(0 if weights_alone else index.progress.optimizer_steps)
-    contracts = {"the trainer": backend.contract(), "the checkpoint": index.contract}
-    caveats = [disagreement(contracts), NO_OPTIMIZER if weights_alone else ""]
-    return index.progress, [caveat for caveat in caveats if caveat]
+    _fill(state, path, index)
+    backend.on_loaded(0 if index.weights_alone else index.progress.optimizer_steps)
+    return index.progress, _caveats(backend.contract(), index)
+
+
+def _write_shards_of(rank: int, folder: Path, copies: State) -> WrittenByRank:
+    """Write the shards of one rank, and return what it wrote, or the error for all ranks to see."""
+    try:
+        return write_shards(folder, rank, copies)
+    except (OSError, SafetensorError) as error:
+        return WrittenByRank(error=f"rank {rank} of the role: {error}")
+
+
+def _copies(state: State) -> State:
+    """Return the state with its tensors copied to the CPU."""
+    return {
+        kind: [(name, replace(tensor, local=_copied(tensor.local))) for name, tensor in tensors]
+        for kind, tensors in state.items()
+    }
 
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _check_kinds(folder: str, index: Index, state: State) -> None:
+    """Raise a ConfigError unless the checkpoint holds the same kinds of tensors as the backend."""
+    if set(index.tensors) != set(state):
+        raise ConfigError(
+            f"{folder} is of another trainer: it holds {_listed(index.tensors)}, "
+            f"not {_listed(state)}"
+        )
 
 
 def _check_names(folder: Path, index: Index, state: State) -> None:
@@ -182,6 +192,24 @@ def _check_names(folder: Path, index: Index, state: State) -> None:
                 f"{folder} is of another model: it has {kind} of '{unknown[0]}', "
                 "which the model lacks"
             )
+
+
+def _fill(state: State, folder: Path, index: Index) -> None:
+    """Read the state from the checkpoint. Kinds of tensors that it does not hold become zero."""
+    with ShardReader(folder, index) as reader:
+        for kind, tensors in state.items():
+            for name, tensor in tensors:
+                if kind in index.tensors:
+                    reader.fill(kind, name, tensor)
+                else:
+                    tensor.local.detach().zero_()
+
+
+def _caveats(contract: dict[str, str | int], index: Index) -> list[str]:
+    """Return why a trainer of this contract does not go on from the checkpoint bit for bit."""
+    contracts = {"the trainer": contract, "the checkpoint": index.contract}
+    caveats = [disagreement(contracts), NO_OPTIMIZER if index.weights_alone else ""]
+    return [caveat for caveat in caveats if caveat]
 
 
 def _listed(kinds: Mapping[str, object]) -> str:

@@ -55,6 +55,9 @@ class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shards: list[Shard]
 
 
+TensorsByKind = dict[str, dict[str, SavedTensor]]  # by kind, and then by canonical name
+
+
 class WrittenByRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rank's files with their CRC-32, and its shards by kind and tensor; or its error."""
 
@@ -74,7 +77,12 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     progress: TrainerState
     contract: dict[str, str | int]
     files: dict[FileName, Count]
-    tensors: dict[str, dict[str, SavedTensor]]
+    tensors: TensorsByKind
+
+    @property
+    def weights_alone(self) -> bool:
+        """Whether the checkpoint holds no state of an optimizer."""
+        return set(self.tensors) == {WEIGHTS}
 
     def problem(self) -> str:
         """Return what is wrong with the index, as a clause; empty if it is fine."""
@@ -124,18 +132,26 @@ def merged(
 
     Raises: SpmdError where the shards of a tensor do not cover it, which is a fault of the backend.
     """
-    pieces = {
-        (kind, piece.name): piece for layout in layouts for kind in layout for piece in layout[kind]
-    }
-    tensors: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
-    for (kind, name), piece in pieces.items():
-        shards = [shard for rank in written for shard in rank.shards.get(kind, {}).get(name, [])]
-        tensors[kind][name] = SavedTensor(piece.shape, piece.dtype, shards)
+    tensors = _saved_tensors(layouts, written)
     files = {name: checksum for rank in written for name, checksum in rank.files.items()}
-    index = Index(FORMAT, trainer_state, dict(contract), files, dict(tensors))
+    index = Index(FORMAT, trainer_state, dict(contract), files, tensors)
     if problem := index.problem():
         raise SpmdError(f"the ranks did not write whole tensors: {problem}")
     return index
+
+
+def _saved_tensors(
+    layouts: Sequence[PiecesByKind], written: Sequence[WrittenByRank]
+) -> TensorsByKind:
+    """Return every tensor by kind and name, with the shards that the ranks wrote of it."""
+    pieces = {
+        (kind, piece.name): piece for layout in layouts for kind in layout for piece in layout[kind]
+    }
+    tensors: TensorsByKind = defaultdict(dict)
+    for (kind, name), piece in pieces.items():
+        shards = [shard for rank in written for shard in rank.shards.get(kind, {}).get(name, [])]
+        tensors[kind][name] = SavedTensor(piece.shape, piece.dtype, shards)
+    return dict(tensors)
 
 
 def share(layouts: Sequence[PiecesByKind], rank: int) -> dict[str, list[int]]:
@@ -143,18 +159,25 @@ def share(layouts: Sequence[PiecesByKind], rank: int) -> dict[str, list[int]]:
 
     Ranks with the same box write it in rotation: the first such box is the first rank's.
     """
-    owners: dict[tuple[str, str, Box], list[tuple[int, int]]] = defaultdict(list)
-    for owner, layout in enumerate(layouts):
-        for kind, pieces in layout.items():
-            for index, piece in enumerate(pieces):
-                if piece.box.num_elements:
-                    owners[kind, piece.name, piece.box].append((owner, index))
     own: dict[str, list[int]] = {kind: [] for kind in layouts[rank]}
-    for number, ((kind, _, _), copies) in enumerate(owners.items()):
+    for number, ((kind, _, _), copies) in enumerate(_copies_of_boxes(layouts).items()):
         writer, index = copies[number % len(copies)]
         if writer == rank:
             own[kind].append(index)
     return own
+
+
+def _copies_of_boxes(
+    layouts: Sequence[PiecesByKind],
+) -> dict[tuple[str, str, Box], list[tuple[int, int]]]:
+    """Return by kind, name and box each rank that has this box, and its index in the layout."""
+    copies: dict[tuple[str, str, Box], list[tuple[int, int]]] = defaultdict(list)
+    for rank, layout in enumerate(layouts):
+        for kind, pieces in layout.items():
+            for index, piece in enumerate(pieces):
+                if piece.box.num_elements:
+                    copies[kind, piece.name, piece.box].append((rank, index))
+    return copies
 
 
 def _problem(tensor: SavedTensor, files: Mapping[str, int]) -> str:

@@ -22,7 +22,7 @@ def main(words: list[str]) -> int:
     if target.exists():
         raise ConfigError(f"{target} exists: name a folder that does not")
     run = Path(options.run)
-    folder = _checkpoint(run, options.step, options.role)
+    folder = _trainer(_checkpoint(run, options.step), options.role)
     export_saved(folder, _model(run, options.model), target, getattr(torch, options.dtype))
     print(f"{target} holds the weights of {folder}")
     return 0
@@ -45,8 +45,8 @@ def _options(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _checkpoint(run: Path, step: str | None, role: str | None) -> Path:
-    """The folder of a trainer. Raises: ConfigError where there is none, or more than one."""
+def _checkpoint(run: Path, step: str | None) -> Path:
+    """The folder of a checkpoint, by default the newest. Raises: ConfigError where none is."""
     saved = Checkpoints(run / "checkpoints", 1, 0).complete()
     named = {str(record.next_step): path for path, record in saved.items()}
     if best := best_first(saved):
@@ -56,12 +56,19 @@ def _checkpoint(run: Path, step: str | None, role: str | None) -> Path:
         raise ConfigError(
             f"no checkpoint {step or ''} in {run}: there are {', '.join(named) or 'none'}"
         )
-    trainers = {file.parent.name: file.parent for file in sorted(chosen.glob(f"*/{INDEX_FILE}"))}
+    return chosen
+
+
+def _trainer(checkpoint: Path, role: str | None) -> Path:
+    """The folder of a trainer. Raises: ConfigError where there is none, or more than one."""
+    trainers = {
+        file.parent.name: file.parent for file in sorted(checkpoint.glob(f"*/{INDEX_FILE}"))
+    }
     if not role and len(trainers) == 1:
         return next(iter(trainers.values()))
     if role not in trainers:
         raise ConfigError(
-            f"{chosen} holds the trainers {', '.join(trainers) or 'none'}: name one with --role"
+            f"{checkpoint} holds the trainers {', '.join(trainers) or 'none'}: name one with --role"
         )
     return trainers[role]
 

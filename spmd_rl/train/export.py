@@ -14,7 +14,7 @@ from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import save_folder
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.backend import Backend
-from spmd_rl.train.checkpoint_index import WEIGHTS, read_index
+from spmd_rl.train.checkpoint_index import WEIGHTS, Index, read_index
 from spmd_rl.train.shards import ShardReader
 
 
@@ -29,8 +29,7 @@ def export_saved(
     path = Path(folder)
     index = read_index(path)
     weights = index.tensors[WEIGHTS]
-    files = {shard.file for tensor in weights.values() for shard in tensor.shards}
-    check(path, {file: index.files[file] for file in files})
+    _check_weight_files(path, index)
     shapes = ModelSpec.from_folder(like).parameter_shapes()
     if {name: tensor.shape for name, tensor in weights.items()} != shapes:
         raise ConfigError(
@@ -38,6 +37,13 @@ def export_saved(
         )
     with ShardReader(path, index) as reader:
         save_folder(target, like, ((name, reader.whole(WEIGHTS, name)) for name in shapes), dtype)
+
+
+def _check_weight_files(folder: Path, index: Index) -> None:
+    """Raise a SpmdError if a file that holds weights has changed."""
+    weights = index.tensors[WEIGHTS].values()
+    files = {shard.file for tensor in weights for shard in tensor.shards}
+    check(folder, {file: index.files[file] for file in files})
 
 
 def export_hf(folder: str, like: str, backend: Backend, context: RoleContext, dtype: str) -> None:

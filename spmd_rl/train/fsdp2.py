@@ -178,17 +178,8 @@ def _shard(scorer: Scorer, mesh: DeviceMesh, cfg: TrainerConfig) -> list[FSDPMod
 
     Gradients are summed and not averaged, because losses are divided by the batch's denominator.
     """
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, cfg.dtype) if cfg.dtype != "float32" else None,
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=False,
-    )
-    num_bytes = sum(parameter.nbytes for parameter in scorer.parameters())
-    units = (
-        [scorer]
-        if cfg.backend.gathers_whole(num_bytes, mesh.size())
-        else [*scorer.model.model.layers, scorer]
-    )
+    policy = _mixed_precision(cfg)
+    units = _units(scorer, mesh, cfg)
     reshard = False if mesh.size(1) == 1 else None
     for unit in units:
         fully_shard(
@@ -204,6 +195,23 @@ def _shard(scorer: Scorer, mesh: DeviceMesh, cfg: TrainerConfig) -> list[FSDPMod
     return [cast(FSDPModule, unit) for unit in units]
 
 
+def _mixed_precision(cfg: TrainerConfig) -> MixedPrecisionPolicy:
+    """Return the policy: compute in the config's dtype, and sum gradients in float32."""
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, cfg.dtype) if cfg.dtype != "float32" else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+
+
+def _units(scorer: Scorer, mesh: DeviceMesh, cfg: TrainerConfig) -> list[nn.Module]:
+    """Return the modules to shard: the whole scorer, or each layer and then the rest."""
+    num_bytes = sum(parameter.nbytes for parameter in scorer.parameters())
+    if cfg.backend.gathers_whole(num_bytes, mesh.size()):
+        return [scorer]
+    return [*scorer.model.model.layers, scorer]
+
+
 def _adamw(local: dict[str, nn.Parameter], cfg: TrainerConfig) -> torch.optim.AdamW:
     """Return AdamW with its state allocated, so that a checkpoint can be loaded before a step."""
     matrices = [shard for shard in local.values() if shard.dim() > 1]
@@ -214,9 +222,14 @@ def _adamw(local: dict[str, nn.Parameter], cfg: TrainerConfig) -> torch.optim.Ad
     ]
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
     for shard in local.values():
-        optimizer.state[shard] = {
-            "step": torch.zeros((), dtype=torch.float32, device=shard.device),
-            "exp_avg": torch.zeros_like(shard, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(shard, requires_grad=False),
-        }
+        optimizer.state[shard] = _initial_state(shard)
     return optimizer
+
+
+def _initial_state(shard: nn.Parameter) -> dict[str, Tensor]:
+    """Return what AdamW keeps of a parameter, as it is before the first step."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=shard.device),
+        "exp_avg": torch.zeros_like(shard, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(shard, requires_grad=False),
+    }

@@ -47,11 +47,15 @@ class MetricSums:
         Ranks: all of the role. Blocks: until each has called.
         Shape: arrays of [ranks], in rank order, so that a sum over them has a fixed order.
         """
-        names = [*(name for group in self._sums for name in group), *self._maxima]
-        parts = [*self._sums.values(), *(value.reshape(1) for value in self._maxima.values())]
-        values = torch.cat(parts).tolist() if parts else []
-        by_name = dict(zip(names, values, strict=True))
+        by_name = self._own_values()
         names = sorted(by_name)
         table = np.zeros((len(names) + len(numbers), context.size))
         table[:, context.rank] = [*(by_name[name] for name in names), *numbers.values()]
         return dict(zip([*names, *numbers], context.all_reduce_sum(table), strict=True))
+
+    def _own_values(self) -> dict[str, float]:
+        """Return the sums and maxima of this rank, copied from the device all at once."""
+        names = [*(name for group in self._sums for name in group), *self._maxima]
+        parts = [*self._sums.values(), *(value.reshape(1) for value in self._maxima.values())]
+        values = torch.cat(parts).tolist() if parts else []
+        return dict(zip(names, values, strict=True))

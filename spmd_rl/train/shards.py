@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,36 +15,46 @@ from torch import Tensor
 
 from spmd_rl.controller.run.checksums import checksum
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.train.checkpoint_index import Index, Shard, WrittenByRank
+from spmd_rl.train.checkpoint_index import Index, SavedTensor, Shard, WrittenByRank
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor
 
 FILE_BYTES = 1 << 30  # a file is closed once it holds this much
+NamedTensors = Sequence[tuple[str, LocalTensor]]
 
 
-def write_shards(
-    folder: Path, rank: int, boxes: Mapping[str, Sequence[tuple[str, LocalTensor]]]
-) -> WrittenByRank:
+def write_shards(folder: Path, rank: int, boxes: Mapping[str, NamedTensors]) -> WrittenByRank:
     """Write the boxes of one rank, whose tensors are on the CPU, to files of about a GiB.
 
     Raises: OSError or SafetensorError where a file cannot be written.
     """
     files: dict[str, int] = {}
-    shards: dict[str, dict[str, list[Shard]]] = {}
-    for kind, tensors in boxes.items():
-        shards[kind] = {}
-        for number, group in enumerate(_by_file(tensors)):
-            file = f"{kind}-{rank:05d}-{number:03d}.safetensors"
-            by_key = {f"{name}@{i}": (name, tensor) for i, (name, tensor) in enumerate(group)}
-            save_file({key: tensor.local for key, (_, tensor) in by_key.items()}, folder / file)
-            files[file] = checksum(folder / file)
-            for key, (name, tensor) in by_key.items():
-                shard = Shard(tensor.box.offset, tensor.box.extent, file, key)
-                shards[kind].setdefault(name, []).append(shard)
+    shards: dict[str, dict[str, list[Shard]]] = {kind: {} for kind in boxes}
+    for kind, file, tensors in _files(rank, boxes):
+        for name, shard in _write_file(folder / file, tensors):
+            shards[kind].setdefault(name, []).append(shard)
+        files[file] = checksum(folder / file)
     return WrittenByRank(files, shards)
 
 
-def _by_file(tensors: Sequence[tuple[str, LocalTensor]]) -> list[list[tuple[str, LocalTensor]]]:
+def _files(rank: int, boxes: Mapping[str, NamedTensors]) -> Iterator[tuple[str, str, NamedTensors]]:
+    """Yield the kind, name and tensors of each file of a rank."""
+    for kind, tensors in boxes.items():
+        for number, group in enumerate(_by_file(tensors)):
+            yield kind, f"{kind}-{rank:05d}-{number:03d}.safetensors", group
+
+
+def _write_file(path: Path, tensors: NamedTensors) -> list[tuple[str, Shard]]:
+    """Write one file, and return the name of each tensor with its shard."""
+    by_key = {f"{name}@{i}": (name, tensor) for i, (name, tensor) in enumerate(tensors)}
+    save_file({key: tensor.local for key, (_, tensor) in by_key.items()}, path)
+    return [
+        (name, Shard(tensor.box.offset, tensor.box.extent, path.name, key))
+        for key, (name, tensor) in by_key.items()
+    ]
+
+
+def _by_file(tensors: NamedTensors) -> list[list[tuple[str, LocalTensor]]]:
     """Return the tensors of each file."""
     files: list[list[tuple[str, LocalTensor]]] = []
     room = 0
@@ -83,14 +93,7 @@ class ShardReader:
         Raises: ConfigError where the checkpoint has another tensor of that name, or none; SpmdError
         where a file is not what the index says.
         """
-        saved = self._index.tensors.get(kind, {}).get(name)
-        if saved is None:
-            raise ConfigError(f"{self._folder} is of another model: it has no {kind} of '{name}'")
-        if saved.shape != target.shape or saved.dtype != target.dtype:
-            raise ConfigError(
-                f"{self._folder} is of another model: its {kind} of '{name}' is "
-                f"{saved.dtype} {list(saved.shape)}, not {target.dtype} {list(target.shape)}"
-            )
+        saved = self._saved(kind, name, target)
         for shard in saved.shards if target.box.num_elements else ():
             if (common := target.box.intersect(shard.box)) is not None:
                 values = self._read(shard, saved.dtype, common)
@@ -103,6 +106,18 @@ class ShardReader:
         box = Box((0,) * len(saved.shape), saved.shape)
         self.fill(kind, name, LocalTensor(saved.shape, box, tensor))
         return tensor
+
+    def _saved(self, kind: str, name: str, target: LocalTensor) -> SavedTensor:
+        """Return a tensor of the index. Raises: ConfigError unless it is as `target`."""
+        saved = self._index.tensors.get(kind, {}).get(name)
+        if saved is None:
+            raise ConfigError(f"{self._folder} is of another model: it has no {kind} of '{name}'")
+        if saved.shape != target.shape or saved.dtype != target.dtype:
+            raise ConfigError(
+                f"{self._folder} is of another model: its {kind} of '{name}' is "
+                f"{saved.dtype} {list(saved.shape)}, not {target.dtype} {list(target.shape)}"
+            )
+        return saved
 
     def _read(self, shard: Shard, dtype: str, box: Box) -> Tensor:
         try:

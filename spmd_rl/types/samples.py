@@ -137,13 +137,7 @@ class Group:
         """
         rows = [row for group in groups if (row := group._row or group._unchanged_row())]
         if not groups or len(rows) < len(groups):
-            return GroupColumns(
-                lengths=np.array([len(group.samples) for group in groups], np.int64),
-                prompts=Prompt.to_columns([group.prompt for group in groups]),
-                samples=Sample.to_columns([sample for group in groups for sample in group.samples]),
-                skipped=[group.skipped for group in groups],
-                reward_time_s=np.array([group.reward_time_s for group in groups], np.float64),
-            )
+            return _new_columns(groups)
         runs = _consecutive_rows(rows)
         joined = GroupColumns.join([columns[start:stop] for columns, start, stop in runs])
         if len(runs) > 1:  # the next call need not join them again
@@ -158,6 +152,17 @@ class Group:
         if len(samples) != len(self.samples) or not all(map(is_, samples, self.samples)):
             return None
         return row
+
+
+def _new_columns(groups: Sequence[Group]) -> GroupColumns:
+    """Return columns made from the fields of the groups."""
+    return GroupColumns(
+        lengths=np.array([len(group.samples) for group in groups], np.int64),
+        prompts=Prompt.to_columns([group.prompt for group in groups]),
+        samples=Sample.to_columns([sample for group in groups for sample in group.samples]),
+        skipped=[group.skipped for group in groups],
+        reward_time_s=np.array([group.reward_time_s for group in groups], np.float64),
+    )
 
 
 def _consecutive_rows(rows: list[_Row]) -> list[tuple[GroupColumns, int, int]]:

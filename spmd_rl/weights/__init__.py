@@ -9,6 +9,9 @@ tensor_ends    TensorSource, TensorSink: ends over ordinary tensors
 plan           plan_moves(sources, destinations, ...): the moves of one rank (no torch)
 executors      execute(moves, ends, ...) carries out a plan; alias(...) shares memory instead
 delivery       Delivery: batched copies into a sink
+peer_socket    PeerSocket: messages and descriptors between a rank and its engine's process
+slab           Slab, MappedSlab: memory that both of these processes have mapped
+buckets        BucketWriter, BucketReader: a push through the two halves of a slab
 digest         digests(pieces): 64 bits a piece; they add up to those of whole tensors
 verification   Verifier: compares both ends of a push; its result is in verdict (no torch)
 

@@ -33,21 +33,31 @@ def builder_for(value: Any, layouts: Mapping[int, ArrayLayout]) -> Build | None:
     that is more than arrays and plain data: a class may inspect what it is constructed from.
     """
     kind = type(value)
-    if kind is _array and id(value) in layouts:
+    if _is_array(value, layouts):
         return _array_builder(*layouts[id(value)])
     if kind in _CONSTANTS:
         return lambda payload: value
-    if kind is list and all(type(item) is _array and id(item) in layouts for item in value):
-        return _array_list_builder([layouts[id(item)] for item in value])
-    if kind is list or kind is tuple:
-        return _sequence_builder([builder_for(item, layouts) for item in value], kind is tuple)
+    if kind is list:
+        return _list_builder(value, layouts)
+    if kind is tuple:
+        return _sequence_builder([builder_for(item, layouts) for item in value], as_tuple=True)
     if kind is dict:
         return _dict_builder({key: builder_for(item, layouts) for key, item in value.items()})
     return None
 
 
+def _is_array(value: Any, layouts: Mapping[int, ArrayLayout]) -> bool:
+    return type(value) is _array and id(value) in layouts
+
+
 def _array_builder(shape: tuple[int, ...], dtype: np.dtype[Any], offset: int) -> Build:
     return lambda payload: _array(shape, dtype, payload, offset)
+
+
+def _list_builder(items: list[Any], layouts: Mapping[int, ArrayLayout]) -> Build | None:
+    if all(_is_array(item, layouts) for item in items):
+        return _array_list_builder([layouts[id(item)] for item in items])
+    return _sequence_builder([builder_for(item, layouts) for item in items], as_tuple=False)
 
 
 def _array_list_builder(layouts: list[ArrayLayout]) -> Build:

@@ -116,9 +116,7 @@ class FrameReader(Generic[M]):
     ) -> tuple[M, bytes] | Refusal:
         if not PREAMBLE_BYTES <= body_at <= payload_at <= len(frame):
             return Refusal.PREAMBLE
-        sizes = body_at - PREAMBLE_BYTES, payload_at - body_at, len(frame) - payload_at
-        limits = messages.MAX_HEADER_BYTES, codec.MAX_BODY_BYTES, codec.MAX_PAYLOAD_BYTES
-        if any(size > limit for size, limit in zip(sizes, limits, strict=True)):
+        if _is_oversize(body_at - PREAMBLE_BYTES, payload_at - body_at, len(frame) - payload_at):
             return Refusal.OVERSIZE
         try:
             message = self._decode(frame[PREAMBLE_BYTES:body_at])
@@ -127,3 +125,11 @@ class FrameReader(Generic[M]):
         decoded = message, frame[body_at:payload_at]
         store(self._cache, frame[_OFFSETS_AT:payload_at], decoded)
         return decoded
+
+
+def _is_oversize(header_bytes: int, body_bytes: int, payload_bytes: int) -> bool:
+    return (
+        header_bytes > messages.MAX_HEADER_BYTES
+        or body_bytes > codec.MAX_BODY_BYTES
+        or payload_bytes > codec.MAX_PAYLOAD_BYTES
+    )

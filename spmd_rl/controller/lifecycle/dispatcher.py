@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from signal import Signals
 
 from spmd_rl.config.run import RunConfig
@@ -160,18 +160,22 @@ class Dispatcher:
                 return message.rank == rank and self._add_worker(message, now)
             if not self.roster.note_message(rank, now):
                 return False
-            match message:
-                case Failure():
-                    return self.calls.record_failure(call, rank, message)
-                case Stacks():
-                    self._snapshots.store(rank, message, value[1])
-                case Signalled(name):
-                    self.roster.note_signal(rank, name, now)
-                case Dying():
-                    self._detector.on_dying(rank, message)
-                case Bye():
-                    self._shutdown.on_bye(rank)
+            if isinstance(message, Failure):
+                return self.calls.record_failure(call, rank, message)
+            self._note(rank, message, value, now)
             return True
+
+    def _note(self, rank: int, message: ToController, value: Packed, now: float) -> None:
+        """Act on what a worker tells about itself."""
+        match message:
+            case Stacks():
+                self._snapshots.store(rank, message, value[1])
+            case Signalled(name):
+                self.roster.note_signal(rank, name, now)
+            case Dying():
+                self._detector.on_dying(rank, message)
+            case Bye():
+                self._shutdown.on_bye(rank)
 
     def on_tick(self, now: float) -> None:
         """Ping all workers when it is time, and check for failures."""
@@ -214,15 +218,19 @@ class Dispatcher:
                 return None
             saved = self._snapshots.save(self._run.path / "stacks")
             unanswered = record.unanswered
-            locations = [
-                f"{self.roster.workers[rank]} {self._snapshots.location(rank)}"
-                for rank in unanswered
-            ]
-            others = {self.calls.oldest_unanswered(rank) for rank in unanswered} - {record, None}
-            earlier = "".join(f", still {in_call(call)}" for call in others)
+            hanging = self._locations(unanswered)
+            earlier = self._earlier_calls(record, unanswered)
             self._shutdown.give_up(rank for rank in unanswered if not self._snapshots.has(rank))
-        who = ", ".join(locations)
-        return DeadlineError(f"no answer from {who}{earlier}, {in_call(record)}; {saved}")
+        return DeadlineError(f"no answer from {hanging}{earlier}, {in_call(record)}; {saved}")
+
+    def _locations(self, ranks: Iterable[int]) -> str:
+        workers = self.roster.workers
+        return ", ".join(f"{workers[rank]} {self._snapshots.location(rank)}" for rank in ranks)
+
+    def _earlier_calls(self, record: CallRecord, ranks: Iterable[int]) -> str:
+        """Return a clause for each call before `record` that one of the ranks has not answered."""
+        earlier = {self.calls.oldest_unanswered(rank) for rank in ranks} - {record, None}
+        return "".join(f", still {in_call(call)}" for call in earlier)
 
     def _handle_until(self, done: Callable[[], bool], seconds: float) -> bool:
         return self._router.handle_until(done, seconds)

@@ -58,13 +58,17 @@ class FailureDetector:
             self._shutdown.fail(self._lost_error(lost, now), lost)
         elif termination := self._roster.terminated_by(now):
             self.termination.note_signal(*termination, now)
+        self._check_recipe(now)
+        if error := self.termination.overdue(now):
+            self._shutdown.fail(error)
+
+    def _check_recipe(self, now: float) -> None:
+        """End the run if the recipe hangs."""
         ranks = range(self._roster.world_size)
         unanswered = any(map(self._calls.oldest_unanswered, ranks))
         if late := self.recipe_deadline.overdue(unanswered, self._calls.waited_s, now):
             location = main_thread_location()
             self._shutdown.fail(DeadlineError(f"{late}: the controller is at {location}"))
-        if error := self.termination.overdue(now):
-            self._shutdown.fail(error)
 
     def on_unreachable(self, rank: int) -> None:
         """Act on the end of a rank's process or connection: it ends the run, unless all stop."""

@@ -109,13 +109,17 @@ class Roster:
         every = all(self.workers[rank].signal for rank in self.present)
         if not every and (self._unheard or now - self._first_signal_at <= SIGNAL_ALL_S):
             return None
+        return signalled[0].signal, self._signal_sentence(signalled, every)
+
+    def _signal_sentence(self, signalled: list[WorkerState], every: bool) -> str:
+        """Return who got a signal; `every` says whether all ranks that are present did."""
         name = signalled[0].signal
         if every and not self.missing:
-            return name, f"every rank got {name}"
+            return f"every rank got {name}"
         who = ", ".join(map(str, signalled[:MAX_NAMED]))
         more = f" and {len(signalled) - MAX_NAMED} more" if len(signalled) > MAX_NAMED else ""
         early = f" before ranks {self.missing} had reported" if self.missing else ""
-        return name, f"{who}{more} got {name}{early}"
+        return f"{who}{more} got {name}{early}"
 
     @property
     def _unheard(self) -> list[int]:

@@ -83,16 +83,7 @@ def ask(run: Path) -> str:
     Blocks: for `ANSWER_S` at most.
     Raises: ConfigError when no run is live there, or its controller is on another host.
     """
-    try:
-        pointer = msgspec.json.decode(_read_pointer(run / POINTER_FILE), type=ControllerPointer)
-    except OSError as error:
-        raise ConfigError(f"no run is going on in {run}") from error
-    except msgspec.MsgspecError as error:
-        raise ConfigError(
-            f"{run / POINTER_FILE} does not say where a controller is: {error}"
-        ) from error
-    if pointer.host != socket.gethostname():
-        raise ConfigError(f"the controller of {run} is on {printable(pointer.host)}: ask there")
+    pointer = _pointer_of(run)
     try:
         with (
             socket.socket(socket.AF_UNIX) as connection,
@@ -100,14 +91,7 @@ def ask(run: Path) -> str:
         ):
             connection.settimeout(ANSWER_S)
             connection.connect(f"{short}/stacks")
-            _, owner, _ = PEER.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
-            )
-            if owner != os.geteuid():
-                raise ConfigError(
-                    f"the controller that {run / POINTER_FILE} names belongs to another user "
-                    f"(uid {owner}): ask as that user"
-                )
+            _require_same_user(connection, run)
             return printable(_read_answer(connection).decode(errors="backslashreplace"))
     except TimeoutError as error:
         raise ConfigError(
@@ -128,12 +112,42 @@ def _escaped(line: str) -> str:
     return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in line)
 
 
+def _pointer_of(run: Path) -> ControllerPointer:
+    """Return where the controller of a run is.
+
+    Raises: ConfigError when no run is live there, or its controller is on another host.
+    """
+    try:
+        pointer = msgspec.json.decode(_read_pointer(run / POINTER_FILE), type=ControllerPointer)
+    except OSError as error:
+        raise ConfigError(f"no run is going on in {run}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"{run / POINTER_FILE} does not say where a controller is: {error}"
+        ) from error
+    if pointer.host != socket.gethostname():
+        raise ConfigError(f"the controller of {run} is on {printable(pointer.host)}: ask there")
+    return pointer
+
+
 def _read_pointer(path: Path) -> bytes:
     # opening a named pipe would block
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path} is no file")
         return file.read(MAX_POINTER_BYTES)
+
+
+def _require_same_user(connection: socket.socket, run: Path) -> None:
+    """Raises: ConfigError when the process that listens is another user's."""
+    _, owner, _ = PEER.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+    )
+    if owner != os.geteuid():
+        raise ConfigError(
+            f"the controller that {run / POINTER_FILE} names belongs to another user "
+            f"(uid {owner}): ask as that user"
+        )
 
 
 def _read_answer(connection: socket.socket) -> bytes:

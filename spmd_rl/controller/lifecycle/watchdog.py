@@ -6,7 +6,7 @@ import signal
 
 CONNECT_S = 30.0  # until the first message of the controller
 # for rank 0 to say why the controller is gone, once the connection to it has closed
-DISCONNECTED_S = 1.5
+DISCONNECTED_S = 5.0
 SIGNALLED_S = 5.0  # the longest silence of the controller, once the launcher sent a signal
 
 

@@ -67,11 +67,7 @@ class WorldShutdown:
         with self._roster.lock:
             if self.stop_message is not None:
                 return
-            workers, present = self._roster.workers, self._roster.present
-            lost = [workers[rank].hello for rank in self._given_up & workers.keys()]
-            stop = Stop("", 0, [])
-            if error is not None:
-                stop = Stop(self.final_message.compose(error), error.exit_code, lost)
+            stop, present = self._stop_for(error), self._roster.present
             self.stop_message, self._present_at_stop = stop, present
             self._unreported = error is not None and bool(present)
             if self._given_up >= set(present):
@@ -79,6 +75,13 @@ class WorldShutdown:
             self._router.post(present, stop)
             for rank in self._given_up:
                 self._roster.note_gone(rank)
+
+    def _stop_for(self, error: SpmdError | None) -> Stop:
+        if error is None:
+            return Stop("", 0, [])
+        workers = self._roster.workers
+        lost = [workers[rank].hello for rank in self._given_up & workers.keys()]
+        return Stop(self.final_message.compose(error), error.exit_code, lost)
 
     def on_bye(self, rank: int) -> None:
         """Note that a worker has stopped; it reports why the run ends."""

@@ -152,15 +152,19 @@ class Checkpoints:
         try:
             self._load(path, state, parts)
         except SpmdError as error:
-            # a wrong config or data set is wrong for an earlier checkpoint too
-            if len(complete) > 1 and not isinstance(error, (ConfigError, DataError)):
-                before = list(complete.values())[-2].next_step
-                advice = f"spmd-rl rewind {self.folder.parent} {before}"
-                error.args = (
-                    f"{error}; `{advice}` and the same command go on from the checkpoint before",
-                )
+            self._advise_rewind(error, complete)
             raise
         return path, state
+
+    def _advise_rewind(self, error: SpmdError, complete: Mapping[Path, CheckpointState]) -> None:
+        """Add to the error's message how to go on from the last but one checkpoint, if it helps."""
+        # a wrong config or data set is wrong for an earlier checkpoint too
+        if len(complete) > 1 and not isinstance(error, (ConfigError, DataError)):
+            before = list(complete.values())[-2].next_step
+            advice = f"spmd-rl rewind {self.folder.parent} {before}"
+            error.args = (
+                f"{error}; `{advice}` and the same command go on from the checkpoint before",
+            )
 
     def _clear_up(self, incomplete: Iterable[Path], others_exist: bool) -> None:
         for path in sorted(incomplete):
@@ -207,23 +211,11 @@ class Checkpoints:
         (target / UNFINISHED_FILE).touch()
         roles = {name: part for name, part in parts.items() if isinstance(part, Handle)}
         pending = [handle.save.start(str(target / name)) for name, handle in roles.items()]
-        for name, part in parts.items():
-            if name in roles:
-                state.roles[name] = dict(roles[name].placement.axes)
-            elif isinstance(part, FolderPart):
-                state.stored.append(name)
-                part.save(str(target / name))
-                state.checksums[name] = checksums(target / name)
-            else:
-                state.states[name] = cast(StatePart, part).state()
+        _add_parts(state, target, parts)
         for call in pending:
             call.wait()
         self._savers = list(roles.values())
-        temporary = target / f".{STATE_FILE}.part"
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
-        stored = [path for name in state.stored for path in (target / name).rglob("*")]
-        _flush([temporary, *stored])
-        os.replace(temporary, target / STATE_FILE)
+        _write_state(target, state)
         self._unfinished = target
 
 
@@ -247,6 +239,28 @@ def best_first(checkpoints: Mapping[Path, CheckpointState]) -> list[Path]:
         (state.reward, path) for path, state in checkpoints.items() if state.reward is not None
     ]
     return [path for _, path in sorted(rewards, reverse=True)]
+
+
+def _add_parts(state: CheckpointState, target: Path, parts: Mapping[str, CheckpointPart]) -> None:
+    """Add each part to a checkpoint's state, and save those that write a folder of their own."""
+    for name, part in parts.items():
+        if isinstance(part, Handle):
+            state.roles[name] = dict(part.placement.axes)
+        elif isinstance(part, FolderPart):
+            state.stored.append(name)
+            part.save(str(target / name))
+            state.checksums[name] = checksums(target / name)
+        else:
+            state.states[name] = cast(StatePart, part).state()
+
+
+def _write_state(target: Path, state: CheckpointState) -> None:
+    """Write the state's file, after the folders that it names are on the disk."""
+    temporary = target / f".{STATE_FILE}.part"
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
+    stored = [path for name in state.stored for path in (target / name).rglob("*")]
+    _flush([temporary, *stored])
+    os.replace(temporary, target / STATE_FILE)
 
 
 def _read_state(path: Path) -> CheckpointState | None:

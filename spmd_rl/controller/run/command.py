@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from spmd_rl.controller.run.checkpoints import Checkpoints, best_first, move_to_later
+from spmd_rl.controller.run.checkpoints import (
+    Checkpoints,
+    CheckpointState,
+    best_first,
+    move_to_later,
+)
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.run_folder import refuse_links
 from spmd_rl.observe.run_lock import acquire_run_lock
@@ -33,14 +39,7 @@ def rewind(folder: Path, wanted: str) -> tuple[Path, list[Path]]:
     """
     refuse_links(folder.parent)
     complete = Checkpoints(folder, 1, 0).complete()
-    by_name = {str(state.next_step): path for path, state in complete.items()}
-    if best := best_first(complete):
-        by_name["best"] = best[0]
-    if wanted not in by_name:
-        raise ConfigError(
-            f"no checkpoint '{wanted}' in {folder}: there are {', '.join(by_name) or 'none'}"
-        )
-    chosen = by_name[wanted]
+    chosen = _find(wanted, complete, folder)
     paths = list(complete)
     later = paths[paths.index(chosen) + 1 :]
     lock = acquire_run_lock(folder.parent, wait_s=0.0)
@@ -48,3 +47,15 @@ def rewind(folder: Path, wanted: str) -> tuple[Path, list[Path]]:
         return chosen, [move_to_later(path) for path in later]
     finally:
         os.close(lock)
+
+
+def _find(wanted: str, complete: Mapping[Path, CheckpointState], folder: Path) -> Path:
+    """Return the checkpoint after step `wanted`, or the best one."""
+    by_name = {str(state.next_step): path for path, state in complete.items()}
+    if best := best_first(complete):
+        by_name["best"] = best[0]
+    if wanted not in by_name:
+        raise ConfigError(
+            f"no checkpoint '{wanted}' in {folder}: there are {', '.join(by_name) or 'none'}"
+        )
+    return by_name[wanted]

@@ -124,11 +124,7 @@ def _close(observer: RunObserver | None, lifeline: Lifeline, exit_code: int) -> 
 
 def explain(raised: BaseException, verbose: bool) -> SpmdError:
     """Return an exception as the one error of the run; print the traceback of an unexpected one."""
-    if isinstance(raised, RemoteError):
-        print(raised.remote_traceback, file=sys.stderr, flush=True)
-    elif verbose or not (isinstance(raised, SpmdError) or _names_a_file(raised)):
-        traceback.print_exception(raised)
-        sys.stderr.flush()
+    _print_traceback(raised, verbose)
     if isinstance(raised, SpmdError):
         return raised
     if _names_a_file(raised):
@@ -138,6 +134,15 @@ def explain(raised: BaseException, verbose: bool) -> SpmdError:
     return SpmdError(
         f"{Path(frame.filename).name}:{frame.lineno}: {type(raised).__name__}: {raised}"
     )
+
+
+def _print_traceback(raised: BaseException, verbose: bool) -> None:
+    """Print the traceback of an exception, unless its message says enough."""
+    if isinstance(raised, RemoteError):
+        print(raised.remote_traceback, file=sys.stderr, flush=True)
+    elif verbose or not (isinstance(raised, SpmdError) or _names_a_file(raised)):
+        traceback.print_exception(raised)
+        sys.stderr.flush()
 
 
 def _names_a_file(raised: BaseException) -> TypeGuard[OSError]:

@@ -125,25 +125,21 @@ def make_importable(recipe: str) -> str:
     for name in (f"{SHIPPED}.{recipe}", recipe):
         if _exists(name):
             return name
+    hint = _shipped_hint(recipe)
+    raise ConfigError(f"there is no recipe '{recipe}': {hint} (a path must end in .py)")
+
+
+def _shipped_hint(recipe: str) -> str:
+    """Return a clause that names the shipped recipe most like `recipe`, else all of them."""
     shipped = _shipped_recipes()
     if near := difflib.get_close_matches(recipe, shipped, 1):
-        hint = f"did you mean {near[0]}?"
-    else:
-        hint = f"shipped ones are {', '.join(shipped) or 'none'}"
-    raise ConfigError(f"there is no recipe '{recipe}': {hint} (a path must end in .py)")
+        return f"did you mean {near[0]}?"
+    return f"shipped ones are {', '.join(shipped) or 'none'}"
 
 
 def load_recipe(recipe: str) -> Recipe:
     """Import a recipe. Raises: ConfigError when it is missing or is no recipe."""
-    try:
-        module = importlib.import_module(make_importable(recipe))
-    except SyntaxError as error:
-        where, kind = f"{error.filename}:{error.lineno}", type(error).__name__
-        raise ConfigError(f"{where}: {kind}: {error.msg}{source_line(error)}") from error
-    except SystemExit as error:  # would end this process with exit code 0
-        raise ConfigError(
-            f"{recipe} is no recipe: importing it ends the process (sys.exit, {error})"
-        ) from error
+    module = _import_module(recipe)
     _check_file(module, recipe)
     config, main = getattr(module, "Config", None), getattr(module, "main", None)
     if not dataclasses.is_dataclass(config) or not isinstance(config, type) or not callable(main):
@@ -151,6 +147,18 @@ def load_recipe(recipe: str) -> Recipe:
             f"{recipe} is no recipe: it needs a dataclass Config and a function main(ctl, cfg)"
         )
     return Recipe(config, main, getattr(module, "check", None))
+
+
+def _import_module(recipe: str) -> ModuleType:
+    try:
+        return importlib.import_module(make_importable(recipe))
+    except SyntaxError as error:
+        where, kind = f"{error.filename}:{error.lineno}", type(error).__name__
+        raise ConfigError(f"{where}: {kind}: {error.msg}{source_line(error)}") from error
+    except SystemExit as error:  # would end this process with exit code 0
+        raise ConfigError(
+            f"{recipe} is no recipe: importing it ends the process (sys.exit, {error})"
+        ) from error
 
 
 def _check_file(module: ModuleType, recipe: str) -> None:

@@ -123,16 +123,11 @@ class StepLoop:
 
     def _end(self, step: LoopStep, *, last: bool) -> None:
         """Record a step that has ended, and begin its checkpoint if one is due."""
-        termination, trace = self._dispatcher.termination, self._dispatcher.trace
-        ended = step.began + step.elapsed_s
-        trace.add("step", round(step.began * 1e9), round(ended * 1e9), step=step.index + 1)
-        if self._observer is not None:
-            self._observer.on_step(step)
-        trace.flush()
+        termination = self._dispatcher.termination
+        self._record(step)
         self._step = None
         state = CheckpointState(step.index + 1, self._run.seed, step.reward)
-        save_every = self._run.save_every
-        due = last or (save_every and state.next_step % save_every == 0)
+        due = last or self._is_save_due(state.next_step)
         if self._observer is not None and (due or termination.error is not None):
             self._observer.catch_up()
         if termination.error is not None:
@@ -140,6 +135,17 @@ class StepLoop:
         if self._parts and due:
             with self.timed("save"):
                 self._checkpoints.save(state, self._parts)
+
+    def _record(self, step: LoopStep) -> None:
+        trace, ended = self._dispatcher.trace, step.began + step.elapsed_s
+        trace.add("step", round(step.began * 1e9), round(ended * 1e9), step=step.index + 1)
+        if self._observer is not None:
+            self._observer.on_step(step)
+        trace.flush()
+
+    def _is_save_due(self, next_step: int) -> bool:
+        save_every = self._run.save_every
+        return bool(save_every) and next_step % save_every == 0
 
     def _save_and_end(self, state: CheckpointState) -> NoReturn:
         """Save a last checkpoint in what remains of the grace period of a run that is ended from

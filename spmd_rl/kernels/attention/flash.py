@@ -59,11 +59,11 @@ def flash_forward(
     fp32 if it is given.
     """
     # The public function does not write into a given tensor.
-    from flash_attn.cute.interface import _flash_attn_fwd
+    from spmd_rl.kernels.runtime.cute_cache import flash_interface
 
     # Without a mask the package would take other key blocks for heads of 96.
     tile = None if causal else (128, TILE[1])
-    _flash_attn_fwd(
+    flash_interface()._flash_attn_fwd(
         q.detach(),
         k.detach(),
         v.detach(),
@@ -107,11 +107,11 @@ class PackedFlash:
         self.bounds = SequenceBounds(lengths, device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from flash_attn.cute import flash_attn_varlen_func
+        from spmd_rl.kernels.runtime.cute_cache import flash_interface
 
         deterministic = torch.are_deterministic_algorithms_enabled()  # for the backward pass
         bounds = self.bounds.arguments(len(q))
-        out: Tensor = flash_attn_varlen_func(
+        out: Tensor = flash_interface().flash_attn_varlen_func(
             q, k, v, causal=True, num_splits=1, deterministic=deterministic, **bounds
         )[0]
         return out

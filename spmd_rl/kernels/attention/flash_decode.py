@@ -43,9 +43,9 @@ def decode_attention(
         run(q, keys, values, out, log_sum, num_keys, pages, tile_counter)
         return
     # The public function does not take a tile size.
-    from flash_attn.cute.interface import _flash_attn_fwd
+    from spmd_rl.kernels.runtime.cute_cache import flash_interface
 
-    _flash_attn_fwd(
+    flash_interface()._flash_attn_fwd(
         q.unsqueeze(1).repeat_interleave(len(pages) // len(q), 0),
         keys,
         values,

@@ -34,7 +34,7 @@ from spmd_rl.kernels.runtime.cute_cache import cached_on_disk
 REGISTERS = {1: (256, 56), 2: (208, 48)}
 
 
-@cached_on_disk  # type: ignore[untyped-decorator]
+@cached_on_disk
 def compiled_decoding(
     blocks: int, num_sms: int, dim: int, with_log_sum: bool, repeats: bool
 ) -> Callable[..., None]:

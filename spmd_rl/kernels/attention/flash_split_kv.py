@@ -101,12 +101,14 @@ class _PackedSplitAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from flash_attn.cute.interface import _flash_attn_bwd
+        from spmd_rl.kernels.runtime.cute_cache import flash_interface
 
         q, k, v, out, log_sum = ctx.saved_tensors
         deterministic = torch.are_deterministic_algorithms_enabled()
         inputs = q, k, v, out, grads[0].contiguous(), log_sum
-        found = _flash_attn_bwd(*inputs, causal=True, deterministic=deterministic, **ctx.arguments)
+        found = flash_interface()._flash_attn_bwd(
+            *inputs, causal=True, deterministic=deterministic, **ctx.arguments
+        )
         return *found, None
 
 

@@ -12,7 +12,7 @@ the GPU's clock.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -32,8 +32,25 @@ MOST_CALLS = 64
 L2_MULTIPLE = 2  # weights that fill the L2 cache this often are read from memory
 
 
+def race(shape: Shape, least_rows: int, ours: Gemm) -> Gemm:
+    """Return the fastest of `ours` and of the algorithms that have the bits.
+
+    Raises: torch.OutOfMemoryError, and Unsupported as in `choose`.
+    """
+    ways = [
+        way
+        for way in propose_algorithms(shape)
+        if way.splits <= 1 and has_reference_bits(way, shape)
+    ]
+    if least_rows != shape.rows:
+        ways = [way for way in ways if serves(way, shape._replace(rows=least_rows))]
+    return fastest([ours, *ways], shape) if ways else ours
+
+
 @torch.no_grad()
-def choose(shape: Shape, least_rows: int, ours: Gemm) -> Gemm | None:
+def choose(
+    shape: Shape, least_rows: int, ours: Gemm, race: Callable[[Shape, int, Gemm], Gemm] = race
+) -> Gemm | None:
     """Choose an algorithm for `least_rows` up to the shape's number of rows.
 
     Returns None where `ours` is the fastest, where no algorithm has its bits, and with a warning
@@ -42,14 +59,7 @@ def choose(shape: Shape, least_rows: int, ours: Gemm) -> Gemm | None:
     Raises: Unsupported where cuBLAS does not take what it proposed for the shape itself.
     """
     try:
-        ways = [
-            way
-            for way in propose_algorithms(shape)
-            if way.splits <= 1 and has_reference_bits(way, shape)
-        ]
-        if least_rows != shape.rows:
-            ways = [way for way in ways if _serves(way, shape._replace(rows=least_rows))]
-        best = fastest([ours, *ways], shape) if ways else ours
+        best = race(shape, least_rows, ours)
     except torch.OutOfMemoryError:
         warnings.warn(
             f"no memory to compare cuBLAS's ways for {shape}: a slower kernel multiplies",
@@ -59,8 +69,8 @@ def choose(shape: Shape, least_rows: int, ours: Gemm) -> Gemm | None:
     return None if best is ours else best
 
 
-def _serves(way: Gemm, shape: Shape) -> bool:
-    """Return whether an algorithm for more rows also has the bits for those of `shape`."""
+def serves(way: Gemm, shape: Shape) -> bool:
+    """Return whether an algorithm takes the shape and has the bits for it."""
     try:
         return has_reference_bits(way, shape)
     except Unsupported:

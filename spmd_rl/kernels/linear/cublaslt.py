@@ -51,10 +51,14 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class CublasAlgorithm:
-    """An algorithm, and into how many parts it says that it cuts K; 0 where it does not say."""
+    """An algorithm, and into how many parts it says that it cuts K; 0 where it does not say.
+
+    `identity` names it among all algorithms of this version of cuBLAS on this kind of GPU.
+    """
 
     multiply: Gemm
     splits: int
+    identity: bytes = b""
 
     def __call__(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.multiply(out, x, weight, bias)
@@ -126,7 +130,17 @@ def propose_algorithms(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[C
         for size in workspaces
         for one in _proposals(handle, operation, of_weight, of_x, of_out, size)
     }
-    return [CublasAlgorithm(gemm_of(one), _splits(one)) for one in different.values()]
+    return [
+        CublasAlgorithm(gemm_of(one), _splits(one), identity) for identity, one in different.items()
+    ]
+
+
+def library_version() -> int:
+    """Return the version of the cublasLt that runs; 0 where it is not available."""
+    if (library := _library()) is None:
+        return 0
+    library.cublasLtGetVersion.restype = c_size_t
+    return int(library.cublasLtGetVersion())
 
 
 def _proposals(

@@ -53,7 +53,7 @@ def shared_matmul_into(
     run(weight, x, out, bias, torch.cuda.is_current_stream_capturing())
 
 
-@cached_on_disk  # type: ignore[untyped-decorator]
+@cached_on_disk
 def compiled_matmul(
     share: tuple[Any, ...], has_bias: bool, gated: bool, rounds: bool
 ) -> Callable[..., None]:

@@ -14,8 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.linear.cublas import choose
 from spmd_rl.kernels.linear.cublaslt import Gemm, Shape, Unsupported
+from spmd_rl.kernels.linear.kept_choices import choose
 from spmd_rl.kernels.linear.tiles import (
     Share,
     choose_gated_tile,

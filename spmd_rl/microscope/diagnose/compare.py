@@ -126,6 +126,17 @@ def compare(left: ForwardPass, right: ForwardPass, case: ReplayCase) -> Comparis
     has_nan = by_hashes.logprobs is not None and bool(by_hashes.logprobs.nan.any())
     if not by_hashes.unequal_points and not has_nan:
         return by_hashes
+    return _compare_values(left, right, case, by_hashes, patched)
+
+
+def _compare_values(
+    left: ForwardPass,
+    right: ForwardPass,
+    case: ReplayCase,
+    by_hashes: Comparison,
+    patched: ForwardPass,
+) -> Comparison:
+    """Return the comparison with what values tell: NaN, and which op introduces a difference."""
     values = _run_for_values(left, case), _run_for_values(right, case)
     nan_problems = _nan_problems((left.name, right.name), values)
     problems = (*by_hashes.problems, *nan_problems)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import linear_fp32
@@ -112,22 +113,27 @@ class VariantSearch:
         If none does, return those that give some, each with the rows that are left by then. Only
         rows that both sides observed count. `step_of` is the step that computed each row.
         """
-        patched, other = self.evidence.patched, self.evidence.other
-        shared = patched.observed(point) & other.observed(point)
-        unequal = wide_bits(patched.table[point]) != wide_bits(other.table[point])
-        unequal_rows = shared & unequal.any(1)
-        left, num_shared = shared, int(shared.sum())
+        shared, unequal_rows = self._shared_rows(point)
+        left = shared
         partial_matches = []
         for candidate in self._candidates(point, values):
             given = candidate.rows & self._rows_given(candidate, point, values, step_of, left)
-            if int((given & shared).sum()) == num_shared:
-                num_unequal = int(unequal_rows.sum())
-                return [VariantMatch(candidate.description, num_shared, num_unequal)]
-            if num_given := int((given & left).sum()):
-                num_unequal = int((given & left & unequal_rows).sum())
-                partial_matches.append(VariantMatch(candidate.description, num_given, num_unequal))
+            if not (shared & ~given).any():
+                return [_match(candidate, shared, unequal_rows)]
+            if (given & left).any():
+                partial_matches.append(_match(candidate, given & left, unequal_rows))
                 left = left & ~given
         return partial_matches
+
+    def _shared_rows(self, point: Point) -> tuple[Tensor, Tensor]:
+        """Return the rows that both sides observed, and those of them that differ.
+
+        Shape: both [rows] bool.
+        """
+        patched, other = self.evidence.patched, self.evidence.other
+        shared = patched.observed(point) & other.observed(point)
+        unequal = wide_bits(patched.table[point]) != wide_bits(other.table[point])
+        return shared, shared & unequal.any(1)
 
     def _candidates(self, point: Point, values: ValueTap) -> Iterator[_Candidate]:
         """Yield the variants of the op.
@@ -140,19 +146,29 @@ class VariantSearch:
         if inputs:
             for description, compute in variants(point.op):
                 yield _Candidate(description, compute, tuple(inputs), None, all_rows)
-        source_op = SOURCES.get(point.op)
-        source = self._recorded_input(Point(point.layer, source_op)) if source_op else None
+        source = self._source(point)
         if source is None:
             return
-        shown = all_rows
-        for op in INPUTS[point.op]:
-            read = Point(point.layer, op)
-            is_shown = values.observed(read) if read in values.table else torch.zeros_like(shown)
-            shown = shown & is_shown
+        shown = self._rows_with_inputs(point, values)
         if shown.all():
             return
         for description, compute in variants_from_source(point.op):
             yield _Candidate(description, compute, (), source, ~shown)
+
+    def _source(self, point: Point) -> Tensor | None:
+        """Return what the op reads if it begins with its own projections."""
+        source_op = SOURCES.get(point.op)
+        return self._recorded_input(Point(point.layer, source_op)) if source_op else None
+
+    def _rows_with_inputs(self, point: Point, values: ValueTap) -> Tensor:
+        """Return in which rows `values` show all that the op reads. Shape: [rows] bool."""
+        shown = torch.ones(self.case.num_rows, dtype=torch.bool)
+        for op in INPUTS[point.op]:
+            read = Point(point.layer, op)
+            if read not in values.table:
+                return torch.zeros_like(shown)
+            shown = shown & values.observed(read)
+        return shown
 
     def _inputs(self, point: Point) -> list[Tensor]:
         """Return the recorded inputs of an op, or nothing if one of them is not recorded."""
@@ -229,21 +245,32 @@ class VariantSearch:
     def _variant_inputs(
         self, candidate: _Candidate, point: Point, rows: Tensor, left: Tensor
     ) -> VariantInputs:
-        case, device, index = self.case, next(self.model.parameters()).device, rows.numpy()
+        device = self._device
         return VariantInputs(
             x=tuple(tensor[rows].to(device) for tensor in candidate.inputs),
             module=_module(self.model, point),
             spec=self.spec,
-            positions=torch.from_numpy(case.positions[index]).to(device),
-            targets=torch.from_numpy(case.targets[index]).to(device),
-            temperatures=torch.from_numpy(case.temperatures[index]).to(device),
+            positions=self._select(self.case.positions, rows),
+            targets=self._select(self.case.targets, rows),
+            temperatures=self._select(self.case.temperatures, rows),
             wanted=left[rows],
             split=self.split,
             source=None if candidate.source is None else candidate.source[rows].to(device),
-            projections=tuple(
-                _module(self.model, Point(point.layer, op)) for op in INPUTS.get(point.op, ())
-            ),
+            projections=self._projections(point),
         )
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+    def _select(self, table: NDArray[Any], rows: Tensor) -> Tensor:
+        """Return `rows` of a table of the case, on the model's device."""
+        return torch.from_numpy(table[rows.numpy()]).to(self._device)
+
+    def _projections(self, point: Point) -> tuple[Any, ...]:
+        """Return the modules of the points that the op reads."""
+        return tuple(_module(self.model, Point(point.layer, op)) for op in INPUTS.get(point.op, ()))
 
     def _computed_together(
         self, point: Point, rows: Tensor, step_of: Sequence[int]
@@ -255,6 +282,12 @@ class VariantSearch:
             groups = torch.from_numpy(np.repeat(numbers, self.case.lengths))
         for group in groups[rows].unique().tolist():
             yield (rows & (groups == group)).nonzero()[:, 0]
+
+
+def _match(candidate: _Candidate, rows: Tensor, unequal_rows: Tensor) -> VariantMatch:
+    """Return the match of a variant that gives the bits of `rows`."""
+    num_unequal = int((rows & unequal_rows).sum())
+    return VariantMatch(candidate.description, int(rows.sum()), num_unequal)
 
 
 def _module(model: Any, point: Point) -> Any:

@@ -188,25 +188,27 @@ class AutoSplits(TokenAttention):
         return torch.cat([merged, out[batch:]])
 
     def _merge_rows(self, layer: int, q: Tensor, out: Tensor) -> Tensor:
-        assert self.step is not None
-        first = np.cumsum(self.step.lengths) - self.step.lengths
-        for request in np.flatnonzero(self.step.lengths == 1).tolist():
-            num_keys, row = int(self.step.starts[request]) + 1, int(first[request])
-            splits = min(self._max_splits(len(first)), num_keys // SPLIT_BLOCK)
+        step = self.step
+        assert step is not None
+        last = np.cumsum(step.lengths) - 1
+        for request in np.flatnonzero(step.lengths == 1).tolist():
+            num_keys = int(step.starts[request]) + 1
+            splits = min(self._max_splits(len(last)), num_keys // SPLIT_BLOCK)
             if splits > 1:
-                pages = self.step.pages[request]
-                keys, values = (
-                    self._read(cached, pages, num_keys)
-                    for cached in self.attend.cache.layers[layer]
-                )
-                out[row] = merged_attention(q[row], keys, values, splits)
+                row = int(last[request])
+                cached = self._read(layer, step.pages[request], num_keys)
+                out[row] = merged_attention(q[row], *cached, splits)
         return out
 
-    def _read(self, cached: Tensor, pages: NDArray[np.int64], num_keys: int) -> Tensor:
-        """Return the keys or values in `pages` of a sequence. Shape: [num_keys, K, D]."""
+    def _read(self, layer: int, pages: NDArray[np.int64], num_keys: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values in `pages` of a sequence. Shape: each [num_keys, K, D]."""
         page, offset = np.divmod(np.arange(num_keys), self.attend.cache.page_size)
         slots = torch.from_numpy(pages[page] * self.attend.cache.page_size + offset)
-        return cached.transpose(0, 1).index_select(0, slots.to(cached.device))
+        keys, values = (
+            cached.transpose(0, 1).index_select(0, slots.to(cached.device))
+            for cached in self.attend.cache.layers[layer]
+        )
+        return keys, values
 
 
 def _part_bounds(part: int, num_keys: Tensor, splits: Tensor) -> tuple[Tensor, Tensor]:

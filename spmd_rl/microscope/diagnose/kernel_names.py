@@ -33,33 +33,54 @@ class KernelInfo:
 
 def identify(name: str, hopper: bool = True) -> KernelInfo:
     """Return what a kernel's name says of it. Some of it is only known on Hopper."""
-    kernel = KernelInfo(_short_name(name))
-    is_split = re.search(r"split_?k|stream_?k", name, re.IGNORECASE) is not None
-    splits = "K split" if is_split else ""
+    kernel = KernelInfo(_short_name(name), splits=_k_split(name))
     lower = name.lower()
     if name.startswith("nvjet"):
-        tile = re.search(r"_(\d+x\d+)_(\d+x\d+)_", name)
-        return replace(
-            kernel,
-            tile=f"tile {tile[1]}" if tile else "",
-            splits=splits or "one chain",
-            instruction=_tall_instruction(name, hopper),
-        )
-    gemm_tile = re.search(r"tilesize(\d+x\d+x\d+)|(\d+x\d+_\d+x\d+)", name)
-    if "gemm" in lower and gemm_tile:
+        return _nvjet(kernel, name, hopper)
+    if "gemm" in lower and (tile := _gemm_tile(name)):
         instruction = _tall_instruction(name, "wgmma" in name) or "mma.sync"
-        tile_name = f"tile {gemm_tile[1] or gemm_tile[2]}"
-        return replace(kernel, tile=tile_name, splits=splits, instruction=instruction)
+        return replace(kernel, tile=f"tile {tile}", instruction=instruction)
     if "splitkv" in lower:
         return replace(kernel, splits="keys split")
     if ours := _OURS.match(name):
         return _our_matmul(ours, hopper)
-    if "flash" in lower and ("cute" in lower or name.startswith("kernel_cutlass")):
-        if "combine" in lower:
-            return KernelInfo(FLASH_COMBINE)
-        instruction = _tall_instruction(name, hopper)
-        return KernelInfo(FLASH, "keys in blocks of 128", "one split", instruction)
-    return replace(kernel, splits=splits)
+    if _is_flash_4(name):
+        return _flash_kernel(name, hopper)
+    return kernel
+
+
+def _k_split(name: str) -> str:
+    is_split = re.search(r"split_?k|stream_?k", name, re.IGNORECASE)
+    return "K split" if is_split else ""
+
+
+def _nvjet(kernel: KernelInfo, name: str, hopper: bool) -> KernelInfo:
+    """Return what the name of a cuBLAS kernel for Hopper and later says."""
+    tile = re.search(r"_(\d+x\d+)_(\d+x\d+)_", name)
+    return replace(
+        kernel,
+        tile=f"tile {tile[1]}" if tile else "",
+        splits=kernel.splits or "one chain",
+        instruction=_tall_instruction(name, hopper),
+    )
+
+
+def _gemm_tile(name: str) -> str:
+    """Return the tile in the name of a GEMM of cuBLAS or CUTLASS, or nothing."""
+    found = re.search(r"tilesize(\d+x\d+x\d+)|(\d+x\d+_\d+x\d+)", name)
+    return (found[1] or found[2]) if found else ""
+
+
+def _is_flash_4(name: str) -> bool:
+    lower = name.lower()
+    return "flash" in lower and ("cute" in lower or name.startswith("kernel_cutlass"))
+
+
+def _flash_kernel(name: str, hopper: bool) -> KernelInfo:
+    if "combine" in name.lower():
+        return KernelInfo(FLASH_COMBINE)
+    instruction = _tall_instruction(name, hopper)
+    return KernelInfo(FLASH, "keys in blocks of 128", "one split", instruction)
 
 
 def _tall_instruction(name: str, hopper: bool) -> str:
@@ -95,12 +116,17 @@ def _our_matmul(name: re.Match[str], hopper: bool) -> KernelInfo:
     """
     tile, tall = f"tile {name['m']}x{name['n']}x{name['k']}", _tall_instruction("", hopper)
     if name["stages"] is None:
-        if name["swapped"]:
-            tile, num_rows = f"{tile}, weight first", int(name["n"])
-        else:
-            num_rows = int(name["m"])
-        instruction = tall if num_rows >= WGMMA_ROWS else "mma.sync"
-        return KernelInfo("Triton _matmul", tile, "one chain", instruction)
+        return _matmul_without_stages(name, tile, tall)
     made = "CuTe shared_matmul" if name["kind"] == "shared_" else "Triton _ring_matmul"
     first = "x first" if name["swapped"] else "weight first"
     return KernelInfo(made, f"{name['stages']} stages of {tile}, {first}", "one chain", tall)
+
+
+def _matmul_without_stages(name: re.Match[str], tile: str, tall: str) -> KernelInfo:
+    """Return what the name says; `tall` is the instruction for many rows."""
+    if name["swapped"]:
+        tile, num_rows = f"{tile}, weight first", int(name["n"])
+    else:
+        num_rows = int(name["m"])
+    instruction = tall if num_rows >= WGMMA_ROWS else "mma.sync"
+    return KernelInfo("Triton _matmul", tile, "one chain", instruction)

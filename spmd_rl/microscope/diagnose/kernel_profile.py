@@ -76,10 +76,7 @@ def kernels_of(forward_pass: ForwardPass, case: ReplayCase) -> KernelTrace:
     activities = supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}
     with profile(activities=activities, record_shapes=True) as profiler:
         forward_pass.run(case, tap)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    events = _trace_events(profiler)
     device = tap.forward_of.device
     hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == HOPPER_MAJOR
     forward_of, step_of = (
@@ -88,67 +85,96 @@ def kernels_of(forward_pass: ForwardPass, case: ReplayCase) -> KernelTrace:
     return KernelTrace(kernels_between_marks(events, hopper), forward_of, step_of)
 
 
+def _trace_events(profiler: profile) -> list[dict[str, Any]]:
+    """Return the events of a profile, as its Chrome trace has them."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    return events
+
+
 def kernels_between_marks(events: list[dict[str, Any]], hopper: bool = True) -> KernelsByPoint:
     """Return the kernels, or torch ops if there are none, that were started before each mark."""
-    timed = sorted(
-        (event for event in events if "ts" in event and "cat" in event),
-        key=lambda event: (event["ts"], -event.get("dur", 0)),
-    )
-    on_gpu = {
-        event["args"].get("correlation"): event for event in timed if event["cat"] == "kernel"
-    }
     kernels: dict[tuple[int, Point], tuple[KernelInfo, ...]] = {}
     since_mark: list[str] = []
-    for kind, name in _marks_and_work(timed, on_gpu):
+    for kind, name in _marks_and_work(_in_order_of_time(events)):
         if kind == "work":
             since_mark.append(name)
             continue
         _, forward, layer, op = name.split("|")
         if op and since_mark:
-            names = [work for work in since_mark if not _COPIES.search(work)] or since_mark
-            point = Point(int(layer), op)
-            kernels.setdefault((int(forward), point), _kernels_of_op(names, hopper))
+            forward_and_point = int(forward), Point(int(layer), op)
+            kernels.setdefault(forward_and_point, _kernels_of_op(since_mark, hopper))
         since_mark = []
     return kernels
 
 
+def _in_order_of_time(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events that have a time; of those that begin together, the longest is first."""
+    return sorted(
+        (event for event in events if "ts" in event and "cat" in event),
+        key=lambda event: (event["ts"], -event.get("dur", 0)),
+    )
+
+
 def _kernels_of_op(names: list[str], hopper: bool) -> tuple[KernelInfo, ...]:
-    """Return the kernels of one op, each once.
+    """Return the kernels of one op, each once. Copies count only if there is nothing else.
 
     FlashAttention's splits follow from how often it ran, and from what ran after it.
     """
+    names = [name for name in names if not _COPIES.search(name)] or names
     kernels = [identify(name, hopper) for name in names]
-    num_flash = sum(kernel.name == FLASH for kernel in kernels)
-    splits = ""
-    if any(kernel.name == FLASH_COMBINE for kernel in kernels):
-        splits = "keys split"
-    elif num_flash > 1 or (num_flash and OUR_MERGE in names):
-        launches = "launch" if num_flash == 1 else "launches"
-        splits = f"ranges of keys in {num_flash} {launches}, merged"
-    if splits:
+    if splits := _flash_splits(kernels, OUR_MERGE in names):
         kernels = [
             replace(kernel, splits=splits) if kernel.name == FLASH else kernel for kernel in kernels
         ]
     return tuple(dict.fromkeys(kernels))
 
 
-def _marks_and_work(
-    timed: list[dict[str, Any]], on_gpu: Mapping[Any, dict[str, Any]]
-) -> Iterator[tuple[str, str]]:
+def _flash_splits(kernels: list[KernelInfo], has_our_merge: bool) -> str:
+    """Return how FlashAttention split the keys, or nothing if it did not."""
+    num_flash = sum(kernel.name == FLASH for kernel in kernels)
+    if any(kernel.name == FLASH_COMBINE for kernel in kernels):
+        return "keys split"
+    if num_flash > 1 or (num_flash and has_our_merge):
+        launches = "launch" if num_flash == 1 else "launches"
+        return f"ranges of keys in {num_flash} {launches}, merged"
+    return ""
+
+
+def _marks_and_work(timed: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield ("mark", its name) and ("work", the name of a kernel or op), in order of time."""
+    on_gpu = _kernels_by_launch(timed)
     end_of_op = float("-inf")
     for event in timed:
-        if event["name"].startswith(f"{MARK}|"):
+        name = event["name"]
+        if name.startswith(f"{MARK}|"):
             if event["cat"] == "user_annotation":
-                yield "mark", event["name"]
+                yield "mark", name
         elif on_gpu:
-            # The kernels of a graph are those of its recording, which was marked.
-            is_launch = event["cat"] in _LAUNCHES and "GraphLaunch" not in event["name"]
-            if is_launch and event["args"].get("correlation") in on_gpu:
-                yield "work", on_gpu[event["args"]["correlation"]]["name"]
+            if kernel := _launched_kernel(event, on_gpu):
+                yield "work", kernel["name"]
         elif event["ts"] >= end_of_op and _is_computing_op(event):
             end_of_op = event["ts"] + event.get("dur", 0)
             yield "work", _describe_op(event)
+
+
+def _kernels_by_launch(events: list[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Return the GPU kernels by the number that a kernel has in common with its launch."""
+    return {event["args"].get("correlation"): event for event in events if event["cat"] == "kernel"}
+
+
+def _launched_kernel(
+    event: dict[str, Any], on_gpu: Mapping[Any, dict[str, Any]]
+) -> dict[str, Any] | None:
+    """Return the kernel that `event` launches, if it is a launch.
+
+    The kernels of a graph are those of its recording, which was marked.
+    """
+    if event["cat"] not in _LAUNCHES or "GraphLaunch" in event["name"]:
+        return None
+    return on_gpu.get(event["args"].get("correlation"))
 
 
 def _is_computing_op(event: dict[str, Any]) -> bool:

@@ -156,12 +156,19 @@ def _before_rope(inputs: VariantInputs) -> Tensor:
 def _library_rotated(inputs: VariantInputs) -> Tensor:
     x = _heads(inputs.x[0], inputs.spec)
     x = x if inputs.module is None else _library_norm(x, inputs)
-    angles = inputs.positions.float()[:, None] * inverse_frequencies(inputs.spec).to(x.device)
-    # Computed on the device, as the library does it.
-    tables = (table * inputs.spec.rope.attention_factor for table in (angles.cos(), angles.sin()))
-    cos, sin = (torch.cat([table, table], -1).to(x.dtype).unsqueeze(1) for table in tables)
+    cos, sin = (
+        torch.cat([table, table], -1).to(x.dtype).unsqueeze(1)
+        for table in _library_tables(inputs, x.device)
+    )
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def _library_tables(inputs: VariantInputs, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, computed on the device as the library does it."""
+    angles = inputs.positions.float()[:, None] * inverse_frequencies(inputs.spec).to(device)
+    factor = inputs.spec.rope.attention_factor
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def _tables(inputs: VariantInputs) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -106,25 +107,38 @@ def _first_of_kind(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _causes_table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
     causes = {(finding["layer"], finding["op"]): finding for finding in data["causes"]}
+    num_places = _num_places(data["findings"])
     rows = []
     for finding in kinds:
-        num_places = sum(
-            other["op"] == finding["op"] and other["status"] == "introduced"
-            for other in data["findings"]
-        )
-        counts = finding["on_same_input"]["counts"]
         cause = causes.get((finding["layer"], finding["op"]))
-        cells = [
-            f"{_name(finding)}<br><small>{html.escape(OPS[finding['op']])}; "
-            f"in {num_places} place{'s' * (num_places > 1)}</small>",
-            f"{sum(counts[1:]):,} of {sum(counts):,}, "
-            f"at most {finding['on_same_input']['largest_ulp']:,} ULP",
-            *(_side(cause[side]) if cause else "" for side in ("left", "right")),
-        ]
-        rows.append(cells)
+        rows.append(
+            [
+                _op_cell(finding, num_places[finding["op"]]),
+                _distance_cell(finding),
+                *_side_cells(cause),
+            ]
+        )
     return _html_table(
         ("op", "elements that differ on the same input", data["left"], data["right"]), rows
     )
+
+
+def _num_places(findings: list[dict[str, Any]]) -> Counter[str]:
+    """Return in how many places each op introduces a difference."""
+    return Counter(finding["op"] for finding in findings if finding["status"] == "introduced")
+
+
+def _op_cell(finding: dict[str, Any], num_places: int) -> str:
+    return (
+        f"{_name(finding)}<br><small>{html.escape(OPS[finding['op']])}; "
+        f"in {num_places} place{'s' * (num_places > 1)}</small>"
+    )
+
+
+def _distance_cell(finding: dict[str, Any]) -> str:
+    histogram = finding["on_same_input"]
+    counts = histogram["counts"]
+    return f"{sum(counts[1:]):,} of {sum(counts):,}, at most {histogram['largest_ulp']:,} ULP"
 
 
 def _logprobs(data: dict[str, Any]) -> str:
@@ -132,16 +146,7 @@ def _logprobs(data: dict[str, Any]) -> str:
     note = f"{len(tokens):,} tokens" + (
         f", the first {MAX_TOKENS}" if len(tokens) > MAX_TOKENS else ""
     )
-    rows = [
-        [
-            html.escape(token["sequence"]),
-            str(token["position"]),
-            f"{token['response_token']}: "
-            f"<span class='mono'>{html.escape(repr(token['text']))}</span> ({token['token']})",
-            *map(_logprob, (token["left"], token["right"], token["recorded"])),
-        ]
-        for token in tokens[:MAX_TOKENS]
-    ]
+    rows = [_logprob_cells(token) for token in tokens[:MAX_TOKENS]]
     heads = (
         "sequence",
         "position",
@@ -151,6 +156,16 @@ def _logprobs(data: dict[str, Any]) -> str:
         "recorded",
     )
     return _section("Log-probs that differ", note, _html_table(heads, rows))
+
+
+def _logprob_cells(token: dict[str, Any]) -> list[str]:
+    return [
+        html.escape(token["sequence"]),
+        str(token["position"]),
+        f"{token['response_token']}: "
+        f"<span class='mono'>{html.escape(repr(token['text']))}</span> ({token['token']})",
+        *map(_logprob, (token["left"], token["right"], token["recorded"])),
+    ]
 
 
 def _logprob(value: float | None) -> str:
@@ -167,6 +182,10 @@ def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="card scroll"><table>{table}</table></div>'
 
 
+def _side_cells(cause: dict[str, Any] | None) -> list[str]:
+    return [_side(cause[side]) if cause else "" for side in ("left", "right")]
+
+
 def _side(side: dict[str, list[str]]) -> str:
     lines = [
         *map(html.escape, side["kernels"]),
@@ -176,7 +195,18 @@ def _side(side: dict[str, list[str]]) -> str:
 
 
 def _facts(data: dict[str, Any]) -> str:
-    facts = {
+    rows = [
+        [f"<b>{html.escape(name)}</b>", f"<span class='mono'>{html.escape(value)}</span>"]
+        for name, value in _list_facts(data).items()
+        if value
+    ]
+    facts_table = _html_table(("what", ""), rows)
+    return _section("What was replayed", "", _sequences(data["sequences"]) + facts_table)
+
+
+def _list_facts(data: dict[str, Any]) -> dict[str, str]:
+    """Return the facts on a replay by name; those that do not apply are empty."""
+    return {
         "run": data["run"],
         "command": data["command"],
         "weights": data["weights"],
@@ -190,13 +220,6 @@ def _facts(data: dict[str, Any]) -> str:
         },
         **data["versions"],
     }
-    rows = [
-        [f"<b>{html.escape(k)}</b>", f"<span class='mono'>{html.escape(v)}</span>"]
-        for k, v in facts.items()
-        if v
-    ]
-    facts_table = _html_table(("what", ""), rows)
-    return _section("What was replayed", "", _sequences(data["sequences"]) + facts_table)
 
 
 def _sequences(sequences: Sequence[dict[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.microscope.diagnose.compare import Comparison, PointResult
-from spmd_rl.microscope.diagnose.explain import SideExplanation
+from spmd_rl.microscope.diagnose.explain import Explanation, SideExplanation
 from spmd_rl.microscope.diagnose.faults import FAULTS
 from spmd_rl.microscope.diagnose.ulp import Histogram
 from spmd_rl.microscope.examine import (
@@ -21,6 +21,7 @@ from spmd_rl.microscope.examine import (
 )
 from spmd_rl.microscope.page.html_page import render
 from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
+from spmd_rl.microscope.taps.points import Point
 from spmd_rl.observe.atomic_write import write_atomically
 
 MAX_CHARACTERS, MAX_KERNELS = 200, 12  # characters of a text, kernels of an op
@@ -55,15 +56,7 @@ def as_data(examination: Examination) -> dict[str, Any]:
         "first": None if first is None else _point_result(first, setup.case),
         "unequal_logprobs": _unequal_logprobs(comparison, setup.case),
         "findings": [_point_result(result, setup.case) for result in comparison.results],
-        "causes": [
-            {
-                "layer": point.layer,
-                "op": point.op,
-                "left": _side(explanation.left),
-                "right": _side(explanation.right),
-            }
-            for point, explanation in examination.explanations.items()
-        ],
+        "causes": [_cause(*item) for item in examination.explanations.items()],
     }
 
 
@@ -150,6 +143,15 @@ def _token(case: ReplayCase, row: int, left: float, right: float) -> dict[str, A
 def _finite(x: float) -> float | None:
     """Return `x`, or None if it is NaN or infinite, which JSON does not have."""
     return x if math.isfinite(x) else None
+
+
+def _cause(point: Point, explanation: Explanation) -> dict[str, Any]:
+    return {
+        "layer": point.layer,
+        "op": point.op,
+        "left": _side(explanation.left),
+        "right": _side(explanation.right),
+    }
 
 
 def _side(side: SideExplanation) -> dict[str, list[str]]:

@@ -10,6 +10,7 @@ from spmd_rl.microscope.diagnose.ulp import Histogram
 from spmd_rl.microscope.taps.points import OPS, Point
 
 CELL, LABEL, TOP, BAR = 18, 92, 22, 40
+HISTOGRAM = 130  # the height of its tallest bar
 MAX_STRIPS, STRIP, MAX_TICKS = 24, 720, 20
 
 
@@ -65,19 +66,25 @@ def distances(histogram: dict[str, Any]) -> str:
     counts = histogram["counts"][1:]
     if not any(counts):
         return "<p>all elements are equal</p>"
-    height, top = 130, max(counts)
-    bars = []
+    bars, top = [], max(counts)
     for bucket, count in enumerate(counts, 1):
-        x, tall = BAR * (bucket - 1), height * (count / top) ** 0.5
-        title = f"{Histogram.label(bucket)} ULP: {count:,} elements"
-        bars.append(_cell(x + 4, height + 18 - tall, BAR - 8, tall, "introduced", title))
-        bars.append(_text(x + BAR / 2, height + 12 - tall, _brief(count), "middle"))
-        bars.append(_text(x + BAR / 2, height + 34, _power(bucket - 1), "middle"))
+        bars += _bar(bucket, count, HISTOGRAM * (count / top) ** 0.5)
     equal = (
         f"{histogram['counts'][0]:,} elements equal, {sum(counts):,} apart, "
         f"at most {histogram['largest_ulp']:,} ULP"
     )
-    return _svg(max(260, BAR * len(counts)), height + 40, bars) + f"<p>{equal}</p>"
+    return _svg(max(260, BAR * len(counts)), HISTOGRAM + 40, bars) + f"<p>{equal}</p>"
+
+
+def _bar(bucket: int, count: int, height: float) -> list[str]:
+    """Return a bar of a histogram with its count above and its distance below."""
+    x = BAR * (bucket - 1)
+    title = f"{Histogram.label(bucket)} ULP: {count:,} elements"
+    return [
+        _cell(x + 4, HISTOGRAM + 18 - height, BAR - 8, height, "introduced", title),
+        _text(x + BAR / 2, HISTOGRAM + 12 - height, _brief(count), "middle"),
+        _text(x + BAR / 2, HISTOGRAM + 34, _power(bucket - 1), "middle"),
+    ]
 
 
 def strips(positions: dict[str, list[int]], sequences: Sequence[dict[str, Any]]) -> str:
@@ -87,30 +94,25 @@ def strips(positions: dict[str, list[int]], sequences: Sequence[dict[str, Any]])
     """
     ordered = sorted(sequences, key=lambda sequence: sequence["name"] not in positions)
     shown, hidden = ordered[:MAX_STRIPS], ordered[MAX_STRIPS:]
-    longest = max(sequence["prompt_tokens"] + sequence["response_tokens"] for sequence in sequences)
+    longest = max(map(_num_tokens, sequences))
     unit, parts = STRIP / longest, []
     for y, sequence in enumerate(shown):
         parts += _strip(sequence, positions.get(sequence["name"], []), 18 * y, unit)
     if hidden:
         differ = sum(sequence["name"] in positions for sequence in hidden)
-        parts.append(
-            _text(
-                LABEL,
-                18 * len(shown) + 12,
-                f"{len(hidden)} more not shown, {differ} of them differ",
-                "start",
-            )
-        )
+        note = f"{len(hidden)} more not shown, {differ} of them differ"
+        parts.append(_text(LABEL, 18 * len(shown) + 12, note, "start"))
     return _svg(LABEL + STRIP + 90, 18 * (len(shown) + bool(hidden)) + 4, parts)
+
+
+def _num_tokens(sequence: dict[str, Any]) -> int:
+    return int(sequence["prompt_tokens"]) + int(sequence["response_tokens"])
 
 
 def _strip(
     sequence: dict[str, Any], positions: Sequence[int], top: float, unit: float
 ) -> list[str]:
-    prompt, length = (
-        sequence["prompt_tokens"],
-        sequence["prompt_tokens"] + sequence["response_tokens"],
-    )
+    prompt, length = sequence["prompt_tokens"], _num_tokens(sequence)
 
     def piece(start: int, width: float, status: str, title: str) -> str:
         y, height = (top + 2, 12) if start < prompt else (top + 5, 6)
@@ -127,24 +129,31 @@ def _strip(
 
 def growth(findings: Sequence[dict[str, Any]]) -> str:
     """Draw the share of elements that differ at each point, in the order of the forward pass."""
-    shares = [_unequal_share(finding["plain"]["counts"]) for finding in findings]
+    shares = [_unequal_share(finding) for finding in findings]
     step = STRIP / max(len(shares) - 1, 1)
     at = " ".join(
         f"{LABEL + step * x:.1f},{110 - 100 * share:.1f}" for x, share in enumerate(shares)
     )
-    parts = [_axis(10, "100 %"), _axis(60, "50 %"), _axis(110, "0 %")]
+    axes = [_axis(10, "100 %"), _axis(60, "50 %"), _axis(110, "0 %")]
+    parts = [*axes, *_layer_ticks(findings, step), f'<polyline class="line" points="{at}"/>']
+    return _svg(LABEL + STRIP + 40, 132, parts)
+
+
+def _layer_ticks(findings: Sequence[dict[str, Any]], step: float) -> list[str]:
+    """Return the names of some layers, each at the first point of the layer."""
     layers = sorted({finding["layer"] for finding in findings})
     labelled = set(layers[:: -(-len(layers) // MAX_TICKS)])
+    ticks = []
     for x, finding in enumerate(findings):
-        if finding["layer"] in labelled:
-            labelled.remove(finding["layer"])
-            parts.append(
-                _text(LABEL + step * x, 126, _layer_name(finding["layer"], layers), "start")
-            )
-    return _svg(LABEL + STRIP + 40, 132, [*parts, f'<polyline class="line" points="{at}"/>'])
+        layer = finding["layer"]
+        if layer in labelled:
+            labelled.remove(layer)
+            ticks.append(_text(LABEL + step * x, 126, _layer_name(layer, layers), "start"))
+    return ticks
 
 
-def _unequal_share(counts: Sequence[int]) -> float:
+def _unequal_share(finding: dict[str, Any]) -> float:
+    counts: list[int] = finding["plain"]["counts"]
     return 1 - counts[0] / max(sum(counts), 1)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from spmd_rl.microscope.diagnose.compare import Comparison, PointResult, name_in_sentence
 from spmd_rl.microscope.diagnose.explain import Explanation, SideExplanation
 from spmd_rl.microscope.replay.case import ReplayCase
@@ -39,14 +42,20 @@ def _arithmetic(
         f"introduced here, first at {name} position {position}."
     ]
     if explanation is not None:
-        left, right = explanation.left, explanation.right
-        sentences += [_side(names[0], left, first), _side(names[1], right, first)]
-        variant = _only_variant(left, first)
-        if variant and variant == _only_variant(right, first):
-            sentences.append(
-                "Both run the same arithmetic; its bits depend on which rows are computed together."
-            )
+        sentences += _both_sides(names, explanation, first)
     return [*sentences, _elsewhere(comparison, first), _outcome(comparison)]
+
+
+def _both_sides(names: tuple[str, str], explanation: Explanation, first: PointResult) -> list[str]:
+    """Name the kernels and the arithmetic of each side, and say if the arithmetic is the same."""
+    left, right = explanation.left, explanation.right
+    sentences = [_side(names[0], left, first), _side(names[1], right, first)]
+    variant = _only_variant(left, first)
+    if variant and variant == _only_variant(right, first):
+        sentences.append(
+            "Both run the same arithmetic; its bits depend on which rows are computed together."
+        )
+    return sentences
 
 
 def _difference(result: PointResult) -> str:
@@ -86,15 +95,19 @@ def _elsewhere(comparison: Comparison, first: PointResult) -> str:
     num_inherited = sum(result.status == "inherited" for result in others)
     sentences = []
     if introduced:
-        counts = {op: introduced.count(op) for op in introduced}
-        listed = ", ".join(
-            f"{op} ({OPS[op]}) in {count} place{_plural(count)}" for op, count in counts.items()
-        )
-        sentences.append(f"Introduced as well: {listed}.")
+        sentences.append(f"Introduced as well: {_list_ops(introduced)}.")
     if num_inherited:
         verb = "inherits" if num_inherited == 1 else "inherit"
         sentences.append(f"{num_inherited} later point{_plural(num_inherited)} only {verb} it.")
     return " ".join(sentences)
+
+
+def _list_ops(ops: Sequence[str]) -> str:
+    """Return text that has each op once, with its number of places."""
+    counts = Counter(ops)
+    return ", ".join(
+        f"{op} ({OPS[op]}) in {count} place{_plural(count)}" for op, count in counts.items()
+    )
 
 
 def _outcome(comparison: Comparison) -> str:

@@ -115,6 +115,10 @@ class ReplayCase:
     def num_rows(self) -> int:
         return int(self.lengths.sum())
 
+    def rows(self, number: int) -> NDArray[np.int64]:
+        """Return the rows of sequence `number`."""
+        return np.arange(self.lengths[number]) + self.offsets[number]
+
     def scored_positions(self, number: int) -> NDArray[np.int64]:
         """Return the positions whose logits predict a response token of sequence `number`."""
         return np.arange(len(self.sequences[number].prompt) - 1, self.lengths[number] - 1)

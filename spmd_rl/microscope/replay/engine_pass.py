@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import TokenAttention, sample_and_score
@@ -125,10 +127,13 @@ class EngineReplay:
         numbers = np.array([self._numbers[name] for name in names])
         computed = self.provenance.record_step(step, numbers)
         last = (np.cumsum(step.lengths) - 1)[step.samples]
-        for target, rows in ((self._rows, computed), (self._scored, computed[last])):
-            padded = np.full(len(target), self._padding_row)
-            padded[: len(rows)] = rows
-            target.copy_(upload(padded, target.device))
+        self._upload_rows(computed, self._rows)
+        self._upload_rows(computed[last], self._scored)
+
+    def _upload_rows(self, rows: NDArray[np.int64], target: Tensor) -> None:
+        padded = np.full(len(target), self._padding_row)
+        padded[: len(rows)] = rows
+        target.copy_(upload(padded, target.device))
 
     def _begin_forward(self, model: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run before each forward pass, also before one that is being recorded."""
@@ -143,18 +148,20 @@ class EngineReplay:
 
         Where that op draws the same token, the log-prob is the one of the draw.
         """
-        sampler = self.engine_pass.sampler
-        drawn, own_logprobs = sampler(logits, inv_temperature, *rest, **filters)
+        sample = partial(self.engine_pass.sampler, logits, inv_temperature, *rest, **filters)
+        drawn, own_logprobs = sample()
         scored = self._scored[: len(logits)]
         tokens = self._tokens.index_select(0, scored + 1)
         is_own_draw = drawn == tokens
         self.is_own_draw.index_copy_(0, scored, is_own_draw & (scored != self._padding_row))
         self.tap.skip_unobserved()
-        logprobs = sampler(logits, inv_temperature, *rest, given=tokens, **filters)[1]
-        logprobs = torch.where(is_own_draw, own_logprobs, logprobs)
+        logprobs = sample(given=tokens)[1]
+        return tokens, self._observe_logprobs(torch.where(is_own_draw, own_logprobs, logprobs))
+
+    def _observe_logprobs(self, logprobs: Tensor) -> Tensor:
         point = Point(self.engine_pass.model.spec.num_layers, "logprob")
         logprobs = self.tap.observe(point, logprobs)
-        return tokens, logprobs.nan_to_num()  # NaN would end the engine before it is traced
+        return logprobs.nan_to_num()  # NaN would end the engine before it is traced
 
 
 def request_name(case: ReplayCase, number: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.microscope.replay.case import ReplayCase
@@ -104,38 +105,45 @@ class TrainerPass:
                 self._run_micro_batch(case, tap, batch.select(part))
 
     def _run_micro_batch(self, case: ReplayCase, tap: Tap, batch: Batch) -> None:
-        on_cpu = self.device.type == "cpu"
-        layout = (shared_prefix.pack_shared if on_cpu else shared_prefix.pack_whole)(batch)
-        rows = np.concatenate([case.offsets[n] + np.arange(case.lengths[n]) for n in batch.index])
-        scored = torch.from_numpy(rows[np.flatnonzero(batch.mask) - 1]).to(self.device)
-        is_computed = layout.position >= 0
-        computed, locations = (
-            torch.from_numpy(array[is_computed]).to(self.device)
-            for array in (rows, layout.position)
-        )
-        tap.begin_forward(computed, locations, scored)
+        position = self._pack(batch).position
+        rows = np.concatenate([case.rows(number) for number in batch.index.tolist()])
+        scored = rows[np.flatnonzero(batch.mask) - 1]
+        is_computed = position >= 0
+        arrays = rows[is_computed], position[is_computed], scored
+        tap.begin_forward(*(torch.from_numpy(array).to(self.device) for array in arrays))
         logprobs, _ = self.scorer(lay_out(batch, self.device))
         tap.observe(Point(self.model.spec.num_layers, "logprob"), logprobs)
+
+    def _pack(self, batch: Batch) -> shared_prefix.PackedLayout:
+        """Return the layout of the forward pass: on a CPU, equal prompts are one segment."""
+        if self.device.type == "cpu":
+            return shared_prefix.pack_shared(batch)
+        return shared_prefix.pack_whole(batch)
 
 
 def _batch(case: ReplayCase) -> Batch:
     """Return the sequences as a batch to score; what only learning reads is zero."""
-    sizes = np.array(
-        [(len(sequence.prompt), len(sequence.response)) for sequence in case.sequences]
-    )
     zeros = np.zeros(case.num_rows, np.float32)
     return Batch(
         tokens=case.tokens.astype(np.int32),
         lengths=case.lengths.astype(np.int32),
-        mask=np.repeat(np.tile([False, True], len(sizes)), sizes.reshape(-1)),
+        mask=_response_mask(case),
         weight=zeros,
         advantages=zeros,
         rollout_logprobs=zeros,
         versions=np.full(case.num_rows, -1, np.int32),
         temperature=np.array([sequence.temperature for sequence in case.sequences], np.float32),
-        index=np.arange(len(sizes), dtype=np.int32),
+        index=np.arange(len(case.sequences), dtype=np.int32),
         denominator=1.0,
     )
+
+
+def _response_mask(case: ReplayCase) -> NDArray[np.bool_]:
+    """Return which rows are tokens of a response."""
+    sizes = np.array(
+        [(len(sequence.prompt), len(sequence.response)) for sequence in case.sequences]
+    )
+    return np.repeat(np.tile([False, True], len(sizes)), sizes.reshape(-1))
 
 
 class ReferencePass:
@@ -167,16 +175,25 @@ class ReferencePass:
                 self._run_sequence(case, tap, number)
 
     def _run_sequence(self, case: ReplayCase, tap: Tap, number: int) -> None:
-        sequence, offset = case.sequences[number], int(case.offsets[number])
-        positions = torch.arange(int(case.lengths[number]), device=self.device)
-        scored = torch.from_numpy(case.scored_positions(number)).to(self.device)
-        tap.begin_forward(offset + positions, None, offset + scored)
-        tokens = torch.from_numpy(sequence.tokens).to(self.device)
+        sequence = case.sequences[number]
+        arrays = case.rows(number), case.scored_positions(number), sequence.tokens
+        rows, scored, tokens = (torch.from_numpy(array).to(self.device) for array in arrays)
+        tap.begin_forward(rows, None, rows[scored])
+        logits = tap.observe(Point(self.num_layers, "logits"), self._logits(tokens, scored))
+        logprobs = _score(logits, tokens[scored + 1], sequence.temperature)
+        tap.observe(Point(self.num_layers, "logprob"), logprobs)
+
+    def _logits(self, tokens: Tensor, scored: Tensor) -> Tensor:
         out = self.model(input_ids=tokens[None], use_cache=False, logits_to_keep=scored)
-        logits = tap.observe(Point(self.num_layers, "logits"), out.logits[0])
-        scale = float(inverse_temperature(np.array([sequence.temperature], np.float32))[0])
-        logprobs = (logits.float() * scale).log_softmax(-1).gather(1, tokens[scored + 1][:, None])
-        tap.observe(Point(self.num_layers, "logprob"), logprobs[:, 0])
+        logits: Tensor = out.logits[0]
+        return logits
+
+
+def _score(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Return the log-probs of `targets`. Shape: logits [R, V]; targets [R]; returns [R]."""
+    scale = float(inverse_temperature(np.array([temperature], np.float32))[0])
+    logprobs = (logits.float() * scale).log_softmax(-1)
+    return logprobs.gather(1, targets[:, None])[:, 0]
 
 
 def _observed_attention(

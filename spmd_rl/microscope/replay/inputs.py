@@ -103,27 +103,35 @@ def case_of_samples(
     """Return the case of `samples`. Raises: DataError for one that the model cannot take."""
     tokenizer = load_tokenizer(model)
     special = not settings.get("prompts", {}).get("chat_template", False)
-    drawn = {
-        key: settings.get("sampling", {}).get(key)
-        for key in ("temperature", "top_p", "top_k", "min_p")
-    }
     seed = settings.get("run", {}).get("seed", 0)
-    sampling = SamplingConfig(**{key: value for key, value in drawn.items() if value is not None})
+    sampling = _sampling_config(settings.get("sampling", {}))
     prompts = _encoded(tokenizer, [sample.prompt for sample in samples], model, special)
     sequences = [
-        ReplaySequence(
-            sample.name,
-            prompt,
-            sample.tokens,
-            sampling,
-            (sample.prompt_uid, sample.index),
-            sample.prompt,
-            sample.logprobs,
-            seed,
-        )
+        _recorded_sequence(sample, prompt, sampling, seed)
         for sample, prompt in zip(samples, prompts, strict=True)
     ]
     return checked_case(sequences, ModelSpec.from_folder(model), tokenizer)
+
+
+def _sampling_config(settings: dict[str, Any]) -> SamplingConfig:
+    """Return what draws a token in a run; when a sample ends is known from the sample."""
+    drawn = {key: settings.get(key) for key in ("temperature", "top_p", "top_k", "min_p")}
+    return SamplingConfig(**{key: value for key, value in drawn.items() if value is not None})
+
+
+def _recorded_sequence(
+    sample: RecordedSample, prompt: NDArray[np.int64], sampling: SamplingConfig, seed: int
+) -> ReplaySequence:
+    return ReplaySequence(
+        sample.name,
+        prompt,
+        sample.tokens,
+        sampling,
+        (sample.prompt_uid, sample.index),
+        sample.prompt,
+        sample.logprobs,
+        seed,
+    )
 
 
 def case_of_prompts(texts: Sequence[str], model: Path) -> ReplayCase:

@@ -38,21 +38,25 @@ class KvProvenance:
         """
         for source, target in step.copies_before:
             self._pages[target] = self._pages[source]
-        computed = []
-        for number, start, length, pages in zip(
-            numbers, step.starts, step.lengths, step.pages, strict=True
-        ):
-            positions = np.arange(start, start + length)
-            rows = int(self._case.offsets[number]) + positions
-            page, offset = np.divmod(positions, self._pages.shape[1])
-            self._pages[pages[page], offset] = rows
-            self._sources[rows] = rows
-            computed.append(rows)
-        for number, start, pages in zip(
-            numbers.tolist(), step.starts.tolist(), step.pages, strict=True
-        ):
+        requests = list(zip(numbers.tolist(), step.starts.tolist(), step.pages, strict=True))
+        computed = [
+            self._record_writes(number, start, length, pages)
+            for (number, start, pages), length in zip(requests, step.lengths.tolist(), strict=True)
+        ]
+        for number, start, pages in requests:
             self._check_reads(number, start, pages)
         return np.concatenate(computed)
+
+    def _record_writes(
+        self, number: int, start: int, length: int, pages: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Record that `length` rows of sequence `number` are computed, and return them."""
+        positions = np.arange(start, start + length)
+        rows = int(self._case.offsets[number]) + positions
+        page, offset = np.divmod(positions, self._pages.shape[1])
+        self._pages[pages[page], offset] = rows
+        self._sources[rows] = rows
+        return rows
 
     def shared_rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the rows that were read instead of computed, and the rows that were read."""
@@ -62,18 +66,31 @@ class KvProvenance:
 
     def _check_reads(self, number: int, start: int, pages: NDArray[np.int64]) -> None:
         """Check what sequence `number` reads in the cache before position `start`."""
-        case = self._case
-        rows = int(case.offsets[number]) + np.arange(start)
-        sources = self._pages[pages[: -(-start // self._pages.shape[1])]].reshape(-1)[:start]
+        rows = self._case.rows(number)[:start]
+        sources = self._read(pages, start)
         is_new = self._sources[rows] == UNWRITTEN
         self._sources[rows] = np.where(is_new, sources, self._sources[rows])
-        wrong = (sources == UNWRITTEN) | (case.histories[sources] != case.histories[rows])
+        wrong = self._differ(sources, rows)
         if wrong.any() and number not in self._problems:
             position = int(wrong.argmax())
-            name, source = case.sequences[number].name, self._describe(int(sources[position]))
-            self._problems[number] = (
-                f"At position {position}, {name} reads {source} in the cache: not its own history."
-            )
+            self._problems[number] = self._describe_read(number, position, int(sources[position]))
+
+    def _read(self, pages: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """Return what the first `length` slots of `pages` hold."""
+        num_pages = -(-length // self._pages.shape[1])
+        return self._pages[pages[:num_pages]].reshape(-1)[:length]
+
+    def _differ(self, sources: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return where a source cannot stand for its row, because it has another history."""
+        histories = self._case.histories
+        return (sources == UNWRITTEN) | (histories[sources] != histories[rows])
+
+    def _describe_read(self, number: int, position: int, source: int) -> str:
+        name = self._case.sequences[number].name
+        return (
+            f"At position {position}, {name} reads {self._describe(source)} in the cache: "
+            "not its own history."
+        )
 
     def _describe(self, row: int) -> str:
         if row == UNWRITTEN:

@@ -43,9 +43,7 @@ def sampling_weights(
     Those of a checkpoint are written as a model to `folder`.
     Raises: ConfigError if the run has neither.
     """
-    names = (
-        " and ".join(f"version {version}" for version in sorted(versions)) or "an unknown version"
-    )
+    names = _list_versions(versions)
     saved = _find_checkpoint(run, *versions) if len(versions) == 1 else None
     if saved is None:
         last = final_weights(run)
@@ -58,6 +56,12 @@ def sampling_weights(
     export_saved(saved, like, folder)
     description = f"the weights that drew the samples, {names}, from {saved}"
     return ReplayWeights(folder, description, drew_samples=True)
+
+
+def _list_versions(versions: Set[int]) -> str:
+    """Return text like `version 3 and version 4`."""
+    names = [f"version {version}" for version in sorted(versions)]
+    return " and ".join(names) or "an unknown version"
 
 
 def _find_checkpoint(run: Path, version: int) -> Path | None:

@@ -42,13 +42,6 @@ def hook_model(model: CausalLM, observe: Observe) -> Iterator[None]:
     num_layers = len(model.model.layers)
     logits, own_logits = model.logits, vars(model).get("logits")
 
-    def hook_attention(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        if "attend" in kwargs:
-            return args, kwargs | {"attend": _hooked_attention(kwargs["attend"], observe)}
-        return (*args[:2], _hooked_attention(args[2], observe), *args[3:]), kwargs
-
     def restore_logits() -> None:
         if own_logits:
             model.logits = own_logits  # type: ignore[method-assign]
@@ -56,12 +49,24 @@ def hook_model(model: CausalLM, observe: Observe) -> Iterator[None]:
             del model.logits
 
     with ExitStack() as stack:
-        stack.callback(model.register_forward_pre_hook(hook_attention, with_kwargs=True).remove)
+        attention = _attention_hook(observe)
+        stack.callback(model.register_forward_pre_hook(attention, with_kwargs=True).remove)
         stack.enter_context(hook_modules(model, observe))
         _hook_joint_projections(model, observe, stack)
         stack.callback(restore_logits)
         model.logits = lambda hidden: observe(Point(num_layers, "logits"), logits(hidden))  # type: ignore[method-assign]
         yield
+
+
+def _attention_hook(observe: Observe) -> Callable[..., tuple[Any, Any]]:
+    """Return a hook that replaces the model's argument `attend` by one that observes it."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if "attend" in kwargs:
+            return args, kwargs | {"attend": _hooked_attention(kwargs["attend"], observe)}
+        return (*args[:2], _hooked_attention(args[2], observe), *args[3:]), kwargs
+
+    return hook
 
 
 def _hook_joint_projections(model: CausalLM, observe: Observe, stack: ExitStack) -> None:
@@ -132,14 +137,16 @@ class _HookedPagedAttention(PagedAttention):
     def read(self, layer: int, q: Tensor) -> Tensor:
         """For caches that FlashAttention reads, whose pages lie one after the other."""
         q = self._observe(Point(layer, "q"), q)
-        cached = [
-            x.flatten(0, 1).index_select(0, self.slots.clamp(min=0))
-            for x in self.cache.layers[layer]
-        ]
+        cached = self._read_slots(layer)
         k, v = (self._observe(Point(layer, op), x) for op, x in zip("kv", cached, strict=True))
         if k is not cached[0] or v is not cached[1]:
             self.cache.write(layer, self.slots, k, v)
         return self._observe(Point(layer, "attention"), self.kernel(q, *self.cache.layers[layer]))
+
+    def _read_slots(self, layer: int) -> list[Tensor]:
+        """Return the keys and the values in the slots of the batch."""
+        slots = self.slots.clamp(min=0)
+        return [x.flatten(0, 1).index_select(0, slots) for x in self.cache.layers[layer]]
 
 
 @contextmanager
@@ -150,19 +157,21 @@ def hook_modules(model: Any, observe: Observe) -> Iterator[None]:
         embed = _input_hook(observe, Point(BEFORE, "embed"))
         stack.callback(layers[0].register_forward_pre_hook(embed, with_kwargs=True).remove)
         for number, layer in enumerate(layers):
-            modules = dict(layer.named_modules())
-            for name, op in _OUTPUT_POINTS.items():
-                if modules.get(name) is not None:
-                    output_hook = _output_hook(observe, Point(number, op))
-                    stack.callback(modules[name].register_forward_hook(output_hook).remove)
-            for name, op in _INPUT_POINTS.items():
-                input_hook = _input_hook(observe, Point(number, op))
-                stack.callback(
-                    modules[name].register_forward_pre_hook(input_hook, with_kwargs=True).remove
-                )
+            _hook_layer(layer, number, observe, stack)
         final_norm = _output_hook(observe, Point(len(layers), "final_norm"))
         stack.callback(model.model.register_forward_hook(final_norm).remove)
         yield
+
+
+def _hook_layer(layer: nn.Module, number: int, observe: Observe, stack: ExitStack) -> None:
+    modules = dict(layer.named_modules())
+    for name, op in _OUTPUT_POINTS.items():
+        if modules.get(name) is not None:
+            output_hook = _output_hook(observe, Point(number, op))
+            stack.callback(modules[name].register_forward_hook(output_hook).remove)
+    for name, op in _INPUT_POINTS.items():
+        input_hook = _input_hook(observe, Point(number, op))
+        stack.callback(modules[name].register_forward_pre_hook(input_hook, with_kwargs=True).remove)
 
 
 def _input_hook(observe: Observe, point: Point) -> Callable[..., tuple[Any, Any]]:

@@ -154,12 +154,9 @@ class PatchTap(ValueTap):
         )
         if point.op == "logits":  # only the log-probs follow, which take any format
             x = x.to(torch.promote_types(x.dtype, values.dtype))
-        own = x[: len(rows)] if locations is None else x.index_select(0, locations)
-        own_flat = own.flatten(1) if x.dim() > 1 else own[:, None]
-        patched = torch.where(available[:, None], values.to(x.dtype), own_flat)
-        if locations is None:
-            locations = torch.arange(len(rows), device=x.device)
-        return x.index_copy(0, locations, patched.view_as(own))
+        own = _rows_of(x, rows, locations)
+        patched = torch.where(available[:, None], values.to(x.dtype), own)
+        return _with_rows(x, patched, locations)
 
     def _patch(self, point: Point, device: torch.device) -> tuple[Tensor, ...]:
         """Return the other side's values and which of them it has, with a row for padding."""
@@ -186,10 +183,7 @@ class ProfilerTap(Tap):
     def begin_forward(self, rows: Tensor, locations: Tensor | None, scored: Tensor) -> None:
         super().begin_forward(rows, locations, scored)
         if self._num_forwards == 0:
-            self.forward_of, self.step_of = torch.full(
-                (2, self.num_rows + 1), -1, device=rows.device
-            )
-            self._step = torch.zeros(1, dtype=torch.int64, device=rows.device)
+            self._make_tables(rows.device)
         if not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._num_forwards += 1
         self._step += 1
@@ -207,9 +201,20 @@ class ProfilerTap(Tap):
     def fill_shared_rows(self, rows: Tensor, sources: Tensor) -> None:
         """Leave them empty: kernels are those of rows that were computed."""
 
+    def _make_tables(self, device: torch.device) -> None:
+        self.forward_of, self.step_of = torch.full((2, self.num_rows + 1), -1, device=device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+
     def _mark(self, layer: int | str, op: str) -> None:
         with record_function(f"{MARK}|{self._num_forwards - 1}|{layer}|{op}"):
             pass
+
+
+def _with_rows(x: Tensor, flat: Tensor, locations: Tensor | None) -> Tensor:
+    """Return `x` with the rows that `_rows_of` gives replaced by `flat`. Shape: flat [R, C]."""
+    if locations is None:
+        locations = torch.arange(len(flat), device=x.device)
+    return x.index_copy(0, locations, flat.view(len(flat), *x.shape[1:]))
 
 
 def _rows_of(x: Tensor, rows: Tensor, locations: Tensor | None) -> Tensor:

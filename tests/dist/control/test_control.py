@@ -181,7 +181,7 @@ def test_deadline_saves_all_stacks(chaos: Launch, tmp_path: Path) -> None:
 
 def test_a_stopped_rank_leaves_the_stacks_of_the_others(chaos: Launch, tmp_path: Path) -> None:
     """They are saved too when the call's deadline passes while they are being gathered."""
-    process = chaos("hang", "--run.lost_after_s=4", "--run.deadline_s=3")
+    process = chaos("hang", "--run.lost_after_s=12", "--run.deadline_s=3")
     os.kill(report(process)["ranks"][1], signal.SIGSTOP)
     code, _, last = outcome(process)
     assert code == 1
@@ -218,7 +218,7 @@ def test_any_death_ends_all(chaos: Launch, victim: int | str, sentence: str) -> 
 
 def test_ranks_that_all_stopped_are_named_in_the_last_line(chaos: Launch) -> None:
     """Only the controller can say why: the launcher would only add how the ranks ended."""
-    process = chaos("hang", "--run.lost_after_s=3")
+    process = chaos("hang", "--run.lost_after_s=10")
     pids = report(process)
     for pid in pids["ranks"]:
         os.kill(pid, signal.SIGSTOP)
@@ -232,7 +232,7 @@ def test_ranks_that_all_stopped_are_named_in_the_last_line(chaos: Launch) -> Non
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_worker_is_lost_and_ended(chaos: Launch, tmp_path: Path, victim: int) -> None:
-    process = chaos("hang", "--run.lost_after_s=3")
+    process = chaos("hang", "--run.lost_after_s=10")
     pids = report(process)
     os.kill(pids["ranks"][victim], signal.SIGSTOP)
     code, _, last = outcome(process)
@@ -256,12 +256,12 @@ def test_a_deadline_ends_a_stopped_worker(chaos: Launch) -> None:
 
 
 def test_a_stopped_controller_is_lost_and_ended(chaos: Launch) -> None:
-    process = chaos("hang", "--run.lost_after_s=3")
+    process = chaos("hang", "--run.lost_after_s=10")
     pids = report(process)
     os.kill(pids["controller"], signal.SIGSTOP)
     code, _, last = outcome(process)
     assert code == 1
-    assert "lost the controller: silent for 3 s" in last
+    assert "lost the controller: silent for 10 s" in last
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 

@@ -298,3 +298,12 @@ def test_what_cannot_be_a_metric_is_named(
         log.write(3, metrics)
     log.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_all_changed_settings_are_named_up_to_four(tmp_path: Path) -> None:
+    settings = "".join(f"s{number} = 1\n" for number in range(6))
+    RunFolder.open(tmp_path / "r", settings, {}).metrics.write_text('{"step": 1}\n')
+    for changed, said in ((2, r"\(s0 was 1, is 2, s1 was 1, is 2\)"), (6, r"s3 .*, and 2 more\)")):
+        other = settings.replace("= 1", "= 2", changed)
+        with pytest.raises(ConfigError, match=said):
+            RunFolder(tmp_path / "r").check_reusable(other, resume=False)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from spmd_rl.errors import ResidencyError
-from spmd_rl.offload import elastic
+from spmd_rl.offload import vmm
+from spmd_rl.offload.elastic import ElasticMemory
 
 MAP_CALLS = ("cuMemCreate", "cuMemMap", "cuMemSetAccess")
 
@@ -31,7 +32,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
-    monkeypatch.setattr(elastic, "_call", fake)
+    monkeypatch.setattr(vmm, "call", fake)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 30, 1 << 30))
@@ -39,17 +40,19 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 @pytest.fixture
-def memory(driver: Driver) -> elastic.ElasticMemory:
+def memory(driver: Driver) -> ElasticMemory:
     """Unmapped memory, made without the constructor, which needs a GPU to reserve addresses."""
-    memory = object.__new__(elastic.ElasticMemory)
-    memory._location, memory._prop = elastic._Location(elastic.DEVICE, 0), elastic._AllocationProp()
-    memory._size, memory._address, memory._handles = 1 << 21, 1 << 40, []
+    addresses = object.__new__(vmm.AddressRange)
+    addresses._location, addresses._prop = vmm.Location(vmm.DEVICE, 0), vmm.AllocationProp()
+    addresses.size, addresses.address, addresses._handles = 1 << 21, 1 << 40, []
+    memory = object.__new__(ElasticMemory)
+    memory._range = addresses
     return memory
 
 
 @pytest.mark.parametrize("refused", MAP_CALLS)
 def test_a_mapping_that_fails_leaves_nothing(
-    memory: elastic.ElasticMemory, driver: Driver, refused: str
+    memory: ElasticMemory, driver: Driver, refused: str
 ) -> None:
     driver.refuses = refused
     with pytest.raises(ResidencyError, match=f"{refused}: refused"):
@@ -62,8 +65,8 @@ def test_a_mapping_that_fails_leaves_nothing(
     assert (driver.handles, driver.mapped, memory.is_mapped) == (0, False, False)
 
 
-def test_more_than_is_left_is_not_asked_for(memory: elastic.ElasticMemory, driver: Driver) -> None:
-    memory._size = 2 << 30
+def test_more_than_is_left_is_not_asked_for(memory: ElasticMemory, driver: Driver) -> None:
+    memory._range.size = 2 << 30
     with pytest.raises(
         ResidencyError, match=r"2.000 GiB are asked for, and the GPU has 1.000 GiB left"
     ):

@@ -1,0 +1,320 @@
+"""Weights from a rank to the process that generates on its GPU: time of a push through a slab.
+
+    python -m benchmarks.ipc [--model 0.6B | --gib N] [--save] [--out FILE]
+
+A push gathers fp32 masters into buckets and casts them to bf16; the other process copies the
+buckets out and acknowledges them. It is timed on the host, from the first slot to the last
+acknowledgement. The floor is the same work within one process: the same buckets are filled from
+the same masters, and copied out into bf16 parameters, all queued on one stream that is waited for
+once. So floor and push both read 4 bytes and write 2 for each parameter, then read 2 and write 2.
+Both copy all tensors of a bucket with one call.
+
+Two ways to share the memory take turns with the floor: a file descriptor of VMM memory, which is
+what the package uses, and a legacy handle (cuIpcGetMemHandle), which is here for comparison alone.
+On a CPU there is the memfd alone.
+
+The two processes take turns on the GPU. Larger buckets have fewer turns and messages, and occupy
+more memory: a slab has two buckets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from benchmarks.ipc_child import (
+    BF16_BYTES,
+    DEADLINE_S,
+    EXTRA,
+    TURNS,
+    WARM_UPS,
+    Figures,
+    LegacyMemory,
+    Order,
+    checksum,
+    new_parameters,
+    part,
+    seconds,
+    shapes,
+)
+from benchmarks.record import compared, counted, finish, gpu, measured
+from benchmarks.table import Row
+from spmd_rl.offload import vmm
+from spmd_rl.weights.buckets import BucketWriter, cut_box
+from spmd_rl.weights.layout import Box, Dims
+from spmd_rl.weights.peer_socket import PeerSocket
+from spmd_rl.weights.slab import Slab
+
+PACKAGES = ("torch", "msgspec")
+BUCKETS_MIB = (8, 32, 64, 128, 256, 512)
+BAR = 1.3
+MIB = 1 << 20
+
+
+class Owner:
+    """The rank: masters, parameters of its own for the floor, and a child."""
+
+    def __init__(self, kind: str, options: argparse.Namespace) -> None:
+        self.kind = kind
+        self.device = torch.device(options.device)
+        ours, theirs = socket.socketpair()
+        words = [str(theirs.fileno()), kind, options.device, options.model]
+        words += [] if options.gib is None else [str(options.gib)]
+        command = [sys.executable, "-m", "benchmarks.ipc_child", *words]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.peer = PeerSocket(ours, f"the child (pid {self.process.pid})", EXTRA)
+        self.figures()
+
+    def figures(self) -> dict[str, float]:
+        message = self.peer.receive(DEADLINE_S)
+        assert isinstance(message, Figures)
+        return message.values
+
+    def ask(self, order: str) -> dict[str, float]:
+        self.peer.send(Order(order))
+        return self.figures()
+
+    def share(self, num_bytes: int) -> tuple[Slab, float]:
+        """Return a new slab that the child has mapped, and how long the child took."""
+        if self.kind != "legacy":
+            slab = Slab.create(num_bytes, self.device)
+            self.peer.send(Order("open"))
+            slab.send(self.peer)
+            return slab, self.figures()["open_s"]
+        memory = LegacyMemory.create(num_bytes, self.device)
+        self.peer.send(Order("open"))
+        self.peer.send(memory.handle())
+        return Slab(memory, 1), self.figures()["open_s"]
+
+    def leave(self) -> None:
+        self.peer.send(Order("leave"))
+        self.process.wait(DEADLINE_S)
+        self.peer.close()
+
+
+def pieces(masters: dict[str, Tensor], max_bytes: int) -> list[tuple[str, Box, Dims, Tensor]]:
+    """Return the boxes of all masters that fit a bucket, made once as a sink would."""
+    return [
+        (name, box, tuple(tensor.shape), part(tensor, box))
+        for name, tensor in masters.items()
+        for box in cut_box(Box((0,) * tensor.ndim, tuple(tensor.shape)), BF16_BYTES, max_bytes)
+    ]
+
+
+class Push:
+    """Pushes over one slab, and the floor over memory of the same size."""
+
+    def __init__(self, owner: Owner, slab: Slab, masters: dict[str, Tensor]) -> None:
+        self.owner = owner
+        self.writer = BucketWriter(slab, owner.peer, DEADLINE_S)
+        self.boxes = pieces(masters, self.writer.max_bytes)
+        self.in_flush_s = 0.0
+
+    def run(self) -> None:
+        """Push once, to a child that was told to read a push."""
+        self.in_flush_s = 0.0
+        slots: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, box, shape, source in self.boxes:
+            slot = self.writer.slot(name, box, shape, "bfloat16")
+            if slot is None:
+                self.flush(slots, sources, self.writer.flush)
+                slots, sources = [], []
+                slot = self.writer.slot(name, box, shape, "bfloat16")
+            slots.append(slot)
+            sources.append(source)
+        self.flush(slots, sources, self.writer.finish)
+
+    def run_s(self) -> float:
+        """Return how long a push takes."""
+        self.owner.peer.send(Order("push"))
+        push_s = seconds(self.run, self.owner.device)
+        self.owner.figures()
+        return push_s
+
+    def flush(self, slots: list[Tensor], sources: list[Tensor], do: Callable[[], None]) -> None:
+        torch._foreach_copy_(slots, sources)
+        began = time.perf_counter()
+        do()
+        self.in_flush_s += time.perf_counter() - began
+
+
+class Floor:
+    """The work of a push within one process."""
+
+    def __init__(
+        self, masters: dict[str, Tensor], parameters: dict[str, Tensor], bucket_bytes: int
+    ) -> None:
+        device = next(iter(masters.values())).device
+        halves = torch.empty(2, bucket_bytes // BF16_BYTES, dtype=torch.bfloat16, device=device)
+        self.buckets: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = [([], [], [])]
+        used = 0
+        for name, box, _, source in pieces(masters, bucket_bytes):
+            size = -(-source.numel() // 128) * 128
+            if used + source.numel() > halves.shape[1]:
+                self.buckets.append(([], [], []))
+                used = 0
+            half = halves[(len(self.buckets) - 1) % 2]
+            slot = half[used : used + source.numel()].view(source.shape)
+            for to, tensor in zip(
+                self.buckets[-1], (source, slot, part(parameters[name], box)), strict=True
+            ):
+                to.append(tensor)
+            used += size
+
+    def run(self) -> None:
+        for sources, slots, targets in self.buckets:
+            torch._foreach_copy_(slots, sources)
+            torch._foreach_copy_(targets, slots)
+
+
+def push_rows(
+    owner: Owner, masters: dict[str, Tensor], options: argparse.Namespace
+) -> Iterator[Row]:
+    """Yield the time of a push for each size of bucket; the fastest bears the bar."""
+    parameters = new_parameters({name: tuple(t.shape) for name, t in masters.items()}, owner.device)
+    found, right = {}, []
+    for mib in options.buckets:
+        slab, _ = owner.share(2 * mib * MIB)
+        push, floor = Push(owner, slab, masters), Floor(masters, parameters, mib * MIB)
+        times: dict[str, list[float]] = {"push": [], "floor": [], "flush": []}
+        for _ in range(WARM_UPS + TURNS):
+            times["floor"].append(seconds(floor.run, owner.device))
+            times["push"].append(push.run_s())
+            times["flush"].append(push.in_flush_s)
+        found[mib] = {what: statistics.median(each[WARM_UPS:]) for what, each in times.items()}
+        right.append(owner.ask("sum")["sum"] == checksum(parameters))
+        owner.ask("close")
+        del push, floor
+        slab.close()
+    best = min(found, key=lambda mib: found[mib]["push"])
+    for mib, times in found.items():
+        bar = BAR if mib == best and owner.kind != "legacy" else None
+        yield compared(
+            f"{owner.kind}: push, buckets of {mib} MiB" + (", the fastest" if mib == best else ""),
+            times["push"] * 1e3,
+            "ms",
+            peer="within one process",
+            peer_value=times["floor"] * 1e3,
+            at_most=bar,
+        )
+        yield measured(f"{owner.kind}: of this in flush, {mib} MiB", times["flush"] * 1e3, "ms")
+    yield counted(f"{owner.kind}: the child holds the owner's bits", right)
+
+
+def share_rows(owner: Owner) -> Iterator[Row]:
+    """Yield how fast the child opens a slab of 512 MiB, and reads it."""
+    num_bytes = 512 * MIB if owner.device.type == "cuda" else 32 * MIB
+    opened = []
+    for _ in range(5):
+        slab, open_s = owner.share(num_bytes)
+        opened.append(open_s)
+        figures = owner.ask("copy")
+        owner.ask("close")
+        slab.close()
+    yield measured(f"{owner.kind}: first opening", opened[0] * 1e3, "ms")
+    yield measured(f"{owner.kind}: later openings", statistics.median(opened[1:]) * 1e3, "ms")
+    yield compared(
+        f"{owner.kind}: child's copy out of the slab",
+        2 * num_bytes / figures["slab_s"] / 1e12,
+        "TB/s",
+        peer="out of its own memory",
+        peer_value=2 * num_bytes / figures["own_s"] / 1e12,
+    )
+
+
+def sleep_rows(owner: Owner) -> Iterator[Row]:
+    """Yield what the owner gets back when it frees a slab that the child has open."""
+    num_bytes = 512 * MIB
+    slab, _ = owner.share(num_bytes)
+    before = torch.cuda.mem_get_info()[0]
+    slab.close()
+    freed = torch.cuda.mem_get_info()[0] - before
+    yield measured(f"{owner.kind}: back while the child has it open, of 512", freed / MIB, "MiB")
+    owner.ask("close")
+    freed = torch.cuda.mem_get_info()[0] - before
+    yield measured(f"{owner.kind}: back after the child closed it, of 512", freed / MIB, "MiB")
+
+
+def remap_rows(owner: Owner, masters: dict[str, Tensor]) -> Iterator[Row]:
+    """Yield how long the owner takes to unmap VMM memory and map it again, and whether the child
+    still sees its writes.
+    """
+    slab, _ = owner.share(512 * MIB)
+    addresses = slab._memory._owner
+    assert isinstance(addresses, vmm.AddressRange)
+    handle = ctypes.c_uint64()
+    vmm.call(
+        "cuMemRetainAllocationHandle", ctypes.byref(handle), ctypes.c_void_p(addresses.address)
+    )
+    unmap_s = seconds(addresses.unmap, owner.device)
+    map_s = seconds(lambda: addresses.map(handle.value), owner.device)
+    yield measured("vmm: owner unmaps 512 MiB", unmap_s * 1e3, "ms")
+    yield measured("vmm: owner maps them again", map_s * 1e3, "ms")
+    for tensor in masters.values():
+        tensor.mul_(-0.5)
+    Push(owner, slab, masters).run_s()
+    expected = checksum({name: tensor.bfloat16() for name, tensor in masters.items()})
+    yield counted("vmm: the child reads on after that", [owner.ask("sum")["sum"] == expected])
+    owner.ask("close")
+    slab.close()
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    device = torch.device(options.device)
+    made = torch.Generator(device).manual_seed(0)
+    masters = {
+        name: torch.randn(shape, device=device, generator=made)
+        for name, shape in shapes(options.model, options.gib).items()
+    }
+    num_bytes = BF16_BYTES * sum(tensor.numel() for tensor in masters.values())
+    yield measured("bytes of a push in bf16", num_bytes / 1e9, "GB")
+    for kind in ("vmm", "legacy") if device.type == "cuda" else ("memfd",):
+        owner = Owner(kind, options)
+        yield from share_rows(owner)
+        yield from push_rows(owner, masters, options)
+        if device.type == "cuda":
+            yield from sleep_rows(owner)
+        if kind == "vmm":
+            yield from remap_rows(owner, masters)
+        owner.leave()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="0.6B", choices=("0.6B", "4B", "8B"))
+    parser.add_argument("--gib", type=float, help="GiB of bf16 in place of the model's")
+    parser.add_argument("--buckets", type=int, nargs="+", default=BUCKETS_MIB, help="sizes in MiB")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--machine", default="h100")
+    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--out", type=Path, help="a file for the rows as JSON")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
+    device = torch.device(options.device)
+    rows = list(measure(options))
+    if options.out is not None:
+        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
+    versions = gpu() if device.type == "cuda" else {}
+    return finish(__file__, PACKAGES, rows, save=options.save, machine=options.machine, **versions)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
