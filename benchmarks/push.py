@@ -98,6 +98,9 @@ def measure(shape: str, folder: Path) -> Iterator[Row]:
     works: dict[str, Work] = {
         "push": lambda: execute(plan.moves, ends, None),
         "floor": lambda: copy.copy_(flat),
+        "torch's list": lambda: torch._foreach_copy_(
+            list(held.values()), [tensors[name] for name in held]
+        ),
         "one by one": one_by_one,
     }
     on_gpu = medians(gpu_ms, works)
@@ -109,7 +112,8 @@ def measure(shape: str, folder: Path) -> Iterator[Row]:
         peer_value=on_gpu["floor"],
         at_most=GPU_BAR,
     )
-    yield measured(f"{what}: GPU time, copied one by one", on_gpu["one by one"], "ms")
+    for how in ("torch's list", "one by one"):
+        yield measured(f"{what}: GPU time by {how}", on_gpu[how], "ms")
     yield measured(f"{what}: host time to queue it", medians(host_ms, works)["push"], "ms")
     yield from _digests(what, verifier, LocalTensors.whole(tensors), LocalTensors.whole(held))
 

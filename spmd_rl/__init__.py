@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from spmd_rl.algo.losses import sft_loss as sft_loss
     from spmd_rl.algo.packing import pack as pack
     from spmd_rl.algo.packing import pack_sft as pack_sft
+    from spmd_rl.algo.self_check import check_reference as check_reference
     from spmd_rl.check.engine import announce_correction as announce_correction
     from spmd_rl.check.engine import check_engine as check_engine
     from spmd_rl.check.inputs import check_inputs as check_inputs
@@ -66,6 +67,7 @@ pin_sums()
 _HOMES = {
     "algo.advantages": ("group_advantage", "rloo_advantage"),
     "algo.packing": ("pack", "pack_sft"),
+    "algo.self_check": ("check_reference",),
     "algo.losses": ("grpo_loss", "sft_loss"),
     "types.batch": ("Batch",),
     "config.rules": ("at_least",),

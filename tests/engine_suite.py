@@ -35,7 +35,8 @@ class EngineCase:
 
     `advance` has the engine draw about so many tokens of each request that runs. `release` lets it
     draw on freely, and `hold` ends that. An engine that is not `exact` may take another token where
-    two are about as likely, after other batches. `decode` is what the engine was given for stop strings.
+    two are about as likely, after other batches. `decode` is what the engine was given for stop
+    strings.
     """
 
     engine: Engine

@@ -99,7 +99,10 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         step.log(groups, {"rollout/kept": len(kept) / len(groups)})
         with ctl.phase("train", awake=[trainer, ref]):
             batch = rl.pack(kept, sign_advantage(kept))
-            distance = batch.rollout_logprobs - ref.score.call(batch).logprobs
+            scores = ref.score.call(batch)
+            if step.index == 0:
+                rl.check_reference(trainer.score.call(batch), scores)
+            distance = batch.rollout_logprobs - scores.logprobs
             batch = replace(batch, advantages=batch.advantages - cfg.kl * distance)
             stats = trainer.train_step.call(batch, loss)
         step.log(stats, {"ref/k1": distance.sum() / batch.mask.sum()})

@@ -5,12 +5,15 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from spmd_rl.microscope.diagnose.compare import Comparison, PatchEvidence, PointResult, compare
 from spmd_rl.microscope.diagnose.explain import Explanation, SideExplanation, VariantSearch
 from spmd_rl.microscope.diagnose.kernel_profile import KernelTrace, kernels_of
+from spmd_rl.microscope.foreign.dump_pass import DumpPass
+from spmd_rl.microscope.page.tolerance import first_beyond, tolerance_sentences
 from spmd_rl.microscope.page.verdict import verdict
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.forward_pass import ForwardPass
@@ -25,7 +28,8 @@ class ReplaySetup:
     """Which passes are compared, and on what.
 
     `weights` describes the weights, and `drew_samples` is set if they drew the samples. `notes` are
-    sentences on what is replayed. `doubt` is said if all bits agree.
+    sentences on what is replayed. `doubt` is said if all bits agree. Differences on the same input
+    of up to `tolerance`, as a share of the row's largest output, count as rounding; None: none do.
     """
 
     case: ReplayCase
@@ -39,6 +43,7 @@ class ReplaySetup:
     run: str = ""
     notes: tuple[str, ...] = ()
     doubt: str = ""
+    tolerance: float | None = None
 
     @property
     def names(self) -> tuple[str, str]:
@@ -46,8 +51,12 @@ class ReplaySetup:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        left, right = (next(side.model.parameters()).dtype for side in (self.left, self.right))
-        return left, right
+        return self.left.dtype, self.right.dtype
+
+    @property
+    def network(self) -> Any:
+        """The right side's network, which has the weights, or the left side's if it has none."""
+        return self.left.model if self.right.model is None else self.right.model
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,14 @@ class Examination:
     comparison: Comparison
     explanations: Mapping[Point, Explanation]
     verdict: str
+
+    @property
+    def agree(self) -> bool:
+        """Whether all bits agree or, with a tolerance, all but rounding."""
+        tolerance = self.setup.tolerance
+        if tolerance is None or self.comparison.problems:
+            return self.comparison.agree
+        return first_beyond(self.comparison, tolerance) is None
 
 
 def examine(setup: ReplaySetup) -> Examination:
@@ -109,11 +126,22 @@ def recorded_logprobs(setup: ReplaySetup, comparison: Comparison) -> RecordedLog
 def versions(setup: ReplaySetup) -> dict[str, str]:
     """Return what the bits may depend on: the numeric contract, and versions of libraries."""
     passes = (setup.left, setup.right)
-    ours = next(side for side in passes if isinstance(side.model, CausalLM))
-    parameter = next(ours.model.parameters())
-    facts = ours.model.contract(parameter.device, parameter.dtype, ours.split)
+    ours = next((side for side in passes if isinstance(side.model, CausalLM)), None)
+    facts: dict[str, Any] = {"torch": torch.__version__}
+    if ours is not None:
+        parameter = next(ours.model.parameters())
+        facts = ours.model.contract(parameter.device, parameter.dtype, ours.split)
     facts["dtype"] = ", ".join(dict.fromkeys(map(str, setup.dtypes)))
-    return {key: str(value) for key, value in facts.items()} | {"python": platform.python_version()}
+    facts["python"] = platform.python_version()
+    return {key: str(value) for key, value in facts.items()} | _foreign_facts(setup)
+
+
+def _foreign_facts(setup: ReplaySetup) -> dict[str, str]:
+    """Return what a side that ran elsewhere says of itself."""
+    sides = [side for side in (setup.left, setup.right) if isinstance(side, DumpPass)]
+    return {
+        f"{side.name}: {key}": text for side in sides for key, text in side.dump.metadata.items()
+    }
 
 
 def _verdict(
@@ -122,6 +150,8 @@ def _verdict(
     first = comparison.first_introduced
     explanation = explanations.get(first.point) if first else None
     lines = [verdict(comparison, setup.case, setup.names, explanation)]
+    if setup.tolerance is not None and comparison.results:
+        lines[:0] = tolerance_sentences(comparison, setup.case, setup.tolerance)
     if setup.dtypes[0] != setup.dtypes[1]:
         lines.insert(0, _name_dtypes(setup))
     return "\n".join([*lines, *_remarks(setup, comparison)])
@@ -172,7 +202,7 @@ def _variant_search(setup: ReplaySetup, evidence: PatchEvidence) -> VariantSearc
     return VariantSearch(
         evidence,
         setup.case,
-        setup.right.model,
+        setup.network,
         ModelSpec.from_folder(setup.model),
         max(setup.left.split, setup.right.split),
     )

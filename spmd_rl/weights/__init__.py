@@ -1,6 +1,8 @@
 """Weights on their way from the ranks that train to the ranks that generate.
 
-layout         Box, Piece, Layout: the box that a rank holds of each tensor (no torch)
+layout         Box, Piece, Layout: the boxes that a rank holds of each tensor (no torch)
+layout_rules   LayoutRules: a layout in a few rules, as it crosses the wire (no torch)
+tensors_alike  the tensors that all ranks hold alike, which are planned together (no torch)
 ends           WeightSource, WeightSink: what a push asks of each end (no torch)
 local_tensors  LocalTensors: a rank's tensors under their canonical names, and their layout
 tensor_ends    TensorSource, TensorSink: ends over ordinary tensors
@@ -11,10 +13,12 @@ peer_socket    PeerSocket: messages and descriptors between a rank and its engin
 slab           Slab, MappedSlab: memory that both of these processes have mapped
 buckets        BucketWriter, BucketReader: a push through the two halves of a slab
 digest         digests(pieces): 64 bits a piece; they add up to those of whole tensors
+verification   Verifier: compares both ends of a push; its result is in verdict (no torch)
 
 A link makes the plan once and replays it at every push:
 
-    layouts of both ends -> plan -> compare its digest on all ranks -> alias -> execute at each push
+    layouts of both ends -> plan -> compare its digest on all ranks -> alias -> at each push:
+    execute -> compare both ends
 
 Ranks are those of the world. Nothing here opens a socket or makes a process group.
 """

@@ -69,17 +69,27 @@ class Delivery:
 def copy_all(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copy each tensor to its target, with a cast where dtypes differ; few launches on a GPU.
 
-    torch copies a list at once where all pairs have the same two dtypes, and equal strides.
+    torch copies a list at once where all pairs have the same two dtypes, and equal strides. Masters
+    become bfloat16 in a kernel of ours.
     """
-    lists: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = defaultdict(
-        lambda: ([], [])
-    )
+    lists: dict[tuple[object, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for target, tensor in zip(targets, tensors, strict=True):
-        if target.device == tensor.device and target.stride() == tensor.stride():
-            key = target.device, target.dtype, tensor.dtype
-            lists[key][0].append(target)
-            lists[key][1].append(tensor)
+        same_strides = target.stride() == tensor.stride()
+        if target.device == tensor.device and same_strides:
+            lists[target.device, target.dtype, tensor.dtype].append((target, tensor))
         else:
             target.copy_(tensor)
-    for same_targets, same_tensors in lists.values():
-        torch._foreach_copy_(same_targets, same_tensors)
+    for pairs in lists.values():
+        rest = _copy_masters(pairs) if pairs[0][0].is_cuda else pairs
+        if rest:
+            torch._foreach_copy_([target for target, _ in rest], [tensor for _, tensor in rest])
+
+
+def _copy_masters(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Copy the pairs that our kernel takes, in one launch; return the others."""
+    from spmd_rl.kernels.runtime import copy_triton
+
+    fits = [copy_triton.can_copy(*pair) for pair in pairs]
+    if any(fits):
+        copy_triton.copy_all([pair for pair, fit in zip(pairs, fits, strict=True) if fit])
+    return [pair for pair, fit in zip(pairs, fits, strict=True) if not fit]

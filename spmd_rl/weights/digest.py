@@ -7,7 +7,6 @@ of a push can compare 8 bytes a tensor.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -19,6 +18,7 @@ from spmd_rl.errors import ContractError
 from spmd_rl.kernels.runtime.splitmix import GAMMA, ODD, mix_, signed
 from spmd_rl.weights.layout import Box, Layout
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
+from spmd_rl.weights.memory_rows import memory_rows
 
 MODULUS = 1 << 64
 CHUNK_ELEMENTS = 1 << 22
@@ -60,37 +60,10 @@ def box_sums(boxes: Sequence[LocalTensor], dtypes: Sequence[str]) -> Tensor:
     for number, (tensor, dtype) in enumerate(zip(boxes, dtypes, strict=True)):
         casts[tensor.local.dtype, getattr(torch, dtype)].append(number)
     for (held, target), numbers in casts.items():
-        if device.type == "cuda" and _add_on_gpu(sums, boxes, numbers, held, target):
-            continue
-        for number in numbers:
-            sums[number] = _box_sum(boxes[number], target)
+        if device.type != "cuda" or not _add_on_gpu(sums, boxes, numbers, held, target):
+            for number in numbers:
+                sums[number] = _box_sum(boxes[number], target)
     return sums
-
-
-def memory_rows(tensor: LocalTensor, box: int) -> list[tuple[int, ...]] | None:
-    """Return the memory of a tensor as rows for `digest_triton.Rows`, which belong to box `box`.
-
-    It is None where the elements of a row do not lie side by side.
-    """
-    local, shape, offset = tensor.local, tensor.shape or (1,), tensor.box.offset or (0,)
-    local = local.detach() if tensor.shape else local.detach().reshape(1)
-    if local.numel() and local.shape[-1] > 1 and local.stride(-1) != 1:
-        return None
-    index_strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = sum(o * s for o, s in zip(offset, index_strides, strict=True))
-    item, address = local.element_size(), local.data_ptr()
-    rows: list[tuple[int, ...]] = []
-    if local.is_contiguous() and local.shape[1:] == torch.Size(shape[1:]):
-        rows.append((address, 1, local.numel(), 0, first, 0, box))
-        return rows
-    *outer, num_rows, row_size = (1, *local.shape) if local.dim() == 1 else local.shape
-    row_stride = local.stride(-2) if local.dim() > 1 else 0
-    row_index = index_strides[-2] if local.dim() > 1 else 0
-    for place in itertools.product(*map(range, outer)):
-        at = sum(i * s for i, s in zip(place, local.stride(), strict=False))
-        index = first + sum(i * s for i, s in zip(place, index_strides, strict=False))
-        rows.append((address + at * item, num_rows, row_size, row_stride, index, row_index, box))
-    return rows
 
 
 def _add_on_gpu(

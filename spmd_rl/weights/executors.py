@@ -55,31 +55,25 @@ def execute(
     Blocks: until this rank's sends and receives are done; the group's timeout ends it.
     """
     rank = ends.rank
+    outgoing = _buckets([move for move in moves if move.dst != rank], "dst", bucket_bytes)
+    incoming = _buckets([move for move in moves if move.src != rank], "src", bucket_bytes)
     local = [move for move in moves if move.src == rank == move.dst]
-    outgoing = _buckets(
-        (move for move in moves if move.src == rank != move.dst), "dst", bucket_bytes
-    )
-    incoming = _buckets(
-        (move for move in moves if move.dst == rank != move.src), "src", bucket_bytes
-    )
     copied = [move for move in local if (move.name, move.into) not in ends.shared]
     delivery = Delivery(ends.the_sink()) if copied or incoming else None
     if delivery is not None:
         for move in copied:
             delivery.put_from(ends.the_source(), move, ends.device)
         delivery.copy()
-    all_rounds = [*outgoing.values(), *incoming.values()]
-    for index in range(max((len(rounds) for rounds in all_rounds), default=0)):
+    for index in range(_num_rounds(outgoing, incoming)):
         _exchange(_pick(outgoing, index), _pick(incoming, index), ends, delivery, group)
     if delivery is not None:
         delivery.flush()
-    copied_bytes = _num_bytes(copied)
-    return Traffic(
-        aliased_bytes=_num_bytes(local) - copied_bytes,
-        copied_bytes=copied_bytes,
-        sent_bytes=_total(outgoing),
-        received_bytes=_total(incoming),
-    )
+    num_copied = _num_bytes(copied)
+    return Traffic(_num_bytes(local) - num_copied, num_copied, _total(outgoing), _total(incoming))
+
+
+def _num_rounds(*directions: Buckets) -> int:
+    return max((len(rounds) for buckets in directions for rounds in buckets.values()), default=0)
 
 
 def _num_bytes(moves: Iterable[Move]) -> int:

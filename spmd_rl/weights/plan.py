@@ -108,23 +108,27 @@ def plan_moves(
     overlap; or, on the rank that needs it, one that the sources do not hold in full.
     """
     sources, destinations = _as_rules(src), _as_rules(dst)
-    groups: list[MoveGroup] = []
-    replicas: list[MoveGroup] = []
-    local_bytes = all_bytes = 0
-    for alike in tensors_alike(sources, destinations):
-        if not _is_pushed(alike):
-            continue
-        tensor = _TensorMoves(alike, nodes or {})
-        for listed, moves in ((groups, tensor.moves_of(rank)), (replicas, tensor.replicas(rank))):
-            group = MoveGroup(alike.names, tuple(moves))
-            if group.moves:
-                listed.append(group)
-        local_bytes += tensor.local_bytes * len(alike.names)
-        all_bytes += tensor.all_bytes * len(alike.names)
     facts = repr((SCHEMA, sorted((nodes or {}).items()), sources, destinations))
-    digest = hashlib.sha256(facts.encode()).hexdigest()
-    wire_bytes = all_bytes - local_bytes
-    return WeightPlan(tuple(groups), tuple(replicas), local_bytes, wire_bytes, digest)
+    tensors = [
+        _TensorMoves(alike, nodes or {})
+        for alike in tensors_alike(sources, destinations)
+        if _is_pushed(alike)
+    ]
+    local_bytes = sum(tensor.local_bytes * len(tensor.names) for tensor in tensors)
+    all_bytes = sum(tensor.all_bytes * len(tensor.names) for tensor in tensors)
+    return WeightPlan(
+        _groups((tensor.names, tensor.moves_of(rank)) for tensor in tensors),
+        _groups((tensor.names, tensor.replicas(rank)) for tensor in tensors),
+        local_bytes,
+        all_bytes - local_bytes,
+        hashlib.sha256(facts.encode()).hexdigest(),
+    )
+
+
+def _groups(found: Iterable[tuple[tuple[str, ...], Iterable[Move]]]) -> tuple[MoveGroup, ...]:
+    """Return a group for the moves of each tensor that has some."""
+    groups = (MoveGroup(names, tuple(moves)) for names, moves in found)
+    return tuple(group for group in groups if group.moves)
 
 
 def _as_rules(layouts: Sequence[Layout | LayoutRules]) -> list[LayoutRules]:
@@ -175,6 +179,7 @@ class _TensorMoves:
     """The moves of one tensor, which stands for those that all ranks hold alike."""
 
     def __init__(self, alike: TensorsAlike, node_of: Mapping[int, int]) -> None:
+        self.names = alike.names
         self._name = name = alike.names[0]
         self._wanted = wanted = alike.wanted
         by_box: dict[Box, list[int]] = defaultdict(list)

@@ -12,18 +12,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd_rl.kernels.runtime.upload import upload
-from spmd_rl.weights.digest import MODULUS, box_sums
+from spmd_rl.weights.digest import MODULUS
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import send_and_receive
-from spmd_rl.weights.layout import Box, Dims
-from spmd_rl.weights.local_tensors import LocalTensor
+from spmd_rl.weights.layout import Box
 from spmd_rl.weights.plan import Move
+from spmd_rl.weights.source_digests import SourceDigests, index_of
 from spmd_rl.weights.verdict import Verification, WeightMismatch
 
 MAX_NAMED = 8  # mismatches that a rank describes
@@ -39,6 +37,16 @@ class Target:
     sources: list[int] = field(default_factory=list)
     num_bytes: int = 0
 
+    def add(self, move: Move) -> None:
+        """Count one of the moves that make up this box."""
+        self.num_bytes += move.num_bytes
+        if move.src not in self.sources:
+            self.sources.append(move.src)
+
+    def mismatch(self, rank: int) -> WeightMismatch:
+        sources, is_replica = sorted(self.sources), self.own is not None
+        return WeightMismatch(self.name, self.box, rank, sources, is_replica)
+
 
 class Verifier:
     """The comparisons of one rank, for pushes that carry out the same moves.
@@ -48,9 +56,9 @@ class Verifier:
 
     def __init__(self, moves: Sequence[Move], replicas: Sequence[Move], ends: LocalEnds) -> None:
         self._ends = ends
-        self._boxes: dict[tuple[str, Box, str], int] = {}  # what is digested here, by its dtype
-        self._targets: dict[tuple[object, ...], int] = {}
-        self._compared: list[Target] = []
+        self._given = SourceDigests(ends)
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._targets: list[Target] = []
         self._local: list[tuple[int, int]] = []  # numbers of a box and of its target
         self._outgoing: dict[int, list[int]] = defaultdict(list)  # numbers of boxes
         self._incoming: dict[int, list[int]] = defaultdict(list)  # numbers of targets
@@ -59,8 +67,6 @@ class Verifier:
                 self._add(move, is_replica=False)
         for move in replicas:
             self._add(move, is_replica=True)
-        layout = ends.source.layout(ends.rank) if ends.source is not None else None
-        self._shapes = {piece.name: piece.shape for piece in layout.pieces} if layout else {}
 
     @torch.no_grad()
     def compare(self, group: dist.ProcessGroup | None) -> Verification:
@@ -70,107 +76,79 @@ class Verifier:
         Blocks: until this rank's digests are sent and received; the group's timeout ends it.
         """
         clock = _Clock(self._ends.device)
-        sums = self._digest_boxes()
+        sums = self._given.sums()
         expected = self._expected(sums, group)
         found = self._ends.sink.digest() if self._ends.sink is not None else {}
-        expectations, own = (values.tolist() for values in (expected, sums))
-        mismatches, num_equal, num_unknown, smallest = [], 0, 0, Target("", Box((), ()), None)
-        for target, value in zip(self._compared, expectations, strict=True):
+        expected_values, own = expected.tolist(), sums.tolist()
+        seconds = clock.seconds()
+        equal, unequal, unknown = [], [], []
+        for target, value in zip(self._targets, expected_values, strict=True):
             held = found.get((target.name, target.box)) if target.own is None else own[target.own]
             if held is None:
-                num_unknown += 1
-                continue
-            if (held - value) % MODULUS:
-                mismatches.append(self._mismatch(target))
+                unknown.append(target)
+            elif (held - value) % MODULUS:
+                unequal.append(target)
             elif target.own is None:
-                num_equal += 1
-            if target.own is None and (not smallest.name or target.num_bytes < smallest.num_bytes):
-                smallest = target
+                equal.append(target)
+        return self._verification(equal, unequal, len(unknown), seconds)
+
+    def _verification(
+        self, equal: list[Target], unequal: list[Target], num_unknown: int, seconds: float
+    ) -> Verification:
+        smallest = min(equal, key=lambda target: target.num_bytes, default=None)
+        rank, shared = self._ends.rank, len(self._ends.shared)
+        mismatches = [target.mismatch(rank) for target in unequal[:MAX_NAMED]]
+        name = smallest.name if smallest is not None else ""
         return Verification(
-            num_equal,
-            len(mismatches),
-            len(self._ends.shared),
-            num_unknown,
-            mismatches[:MAX_NAMED],
-            smallest.name,
-            clock.seconds(),
+            len(equal), len(unequal), shared, num_unknown, mismatches, name, seconds
         )
 
     def _add(self, move: Move, is_replica: bool) -> None:
+        """Note this rank's part in the comparison of one move."""
         rank, key = self._ends.rank, (move.name, move.box, move.dtype)
+        if move.dst != rank:
+            self._outgoing[move.dst].append(self._given.number(key))
+            return
+        number = self._target(move, self._given.number(key) if is_replica else None)
+        self._targets[number].add(move)
         if move.src == rank:
-            box = self._boxes.setdefault(key, len(self._boxes))
-            if move.dst != rank:
-                self._outgoing[move.dst].append(box)
-                return
-        own = self._boxes.setdefault(key, len(self._boxes)) if is_replica else None
-        number = self._target(move, own)
-        target = self._compared[number]
-        target.num_bytes += move.num_bytes
-        if move.src not in target.sources:
-            target.sources.append(move.src)
-        if move.src == rank:
-            self._local.append((box, number))
+            self._local.append((self._given.number(key), number))
         else:
             self._incoming[move.src].append(number)
 
     def _target(self, move: Move, own: int | None) -> int:
         """Return the number of the comparison that a move is a part of."""
         key = (move.name, move.into) if own is None else (move.name, move.into, move.src)
-        number = self._targets.setdefault(key, len(self._targets))
-        if number == len(self._compared):
-            self._compared.append(Target(move.name, move.into, own))
+        number = self._numbers.setdefault(key, len(self._numbers))
+        if number == len(self._targets):
+            self._targets.append(Target(move.name, move.into, own))
         return number
-
-    def _digest_boxes(self) -> Tensor:
-        """Return the digests of all boxes that this rank gives or compares as a replica."""
-        views, dtypes, numbers = [], [], []
-        sums = torch.zeros(len(self._boxes), dtype=torch.int64, device=self._ends.device)
-        for (name, box, dtype), number in self._boxes.items():
-            source, shape = self._ends.the_source(), self._shapes[name]
-            view = source.view(name, box)
-            if view is None:
-                sums[number] = self._digest_read(name, shape, box, dtype)
-            else:
-                views.append(LocalTensor(shape, box, view))
-                dtypes.append(dtype)
-                numbers.append(number)
-        if views:
-            of_views = box_sums(views, dtypes).to(sums.device)
-            if len(views) == len(sums):
-                return of_views
-            sums[_index(numbers, sums.device)] = of_views
-        return sums
-
-    def _digest_read(self, name: str, shape: Dims, box: Box, dtype: str) -> Tensor:
-        out = torch.empty(box.extent, dtype=getattr(torch, dtype), device=self._ends.device)
-        self._ends.the_source().read(name, box, out)
-        return box_sums([LocalTensor(shape, box, out)], [dtype])[0]
 
     def _expected(self, sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         """Return the sum of the sources' digests for each comparison."""
-        device = sums.device
-        expected = torch.zeros(len(self._compared), dtype=torch.int64, device=device)
+        expected = torch.zeros(len(self._targets), dtype=torch.int64, device=sums.device)
+        for numbers, received in self._exchanged(sums, group):
+            expected.index_add_(0, index_of(numbers, sums.device), received)
+        if self._local:
+            boxes, targets = zip(*self._local, strict=True)
+            given = sums[index_of(boxes, sums.device)]
+            expected.index_add_(0, index_of(targets, sums.device), given)
+        return expected
+
+    def _exchanged(
+        self, sums: Tensor, group: dist.ProcessGroup | None
+    ) -> list[tuple[list[int], Tensor]]:
+        """Send and receive digests; return those of each peer, with the numbers of targets."""
         sends = {
-            peer: sums[_index(boxes, device)] for peer, boxes in sorted(self._outgoing.items())
+            peer: sums[index_of(boxes, sums.device)]
+            for peer, boxes in sorted(self._outgoing.items())
         }
         receives = {
-            peer: torch.empty(len(numbers), dtype=torch.int64, device=device)
+            peer: torch.empty(len(numbers), dtype=torch.int64, device=sums.device)
             for peer, numbers in sorted(self._incoming.items())
         }
         send_and_receive(sends, receives, group)
-        if self._local:
-            boxes, numbers = zip(*self._local, strict=True)
-            expected.index_add_(0, _index(numbers, device), sums[_index(boxes, device)])
-        for peer, received in receives.items():
-            expected.index_add_(0, _index(self._incoming[peer], device), received)
-        return expected
-
-    def _mismatch(self, target: Target) -> WeightMismatch:
-        is_replica = target.own is not None
-        return WeightMismatch(
-            target.name, target.box, self._ends.rank, sorted(target.sources), is_replica
-        )
+        return [(self._incoming[peer], received) for peer, received in receives.items()]
 
 
 class _Clock:
@@ -191,7 +169,3 @@ class _Clock:
         ended.record()
         ended.synchronize()
         return began.elapsed_time(ended) * 1e-3
-
-
-def _index(numbers: Sequence[int], device: torch.device) -> Tensor:
-    return upload(np.array(numbers, dtype=np.int64), device)

@@ -11,9 +11,11 @@ import numpy as np
 
 from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.packing import Aggregation, pack
+from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
+from spmd_rl.weights.local_tensors import LocalTensor
 
 VOCAB = 50
 
@@ -40,6 +42,11 @@ def write_model_folder(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def local_weights(trainer: Trainer) -> dict[str, LocalTensor]:
+    """The trainer's own memory of its weights on this rank."""
+    return dict(trainer.backend.state()["weights"])
 
 
 def make_groups(

@@ -28,7 +28,7 @@ STEPS = 3
 
 def weights(trainer: Trainer) -> dict[str, list[float]]:
     return {
-        name: trainer.backend.gather(name).flatten().tolist() for name in trainer.weight_source()
+        name: trainer.backend.gather(name).flatten().tolist() for name in trainer.backend.names()
     }
 
 

@@ -30,7 +30,7 @@ from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.plan import plan_moves
 from spmd_rl.weights.tensor_ends import TensorSink
 from spmd_rl.weights.verification import Verifier
-from tests.dist.train_case import make_batch
+from tests.dist.train_case import local_weights, make_batch
 
 SMALL_BUCKET_BYTES = 1000
 
@@ -74,7 +74,7 @@ def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str,
         )
     if rank in placements.infer.ranks:
         engine = CausalLM(ModelSpec.from_folder(work)).to(dtype).requires_grad_(False)
-    src = trainer.backend._weights() if trainer else None
+    src = LocalTensors(local_weights(trainer)) if trainer else None
     dst = LocalTensors.whole(dict(engine.named_parameters())) if engine else None
     sources, destinations = layouts(src, rank), layouts(dst, rank)
     weight_plan = plan_moves(sources, destinations, None, rank)

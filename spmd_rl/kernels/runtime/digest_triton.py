@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels.runtime.programs import programs_of
 from spmd_rl.kernels.runtime.upload import upload
 
 GAMMA, ODD = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0xD1342543DE82EF95)
@@ -23,6 +24,7 @@ MIX_1, MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB
 
 BLOCK = 1024  # elements at once
 BLOCKS = 32  # that one program adds up
+ALIGN_BYTES = 16  # of memory that is read in wide loads
 BITS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 # how a float32 is read: as its own bits, or as those of the bfloat16 that a push makes of it
 CASTS = {(torch.float32, torch.bfloat16)}
@@ -31,8 +33,8 @@ CASTS = {(torch.float32, torch.bfloat16)}
 class Rows(NamedTuple):
     """Part of a box: `num_rows` rows of `row_size` elements, `stride` elements apart in memory.
 
-    Element c of row r has the index `first + r * index_stride + c` in the whole tensor. Its digest
-    is added to number `box`.
+    Several rows have less than 2**31 elements together. Element c of row r has the index
+    `first + r * index_stride + c` in the whole tensor. Its digest is added to number `box`.
     """
 
     address: int
@@ -56,19 +58,15 @@ def add_digests(
     Shape: sums [number of boxes] int64.
     """
     table = np.array(rows, dtype=np.int64)
-    counts = -(-(table[:, 1] * table[:, 2]) // (BLOCK * BLOCKS))
-    first_program = np.cumsum(counts) - counts
-    num_programs = int(counts.sum())
-    owners = np.repeat(np.arange(len(rows)), counts)
-    chunks = np.arange(num_programs) - first_program[owners]
-    programs = np.stack([owners, chunks], axis=1)
+    programs = programs_of(table[:, 1] * table[:, 2], BLOCK * BLOCKS)
     device = sums.device
-    _add_digests[(num_programs,)](
+    _add_digests[(len(programs),)](
         sums,
         upload(table, device),
         upload(programs, device),
         CASTS=dtype != target,
         BITS=BITS[target.itemsize],
+        ALIGNED=not (table[:, 0] % ALIGN_BYTES).any(),
         BLOCK=BLOCK,
         BLOCKS=BLOCKS,
         num_warps=4,
@@ -82,6 +80,7 @@ def _add_digests(
     programs,
     CASTS: tl.constexpr,
     BITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
@@ -98,33 +97,43 @@ def _add_digests(
         memory = address.to(tl.pointer_type(tl.float32))
     else:
         memory = address.to(tl.pointer_type(BITS))
+    if ALIGNED:
+        memory = tl.multiple_of(memory, 16)
     size = num_rows * row_size
     begin = chunk * (BLOCK * BLOCKS)
-    lane = tl.arange(0, BLOCK).to(tl.int64)
-    lane_keys = lane.to(tl.uint64, bitcast=True) * GAMMA
+    lane = tl.arange(0, BLOCK)
+    lane_keys = lane.to(tl.uint64) * GAMMA
     total = tl.zeros((BLOCK,), tl.int64)
     for step in range(BLOCKS):
         start = begin + step * BLOCK
-        if start < size:
-            at = start + lane
-            inside = at < size
-            if num_rows == 1:
-                offset = at
-                keys = (first + start).to(tl.uint64, bitcast=True) * GAMMA + lane_keys
-            else:
-                r = at // row_size
-                c = at - r * row_size
-                offset = r * stride + c
-                index = first + r * index_stride + c
-                keys = index.to(tl.uint64, bitcast=True) * GAMMA
-            values = tl.load(memory + offset, mask=inside, other=0)
-            if CASTS:
-                bits = values.to(tl.bfloat16).to(tl.int16, bitcast=True)
-            else:
-                bits = values
-            x = keys + bits.to(tl.int64).to(tl.uint64, bitcast=True) * ODD
-            x = (x ^ (x >> 30)) * MIX_1
-            x = (x ^ (x >> 27)) * MIX_2
-            x = x ^ (x >> 31)
-            total += tl.where(inside, x.to(tl.int64, bitcast=True), 0)
+        key = (first + start).to(tl.uint64, bitcast=True) * GAMMA
+        at = start + lane
+        inside = at < size
+        if num_rows > 1:
+            place = at.to(tl.int32)
+            r = place // row_size.to(tl.int32)
+            c = place - r * row_size.to(tl.int32)
+            index = first + r * index_stride + c
+            values = tl.load(memory + (r * stride + c), mask=inside, other=0)
+            mixed = _mix(values, index.to(tl.uint64, bitcast=True) * GAMMA, CASTS)
+            total += tl.where(inside, mixed, 0)
+        elif start + BLOCK <= size:  # without a mask, loads are wide
+            total += _mix(tl.load(memory + at), key + lane_keys, CASTS)
+        elif start < size:
+            values = tl.load(memory + at, mask=inside, other=0)
+            total += tl.where(inside, _mix(values, key + lane_keys, CASTS), 0)
     tl.atomic_add(sums + tl.load(row + 6), tl.sum(total, axis=0), sem="relaxed")
+
+
+@triton.jit
+def _mix(values, keys, CASTS: tl.constexpr) -> tl.tensor:
+    """Return the term of each element in the sum, as int64."""
+    if CASTS:
+        bits = values.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    else:
+        bits = values
+    x = keys + bits.to(tl.int64).to(tl.uint64, bitcast=True) * ODD
+    x = (x ^ (x >> 30)) * MIX_1
+    x = (x ^ (x >> 27)) * MIX_2
+    x = x ^ (x >> 31)
+    return x.to(tl.int64, bitcast=True)

@@ -23,6 +23,11 @@ from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import HashTap, PatchTap, ValueTap
 
 PointStatus = Literal["equal", "inherited", "introduced"]
+_NAMES = {
+    "transformers": "transformers",
+    "sglang": "SGLang",
+    "sglang-deterministic": "SGLang in its deterministic mode",
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class PointResult:
     """How the outputs of one point differ, as the passes ran and on the same input.
 
     `differing_rows` are those that differ on the same input or, if none does, at all.
+    `largest_share` is the largest difference on the same input, as a share of its row's largest
+    output, and `worst_row` is that row.
     """
 
     point: Point
@@ -40,6 +47,8 @@ class PointResult:
     as_run: Histogram
     same_input: Histogram
     largest_difference: float
+    largest_share: float = 0.0
+    worst_row: int = -1
 
     @property
     def num_columns(self) -> int:
@@ -183,8 +192,10 @@ def _choose_patched(left: ForwardPass, right: ForwardPass) -> ForwardPass:
 
     A row that stands for several sequences can take the values of one only. If both passes have
     such rows, the engine is patched: rows that it reads of another sequence are not compared, and
-    all others are its own.
+    all others are its own. A pass that ran elsewhere is never patched.
     """
+    if left.is_recorded or right.is_recorded:
+        return right if left.is_recorded else left
     if left.rows_are_distinct != right.rows_are_distinct:
         return left if left.rows_are_distinct else right
     return right if right.name == EnginePass.name and not right.rows_are_distinct else left
@@ -203,7 +214,12 @@ def unequal_rows(left: HashTap, right: HashTap) -> Mapping[Point, Tensor]:
 
 def name_in_sentence(name: str) -> str:
     """Return the name of a forward pass as sentences use it."""
-    return name if name == "transformers" else f"the {name}"
+    return _NAMES.get(name, f"the {name}")
+
+
+def begin_sentence(subject: str) -> str:
+    """Return `subject` with a capital letter."""
+    return subject[:1].upper() + subject[1:]
 
 
 def _logprobs(left: HashTap, right: HashTap, points: Sequence[Point]) -> LogprobPair | None:
@@ -221,7 +237,7 @@ def _nan_problems(names: tuple[str, str], values: tuple[ValueTap, ValueTap]) -> 
             outputs = tap.table[point][tap.observed(point)]
             if count := int(outputs.isnan().sum()):
                 share = f"{count:,} of {outputs.numel():,} outputs are NaN"
-                side = name_in_sentence(name).capitalize()
+                side = begin_sentence(name_in_sentence(name))
                 yield f"{side}: {share} at {point}, the first place that has any."
                 break
 
@@ -238,8 +254,7 @@ def _result(point: Point, left: ValueTap, right: ValueTap, evidence: PatchEviden
     expected = evidence.other.table[point][rows]
     is_unequal, is_introduced = _rows_differ(x, y), _rows_differ(patched, expected)
     is_shown = is_introduced if is_introduced.any() else is_unequal
-    differences = (x.float() - y.float()).abs()
-    differences = differences[~differences.isnan()]
+    shares = _shares(point, patched, expected)
     return PointResult(
         point=point,
         num_rows=len(rows),
@@ -248,8 +263,30 @@ def _result(point: Point, left: ValueTap, right: ValueTap, evidence: PatchEviden
         differing_rows=tuple(rows[is_shown].tolist()),
         as_run=histogram(x, y),
         same_input=histogram(patched, expected),
-        largest_difference=float(differences.max()) if len(differences) else 0.0,
+        largest_difference=_largest_difference(x, y),
+        largest_share=float(shares.max()) if len(shares) else 0.0,
+        worst_row=int(rows[shares.argmax()]) if len(shares) else -1,
     )
+
+
+def _largest_difference(x: Tensor, y: Tensor) -> float:
+    """Return the largest difference that is a number; 0 if there is none."""
+    differences = (x.float() - y.float()).abs()
+    differences = differences[~differences.isnan()]
+    return float(differences.max()) if len(differences) else 0.0
+
+
+def _shares(point: Point, x: Tensor, y: Tensor) -> Tensor:
+    """Return the largest difference of each row, as a share of its largest element.
+
+    A row with NaN on one side only has an infinite share. Log-probs near 0 count as if they were 1.
+    Shape: [rows, C] twice -> [rows].
+    """
+    x, y = x.float(), y.float()
+    differences = torch.where(x.isnan() & y.isnan() | (x == y), 0.0, (x - y).abs())
+    least = 1.0 if point.op == "logprob" else torch.finfo(torch.float32).tiny
+    largest = y.abs().nan_to_num(nan=0.0, posinf=torch.finfo(y.dtype).max).amax(1).clamp(min=least)
+    return (differences.nan_to_num(nan=torch.inf).amax(1) / largest) if len(x) else largest
 
 
 def _rows_differ(x: Tensor, y: Tensor) -> Tensor:

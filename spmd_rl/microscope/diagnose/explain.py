@@ -210,19 +210,28 @@ class VariantSearch:
         return logits
 
     def _residual_stream(self, point: Point) -> list[Tensor]:
-        """Return the residual stream, added up to `point`, if it is a norm of that stream."""
+        """Return the residual stream, added up to `point`, if it is a norm of that stream.
+
+        The last two tensors are the terms of its last sum.
+        """
         if point.op not in (*_NORMS, "final_norm"):
             return []
         table = self.evidence.other.table
         added = [
             term
-            for term in table
-            if term.op in ("o_proj", "down_proj") and term.order < point.order
+            for layer in range(self.spec.num_layers)
+            for term in (Point(layer, "o_proj"), Point(layer, "down_proj"))
+            if term.order < point.order
         ]
-        stream = table[Point(BEFORE, "embed")]
-        for term in sorted(added, key=lambda term: term.order):
-            stream = stream + table[term]
-        return [stream]
+        terms = [Point(BEFORE, "embed"), *added]
+        if not all(term in table for term in terms):
+            return []
+        stream = last = table[terms[0]]
+        before = torch.zeros_like(stream)
+        for term in added:
+            before, last = stream, table[term]
+            stream = before + last
+        return [stream, before, last]
 
     def _rows_given(
         self,

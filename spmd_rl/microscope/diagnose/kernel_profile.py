@@ -71,18 +71,28 @@ class KernelTrace:
 
 
 def kernels_of(forward_pass: ForwardPass, case: ReplayCase) -> KernelTrace:
-    """Run `forward_pass` once under the profiler, and return its kernels."""
+    """Run `forward_pass` once under the profiler, and return its kernels.
+
+    A pass that ran elsewhere has none to show.
+    """
     tap = ProfilerTap(case.num_rows)
+    if forward_pass.is_recorded:
+        forward_pass.run(case, tap)
+        return _trace(tap, {})
     activities = supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}
     with profile(activities=activities, record_shapes=True) as profiler:
         forward_pass.run(case, tap)
     events = _trace_events(profiler)
     device = tap.forward_of.device
     hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == HOPPER_MAJOR
+    return _trace(tap, kernels_between_marks(events, hopper))
+
+
+def _trace(tap: ProfilerTap, kernels: KernelsByPoint) -> KernelTrace:
     forward_of, step_of = (
         tuple(numbers[:-1].tolist()) for numbers in (tap.forward_of, tap.step_of)
     )
-    return KernelTrace(kernels_between_marks(events, hopper), forward_of, step_of)
+    return KernelTrace(kernels, forward_of, step_of)
 
 
 def _trace_events(profiler: profile) -> list[dict[str, Any]]:

@@ -130,6 +130,13 @@ def _scaled_before_rounding(inputs: VariantInputs) -> Tensor:
     return (x.float() * (_inverse_root(x, inputs) * inputs.module.weight.float())).to(x.dtype)
 
 
+def _scaled_unrounded_sum(inputs: VariantInputs) -> Tensor:
+    """Return the norm of the last sum in float32, as kernels do that add and norm at once."""
+    total = inputs.x[1].float() + inputs.x[2].float()
+    scaled = total * (_inverse_root(total, inputs) * inputs.module.weight.float())
+    return scaled.to(inputs.x[0].dtype)
+
+
 def _library_norm(x: Tensor, inputs: VariantInputs) -> Tensor:
     return inputs.module.weight * (x.float() * _inverse_root(x, inputs)).to(x.dtype)
 
@@ -270,6 +277,7 @@ _NORM: list[Variant] = [
     ("the contract's norm", _normed),
     ("torch's own mean, scaled by the weight after rounding", _library_normed),
     ("scaled by the weight before rounding", _scaled_before_rounding),
+    ("of a sum that was not rounded, scaled by the weight before rounding", _scaled_unrounded_sum),
 ]
 _ROPE: list[Variant] = [
     ("turned in float32 with one rounding, the contract's", _rotated),

@@ -46,7 +46,8 @@ def as_data(examination: Examination) -> dict[str, Any]:
     first = comparison.first_introduced
     return {
         "verdict": examination.verdict,
-        "agree": comparison.agree,
+        "agree": examination.agree,
+        "tolerance": setup.tolerance,
         "troubles": list(comparison.problems),
         **_setup_data(setup),
         "fed": comparison.patched,
@@ -175,6 +176,7 @@ def _point_result(result: PointResult, case: ReplayCase) -> dict[str, Any]:
         "unequal_rows": result.num_unequal_rows,
         "introduced_rows": result.num_introduced_rows,
         "largest_difference": _finite(result.largest_difference),
+        "largest_share": _finite(result.largest_share),
         "plain": _histogram(result.as_run),
         "on_same_input": _histogram(result.same_input),
         "positions": positions,

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from spmd_rl.microscope.diagnose.compare import Comparison, PointResult, name_in_sentence
+from spmd_rl.microscope.diagnose.compare import (
+    Comparison,
+    PointResult,
+    begin_sentence,
+    name_in_sentence,
+)
 from spmd_rl.microscope.diagnose.explain import Explanation, SideExplanation
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.taps.points import OPS
@@ -133,7 +138,7 @@ def _side(name: str, side: SideExplanation, result: PointResult) -> str:
     if more := len(side.kernels) - len(kernels):
         kernels.append(f"{more} more")
     subject = name_in_sentence(name)
-    ran = f"There {subject} ran {'; '.join(kernels)}" if kernels else subject.capitalize()
+    ran = f"There {subject} ran {'; '.join(kernels)}" if kernels else begin_sentence(subject)
     return f"{ran}: {_only_variant(side, result) or _variants(side, result)}."
 
 

@@ -53,11 +53,13 @@ class EnginePass:
 
     name = "engine"
     rows_are_distinct = False
+    is_recorded = False
 
     def __init__(self, model: CausalLM, cfg: NativeEngineConfig) -> None:
         self.model = model
-        self.device = next(model.parameters()).device
-        self.cfg = replace(cfg, dtype=str(next(model.parameters()).dtype).removeprefix("torch."))
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.cfg = replace(cfg, dtype=str(self.dtype).removeprefix("torch."))
         self.split = cfg.attention_split
         self.wrap_attention: Callable[[EngineReplay, TokenAttention], TokenAttention] = (
             lambda replay, attend: attend

@@ -38,15 +38,18 @@ from spmd_rl.types.batch import Batch
 class ForwardPass(Protocol):
     """One side of a comparison.
 
-    `name` is its name in the report. `model` has the weights under Hugging Face's module names.
-    `rows_are_distinct` is set if no row stands for a prompt that several sequences share. `split`
-    is the size of attention's splits of keys, or 0. `facts` are counts of the last run. `problems`
-    are sentences on what went wrong in it besides arithmetic.
+    `name` is its name in the report. `model` has the weights under Hugging Face's module names, or
+    is None. `dtype` is that of its activations. `rows_are_distinct` is set if no row stands for a
+    prompt that several sequences share, and `is_recorded` if it was run elsewhere, so that nothing
+    can be patched in. `split` is the size of attention's splits of keys, or 0. `facts` are counts
+    of the last run. `problems` are sentences on what went wrong in it besides arithmetic.
     """
 
     name: str
     rows_are_distinct: bool
+    is_recorded: bool
     model: Any
+    dtype: torch.dtype
     split: int
     facts: dict[str, int]
     problems: list[str]
@@ -75,6 +78,7 @@ class TrainerPass:
     """
 
     name = "trainer"
+    is_recorded = False
 
     def __init__(
         self,
@@ -84,10 +88,14 @@ class TrainerPass:
         logit_rows: int = 2048,
         attention_split: int = 0,
         recompute: str = "none",
+        share_prompts: bool = True,
     ) -> None:
+        """Without `share_prompts`, each sequence is a micro-batch and computes its own prompt."""
         self.model = model
-        self.device = next(model.parameters()).device
-        self.rows_are_distinct = self.device.type != "cpu"
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.share_prompts = share_prompts
+        self.rows_are_distinct = self.device.type != "cpu" or not share_prompts
         self.split = attention_split
         self.facts: dict[str, int] = {}
         self.problems: list[str] = []
@@ -98,7 +106,10 @@ class TrainerPass:
     def run(self, case: ReplayCase, tap: Tap) -> None:
         batch = _batch(case)
         lengths = batch.lengths.tolist()
-        parts = split_sequences(lengths, num_micro_batches(lengths, self.max_tokens))
+        count = len(lengths)
+        if self.share_prompts:
+            count = num_micro_batches(lengths, self.max_tokens)
+        parts = split_sequences(lengths, count)
         self.facts = {"micro-batches": len(parts)}
         with hook_model(self.model, tap.observe):
             for part in parts:
@@ -152,10 +163,11 @@ class ReferencePass:
     name = "transformers"
     split = 0
     rows_are_distinct = True
+    is_recorded = False
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, device: torch.device) -> None:
         self.model = reference_model(folder, dtype, device)
-        self.device = device
+        self.device, self.dtype = device, dtype
         self.num_layers = len(self.model.model.layers)
         self.facts: dict[str, int] = {}
         self.problems: list[str] = []

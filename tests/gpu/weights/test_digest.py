@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spmd_rl.weights.delivery import copy_all
 from spmd_rl.weights.digest import box_sums
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import alias, execute
@@ -125,6 +126,19 @@ def test_a_push_to_the_engine_proves_itself() -> None:
     wrong = Verifier(plan.moves, plan.replicas, ends).compare(None)
     assert [one.name for one in wrong.mismatches] == [name]
     assert wrong.num_equal == len(masters) - 1
+
+
+def test_masters_are_rounded_as_torch_rounds_them() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = [1, 7, 4096, 100_000, 3_000_001]
+    tensors = [torch.randn(size, device=DEVICE, generator=generator) for size in sizes]
+    tensors[2][:8] = ROUNDED.view(torch.float32).to(DEVICE)
+    odd = torch.randn(64, 65, device=DEVICE)
+    tensors += [odd[:, 1:], odd.view(-1)[1:], torch.randn(0, device=DEVICE)]
+    targets = [torch.full(one.shape, 9.0, device=DEVICE, dtype=torch.bfloat16) for one in tensors]
+    copy_all(targets, tensors)
+    for target, tensor in zip(targets, tensors, strict=True):
+        assert torch.equal(target.view(torch.int16), tensor.bfloat16().view(torch.int16))
 
 
 def test_lists_are_copied_with_a_cast_in_few_launches() -> None:

@@ -18,7 +18,7 @@ import torch
 from benchmarks import grpo_proof
 from spmd_rl.cli import main
 from spmd_rl.errors import SpmdError
-from spmd_rl.microscope import command
+from spmd_rl.microscope import sides
 from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
@@ -469,7 +469,7 @@ def test_the_trainers_head_is_the_one_that_the_run_has(
     folder: Path, recompute: str, recomputes: bool
 ) -> None:
     settings = {"trainer": {"backend": {"recompute": recompute}}}
-    forward_pass = command._forward_pass(
+    forward_pass = sides.forward_pass(
         "trainer", folder, torch.float32, torch.device("cpu"), settings
     )
     assert isinstance(forward_pass, TrainerPass)

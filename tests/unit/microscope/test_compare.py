@@ -207,7 +207,7 @@ class Meddling(Tap):
 class Wrong:
     """An engine whose op at `point` is wrong in one row."""
 
-    name, rows_are_distinct = EnginePass.name, False
+    name, rows_are_distinct, is_recorded = EnginePass.name, False, False
 
     def __init__(self, engine: EnginePass, point: Point, row: int) -> None:
         self.engine, self.point, self.row = engine, point, row

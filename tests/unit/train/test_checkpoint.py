@@ -19,13 +19,13 @@ from spmd_rl.train import checkpoint, shards
 from spmd_rl.train.checkpoint_index import INDEX_FILE
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.trainer import Trainer
-from tests.dist.train_case import make_batch
+from tests.dist.train_case import local_weights, make_batch
 
 
 def _same_weights(a: Trainer, b: Trainer) -> bool:
     return all(
-        torch.equal(one.local, b.weight_source()[name].local)
-        for name, one in a.weight_source().items()
+        torch.equal(one.local, local_weights(b)[name].local)
+        for name, one in local_weights(a).items()
     )
 
 
@@ -335,8 +335,8 @@ def test_an_export_loads_as_a_model_folder(
     trainer = new_trainer()
     trainer.train_step(make_batch(), grpo_loss)
     trainer.export_hf(str(tmp_path / "hf"), dtype)
-    loaded = Trainer(TrainerConfig(), context, str(tmp_path / "hf")).weight_source()
-    for name, one in trainer.weight_source().items():
+    loaded = local_weights(Trainer(TrainerConfig(), context, str(tmp_path / "hf")))
+    for name, one in local_weights(trainer).items():
         expected = one.local.detach().to(getattr(torch, dtype)).float()
         assert torch.equal(loaded[name].local, expected)
 

@@ -9,7 +9,7 @@ from spmd_rl.algo.losses import LossInput, grpo_loss
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention import backend
 from spmd_rl.train.determinism import WORKSPACE, deterministic, require_deterministic
-from tests.dist.train_case import make_batch
+from tests.dist.train_case import local_weights, make_batch
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -32,7 +32,7 @@ def test_the_same_step_on_the_cpu(new_trainer) -> None:
     trainers = [new_trainer(deterministic=chosen) for chosen in (False, True)]
     for trainer in trainers:
         trainer.train_step(make_batch(), grpo_loss)
-    held = [trainer.weight_source() for trainer in trainers]
+    held = [local_weights(trainer) for trainer in trainers]
     assert all(torch.equal(one.local, held[1][name].local) for name, one in held[0].items())
 
 

@@ -24,11 +24,11 @@ from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch, split_sequences
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.batch import Batch
-from tests.dist.train_case import make_batch
+from tests.dist.train_case import local_weights, make_batch
 
 
 def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: one.local.detach().clone() for name, one in trainer.weight_source().items()}
+    return {name: one.local.detach().clone() for name, one in local_weights(trainer).items()}
 
 
 class Oracle:
@@ -233,7 +233,7 @@ def test_bfloat16_trains_a_float32_master(new_trainer) -> None:
     stats = trainer.train_step(make_batch(), sft_loss)
     assert stats["train/loss"] == pytest.approx(exact["train/loss"], rel=0.02)
     assert stats["train/loss"] != exact["train/loss"]
-    assert {one.dtype for one in trainer.weight_source().values()} == {"float32"}
+    assert {one.dtype for one in local_weights(trainer).values()} == {"float32"}
 
 
 @pytest.mark.parametrize(("value", "what"), [(np.nan, "loss"), (3e38, "gradient")])
@@ -271,11 +271,11 @@ def test_weights_that_a_failed_step_has_moved_are_another_version(new_trainer) -
 
 def test_the_optimizer_writes_in_place(new_trainer) -> None:
     trainer = new_trainer()
-    pointers = {name: one.local.data_ptr() for name, one in trainer.weight_source().items()}
+    pointers = {name: one.local.data_ptr() for name, one in local_weights(trainer).items()}
     before = _weights(trainer)
     for seed in range(2):
         trainer.train_step(make_batch(seed), grpo_loss)
-    after = trainer.weight_source()
+    after = local_weights(trainer)
     assert {name: one.local.data_ptr() for name, one in after.items()} == pointers
     assert not any(torch.equal(one.local, before[name]) for name, one in after.items())
 

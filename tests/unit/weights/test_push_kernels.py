@@ -1,4 +1,4 @@
-"""The GPU kernel of digests in Triton's interpreter: the bits of the sums that torch makes."""
+"""The GPU kernels of a push in Triton's interpreter: the bits of the sums and copies of torch."""
 
 from __future__ import annotations
 
@@ -70,3 +70,15 @@ def test_the_kernel_adds_up_the_same_sums(sums: dict[str, Tensor], cast: str) ->
     for name, found, value in zip([*BOXES, "special"], sums[cast], expected, strict=True):
         assert found == value, name
     assert len(set(expected.tolist())) == len(boxes)
+
+
+def test_a_copy_of_many_tensors_writes_them_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    tensors = [WHOLE.bfloat16().float().view(-1)[:size] for size in (1, 16, 47, 48, 49, 97, 840)]
+    calls = Calls("tests.unit.weights.kernel_case", "copied", {}, [(tensors,)])
+    (found,) = results(calls, tmp_path_factory.mktemp("copies"))
+    for tensor, wide in zip(tensors, found, strict=True):
+        assert torch.equal(wide[8:-8], tensor.bfloat16())
+        assert (wide[:8] == 7).all()
+        assert (wide[-8:] == 7).all()

@@ -1,0 +1,190 @@
+"""Sides of a comparison by their names on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmd_rl.kernels.attention.backend import attention_backend
+from spmd_rl.kernels.contract import dtype_of
+from spmd_rl.microscope.diagnose.faults import plant
+from spmd_rl.microscope.foreign.dump import Dump
+from spmd_rl.microscope.foreign.dump_pass import DumpPass
+from spmd_rl.microscope.foreign.sglang_side import (
+    DETERMINISTIC,
+    SglangSide,
+    write_sglang_dump,
+)
+from spmd_rl.microscope.replay.case import ReplayCase
+from spmd_rl.microscope.replay.engine_pass import EnginePass
+from spmd_rl.microscope.replay.forward_pass import (
+    ForwardPass,
+    ReferencePass,
+    TrainerPass,
+    load_model,
+)
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.rollout.engine import NativeEngineConfig
+
+DUMP = "dump"
+SGLANG = ("sglang", "sglang-deterministic")
+FOREIGN = (*SGLANG, DUMP)  # sides that run elsewhere
+LIBRARIES = ("transformers", *FOREIGN)  # sides that are no role of ours
+PASSES = ("engine", "trainer", *LIBRARIES)
+SPLIT = "attention_split"
+ENGINE_KEYS = (
+    "page_size",
+    "num_pages",
+    "max_batch",
+    "max_step_tokens",
+    "prefix_cache",
+    "cuda_graphs",
+    SPLIT,
+)
+TRAINER_KEYS = ("max_tokens", "logit_rows", "recompute", SPLIT)
+# Differences on the same input that count as rounding, as a share of a row's largest output.
+ROUNDING = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+def engine_of(settings: dict[str, Any]) -> str:
+    """Return the side that is the run's engine."""
+    return "sglang" if settings.get("engine", {}).get("kind") == "sglang" else "engine"
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    return torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def dtypes_of(
+    options: argparse.Namespace, device: torch.device, settings: dict[str, Any]
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes that the left and the right side are to compute in."""
+    left, right, asked = options.left, options.right, options.dtype
+    return (
+        _dtype(left, right, asked, device, settings),
+        _dtype(right, left, asked, device, settings),
+    )
+
+
+def _dtype(
+    name: str, other: str, asked: str | None, device: torch.device, settings: dict[str, Any]
+) -> torch.dtype:
+    """Return the dtype of the role in the run; that of the other side for what is no role."""
+    role = "engine" if name in SGLANG and engine_of(settings) == "sglang" else name
+    role = other if role in LIBRARIES else role
+    dtype_name = asked or settings.get(role, {}).get("dtype", "auto")
+    dtype: torch.dtype = getattr(torch, dtype_of(dtype_name, device))
+    return dtype
+
+
+def tolerance_of(
+    options: argparse.Namespace, left: ForwardPass, right: ForwardPass
+) -> float | None:
+    """Return what counts as rounding: what was asked for, or what the dtype of a dump rounds."""
+    if options.tolerance is not None:
+        return float(options.tolerance)
+    if left.is_recorded or right.is_recorded:
+        return max(ROUNDING[left.dtype], ROUNDING[right.dtype])
+    return None
+
+
+def forward_passes(
+    options: argparse.Namespace,
+    settings: dict[str, Any],
+    case: ReplayCase,
+    model: Path,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+    temporary: Path,
+) -> tuple[ForwardPass, ForwardPass]:
+    """Return the left and the right pass, with the fault that the options plant.
+
+    SGLang runs before the other side's weights are loaded, and leaves its dump in `temporary`.
+    """
+    dtype_of_side = dict(zip((options.left, options.right), dtypes, strict=True))
+    recorded: DumpPass | None = None
+    for name in set(dtype_of_side) & set(FOREIGN):
+        path = Path(options.dump or "")
+        if name in SGLANG:
+            side = _sglang_side(name, options, settings)
+            path = write_sglang_dump(side, case, model, dtype_of_side[name], temporary)
+        recorded = DumpPass(Dump(path, ModelSpec.from_folder(model)), device, name)
+    left, right = (
+        _side(name, model, dtype, device, settings, recorded)
+        for name, dtype in dtype_of_side.items()
+    )
+    if options.plant:
+        assert isinstance(left, EnginePass)
+        plant(options.plant, left)
+    return left, right
+
+
+def _side(
+    name: str,
+    model: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    settings: dict[str, Any],
+    recorded: DumpPass | None,
+) -> ForwardPass:
+    """Return the recorded side if it has this name, else a pass that runs here."""
+    if recorded is not None and recorded.name == name:
+        return recorded
+    return forward_pass(name, model, dtype, device, settings, share_prompts=recorded is None)
+
+
+def drop_splits(
+    settings: dict[str, Any], head_dim: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Remove attention splits from a run's settings if they cannot run here.
+
+    Returns whether there were any.
+    """
+    if attention_backend(head_dim, dtype, device).has_splits:
+        return False
+    dropped = [
+        role.pop(SPLIT, 0) for role in (settings.get("engine", {}), settings.get("trainer", {}))
+    ]
+    return any(dropped)
+
+
+def _sglang_side(name: str, options: argparse.Namespace, settings: dict[str, Any]) -> SglangSide:
+    """Return SGLang with the run's settings, if it is the run's engine, and with the options'."""
+    engine = settings.get("engine", {}) if engine_of(settings) == "sglang" else {}
+    python = options.sglang if options.sglang is not None else engine.get("python", "")
+    own = {key: value for key, value in engine.get("options", {}).items() if key != DETERMINISTIC}
+    return SglangSide(python, own | options.sglang_options, name == SGLANG[1])
+
+
+def forward_pass(
+    name: str,
+    model: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    settings: dict[str, Any],
+    share_prompts: bool = True,
+) -> ForwardPass:
+    """Return a pass that runs here.
+
+    Without `share_prompts`, each sequence computes its own prompt, because values of another
+    program are patched in, whose prompts may differ from sequence to sequence.
+    """
+    if name == "transformers":
+        return ReferencePass(model, dtype, device)
+    network = load_model(model, dtype, device)
+    if name == "engine":
+        return EnginePass(network, _engine_config(settings.get("engine", {}), share_prompts))
+    trainer = settings.get("trainer", {})
+    trainer = trainer | trainer.get("backend", {})
+    keys = {key: trainer[key] for key in TRAINER_KEYS if key in trainer}
+    return TrainerPass(network, **keys, share_prompts=share_prompts)
+
+
+def _engine_config(engine: dict[str, Any], share_prompts: bool) -> NativeEngineConfig:
+    cfg = {key: engine[key] for key in ENGINE_KEYS if key in engine}
+    if not share_prompts:
+        cfg["prefix_cache"] = False
+    return NativeEngineConfig(**cfg)

@@ -1,0 +1,126 @@
+"""One run of a program of ours under another interpreter, where SGLang lives with its own packages.
+
+The program's output goes to a file, so that an error can quote its last line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from spmd_rl.errors import ConfigError, DeadlineError, SpmdError
+
+MAX_CHARACTERS = 400  # of the output's last line, in an error
+# Variables of torchrun and of this process's torch, which would misdirect the program's own torch.
+SCRUBBED = (
+    "TORCHELASTIC_",
+    "TORCH_NCCL_",
+    "TORCH_FR_",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "OMP_NUM_THREADS",
+    "NCCL_",
+    "SGLANG_DP_RANK",
+    "SGLANG_USE_PICKLE_IPC",
+    "LD_PRELOAD",
+)
+
+
+def run_program(
+    program: Path,
+    arguments: Sequence[str],
+    *,
+    python: str,
+    folder: Path,
+    name: str,
+    deadline_s: float,
+) -> None:
+    """Run `program` to its end. Its output goes to a file in `folder`.
+
+    `python` is an interpreter, or a folder of packages for this one; "" is this one as it is.
+    `name` names the program in errors.
+
+    Blocks: until the program ends; `deadline_s` ends it with all that it started.
+    Raises: SpmdError with the last line of the output if it fails.
+    """
+    interpreter, search_path = find_interpreter(python)
+    output = folder / "output.txt"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [interpreter, str(program), *arguments],
+            env=_environment(os.environ, search_path),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise DeadlineError(f"{name} was not done within {deadline_s:g} s") from None
+        finally:
+            _end(process)
+    if code:
+        raise SpmdError(f"{name} ended with exit code {code}: {_last_line(output)}")
+
+
+def find_interpreter(python: str) -> tuple[str, str]:
+    """Return the command of the interpreter that `python` names, and its PYTHONPATH.
+
+    An interpreter of its own gets no PYTHONPATH, which would put our packages before its own.
+    Raises: ConfigError when it names neither an interpreter nor a folder.
+    """
+    inherited = os.environ.get("PYTHONPATH", "")
+    if not python:
+        return sys.executable, inherited
+    path = Path(python)
+    if path.is_dir():
+        return sys.executable, os.pathsep.join(filter(None, (str(path.resolve()), inherited)))
+    if path.is_file() and os.access(path, os.X_OK):
+        return os.path.abspath(path), ""
+    raise ConfigError(
+        f"{python!r} is neither an interpreter nor a folder of packages: name the Python of an "
+        "environment with SGLang, or a folder that SGLang was installed into"
+    )
+
+
+def _environment(environment: Mapping[str, str], search_path: str) -> dict[str, str]:
+    """Return the program's environment: this one without the variables of the world around it."""
+    kept = {name: value for name, value in environment.items() if not name.startswith(SCRUBBED)}
+    return kept | {
+        "PYTHONPATH": search_path,
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+        # a world of one rank, whose store listens on a port that the kernel chooses
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the program and all that it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _last_line(output: Path) -> str:
+    lines = output.read_text(encoding="utf-8", errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+    printable = "".join(character if character.isprintable() else " " for character in last)
+    return printable[-MAX_CHARACTERS:]

@@ -1,0 +1,1 @@
+"""A stand-in for SGLang, on CPUs, with the names that the microscope uses."""
