@@ -32,9 +32,9 @@ from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import write_config
 from benchmarks.table import Row
 from spmd_rl.kernels.runtime.interleaved_timing import shuffled_turns
-from spmd_rl.weights.digest import box_sums
+from spmd_rl.weights.digest import BoxSums
 from spmd_rl.weights.ends import LocalEnds
-from spmd_rl.weights.executors import execute
+from spmd_rl.weights.executors import Executor
 from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.plan import plan_moves
 from spmd_rl.weights.tensor_ends import TensorSource
@@ -87,6 +87,7 @@ def measure(shape: str, folder: Path) -> Iterator[Row]:
     source = TensorSource(LocalTensors.whole(tensors).items())
     plan = plan_moves([source.layout(0)], [sink.layout(0)], None, 0)
     ends = LocalEnds(0, source, sink, DEVICE)
+    pushes = Executor(plan.moves, ends)
     verifier = Verifier(plan.moves, plan.replicas, ends)
     held = {piece.name: sink.slot(piece.name, piece.box) for piece in sink.layout(0).pieces}
 
@@ -96,7 +97,7 @@ def measure(shape: str, folder: Path) -> Iterator[Row]:
 
     what = f"Qwen3-{shape}, push of {len(tensors)} tensors to the engine in the same process"
     works: dict[str, Work] = {
-        "push": lambda: execute(plan.moves, ends, None),
+        "push": lambda: pushes.run(None),
         "floor": lambda: copy.copy_(flat),
         "torch's list": lambda: torch._foreach_copy_(
             list(held.values()), [tensors[name] for name in held]
@@ -128,8 +129,8 @@ def _digests(
     on_gpu = medians(
         gpu_ms,
         {
-            "masters": lambda: box_sums(list(sources.values()), targets),
-            "engine": lambda: box_sums(list(held.values()), targets),
+            "masters": BoxSums(list(sources.values()), targets).run,
+            "engine": BoxSums(list(held.values()), targets).run,
         },
     )
     yield measured(f"{what}: GPU time to digest the masters", on_gpu["masters"], "ms")

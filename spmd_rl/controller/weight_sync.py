@@ -18,6 +18,7 @@ from spmd_rl.weights.plan import Traffic, plan_moves
 from spmd_rl.weights.verdict import Verification
 
 if TYPE_CHECKING:
+    from spmd_rl.weights.executors import Executor
     from spmd_rl.weights.plan import WeightPlan
     from spmd_rl.weights.verification import Verifier
 
@@ -73,6 +74,7 @@ class WeightSync(Role):
             context.device,
         )
         self._plan: WeightPlan | None = None
+        self._executor: Executor | None = None
         self._verifier: Verifier | None = None
 
     @collective
@@ -122,13 +124,14 @@ class WeightSync(Role):
     @collective
     def transfer(self, verify: bool) -> Sharded[list[RankPush]]:
         """Carry out the plan and, with `verify`, compare what arrived with the sources."""
-        from spmd_rl.weights.executors import execute
+        from spmd_rl.weights.executors import Executor
         from spmd_rl.weights.verification import Verifier
 
         plan, ends, group = self._planned(), self._ends, self.context.group
         if ends.sink is not None:
             ends.sink.open()
-        traffic = execute(plan.moves, ends, group)
+        self._executor = self._executor or Executor(plan.moves, ends)
+        traffic = self._executor.run(group)
         if not verify:
             return [RankPush(traffic, None)]
         self._verifier = self._verifier or Verifier(plan.moves, plan.replicas, ends)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,11 +21,13 @@ class Delivery:
         self._slots: list[Tensor] = []
         self._tensors: list[Tensor] = []
         self._has_slots = False  # some were given since the last flush
+        self._is_whole = True  # every box so far is copied by the next `copy`
 
     def put(self, move: Move, tensor: Tensor) -> None:
         """Have `tensor`, which holds the box of a move, copied to where the sink wants it."""
         slot = self._slot(move)
         if slot is None:
+            self._is_whole = False
             self._sink.write(move.name, move.box, tensor)
         else:
             self._slots.append(slot)
@@ -34,6 +37,7 @@ class Delivery:
         """Have the box of a move within this process copied to where the sink wants it."""
         view = source.view(move.name, move.box)
         slot = self._slot(move)
+        self._is_whole &= slot is not None and view is not None
         if slot is None:
             whole = torch.empty(move.box.extent, dtype=getattr(torch, move.dtype), device=device)
             source.read(move.name, move.box, whole)
@@ -44,10 +48,18 @@ class Delivery:
             self._slots.append(slot)
             self._tensors.append(view)
 
-    def copy(self) -> None:
-        """Copy everything that waits."""
-        copy_all(self._slots, self._tensors)
+    def copy(self) -> tuple[Copies, bool]:
+        """Copy everything that waits; return the copies, and whether they were all boxes so far."""
+        copies, is_whole = Copies(self._slots, self._tensors), self._is_whole
+        copies.run()
+        self._is_whole &= not self._slots
         self._slots, self._tensors = [], []
+        return copies, is_whole
+
+    def repeat(self, copies: Copies) -> None:
+        """Copy again what `copy` has copied, to a sink that keeps its slots."""
+        copies.run()
+        self._has_slots = True
 
     def flush(self) -> None:
         """Copy everything that waits, and have the sink use it."""
@@ -66,30 +78,45 @@ class Delivery:
         return slot
 
 
-def copy_all(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy each tensor to its target, with a cast where dtypes differ; few launches on a GPU.
+class Copies:
+    """Copies of each tensor to its target, with a cast where dtypes differ; few launches on a GPU.
 
-    torch copies a list at once where all pairs have the same two dtypes, and equal strides. Masters
-    become bfloat16 in a kernel of ours.
+    They are prepared once and may run many times: both sides are kept, and have to keep their
+    memory. torch copies a list at once where all pairs have the same two dtypes, and equal strides.
+    Masters become bfloat16 in a kernel of ours.
     """
-    lists: dict[tuple[object, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    for target, tensor in zip(targets, tensors, strict=True):
-        same_strides = target.stride() == tensor.stride()
-        if target.device == tensor.device and same_strides:
-            lists[target.device, target.dtype, tensor.dtype].append((target, tensor))
-        else:
-            target.copy_(tensor)
-    for pairs in lists.values():
-        rest = _copy_masters(pairs) if pairs[0][0].is_cuda else pairs
-        if rest:
-            torch._foreach_copy_([target for target, _ in rest], [tensor for _, tensor in rest])
+
+    def __init__(self, targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        self._runs: list[Callable[[], object]] = []
+        lists: dict[tuple[object, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for target, tensor in zip(targets, tensors, strict=True):
+            same_strides = target.stride() == tensor.stride()
+            if target.device == tensor.device and same_strides:
+                lists[target.device, target.dtype, tensor.dtype].append((target, tensor))
+            else:
+                self._runs.append(partial(target.copy_, tensor))
+        for pairs in lists.values():
+            rest = self._add_masters(pairs) if pairs[0][0].is_cuda else pairs
+            if rest:
+                of_list = [target for target, _ in rest], [tensor for _, tensor in rest]
+                self._runs.append(partial(torch._foreach_copy_, *of_list))
+
+    def run(self) -> None:
+        """Copy everything. On a GPU, the copies are queued on the current stream."""
+        for run in self._runs:
+            run()
+
+    def _add_masters(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Have our kernel copy the pairs that it takes; return the others."""
+        from spmd_rl.kernels.runtime import copy_triton
+
+        fits = [copy_triton.can_copy(*pair) for pair in pairs]
+        if any(fits):
+            masters = [pair for pair, fit in zip(pairs, fits, strict=True) if fit]
+            self._runs.append(copy_triton.MasterCopies(masters).run)
+        return [pair for pair, fit in zip(pairs, fits, strict=True) if not fit]
 
 
-def _copy_masters(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Copy the pairs that our kernel takes, in one launch; return the others."""
-    from spmd_rl.kernels.runtime import copy_triton
-
-    fits = [copy_triton.can_copy(*pair) for pair in pairs]
-    if any(fits):
-        copy_triton.copy_all([pair for pair, fit in zip(pairs, fits, strict=True) if fit])
-    return [pair for pair, fit in zip(pairs, fits, strict=True) if not fit]
+def copy_all(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy each tensor to its target."""
+    Copies(targets, tensors).run()

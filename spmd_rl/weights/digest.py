@@ -8,7 +8,7 @@ of a push can compare 8 bytes a tensor.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -25,16 +25,6 @@ CHUNK_ELEMENTS = 1 << 22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def digests(pieces: Iterable[tuple[str, LocalTensor]]) -> dict[tuple[str, Box], int]:
-    """Return the digest of each piece by name and box. It waits for the device once."""
-    named = list(pieces)
-    sums = box_sums([piece for _, piece in named], [piece.dtype for _, piece in named])
-    return {
-        (name, piece.box): value % MODULUS
-        for (name, piece), value in zip(named, sums.tolist(), strict=True)
-    }
-
-
 def digest(tensors: LocalTensors, dtypes: Mapping[str, str] | None = None) -> dict[str, int]:
     """Return the digest of this rank's box of each tensor.
 
@@ -47,47 +37,59 @@ def digest(tensors: LocalTensors, dtypes: Mapping[str, str] | None = None) -> di
     return {name: value % MODULUS for name, value in zip(tensors, sums.tolist(), strict=True)}
 
 
-@torch.no_grad()
-def box_sums(boxes: Sequence[LocalTensor], dtypes: Sequence[str]) -> Tensor:
-    """Return the digest of each box, its values cast to the dtype beside it, as signed numbers.
+class BoxSums:
+    """Digests of boxes, each cast to the dtype beside it. They are prepared once for many times.
 
-    On a GPU, all boxes of the same two dtypes are one launch, and nothing waits for it.
-    Shape: [number of boxes] int64, on the device of the boxes.
+    The tensors are kept, and have to keep their memory. On a GPU, all boxes of the same two dtypes
+    are one launch.
     """
-    device = boxes[0].local.device if boxes else torch.device("cpu")
-    sums = torch.zeros(len(boxes), dtype=torch.int64, device=device)
-    casts: dict[tuple[torch.dtype, torch.dtype], list[int]] = defaultdict(list)
-    for number, (tensor, dtype) in enumerate(zip(boxes, dtypes, strict=True)):
-        casts[tensor.local.dtype, getattr(torch, dtype)].append(number)
-    for (held, target), numbers in casts.items():
-        if device.type != "cuda" or not _add_on_gpu(sums, boxes, numbers, held, target):
-            for number in numbers:
-                sums[number] = _box_sum(boxes[number], target)
-    return sums
+
+    def __init__(self, boxes: Sequence[LocalTensor], dtypes: Sequence[str]) -> None:
+        self._boxes = boxes
+        self._device = boxes[0].local.device if boxes else torch.device("cpu")
+        self._launches: list[Callable[[Tensor], None]] = []
+        self._one_by_one: list[tuple[int, torch.dtype]] = []
+        casts: dict[tuple[torch.dtype, torch.dtype], list[int]] = defaultdict(list)
+        for number, (tensor, dtype) in enumerate(zip(boxes, dtypes, strict=True)):
+            casts[tensor.local.dtype, getattr(torch, dtype)].append(number)
+        for (held, target), numbers in casts.items():
+            if self._device.type != "cuda" or not self._prepare(numbers, held, target):
+                self._one_by_one += [(number, target) for number in numbers]
+
+    @torch.no_grad()
+    def run(self) -> Tensor:
+        """Return the digest of each box as a signed number, without waiting for a GPU.
+
+        Shape: [number of boxes] int64, on the device of the boxes.
+        """
+        sums = torch.zeros(len(self._boxes), dtype=torch.int64, device=self._device)
+        for launch in self._launches:
+            launch(sums)
+        for number, target in self._one_by_one:
+            sums[number] = _box_sum(self._boxes[number], target)
+        return sums
+
+    def _prepare(self, numbers: Sequence[int], dtype: torch.dtype, target: torch.dtype) -> bool:
+        """Have one launch add the digests of these boxes; return False if it cannot read them."""
+        from spmd_rl.kernels.runtime.digest_triton import RowDigests, Rows, can_cast
+
+        if not can_cast(dtype, target):
+            return False
+        rows = []
+        for number in numbers:
+            if self._boxes[number].box.num_elements:
+                of_box = memory_rows(self._boxes[number], number)
+                if of_box is None:
+                    return False
+                rows += [Rows(*row) for row in of_box]
+        if rows:
+            self._launches.append(RowDigests(rows, dtype, target, self._device).add_to)
+        return True
 
 
-def _add_on_gpu(
-    sums: Tensor,
-    boxes: Sequence[LocalTensor],
-    numbers: Sequence[int],
-    dtype: torch.dtype,
-    target: torch.dtype,
-) -> bool:
-    """Add the digests of these boxes in one launch; return False if it cannot read them."""
-    from spmd_rl.kernels.runtime.digest_triton import Rows, add_digests, can_cast
-
-    if not can_cast(dtype, target):
-        return False
-    rows = []
-    for number in numbers:
-        if boxes[number].box.num_elements:
-            of_box = memory_rows(boxes[number], number)
-            if of_box is None:
-                return False
-            rows += [Rows(*row) for row in of_box]
-    if rows:
-        add_digests(sums, rows, dtype, target)
-    return True
+def box_sums(boxes: Sequence[LocalTensor], dtypes: Sequence[str]) -> Tensor:
+    """Return the digest of each box, as `BoxSums.run` does."""
+    return BoxSums(boxes, dtypes).run()
 
 
 def combine(parts: Sequence[tuple[Layout, Mapping[str, int]]]) -> dict[str, int]:

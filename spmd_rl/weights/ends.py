@@ -32,7 +32,10 @@ class WeightSource(Protocol):
         ...
 
     def view(self, name: str, box: Box) -> Tensor | None:
-        """Return the memory of `box`, a part of a piece; None where `read` has to make it."""
+        """Return the memory of `box`, a part of a piece; None where `read` has to make it.
+
+        It is the same memory at every push.
+        """
         ...
 
     def read(self, name: str, box: Box, out: Tensor) -> None:
@@ -41,7 +44,12 @@ class WeightSource(Protocol):
 
 
 class WeightSink(Protocol):
-    """One rank's share of the weights that a push replaces."""
+    """One rank's share of the weights that a push replaces.
+
+    `keeps_slots` says that a box has the same slot at every push, so that its copy can be prepared.
+    """
+
+    keeps_slots: bool
 
     def layout(self, rank: int) -> Layout:
         """Return the pieces that a push has to fill on this rank, `rank` of the world."""

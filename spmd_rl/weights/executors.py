@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd_rl.weights.delivery import Delivery, copy_all
+from spmd_rl.weights.delivery import Copies, Delivery, copy_all
 from spmd_rl.weights.ends import LocalEnds, Shared, WeightSink, WeightSource
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.plan import BUCKET_BYTES, Move, Traffic
@@ -41,35 +41,69 @@ def alias(source: WeightSource, sink: WeightSink, rank: int) -> Shared:
     return frozenset(shared)
 
 
-@torch.no_grad()
+class Executor:
+    """Carries out this rank's moves of a plan, which replace the weights of its sink.
+
+    Copies within the process are prepared in the first run, where sink and source allow it: a later
+    run is then a few launches, however many tensors there are.
+    """
+
+    def __init__(
+        self, moves: Sequence[Move], ends: LocalEnds, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        rank = ends.rank
+        self._ends = ends
+        self._outgoing = _buckets([move for move in moves if move.dst != rank], "dst", bucket_bytes)
+        self._incoming = _buckets([move for move in moves if move.src != rank], "src", bucket_bytes)
+        local = [move for move in moves if move.src == rank == move.dst]
+        self._copied = [move for move in local if (move.name, move.into) not in ends.shared]
+        self._prepared: Copies | None = None
+        num_copied = _num_bytes(self._copied)
+        self._traffic = Traffic(
+            _num_bytes(local) - num_copied,
+            num_copied,
+            _total(self._outgoing),
+            _total(self._incoming),
+        )
+
+    @torch.no_grad()
+    def run(self, group: dist.ProcessGroup | None) -> Traffic:
+        """Push once. `group` holds all ranks that the plan names; None if no move crosses ranks.
+
+        Ranks: every rank that the plan names, together.
+        Blocks: until this rank's sends and receives are done; the group's timeout ends it.
+        """
+        ends, delivery = self._ends, None
+        if self._copied or self._incoming:
+            delivery = Delivery(ends.the_sink())
+            self._copy(delivery)
+        for index in range(_num_rounds(self._outgoing, self._incoming)):
+            outgoing, incoming = _pick(self._outgoing, index), _pick(self._incoming, index)
+            _exchange(outgoing, incoming, ends, delivery, group)
+        if delivery is not None:
+            delivery.flush()
+        return self._traffic
+
+    def _copy(self, delivery: Delivery) -> None:
+        """Copy the boxes that both ends of this process hold."""
+        if self._prepared is not None:
+            delivery.repeat(self._prepared)
+            return
+        for move in self._copied:
+            delivery.put_from(self._ends.the_source(), move, self._ends.device)
+        copies, is_whole = delivery.copy()
+        if is_whole and self._ends.the_sink().keeps_slots:
+            self._prepared = copies
+
+
 def execute(
     moves: Sequence[Move],
     ends: LocalEnds,
     group: dist.ProcessGroup | None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Traffic:
-    """Carry out this rank's moves of a plan, which replace the weights of its sink.
-
-    `group` holds all ranks that the plan names; it may be None where no move crosses ranks.
-    Ranks: every rank that the plan names, together.
-    Blocks: until this rank's sends and receives are done; the group's timeout ends it.
-    """
-    rank = ends.rank
-    outgoing = _buckets([move for move in moves if move.dst != rank], "dst", bucket_bytes)
-    incoming = _buckets([move for move in moves if move.src != rank], "src", bucket_bytes)
-    local = [move for move in moves if move.src == rank == move.dst]
-    copied = [move for move in local if (move.name, move.into) not in ends.shared]
-    delivery = Delivery(ends.the_sink()) if copied or incoming else None
-    if delivery is not None:
-        for move in copied:
-            delivery.put_from(ends.the_source(), move, ends.device)
-        delivery.copy()
-    for index in range(_num_rounds(outgoing, incoming)):
-        _exchange(_pick(outgoing, index), _pick(incoming, index), ends, delivery, group)
-    if delivery is not None:
-        delivery.flush()
-    num_copied = _num_bytes(copied)
-    return Traffic(_num_bytes(local) - num_copied, num_copied, _total(outgoing), _total(incoming))
+    """Carry out the moves once, as `Executor.run` does."""
+    return Executor(moves, ends, bucket_bytes).run(group)
 
 
 def _num_rounds(*directions: Buckets) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.runtime.upload import upload
-from spmd_rl.weights.digest import box_sums
+from spmd_rl.weights.digest import BoxSums, box_sums
 from spmd_rl.weights.ends import LocalEnds, WeightSource
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor
@@ -26,6 +26,8 @@ class SourceDigests:
         layout = None if ends.source is None else ends.source.layout(ends.rank)
         self._shapes = {piece.name: piece.shape for piece in layout.pieces} if layout else {}
         self._numbers: dict[BoxKey, int] = {}
+        # the boxes in memory, once all numbers are given
+        self._prepared: tuple[list[BoxKey], BoxSums] | None = None
 
     def number(self, key: BoxKey) -> int:
         """Return the number of a box, which is the next one if it is new."""
@@ -35,18 +37,22 @@ class SourceDigests:
         """Return the digest of each box, by number. Shape: [number of boxes] int64."""
         if self._source is None:
             return torch.zeros(0, dtype=torch.int64, device=self._device)
-        views = {key: self._view(self._source, key) for key in self._numbers}
-        direct = [key for key, view in views.items() if view is not None]
-        of_views = box_sums(
-            [view for view in views.values() if view is not None], [dtype for _, _, dtype in direct]
-        ).to(self._device)
-        if len(direct) == len(views):
+        self._prepared = self._prepared or self._prepare(self._source)
+        direct, of_direct = self._prepared
+        of_views = of_direct.run().to(self._device)
+        if len(direct) == len(self._numbers):
             return of_views
-        sums = torch.zeros(len(views), dtype=torch.int64, device=self._device)
+        sums = torch.zeros(len(self._numbers), dtype=torch.int64, device=self._device)
         sums[index_of([self._numbers[key] for key in direct], self._device)] = of_views
-        for key in views.keys() - set(direct):
+        for key in self._numbers.keys() - set(direct):
             sums[self._numbers[key]] = self._read_sum(self._source, key)
         return sums
+
+    def _prepare(self, source: WeightSource) -> tuple[list[BoxKey], BoxSums]:
+        """Return the boxes that the source has in memory, and their digests."""
+        views = {key: self._view(source, key) for key in self._numbers}
+        held = {key: view for key, view in views.items() if view is not None}
+        return list(held), BoxSums(list(held.values()), [dtype for _, _, dtype in held])
 
     def _view(self, source: WeightSource, key: BoxKey) -> LocalTensor | None:
         name, box, _ = key

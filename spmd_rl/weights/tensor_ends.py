@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
-from spmd_rl.weights.digest import digests
+from spmd_rl.weights.digest import MODULUS, BoxSums
 from spmd_rl.weights.layout import Box, Layout, Piece
 from spmd_rl.weights.local_tensors import LocalTensor
 
@@ -65,6 +65,8 @@ class TensorSink:
     `on_open` and `on_commit` tell the engine when its weights change, and their new version.
     """
 
+    keeps_slots = True
+
     def __init__(
         self,
         tensors: NamedPieces,
@@ -74,6 +76,7 @@ class TensorSink:
         self._pieces = LocalPieces(tensors)
         self._on_open, self._on_commit = on_open, on_commit
         self._shared: set[tuple[str, Box]] = set()
+        self._sums: BoxSums | None = None  # of the pieces that are not shared
 
     def layout(self, rank: int) -> Layout:
         return self._pieces.layout(rank)
@@ -86,6 +89,7 @@ class TensorSink:
             return False
         own.data = memory
         self._shared.add((name, box))
+        self._sums = None
         return True
 
     def open(self) -> None:
@@ -100,11 +104,18 @@ class TensorSink:
         self._pieces.memory(name, box).copy_(tensor)
 
     def digest(self) -> dict[tuple[str, Box], int]:
-        return digests(
+        named = [
             (name, piece)
             for name, piece in self._pieces.named()
             if (name, piece.box) not in self._shared
-        )
+        ]
+        if self._sums is None:
+            pieces = [piece for _, piece in named]
+            self._sums = BoxSums(pieces, [piece.dtype for piece in pieces])
+        sums = self._sums.run().tolist()
+        return {
+            (name, piece.box): s % MODULUS for (name, piece), s in zip(named, sums, strict=True)
+        }
 
     def commit(self, version: int) -> None:
         self._on_commit(version)

@@ -23,7 +23,7 @@ ALIGN_BYTES = 16
 
 
 def can_copy(target: Tensor, tensor: Tensor) -> bool:
-    """Whether `copy_all` takes this pair."""
+    """Whether `MasterCopies` takes this pair."""
     return (
         target.is_cuda
         and (target.dtype, tensor.dtype) == (torch.bfloat16, torch.float32)
@@ -35,16 +35,30 @@ def can_copy(target: Tensor, tensor: Tensor) -> bool:
     )
 
 
+class MasterCopies:
+    """Copies of the second tensor of each pair to the first, rounded to bfloat16.
+
+    The tensors are kept, and have to keep their memory.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._pairs = pairs
+        runs = [(target.data_ptr(), tensor.data_ptr(), tensor.numel()) for target, tensor in pairs]
+        table = np.array(runs, dtype=np.int64)
+        programs = programs_of(table[:, 2], BLOCK * BLOCKS)
+        self._num_programs = len(programs)
+        device = pairs[0][0].device
+        self._table, self._programs = upload(table, device), upload(programs, device)
+
+    def run(self) -> None:
+        """Queue all copies, in one launch."""
+        if self._num_programs:
+            _copy[(self._num_programs,)](self._table, self._programs, BLOCK, BLOCKS, num_warps=8)
+
+
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy to the first tensor of each pair the second, rounded to bfloat16."""
-    runs = [(target.data_ptr(), tensor.data_ptr(), tensor.numel()) for target, tensor in pairs]
-    table = np.array(runs, dtype=np.int64)
-    programs = programs_of(table[:, 2], BLOCK * BLOCKS)
-    if len(programs):
-        device = pairs[0][0].device
-        _copy[(len(programs),)](
-            upload(table, device), upload(programs, device), BLOCK, BLOCKS, num_warps=8
-        )
+    MasterCopies(pairs).run()
 
 
 @triton.jit

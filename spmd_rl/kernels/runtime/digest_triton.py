@@ -50,27 +50,43 @@ def can_cast(dtype: torch.dtype, target: torch.dtype) -> bool:
     return dtype == target or (dtype, target) in CASTS
 
 
+class RowDigests:
+    """Digests of rows, whose elements are of `dtype`, cast to `target`. Prepared for many launches.
+
+    The memory of the rows has to stay where it is.
+    """
+
+    def __init__(
+        self, rows: Sequence[Rows], dtype: torch.dtype, target: torch.dtype, device: torch.device
+    ) -> None:
+        table = np.array(rows, dtype=np.int64)
+        programs = programs_of(table[:, 1] * table[:, 2], BLOCK * BLOCKS)
+        self._num_programs = len(programs)
+        self._table, self._programs = upload(table, device), upload(programs, device)
+        self._constants = {
+            "CASTS": dtype != target,
+            "BITS": BITS[target.itemsize],
+            "ALIGNED": not (table[:, 0] % ALIGN_BYTES).any(),
+        }
+
+    def add_to(self, sums: Tensor) -> None:
+        """Add the digest of each row to that of its box. Shape: sums [number of boxes] int64."""
+        _add_digests[(self._num_programs,)](
+            sums,
+            self._table,
+            self._programs,
+            **self._constants,
+            BLOCK=BLOCK,
+            BLOCKS=BLOCKS,
+            num_warps=4,
+        )
+
+
 def add_digests(
     sums: Tensor, rows: Sequence[Rows], dtype: torch.dtype, target: torch.dtype
 ) -> None:
-    """Add the digests of all rows, whose elements are of `dtype`, cast to `target`, to `sums`.
-
-    Shape: sums [number of boxes] int64.
-    """
-    table = np.array(rows, dtype=np.int64)
-    programs = programs_of(table[:, 1] * table[:, 2], BLOCK * BLOCKS)
-    device = sums.device
-    _add_digests[(len(programs),)](
-        sums,
-        upload(table, device),
-        upload(programs, device),
-        CASTS=dtype != target,
-        BITS=BITS[target.itemsize],
-        ALIGNED=not (table[:, 0] % ALIGN_BYTES).any(),
-        BLOCK=BLOCK,
-        BLOCKS=BLOCKS,
-        num_warps=4,
-    )
+    """Add the digests of all rows, whose elements are of `dtype`, cast to `target`, to `sums`."""
+    RowDigests(rows, dtype, target, sums.device).add_to(sums)
 
 
 @triton.jit

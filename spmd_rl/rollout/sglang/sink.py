@@ -33,6 +33,8 @@ class SglangSink:
     The slab is made at the first push, when the memory that it takes is known to be there.
     """
 
+    keeps_slots = False
+
     def __init__(
         self,
         engine: PushedEngine,

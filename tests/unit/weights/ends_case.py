@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from spmd_rl.weights.digest import digests
 from spmd_rl.weights.ends import LocalEnds, WeightSink, WeightSource
 from spmd_rl.weights.layout import Box, Layout
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
@@ -52,6 +51,7 @@ class ReadSource(TensorSource):
 
 
 class BucketSink:
+    keeps_slots = False
     """A sink of buckets: tensors take effect at the flush, in one small buffer of their own.
 
     A box that is larger than the buffer has to be written.
@@ -100,7 +100,7 @@ class BucketSink:
 
     def digest(self) -> dict[tuple[str, Box], int]:
         assert not self.pending, "slots wait for a flush"
-        return digests(whole(self.engine))
+        return self._target.digest()
 
     def commit(self, version: int) -> None:
         self.events.append(f"commit {version}")
