@@ -22,7 +22,8 @@ PICKLING_CALLS = (
 
 OWNED_IMPORTS = {
     "zmq": {"controller", "spmd_rl.rollout.sglang.client"},
-    "sglang": {"spmd_rl.rollout.sglang.child_scheduler"},
+    # what runs in a process that SGLang's packages come first in
+    "sglang": {"spmd_rl.rollout.sglang.child_scheduler", "spmd_rl.microscope.foreign.sglang_dump"},
     "subprocess": {"check", "controller", "observe", "report", "rollout", "slurm"},
     "multiprocessing": {"controller", "rollout"},
 }

@@ -374,3 +374,18 @@ def test_needs_no_torch(model: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_an_sglang_engine_has_weights_and_a_context_of_its_own(model: Path) -> None:
+    words = ("engine.kind=sglang", "engine.slab_bytes=1048576", "run.exact=false")
+    native, plan = planned(model, 1, "engine.dtype=float32"), planned(model, 1, *words)
+    own, beside = plan.ledgers[0], native.ledgers[0]
+    assert plan.spec is not None
+    weights = plan.spec.num_parameters * 2
+    added = {entry.tag for entry in own.entries} - {entry.tag for entry in beside.entries}
+    assert added == {"slab", "child"}
+    phases = {entry.phases for entry in own.entries if entry.num_bytes == weights}
+    assert ("sync", "rollout") in phases
+    stays = planned(model, 1, *words, "engine.sleep_weights=false").ledgers[0]
+    assert stays.resident_bytes("train") - own.resident_bytes("train") == weights
+    assert plan.reserved_bytes() >= weights
