@@ -48,7 +48,7 @@ class PushStats:
         if self.verify_s is None:
             return {}
         return {
-            "sync/verify_s": self.verify_s,
+            "time/verify": self.verify_s,
             "sync/tensors": self.num_tensors,
             "sync/verified_tensors": self.num_verified,
             "sync/shared_tensors": self.num_shared,

@@ -140,7 +140,7 @@ METRICS = (
     ),
     Metric("sync/tensors", "tensors", "Pushed tensors", "tensors on all engine ranks"),
     Metric(
-        "sync/verify_s",
+        "time/verify",
         "s",
         "Time to verify a push",
         "comparing the weights of trainer and engine, on the slowest rank; a part of time/sync",

@@ -205,7 +205,7 @@ def _mismatch(progress: RunProgress) -> Text | None:
 
 def _weights(metrics: Metrics) -> Text | None:
     """Return whether the engine holds the trainer's bits, and what it cost to find out."""
-    text, seconds = weights_text(metrics), metrics.get("sync/verify_s", 0.0)
+    text, seconds = weights_text(metrics), metrics.get("time/verify", 0.0)
     return Text(f"{text}, {seconds * 1e3:.1f} ms", style="green") if text else None
 
 

@@ -95,7 +95,7 @@ const PANELS = [
   },
   { title: "Time per warm-up step", unit: "s", floor: 0, lines: [["time/warmup", "whole step"]] },
   { title: "Reward function time", unit: "s", floor: 0, lines: [["time/reward", "slowest rank"]] },
-  { title: "Time to verify weights", unit: "s", floor: 0, lines: [["sync/verify_s", "slowest rank"]] },
+  { title: "Time to verify weights", unit: "s", floor: 0, lines: [["time/verify", "slowest rank"]] },
   {
     title: "Weights of the engine",
     unit: "tensors",

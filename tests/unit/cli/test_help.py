@@ -72,7 +72,7 @@ def test_a_recipe_that_looks_at_its_values_is_listed_whole() -> None:
 
 def test_a_line_of_help() -> None:
     assert (
-        "  --engine.max_batch=256  (int)  sequences running at once"
+        "  --engine.max_batch=256  (int)  [native] sequences running at once"
         in of_recipe("grpo").splitlines()
     )
     assert "  --model=required  (str)  Hugging Face folder" in of_recipe("grpo").splitlines()

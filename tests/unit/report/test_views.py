@@ -111,7 +111,7 @@ def test_large_numbers_are_short_in_both_views_and_counts_are_written_out() -> N
 
 def test_the_view_says_that_the_engine_holds_the_trainer_s_bits() -> None:
     push = {"sync/tensors": 310.0, "sync/verified_tensors": 310.0, "sync/shared_tensors": 0.0}
-    state = progress(**push, **{"sync/verify_s": 0.0021})
+    state = progress(**push, **{"time/verify": 0.0021})
     assert "weights" in rendered(state)
     assert "verified: 310 of 310 tensors, 2.1 ms" in rendered(state)
     state.record_step(5, METRICS)  # its push was not compared: the last that was is shown
