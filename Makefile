@@ -37,7 +37,7 @@ dist: $(VENV)/.dev
 
 test-system: $(VENV)/.dev
 	tests/system/install.sh
-	$(FAST) $(BIN)/pytest -q -s -m system tests/system
+	$(FAST) $(BIN)/pytest -q -s -m system tests
 
 chaos: $(VENV)/.dev
 	$(FAST) $(BIN)/python -m tests.system.chaos --faults 200 --jobs 2 --save

@@ -40,6 +40,7 @@ TORCHRUN = (
     "--rdzv-backend=c10d",
 )
 TORCHRUN += ("--rdzv-endpoint=localhost:0", "--max-restarts=1", "-m", "spmd_rl", "run")
+LAUNCHERS = ["spmd-rl", pytest.param("torchrun", marks=pytest.mark.system)]
 RARELY = "--run.save_every=3"
 AT_STEP_2 = Moment(1, 0, within="step_00002.jsonl")
 SLOW = """
@@ -116,7 +117,7 @@ def disturbed(folder: Path, launcher: str, *words: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize("launcher", ["spmd-rl", "torchrun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_sigterm_saves_and_the_same_command_goes_on(
     tmp_path: Path, whole: Outcome, launcher: str
 ) -> None:
@@ -169,7 +170,7 @@ def test_sigterm_in_a_step_that_is_too_long(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("launcher", ["spmd-rl", "torchrun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_rank_starts_the_world_again(
     tmp_path: Path, whole: Outcome, launcher: str
 ) -> None:

@@ -56,6 +56,7 @@ def beside(run: Run, name: str, *, until: int | None = None) -> Run:
     return other
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("mode", ["sync", "ahead"])
 def test_killed_at_a_random_moment(request: pytest.FixtureRequest, mode: str) -> None:
     whole = request.getfixturevalue(mode)
