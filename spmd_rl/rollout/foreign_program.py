@@ -9,32 +9,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from spmd_rl.errors import ConfigError, DeadlineError, SpmdError
+from spmd_rl.errors import DeadlineError, SpmdError
+from spmd_rl.rollout.interpreter import Interpreter, without_world
 
 MAX_CHARACTERS = 400  # of the output's last line, in an error
-# Variables of torchrun and of this process's torch, which would misdirect the program's own torch.
-SCRUBBED = (
-    "TORCHELASTIC_",
-    "TORCH_NCCL_",
-    "TORCH_FR_",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "OMP_NUM_THREADS",
-    "NCCL_",
-    "SGLANG_DP_RANK",
-    "SGLANG_USE_PICKLE_IPC",
-    "LD_PRELOAD",
-)
 
 
 def run_program(
@@ -54,12 +35,12 @@ def run_program(
     Blocks: until the program ends; `deadline_s` ends it with all that it started.
     Raises: SpmdError with the last line of the output if it fails.
     """
-    interpreter, search_path = find_interpreter(python)
+    interpreter = Interpreter.of(python)
     output = folder / "output.txt"
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [interpreter, str(program), *arguments],
-            env=_environment(os.environ, search_path),
+            [interpreter.command, str(program), *arguments],
+            env=_environment(os.environ, interpreter.search_path),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -75,30 +56,9 @@ def run_program(
         raise SpmdError(f"{name} ended with exit code {code}: {_last_line(output)}")
 
 
-def find_interpreter(python: str) -> tuple[str, str]:
-    """Return the command of the interpreter that `python` names, and its PYTHONPATH.
-
-    An interpreter of its own gets no PYTHONPATH, which would put our packages before its own.
-    Raises: ConfigError when it names neither an interpreter nor a folder.
-    """
-    inherited = os.environ.get("PYTHONPATH", "")
-    if not python:
-        return sys.executable, inherited
-    path = Path(python)
-    if path.is_dir():
-        return sys.executable, os.pathsep.join(filter(None, (str(path.resolve()), inherited)))
-    if path.is_file() and os.access(path, os.X_OK):
-        return os.path.abspath(path), ""
-    raise ConfigError(
-        f"{python!r} is neither an interpreter nor a folder of packages: name the Python of an "
-        "environment with SGLang, or a folder that SGLang was installed into"
-    )
-
-
 def _environment(environment: Mapping[str, str], search_path: str) -> dict[str, str]:
     """Return the program's environment: this one without the variables of the world around it."""
-    kept = {name: value for name, value in environment.items() if not name.startswith(SCRUBBED)}
-    return kept | {
+    return without_world(environment) | {
         "PYTHONPATH": search_path,
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",

@@ -12,7 +12,7 @@ delivery       Delivery: batched copies into a sink
 peer_socket    PeerSocket: messages and descriptors between a rank and its engine's process
 slab           Slab, MappedSlab: memory that both of these processes have mapped
 buckets        BucketWriter, BucketReader: a push through the two halves of a slab
-digest         digests(pieces): 64 bits a piece; they add up to those of whole tensors
+digest         BoxSums: 64 bits a box; they add up to those of whole tensors
 verification   Verifier: compares both ends of a push; its result is in verdict (no torch)
 
 A link makes the plan once and replays it at every push:
@@ -20,5 +20,5 @@ A link makes the plan once and replays it at every push:
     layouts of both ends -> plan -> compare its digest on all ranks -> alias -> at each push:
     execute -> compare both ends
 
-Ranks are those of the world. Nothing here opens a socket or makes a process group.
+Ranks are those of the world. Nothing here makes a process group; only `peer_socket` uses a socket.
 """

@@ -15,6 +15,7 @@ from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.private_folder import PrivateFolder
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import as_size, kv_budget
+from spmd_rl.rollout.interpreter import Interpreter
 from spmd_rl.rollout.sglang.client import SchedulerClient
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
@@ -22,7 +23,6 @@ from spmd_rl.rollout.sglang.launch import Child
 from spmd_rl.rollout.sglang.messages import ChildSpec
 from spmd_rl.rollout.sglang.options import (
     VERSIONS,
-    Interpreter,
     SglangSite,
     check_options,
     server_args,

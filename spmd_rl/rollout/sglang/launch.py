@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spmd_rl.errors import DeadlineError, LostRankError, SpmdError
+from spmd_rl.rollout.interpreter import Interpreter, without_world
 from spmd_rl.rollout.sglang.messages import MESSAGES, ChildReady, ChildSpec
-from spmd_rl.rollout.sglang.options import Interpreter, SglangSite
+from spmd_rl.rollout.sglang.options import SglangSite
 from spmd_rl.weights.peer_socket import PeerSocket
 
 if TYPE_CHECKING:
@@ -26,26 +27,6 @@ if TYPE_CHECKING:
 
 CHILD_PROGRAM = Path(__file__).with_name("child.py")
 END_DEADLINE_S = 30.0
-# variables of torchrun and of the trainer, which would misdirect the child's own torch
-SCRUBBED = (
-    "TORCHELASTIC_",
-    "TORCH_NCCL_",
-    "TORCH_FR_",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_HIP_ALLOC_CONF",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "OMP_NUM_THREADS",
-    "NCCL_",
-    "SGLANG_DP_RANK",
-    "SGLANG_USE_PICKLE_IPC",
-    "LD_PRELOAD",
-)
 
 
 def clean_environment(
@@ -55,7 +36,7 @@ def clean_environment(
 
     The child is the only rank of its own world, whose store listens on `port` in this process.
     """
-    kept = {name: value for name, value in environment.items() if not name.startswith(SCRUBBED)}
+    kept = without_world(environment)
     added = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -9,14 +9,14 @@ import difflib
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.rollout.interpreter import Interpreter
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 
 RUN_VERSION = "0.5.16"
@@ -75,35 +75,6 @@ class SglangSite:
     memory_saver: str
 
 
-@dataclass(frozen=True)
-class Interpreter:
-    """The command that starts Python for the child, and the PYTHONPATH that it gets."""
-
-    command: str
-    search_path: str
-
-    @classmethod
-    def of(cls, python: str) -> Interpreter:
-        """Return the interpreter that engine.python names; a folder is searched by our own.
-
-        An interpreter of its own gets no PYTHONPATH, which would put our packages before its own.
-        Raises: ConfigError when the setting names neither.
-        """
-        if not python:
-            return cls(sys.executable, os.environ.get("PYTHONPATH", ""))
-        path = Path(python)
-        if path.is_dir():
-            rest = os.environ.get("PYTHONPATH")
-            folders = [*_folders(path.resolve()), *([rest] if rest else [])]
-            return cls(sys.executable, os.pathsep.join(folders))
-        if path.is_file() and os.access(path, os.X_OK):
-            return cls(os.path.abspath(path), "")
-        raise ConfigError(
-            f"engine.python = {python!r} is neither an interpreter nor a folder of packages: name "
-            "the Python of an environment with SGLang, or a folder that SGLang was installed into"
-        )
-
-
 def check_options(cfg: SglangEngineConfig) -> SglangSite:
     """Return the SGLang that `cfg` names, once every option is known to it and may be set.
 
@@ -151,18 +122,6 @@ def server_args(
 ) -> dict[str, Any]:
     """Return the fields of SGLang's ServerArgs: `defaults`, then the user's options, then ours."""
     return {**defaults, **cfg.options, **ours}
-
-
-def _folders(site: Path) -> Iterator[str]:
-    """Yield a folder of packages, and the folders that its .pth files name.
-
-    Python itself reads such files in its own site-packages alone.
-    """
-    yield str(site)
-    for file in sorted(site.glob("*.pth")):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            if line and not line.startswith(("#", "import")) and (site / line).is_dir():
-                yield str(site / line)
 
 
 def _check_version(version: str, where: str) -> None:

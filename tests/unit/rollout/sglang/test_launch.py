@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.errors import ConfigError, LostRankError, SpmdError
+from spmd_rl.rollout.interpreter import Interpreter
 from spmd_rl.rollout.sglang.build import build, start
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
 from spmd_rl.rollout.sglang.launch import clean_environment
 from spmd_rl.rollout.sglang.messages import ChildReady
-from spmd_rl.rollout.sglang.options import Interpreter, SglangSite
+from spmd_rl.rollout.sglang.options import SglangSite
 from tests.fakes.sglang_child import write_site
 from tests.unit.rollout.sglang.conftest import CPU
 

@@ -1,0 +1,78 @@
+"""Interpreter and environment of a program that runs beside a rank with packages of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from spmd_rl.errors import ConfigError
+
+# variables of torchrun and of the trainer, which would misdirect the child's own torch
+SCRUBBED = (
+    "TORCHELASTIC_",
+    "TORCH_NCCL_",
+    "TORCH_FR_",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "OMP_NUM_THREADS",
+    "NCCL_",
+    "SGLANG_DP_RANK",
+    "SGLANG_USE_PICKLE_IPC",
+    "LD_PRELOAD",
+)
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """The command that starts Python for the child, and the PYTHONPATH that it gets."""
+
+    command: str
+    search_path: str
+
+    @classmethod
+    def of(cls, python: str) -> Interpreter:
+        """Return the interpreter that `python` names; a folder is searched by our own.
+
+        An interpreter of its own gets no PYTHONPATH, which would put our packages before its own.
+        Raises: ConfigError when it names neither.
+        """
+        if not python:
+            return cls(sys.executable, os.environ.get("PYTHONPATH", ""))
+        path = Path(python)
+        if path.is_dir():
+            rest = os.environ.get("PYTHONPATH")
+            folders = [*_folders(path.resolve()), *([rest] if rest else [])]
+            return cls(sys.executable, os.pathsep.join(folders))
+        if path.is_file() and os.access(path, os.X_OK):
+            return cls(os.path.abspath(path), "")
+        raise ConfigError(
+            f"{python!r} is neither an interpreter nor a folder of packages: name "
+            "the Python of an environment with SGLang, or a folder that SGLang was installed into"
+        )
+
+
+def without_world(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables of the world that this process is a rank of."""
+    return {name: value for name, value in environment.items() if not name.startswith(SCRUBBED)}
+
+
+def _folders(site: Path) -> Iterator[str]:
+    """Yield a folder of packages, and the folders that its .pth files name.
+
+    Python itself reads such files in its own site-packages alone.
+    """
+    yield str(site)
+    for file in sorted(site.glob("*.pth")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if line and not line.startswith(("#", "import")) and (site / line).is_dir():
+                yield str(site / line)
