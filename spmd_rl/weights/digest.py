@@ -22,6 +22,7 @@ from spmd_rl.weights.memory_rows import memory_rows
 
 MODULUS = 1 << 64
 CHUNK_ELEMENTS = 1 << 22
+SMALL_ELEMENTS = 1 << 16  # of a box whose elements have kept keys, of 8 bytes each
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -53,8 +54,13 @@ class BoxSums:
         for number, (tensor, dtype) in enumerate(zip(boxes, dtypes, strict=True)):
             casts[tensor.local.dtype, getattr(torch, dtype)].append(number)
         for (held, target), numbers in casts.items():
-            if self._device.type != "cuda" or not self._prepare(numbers, held, target):
-                self._one_by_one += [(number, target) for number in numbers]
+            if self._device.type == "cuda" and self._prepare(numbers, held, target):
+                continue
+            small = [n for n in numbers if 0 < boxes[n].box.num_elements <= SMALL_ELEMENTS]
+            if small:
+                self._launches.append(_SmallBoxes(small, boxes, target).add_to)
+            rest = sorted(set(numbers) - set(small))
+            self._one_by_one += [(number, target) for number in rest]
 
     @torch.no_grad()
     def run(self) -> Tensor:
@@ -110,6 +116,38 @@ def combine(parts: Sequence[tuple[Layout, Mapping[str, int]]]) -> dict[str, int]
                     f"(seen on rank {layout.rank})"
                 )
     return {name: sum(values.values()) % MODULUS for name, values in boxes.items()}
+
+
+class _SmallBoxes:
+    """Digests of small boxes, computed together: the keys of their elements are kept."""
+
+    def __init__(
+        self, numbers: Sequence[int], boxes: Sequence[LocalTensor], target: torch.dtype
+    ) -> None:
+        self._numbers = numbers
+        self._tensors = [boxes[number].local for number in numbers]
+        self._target = target
+        device = self._tensors[0].device
+        sizes = torch.tensor([tensor.numel() for tensor in self._tensors], device=device)
+        self._last = sizes.cumsum(0) - 1
+        self._keys = torch.cat([_index(boxes[n]).to(device).flatten() for n in numbers])
+        self._keys *= signed(GAMMA)
+
+    def add_to(self, sums: Tensor) -> None:
+        """Add the digest of each box to its number in `sums`."""
+        values = torch.cat([t.detach().reshape(-1) for t in self._tensors]).to(self._target)
+        bits = values.view(_BITS[values.element_size()]).to(torch.int64)
+        until = mix_(self._keys + bits * signed(ODD)).cumsum(0)[self._last]
+        until[1:] -= until[:-1].clone()
+        sums[self._numbers] += until
+
+
+def _index(tensor: LocalTensor) -> Tensor:
+    """Return the index in the whole tensor of each element. Shape: [rows, elements of a row]."""
+    columns = _column_indices(tensor)
+    first_row = tensor.box.offset[0] if tensor.shape else 0
+    rows = torch.arange(first_row, first_row + tensor.box.num_elements // len(columns))
+    return rows.unsqueeze(1) * prod(tensor.shape[1:]) + columns
 
 
 def _box_sum(tensor: LocalTensor, dtype: torch.dtype) -> Tensor:

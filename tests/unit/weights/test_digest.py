@@ -78,3 +78,14 @@ def test_a_scalar_has_a_digest() -> None:
         digest(LocalTensors.whole({"w": torch.tensor(value)}))["w"] for value in (0.0, 1.0, -0.0)
     }
     assert len(digests) == 3
+
+
+def test_small_boxes_together_have_the_digests_of_each_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = [_part(Box((row, 0, 0), (2, 6, 4))) for row in range(0, len(WHOLE) - 1, 2)]
+    boxes = [part["w"] for part in parts]
+    together = digest_module.box_sums(boxes, ["bfloat16"] * len(boxes))
+    monkeypatch.setattr(digest_module, "SMALL_ELEMENTS", 0)
+    assert torch.equal(together, digest_module.box_sums(boxes, ["bfloat16"] * len(boxes)))
+    assert len(set(together.tolist())) == len(boxes)
