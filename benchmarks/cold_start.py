@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.grpo_proof import PACKAGES, RECIPE, STOP_IDS, TOKENIZER, write_prompts
-from benchmarks.record import finish, gpu, measured
+from benchmarks.record import finish, gpu, gpu_machine, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
 
@@ -223,7 +223,6 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--starts", type=int, default=2)
-    parser.add_argument("--machine", default="h200")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     rows: list[Row] = []
@@ -241,7 +240,7 @@ def main() -> int:
             print(f"caches: {len(caches)} files, {size / 2**20:.1f} MiB", flush=True)
             if options.json is not None:
                 options.json.write_text(json.dumps(kept, indent=1))
-    return finish(__file__, PACKAGES, rows, save=options.save, machine=options.machine, **gpu())
+    return finish(__file__, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from benchmarks.record import finish, gpu, measured
+from benchmarks.record import finish, gpu, gpu_machine, measured
 from benchmarks.table import Row
 from spmd_rl.mesh.world import World, join, open_store
 
@@ -94,7 +94,7 @@ def main() -> int:
             lambda group=group: dist.all_to_all_single(many.clone(), many, group=group),
         )
     code = (
-        finish(__file__, PACKAGES, steps.rows, save=options.save, machine="h200", **gpu())
+        finish(__file__, PACKAGES, steps.rows, save=options.save, machine=gpu_machine(), **gpu())
         if world.rank == 0
         else 0
     )

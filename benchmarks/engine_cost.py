@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.cublas import every_way
 from benchmarks.hash_cost import sequences, step_s
-from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
 from benchmarks.train_variants import Race, swapped
@@ -101,7 +101,7 @@ def main(words: list[str]) -> int:
         gc.collect()
         torch.cuda.empty_cache()
     packages = ("torch", "triton", "flash-attn-4")
-    return finish(__file__, packages, rows, save="--save" in words, machine="h200", **gpu())
+    return finish(__file__, packages, rows, save="--save" in words, machine=gpu_machine(), **gpu())
 
 
 if __name__ == "__main__":

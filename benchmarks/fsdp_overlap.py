@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import DeviceType, ProfilerActivity
 
-from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.train_step import PACKAGES, STEP_TOKENS, step_seconds
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.mesh.world import World
@@ -101,7 +101,7 @@ def main() -> int:
             measured(f"{what}, {name}: of them hidden", overlap(collective, others) / spent, "")
         )
     code = (
-        finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu())
+        finish(__file__, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu())
         if world.rank == 0
         else 0
     )

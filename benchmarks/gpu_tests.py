@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.record import finish, gpu, measured
+from benchmarks.record import finish, gpu, gpu_machine, measured
 from benchmarks.table import Row
 
 PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     found = list(rows(read_tests(*options.reports)))
-    return finish(__file__, PACKAGES, found, save=options.save, machine="h200", **gpu())
+    return finish(__file__, PACKAGES, found, save=options.save, machine=gpu_machine(), **gpu())
 
 
 if __name__ == "__main__":

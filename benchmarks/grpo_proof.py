@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.record import finish, gpu, measured
+from benchmarks.record import finish, gpu, gpu_machine, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
 from spmd_rl.controller.contracts import CONTRACT_FILE, disagreement, not_promised
@@ -243,7 +243,7 @@ def main() -> int:
             rows += measure(name, Path(folder))
     compared = sum(row.value for row in rows if row.what.endswith(" compared tokens"))
     rows.append(measured("compared tokens of all models", compared, "tokens", at_least=BAR_TOKENS))
-    return finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu())
+    return finish(__file__, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu())
 
 
 if __name__ == "__main__":

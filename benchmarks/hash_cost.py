@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
 from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
@@ -104,7 +104,9 @@ def main() -> int:
         rows += measure(path, batch)
         print(*rows[-2:], sep="\n", flush=True)
     packages = ("torch", "triton", "flash-attn-4")
-    return finish(__file__, packages, rows, save="--save" in sys.argv, machine="h200", **gpu())
+    return finish(
+        __file__, packages, rows, save="--save" in sys.argv, machine=gpu_machine(), **gpu()
+    )
 
 
 if __name__ == "__main__":

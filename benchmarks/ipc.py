@@ -48,7 +48,7 @@ from benchmarks.ipc_child import (
     seconds,
     shapes,
 )
-from benchmarks.record import compared, counted, finish, gpu, measured
+from benchmarks.record import compared, counted, finish, gpu, gpu_machine, measured
 from benchmarks.table import Row
 from spmd_rl.offload import vmm
 from spmd_rl.weights.buckets import BucketWriter, cut_box
@@ -300,7 +300,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gib", type=float, help="GiB of bf16 in place of the model's")
     parser.add_argument("--buckets", type=int, nargs="+", default=BUCKETS_MIB, help="sizes in MiB")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--machine", default="h100")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--out", type=Path, help="a file for the rows as JSON")
     return parser.parse_args()
@@ -312,8 +311,9 @@ def main() -> int:
     rows = list(measure(options))
     if options.out is not None:
         options.out.write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
-    versions = gpu() if device.type == "cuda" else {}
-    return finish(__file__, PACKAGES, rows, save=options.save, machine=options.machine, **versions)
+    if device.type == "cpu":
+        return finish(__file__, PACKAGES, rows, save=options.save)
+    return finish(__file__, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu())
 
 
 if __name__ == "__main__":

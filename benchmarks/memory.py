@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.grpo_proof import TOKENIZER, write_prompts
 from benchmarks.memory_recipe import FILE
-from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.shapes import write_config
 from benchmarks.table import Row
 from spmd_rl.config.load import load
@@ -117,7 +117,7 @@ def main() -> int:
         write_prompts(folder / "prompts.jsonl", 64)
         for case in options.cases:
             rows += measure(case, folder, capacity_bytes)
-    return finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu())
+    return finish(__file__, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.record import finish, gpu, measured
+from benchmarks.record import finish, gpu, gpu_machine, measured
 from benchmarks.table import Row
 from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.examine import Examination, ReplaySetup, examine
@@ -177,7 +177,12 @@ def main(words: list[str]) -> int:
     if DEVICE.type == "cpu":
         return finish(__file__, packages, lines, save=save)
     return finish(
-        __file__, (*packages, "triton", "flash-attn-4"), lines, save=save, machine="h200", **gpu()
+        __file__,
+        (*packages, "triton", "flash-attn-4"),
+        lines,
+        save=save,
+        machine=gpu_machine(),
+        **gpu(),
     )
 
 

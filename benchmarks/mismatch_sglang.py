@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.mismatch import DEVICE, DTYPE, NUM_LAYERS, sequences, write_model
-from benchmarks.record import finish, gpu, measured
+from benchmarks.record import finish, gpu, gpu_machine, measured
 from benchmarks.table import Row
 from spmd_rl.microscope.examine import Examination, ReplaySetup, examine
 from spmd_rl.microscope.foreign.dump import Dump
@@ -123,11 +123,10 @@ def main(words: list[str]) -> int:
     if DEVICE.type == "cpu":
         return finish(__file__, ("torch",), lines, save=options.save)
     facts = gpu()
-    machine = "h100" if "H100" in facts["gpu"] else "h200"
     packages = ("torch", "triton")
     versions = {"sglang": recorded.dump.metadata["program"].removeprefix("sglang ")}
     return finish(
-        __file__, packages, lines, save=options.save, machine=machine, **facts, **versions
+        __file__, packages, lines, save=options.save, machine=gpu_machine(), **facts, **versions
     )
 
 

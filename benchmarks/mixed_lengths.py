@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.table import Row
 from benchmarks.train_step import PACKAGES, SPEED_BAR, STEP_TOKENS, WARMUPS, step_seconds
 from benchmarks.train_variants import VARIANTS
@@ -84,7 +84,7 @@ def main() -> int:
     for name in options.models:
         rows += measure(name)
         torch.cuda.empty_cache()
-    return finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu())
+    return finish(__file__, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu())
 
 
 if __name__ == "__main__":

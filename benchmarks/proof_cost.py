@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.table import Row
 from benchmarks.train_step import PACKAGES, STEP_TOKENS, step_seconds
 from benchmarks.training import batch, config, learner, scored
@@ -95,7 +95,9 @@ def main() -> int:
     for name in [one for one in sys.argv[1:] if one != "--save"]:
         rows += measure(name)
         torch.cuda.empty_cache()
-    return finish(__file__, PACKAGES, rows, save="--save" in sys.argv, machine="h200", **gpu())
+    return finish(
+        __file__, PACKAGES, rows, save="--save" in sys.argv, machine=gpu_machine(), **gpu()
+    )
 
 
 if __name__ == "__main__":

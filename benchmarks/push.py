@@ -28,7 +28,7 @@ import msgspec
 import torch
 
 from benchmarks.push_recipe import FILE, engine, masters
-from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.shapes import write_config
 from benchmarks.table import Row
 from spmd_rl.kernels.runtime.interleaved_timing import shuffled_turns
@@ -185,7 +185,7 @@ def main() -> int:
         rows += round_trips(options.shape, folder)
     if options.out:
         options.out.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
-    return finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu())
+    return finish(__file__, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu())
 
 
 if __name__ == "__main__":

@@ -79,6 +79,12 @@ def gpu() -> dict[str, str]:
     return {"gpu": name, "driver": driver, "cublas": cublas_version()}
 
 
+def gpu_machine() -> str:
+    """Return the folder of results of the first GPU: "h100" or "h200"."""
+    words = gpu()["gpu"].split()
+    return next(word for word in words if word != "NVIDIA").lower()
+
+
 def finish(
     script: str,
     packages: Iterable[str],

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterable
 
 from benchmarks.engines import PACKAGES, Pair, pair, versions
-from benchmarks.record import finish, gpu
+from benchmarks.record import finish, gpu, gpu_machine
 from benchmarks.table import Row
 
 Measure = Callable[[str, Pair, int], Iterable[Row]]
@@ -29,4 +29,6 @@ def beside_sglang(
         with pair(name, options.sglang) as engines:
             found = versions(engines)
             rows += measure(name, engines, options.repeats)
-    return finish(script, PACKAGES, rows, save=options.save, machine="h200", **gpu(), **found)
+    return finish(
+        script, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu(), **found
+    )

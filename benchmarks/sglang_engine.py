@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.record import counted, finish, gpu
+from benchmarks.record import counted, finish, gpu, gpu_machine
 from benchmarks.shapes import random_weights, write_config
 from benchmarks.table import Row
 from spmd_rl.offload.ledger import kv_token_bytes
@@ -400,7 +400,7 @@ def abort_rows(engine: SglangEngine, vocab_size: int) -> list[Row]:
     ]
 
 
-def measure(cfg: SglangEngineConfig, name: str, cycles: int, save: bool, machine: str) -> int:
+def measure(cfg: SglangEngineConfig, name: str, cycles: int, save: bool) -> int:
     device = torch.device("cuda", 0)
     folder = Path(tempfile.mkdtemp()) / "model"
     spec = write_config(name, folder, TOKENIZER_OF)
@@ -437,7 +437,9 @@ def measure(cfg: SglangEngineConfig, name: str, cycles: int, save: bool, machine
     engine.close()
     packages = ("torch",)
     version = ask_site(cfg.python).version
-    return finish(__file__, packages, rows, save=save, machine=machine, sglang=version, **gpu())
+    return finish(
+        __file__, packages, rows, save=save, machine=gpu_machine(), sglang=version, **gpu()
+    )
 
 
 def main() -> int:
@@ -446,7 +448,6 @@ def main() -> int:
     parser.add_argument("--attention", default="triton", help="SGLang's attention_backend")
     parser.add_argument("--model", default="0.6B", help="a shape of benchmarks/shapes.py")
     parser.add_argument("--cycles", type=int, default=100, help="of sleep, wake and push")
-    parser.add_argument("--machine", default="h100", help="the folder of the result")
     parser.add_argument("--save", action="store_true", help="write the result")
     parser.add_argument("--smoke", action="store_true", help="try each part once, and say the time")
     words = parser.parse_args()
@@ -455,7 +456,7 @@ def main() -> int:
     cfg = SglangEngineConfig(python=words.python, options=options, max_batch=max_batch)
     if words.smoke:
         return smoke(cfg, torch.device("cuda", 0))
-    return measure(cfg, words.model, words.cycles, words.save, words.machine)
+    return measure(cfg, words.model, words.cycles, words.save)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.shapes import MEASURED_FLOPS_PER_S
 from benchmarks.table import Row
 from benchmarks.train_variants import VARIANTS
@@ -164,7 +164,7 @@ def main() -> int:
     for name in options.models:
         rows += measure(name, options)
         torch.cuda.empty_cache()
-    return finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu())
+    return finish(__file__, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu())
 
 
 if __name__ == "__main__":
