@@ -90,7 +90,7 @@ class Fsdp2:
             # and be stale after a load.
             for unit in self.units:
                 unit.reshard()
-        return scores
+        return scores.logprobs, scores.entropy
 
     def backward(self, loss: Tensor, last: bool) -> None:
         if self.num_shards == 1:
