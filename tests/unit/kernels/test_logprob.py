@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy have the gradients of float64, and the bits that they always had."""
+"""Log-probs and entropy have the gradients of float64, and the bits that they always had."""
 
 from __future__ import annotations
 
