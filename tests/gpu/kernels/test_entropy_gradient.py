@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from spmd_rl.kernels import Scores, head_logprobs, linear_fp32, token_logprobs, token_scores
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
