@@ -19,9 +19,8 @@ from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.sglang.child_weights import parameter_views
 from spmd_rl.rollout.sglang.engine import SglangEngine
 from spmd_rl.weights.digest import digest
-from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensors
-from tests.engine_suite import GREEDY, push
+from tests.engine_suite import GREEDY, push, put
 
 New = Callable[..., SglangEngine]
 SHAPES = {
@@ -110,8 +109,7 @@ def test_a_wrong_bit_in_a_parameter_is_seen(new_engine: New, weights: dict[str, 
 def _send(engine: SglangEngine, weights: dict[str, Tensor]) -> None:
     sink = engine.sink()
     sink.open()
-    for name, tensor in weights.items():
-        sink.write(name, Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor)
+    put(sink, weights)
 
 
 def test_a_push_of_some_tensors_is_refused_at_first(
