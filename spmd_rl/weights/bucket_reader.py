@@ -34,7 +34,7 @@ class Bucket:
     generation: int
     number: int
     half: int
-    layout: int
+    table_id: int
     entries: list[BucketEntry]
     tensors: list[Tensor]
     _targets: list[Tensor] = field(default_factory=list, init=False)
@@ -121,13 +121,13 @@ class BucketReader:
         if number - self._num_acked >= 2:
             raise WeightsError(f"bucket {number} came before bucket {number - 2} was free")
         if isinstance(message, RepeatedBucket):
-            return self._repeated(number, message.layout)
+            return self._repeated(number, message.table_id)
         return self._new(message)
 
-    def _repeated(self, number: int, layout: int) -> Bucket:
-        if number >= len(self._kept) or self._kept[number].layout != layout:
+    def _repeated(self, number: int, table_id: int) -> Bucket:
+        if number >= len(self._kept) or self._kept[number].table_id != table_id:
             raise WeightsError(
-                f"bucket {number} repeats layout {layout}, which never came or was replaced"
+                f"bucket {number} repeats table {table_id}, which never came or was replaced"
             )
         return self._kept[number]
 
@@ -135,7 +135,7 @@ class BucketReader:
         """Check a table and keep it, in place of the one that the bucket had before."""
         number, half = table.number, table.half
         tensors = [self._view(half, entry) for entry in table.entries]
-        bucket = Bucket(table.generation, number, half, table.layout, table.entries, tensors)
+        bucket = Bucket(table.generation, number, half, table.table_id, table.entries, tensors)
         if number < MAX_KEPT_TABLES:
             self._kept[number : number + 1] = [bucket]
         return bucket

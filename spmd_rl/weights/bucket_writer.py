@@ -22,20 +22,20 @@ from spmd_rl.weights.peer_socket import (
 from spmd_rl.weights.slab import ALIGN_BYTES, Slab
 
 SlotRequest = tuple[str, Box, Dims, str]  # the arguments of `slot`
-_layouts = itertools.count(1)
+_table_ids = itertools.count(1)
 
 
 @dataclass
 class SlotList:
     """The slots of one bucket, in the order in which they were requested.
 
-    `layout` is the number under which the reader knows them; None: it does not know them.
+    `table_id` is the number under which the reader knows them; None: it does not know them.
     """
 
     requests: list[SlotRequest] = field(default_factory=list)
     entries: list[BucketEntry] = field(default_factory=list)
     views: list[Tensor] = field(default_factory=list)
-    layout: int | None = None
+    table_id: int | None = None
 
     def first(self, count: int) -> SlotList:
         """Return the first slots as a list that the reader does not know."""
@@ -74,19 +74,20 @@ class BucketWriter:
             return slots.views[index]
         return self._new_slot(request)
 
-    def repeat(self, layout: int) -> bool:
-        """Request all slots of an earlier bucket again, as if by `slot`. False: the next bucket
-        does not have that layout number, or was begun.
+    def repeat(self, table_id: int) -> bool:
+        """Request all slots of an earlier bucket again, as `slot` would.
+
+        Return False, and request none, where the next bucket has another table or was begun.
         """
         self._check_slab()
-        if self._num_slots or layout != self._slots.layout:
+        if self._num_slots or table_id != self._slots.table_id:
             return False
         self._num_slots = len(self._slots.requests)
         return True
 
     def flush(self) -> int | None:
         """Hand over all slots since the last flush, which the current CUDA stream has filled.
-        Return the bucket's layout number for `repeat`, None where it is not kept.
+        Return the number of the bucket's table for `repeat`; None where it is not kept.
 
         Blocks: until the stream is done and the other half is free again; the peer frees it.
         Raises: LostRankError when the peer is gone, DeadlineError when it does not answer,
@@ -102,7 +103,7 @@ class BucketWriter:
         self._peer.send(message, self._deadline_s)
         self._begin(number + 1)
         self._wait_for_acks(number)
-        return slots.layout if number < MAX_KEPT_TABLES else None
+        return slots.table_id if number < MAX_KEPT_TABLES else None
 
     def drain(self) -> None:
         """Flush. Blocks and raises as `flush`, until the peer has copied everything."""
@@ -134,7 +135,7 @@ class BucketWriter:
             return None
         offset = start + used_bytes
         view = self._slab.view(self._generation, offset, dtype, box.extent)
-        if slots.layout is not None:
+        if slots.table_id is not None:
             slots = slots.first(count)
         slots.requests.append(request)
         slots.entries.append(BucketEntry(name, box, dtype, shape, offset))
@@ -146,12 +147,12 @@ class BucketWriter:
     def _message(self, slots: SlotList, number: int) -> BucketTable | RepeatedBucket:
         """Return what tells the reader of a bucket, and keep the bucket's slots."""
         half: Literal[0, 1] = 1 if number % 2 else 0
-        if slots.layout is not None:
-            return RepeatedBucket(self._generation, number, half, slots.layout)
-        slots.layout = next(_layouts)
+        if slots.table_id is not None:
+            return RepeatedBucket(self._generation, number, half, slots.table_id)
+        slots.table_id = next(_table_ids)
         if number < MAX_KEPT_TABLES:
             self._kept[number : number + 1] = [slots]
-        return BucketTable(self._generation, number, half, slots.layout, slots.entries)
+        return BucketTable(self._generation, number, half, slots.table_id, slots.entries)
 
     def _begin(self, number: int) -> None:
         """Begin to fill a bucket, in the expectation that it has the slots it had before."""

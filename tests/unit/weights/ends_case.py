@@ -54,7 +54,8 @@ class ReadSource(TensorSource):
 class BucketSink:
     """A sink of buckets: tensors take effect at the flush, in one small buffer of their own.
 
-    A box that is larger than the buffer has to be cut. Slots are given again if `keeps_slots`.
+    A box that is larger than the buffer has to be cut. With `keeps_slots`, the slots of each flush
+    are given again, except those that are `lost`. `last` are the numbers of the flushes of a push.
     """
 
     def __init__(
@@ -63,6 +64,9 @@ class BucketSink:
         self.engine = dict(engine)
         self.keeps_slots = keeps_slots
         self.flushed: list[list[tuple[str, Box, Tensor]]] = []
+        self.lost: set[int] = set()
+        self.last: list[int] = []
+        self._repeated: int | None = None  # the flush whose slots were given again
         self.room = self.num_bytes = num_bytes
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8)
         self.pending: list[tuple[str, Box, Tensor]] = []
@@ -97,17 +101,21 @@ class BucketSink:
         assert self.pending, "a flush without slots"
         for name, box, slot in self.pending:
             self._target.slot(name, box).copy_(slot)
-        self.flushed.append(self.pending)
-        self.room, self.pending = self.num_bytes, []
+        if self._repeated is None:
+            self._repeated = len(self.flushed)
+            self.flushed.append(self.pending)
+        self.last.append(self._repeated)
+        self.room, self.pending, self._repeated = self.num_bytes, [], None
         self.events.append("flush")
-        return len(self.flushed) - 1 if self.keeps_slots else None
+        return self.last[-1] if self.keeps_slots else None
 
     def repeat(self, slots: int) -> bool:
         assert not self.pending, "slots wait for a flush"
         self.events.append("repeat")
-        if self.keeps_slots:
-            self.pending = self.flushed[slots]
-        return self.keeps_slots
+        if not self.keeps_slots or slots in self.lost:
+            return False
+        self.pending, self._repeated = self.flushed[slots], slots
+        return True
 
     def digest(self) -> dict[tuple[str, Box], int]:
         assert not self.pending, "slots wait for a flush"
