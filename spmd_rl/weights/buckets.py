@@ -10,7 +10,7 @@ back.
 A table is sent when the bytes are in the slab, and an acknowledgement when the copies are done:
 both ends wait for their own CUDA stream first, because no stream waits for another process.
 
-Pushes repeat each other. Both ends keep the last table of each bucket, and every table has a number.
+Pushes repeat each other. Both ends keep the last table of each bucket, and each table has a number.
 Where a bucket has the boxes that it had before, a message with that number takes the place of the
 table, and both ends use the tensors that they made then.
 """
