@@ -127,7 +127,7 @@ def test_a_checkpoint_of_weights_alone_says_what_it_lacks(new_trainer, tmp_path:
     assert resumed.load(str(tmp_path / "False")) == 1
     assert _same_weights(resumed, trainer)
     assert resumed.resume_differences() == [
-        "the checkpoint holds no optimizer state, and AdamW begins anew"
+        "the checkpoint holds no optimizer state, and the optimizer begins anew"
     ]
     assert resumed.learner.state.optimizer_steps == 1, "the schedule goes on"
     anew = new_trainer()
@@ -200,7 +200,7 @@ CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "lacks a moment": (
         lambda index: index["tensors"].pop("exp_avg"),
-        "is of another trainer: it holds exp_avg_sq, we",
+        "is of another optimizer: it holds exp_avg_sq, we",
     ),
 }
 
