@@ -183,7 +183,7 @@ def _check_optimizer(folder: Path, index: Index, state: State) -> None:
             f"not {_listed(state)}; {SAME_SETTINGS}"
         )
     for kind in sorted(state.keys() - {WEIGHTS}):
-        names = _names(state, kind) & index.tensors[WEIGHTS].keys()
+        names = _names(state, kind)
         if different := sorted(names.symmetric_difference(index.tensors[kind])):
             owner, other = ("the trainer", "it") if different[0] in names else ("it", "the trainer")
             raise ConfigError(
@@ -193,11 +193,17 @@ def _check_optimizer(folder: Path, index: Index, state: State) -> None:
 
 
 def _check_weights(folder: Path, index: Index, state: State) -> None:
-    """Raise a ConfigError that names a weight of the checkpoint that the backend lacks, if any."""
-    if unknown := sorted(index.tensors[WEIGHTS].keys() - _names(state, WEIGHTS)):
+    """Raise a ConfigError that names a weight which only the checkpoint has, or only the model."""
+    saved, own = index.tensors[WEIGHTS].keys(), _names(state, WEIGHTS)
+    if unknown := sorted(saved - own):
         raise ConfigError(
             f"{folder} is of another model: it has {WEIGHTS} of '{unknown[0]}', "
             "which the model lacks"
+        )
+    if missing := sorted(own - saved):
+        raise ConfigError(
+            f"{folder} is of another model: it has no {WEIGHTS} of '{missing[0]}', "
+            "which the model has"
         )
 
 

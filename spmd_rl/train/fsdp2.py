@@ -6,7 +6,7 @@ over dp. The optimizer works on the local shards as plain tensors (optimizers.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -31,7 +31,7 @@ from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.train.optimizers import build_optimizer
-from spmd_rl.train.parameter_groups import update_rules
+from spmd_rl.train.parameter_groups import UpdateRule, update_rules
 from spmd_rl.weights.layout import chunk_box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.tensor_ends import TensorSource
@@ -60,10 +60,7 @@ class Fsdp2:
             model, cfg.logit_rows, cfg.backend.recompute == "all", cfg.attention_split
         )
         _recompute(model, cfg.backend.recompute)
-        shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
-        rules = update_rules(shapes, cfg, self.num_shards)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in rules)
+        rules = _freeze(model, cfg, self.num_shards)
         self.units = _shard(self.scorer, mesh, cfg)
         self.scorer.to_empty(device=device)
         self.parameters = {
@@ -171,6 +168,15 @@ def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
             layer.forward = recomputing()(layer.forward)
         elif what == "all":
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _freeze(model: CausalLM, cfg: TrainerConfig, num_shards: int) -> dict[str, UpdateRule]:
+    """Have trained parameters alone take gradients, and return how each of them is updated."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    rules = update_rules(shapes, cfg, num_shards)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in rules)
+    return rules
 
 
 def _shard(scorer: Scorer, mesh: DeviceMesh, cfg: TrainerConfig) -> list[FSDPModule]:
