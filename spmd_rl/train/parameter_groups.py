@@ -80,10 +80,13 @@ def _rule(name: str, shape: Dims, cfg: TrainerConfig, num_shards: int) -> Update
 
 
 def _fits_blocks(shape: Dims, num_shards: int) -> bool:
-    """Return whether every shard is large enough for 8 bits, and a whole number of blocks.
+    """Return whether a tensor is a matrix whose shards are large enough and of whole blocks.
 
-    Blocks then lie alike whatever the number of shards, and so a checkpoint fits them all.
+    Blocks then lie alike for any number of shards, and so does a checkpoint. Vectors are left out,
+    because they are small, and more ranks would soon make their shards too small.
     """
+    if len(shape) < 2:
+        return False
     sizes = {chunk_box(shape, shard, num_shards).num_elements for shard in range(num_shards)}
     return all(
         size >= LEAST_8BIT_ELEMENTS and size % BLOCK_ELEMENTS == 0 for size in sizes if size > 0

@@ -5,20 +5,24 @@ tests/dist/test_optimizers.py.
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import OptimizerConfig, TrainerConfig
 from spmd_rl.train.optimizers import ShardOptimizer, build_optimizer
 from spmd_rl.train.parameter_groups import update_rules
 from tests.dist.optimizer_case import BLOCKS, SHAPES, config, gradients, rate, shards, weights
+from tests.dist.train_case import make_batch, write_model_folder
 
 pytestmark = pytest.mark.usefixtures("context")
 
@@ -217,6 +221,26 @@ class TestEightBits:
                     one.grad = grads[key] * (1 if optimizer is whole[0] or step >= 2 else 3)
                 optimizer.step(rate(step))
         assert_equal(resumed[1], whole[1])
+
+    def test_a_trainer_resumes_bit_for_bit(self, new_trainer, tmp_path: Path) -> None:
+        model = write_model_folder(tmp_path / "model")
+        config_file = model / "config.json"
+        sizes = {"hidden_size": 64, "intermediate_size": 128}
+        config_file.write_text(json.dumps(json.loads(config_file.read_text()) | sizes))
+        options = {"model": model, "optimizer": OptimizerConfig("adamw8bit")}
+        whole, resumed = new_trainer(**options), new_trainer(seed=3, **options)
+        whole.train_step(make_batch(0), grpo_loss)
+        whole.save(str(tmp_path / "saved"))
+        whole.wait_until_saved()
+        resumed.load(str(tmp_path / "saved"))
+        for one in (whole, resumed):
+            one.train_step(make_batch(1), grpo_loss)
+        states = [
+            {(kind, name): one.local for kind in state for name, one in state[kind]}
+            for state in (whole.backend.state(), resumed.backend.state())
+        ]
+        assert ("exp_avg_codes", "model.layers.0.mlp.up_proj.weight") in states[0]
+        assert all(torch.equal(one, states[1][key]) for key, one in states[0].items())
 
 
 def test_one_part_for_each_algorithm(context: RoleContext) -> None:
