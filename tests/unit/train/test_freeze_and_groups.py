@@ -27,6 +27,11 @@ FREEZES = {
     "a prefix": ("model.embed_tokens.*", "model.layers.0.*", "model.layers.1.*"),
     "all but the head": ("model.*",),
     "within a unit": ("*mlp*",),
+    "queries without a gradient": (
+        "model.embed_tokens.*",
+        "model.layers.0.input_layernorm.*",
+        "model.layers.0.self_attn.q_*",
+    ),
     "the head": ("lm_head.weight",),
     "in the middle": ("model.layers.1.*",),
 }
