@@ -172,6 +172,14 @@ def test_patterns_that_cannot_be_meant(options: dict[str, object], sentence: str
     assert str(raised.value) == sentence
 
 
+def test_a_tied_head_is_named() -> None:
+    shapes = {name: shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
+    with pytest.raises(
+        ConfigError, match="'lm_head.*'; the head of this model is tied to 'model.embed_tokens.w"
+    ):
+        update_rules(shapes, TrainerConfig(freeze=("lm_head.*",)), 1)
+
+
 def test_muon_is_for_the_matrices_of_layers() -> None:
     cfg = TrainerConfig(optimizer=OptimizerConfig("muon"), weight_decay=0.5)
     rules = update_rules(SHAPES, cfg, 1)
