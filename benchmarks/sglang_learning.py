@@ -2,9 +2,9 @@
 
     python -m benchmarks.sglang_learning --python /tmp/sgl [--seeds 0 1 2] [--save]
 
-The runs of an engine share one GPU and take place at once, so no time is reported. The model is that of
-examples/arithmetic/gpu.toml with one layer more, 27M parameters. Runs of one seed differ in the
-engine alone.
+The runs of an engine share one GPU and take place at once, so no time is reported. The model is
+that of examples/arithmetic/gpu.toml with one layer more, 27M parameters. Runs of one seed differ in
+the engine alone.
 """
 
 from __future__ import annotations
