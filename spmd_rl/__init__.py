@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from spmd_rl.errors import SpmdError as SpmdError
     from spmd_rl.errors import WeightMismatchError as WeightMismatchError
     from spmd_rl.mesh.role_context import RoleContext as RoleContext
+    from spmd_rl.mesh.split import PolicySplit as PolicySplit
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from spmd_rl.train.config import OptimizerConfig as OptimizerConfig
     from spmd_rl.train.config import ParameterGroup as ParameterGroup
     from spmd_rl.train.config import TrainerConfig as TrainerConfig
+    from spmd_rl.train.extra_role import ExtraRole as ExtraRole
     from spmd_rl.train.frozen import FrozenModel as FrozenModel
     from spmd_rl.train.trainer import Trainer as Trainer
     from spmd_rl.train.value_trainer import Critic as Critic
@@ -117,7 +119,7 @@ _HOMES = {
     "data.prompts": ("PromptConfig", "Prompts"),
     "errors": ("ConfigError", "SpmdError", "WeightMismatchError"),
     "mesh.role_context": ("RoleContext",),
-    "mesh.split": ("RoleSplit", "Split"),
+    "mesh.split": ("PolicySplit", "RoleSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
     "check.engine": ("announce_correction", "check_engine"),
     "check.inputs": ("check_inputs",),
@@ -131,6 +133,7 @@ _HOMES = {
         "ParameterGroup",
         "TrainerConfig",
     ),
+    "train.extra_role": ("ExtraRole",),
     "train.frozen": ("FrozenModel",),
     "train.trainer": ("Trainer",),
     "train.value_trainer": ("Critic", "ValueTrainer"),
