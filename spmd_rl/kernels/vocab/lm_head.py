@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.vocab.kept_sets import KeptSets
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
 
 Logits = Callable[[Tensor], Tensor]
@@ -26,6 +27,7 @@ def head_logprobs(
     targets: Tensor,
     inv_temperature: Tensor,
     num_rows: int,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `token_logprobs` of the head's logits, on NVIDIA GPUs.
 
@@ -37,7 +39,7 @@ def head_logprobs(
     tensors [M] fp32.
     """
     return _HeadLogprobs.apply(
-        hidden, weight, logits, targets, inv_temperature, num_rows, torch.is_grad_enabled()
+        hidden, weight, logits, targets, inv_temperature, num_rows, kept, torch.is_grad_enabled()
     )
 
 
@@ -51,6 +53,7 @@ class _HeadLogprobs(torch.autograd.Function):
         targets: Tensor,
         inv_temperature: Tensor,
         num_rows: int,
+        kept: KeptSets | None,
         keeps: bool,
     ) -> tuple[Tensor, Tensor]:
         from spmd_rl.kernels.vocab.logprob_triton import logprob_backward, logprob_forward
@@ -61,19 +64,20 @@ class _HeadLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), num_rows):
             part = slice(start, start + num_rows)
             inputs = logits(hidden[part]), targets[part], inv_temperature[part]
+            words = None if kept is None else kept.words(part, len(weight))
             logprob[part], entropy[part], norms = logprob_forward(
-                *inputs, NUM_VOCAB_SHARDS, VOCAB_CHUNK
+                *inputs, NUM_VOCAB_SHARDS, VOCAB_CHUNK, words
             )
             if keeps:
-                logprob_backward(one[part], *inputs, norms, slopes[part])
+                logprob_backward(one[part], *inputs, norms, slopes[part], words)
         ctx.save_for_backward(hidden, weight, slopes)
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, slopes = ctx.saved_tensors
         factor = grads[0].unsqueeze(1)
         grad_hidden = (slopes @ weight).mul_(factor)
         grad_weight = slopes.t() @ (hidden * factor).to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, *(None,) * 6

@@ -20,16 +20,24 @@ GRADIENT_BLOCK = 4096
 
 
 def logprob_forward(
-    logits: Tensor, targets: Tensor, inv_temperature: Tensor, num_shards: int, chunk: int
+    logits: Tensor,
+    targets: Tensor,
+    inv_temperature: Tensor,
+    num_shards: int,
+    chunk: int,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probability [M], entropy [M], and each row's maximum and sum [2, M]."""
+    """Return log-probability [M], entropy [M], and each row's maximum and sum [2, M].
+
+    Entries outside `kept` (`kept_words.py`) count as minus infinity. Shape: kept [M, W] int32.
+    """
     num_rows, vocab = logits.shape
     shape = shard_shape(vocab, num_shards, chunk)
     maxima = logits.new_empty(num_rows, num_shards)
-    _shard_maxima[(num_rows, num_shards)](logits, inv_temperature, maxima, vocab, **shape)
+    _shard_maxima[(num_rows, num_shards)](logits, inv_temperature, kept, maxima, vocab, **shape)
     sums = logits.new_empty(2, num_rows, num_shards)
     _shard_sums[(num_rows, num_shards)](
-        logits, inv_temperature, maxima, sums[0], sums[1], vocab, num_shards,
+        logits, inv_temperature, kept, maxima, sums[0], sums[1], vocab, num_shards,
         BLOCK=triton.next_power_of_2(num_shards), **shape,
     )  # fmt: skip
     return combined(logits, targets, inv_temperature, maxima, sums)
@@ -79,6 +87,7 @@ def logprob_backward(
     inv_temperature: Tensor,
     norms: Tensor,
     out: Tensor,
+    kept: Tensor | None = None,
 ) -> None:
     """Write the gradient of the logits [M, V] to `out`, which is contiguous."""
     num_rows, vocab = logits.shape
@@ -89,6 +98,7 @@ def logprob_backward(
         inv_temperature,
         norms[0],
         norms[1],
+        kept,
         out,
         vocab,
         GRADIENT_BLOCK,
@@ -98,7 +108,7 @@ def logprob_backward(
 
 @triton.jit
 def _shard_maxima(
-    logits, inv_temperature, maxima, vocab, SHARD: tl.constexpr, CHUNK: tl.constexpr
+    logits, inv_temperature, kept, maxima, vocab, SHARD: tl.constexpr, CHUNK: tl.constexpr
 ) -> None:
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
@@ -108,6 +118,8 @@ def _shard_maxima(
         within = start + tl.arange(0, CHUNK)
         column = shard * SHARD + within
         inside = (within < SHARD) & (column < vocab)
+        if kept is not None:
+            inside &= is_kept(kept, row, column, vocab)
         best = tl.maximum(
             best, tl.load(logits + row * vocab + column, mask=inside, other=float("-inf")) * scale
         )
@@ -122,23 +134,30 @@ def _maximum(maxima, row, splits, BLOCK: tl.constexpr) -> tl.tensor:
     )
 
 
+@triton.jit
+def is_kept(kept, row, column, vocab) -> tl.tensor:
+    """Return whether the entries `column` belong to the row's set."""
+    word = tl.load(kept + row * tl.cdiv(vocab, 32) + column // 32, mask=column < vocab, other=0)
+    return ((word >> (column % 32)) & 1) != 0
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _shard_sums(
-    logits, inv_temperature, maxima, sums, weighted, vocab, splits,
+    logits, inv_temperature, kept, maxima, sums, weighted, vocab, splits,
     BLOCK: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
     at = row * tl.num_programs(1) + shard
     sum_shard(
-        logits, inv_temperature, maxima, sums + at, weighted + at, row, shard, vocab, splits,
-        BLOCK, SHARD, CHUNK,
+        logits, inv_temperature, kept, maxima, sums + at, weighted + at, row, shard, vocab,
+        splits, BLOCK, SHARD, CHUNK,
     )  # fmt: skip
 
 
 @triton.jit
 def sum_shard(
-    logits, inv_temperature, maxima, summed, weighted, row, shard, vocab, splits,
+    logits, inv_temperature, kept, maxima, summed, weighted, row, shard, vocab, splits,
     BLOCK: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store a shard's sums of exp(z - m) and exp(z - m) * (z - m); m is the row's maximum."""
@@ -149,6 +168,8 @@ def sum_shard(
         within = start + tl.arange(0, CHUNK)
         column = shard * SHARD + within
         inside = (within < SHARD) & (column < vocab)
+        if kept is not None:
+            inside &= is_kept(kept, row, column, vocab)
         score = tl.load(
             logits + row * vocab + column, mask=inside, other=0.0, eviction_policy="evict_first"
         )
@@ -183,8 +204,9 @@ def _combine(
 
 @triton.jit
 def _gradient(
-    grad, logits, targets, inv_temperature, row_max, row_sum, out, vocab, BLOCK: tl.constexpr
-) -> None:
+    grad, logits, targets, inv_temperature, row_max, row_sum, kept, out, vocab,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
@@ -194,4 +216,6 @@ def _gradient(
     )
     hit = tl.where(column == tl.load(targets + row), 1.0, 0.0)
     result = tl.load(grad + row) * scale * (hit - tl.exp(shifted) / tl.load(row_sum + row))
+    if kept is not None:
+        result = tl.where(is_kept(kept, row, column, vocab), result, 0.0)
     tl.store(out + row * vocab + column, result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,53 @@
+"""Calls of the GPU's kernels for kept sets, which return what the kernels write."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels.vocab import filter_triton, kept_sets_triton, logprob_triton
+from spmd_rl.kernels.vocab.kept_sets_triton import EncodedRows, decoded, encode_rows
+from spmd_rl.kernels.vocab.kept_words import KeptRows
+
+NUM_STEPS = 2
+CPU = torch.device("cpu")
+
+
+def call(name: str, *arguments: Tensor | int) -> tuple[Tensor, ...]:
+    return {"encode": encode, "decode": decode, "filter": keep, "score": score}[name](*arguments)
+
+
+def encode(words: Tensor, replays: Tensor, vocab: int, turn: Tensor) -> tuple[Tensor, ...]:
+    for name, value in {"WORD_BLOCK": 64, "ID_BLOCK": 8, "CAPACITY": 32, "DATA_BYTES": 100}.items():
+        setattr(kept_sets_triton, name, value)
+    out = EncodedRows.empty(NUM_STEPS, len(words) + 1, vocab, CPU)
+    for tensor in out:
+        tensor.zero_()
+    encode_rows(KeptRows(replays, words), vocab, out, turn)
+    return tuple(out)
+
+
+def decode(data: Tensor, starts: Tensor, stops: Tensor, vocab: int) -> tuple[Tensor]:
+    kept_sets_triton.BYTE_BLOCK = 16
+    return (decoded(data, starts, stops, vocab),)
+
+
+def keep(
+    logits: Tensor, scale: Tensor, replays: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    filter_triton.BLOCK, filter_triton.NUM_PROGRAMS = 32, 2 * len(logits)
+    kept = KeptRows.empty(replays, logits.shape[1])
+    return filter_triton.filtered(logits, scale, None, top_k, top_p, min_p, kept), kept.words
+
+
+def score(
+    logits: Tensor, targets: Tensor, scale: Tensor, words: Tensor | None
+) -> tuple[Tensor, ...]:
+    logprob_triton.GRADIENT_BLOCK = 32
+    inputs = logits, targets, scale
+    logprobs, entropy, norms = logprob_triton.logprob_forward(*inputs, 8, 4, words)
+    gradient = torch.empty_like(logits)
+    logprob_triton.logprob_backward(
+        torch.ones_like(scale), *inputs, norms, gradient, *(() if words is None else (words,))
+    )
+    return logprobs, entropy, gradient
