@@ -16,6 +16,9 @@ from spmd_rl.mkl import pin_sums
 if TYPE_CHECKING:
     from spmd_rl.algo.advantages import group_advantage as group_advantage
     from spmd_rl.algo.advantages import rloo_advantage as rloo_advantage
+    from spmd_rl.algo.losses import LossInput as LossInput
+    from spmd_rl.algo.losses import Needs as Needs
+    from spmd_rl.algo.losses import ValueInput as ValueInput
     from spmd_rl.algo.losses import grpo_loss as grpo_loss
     from spmd_rl.algo.losses import sft_loss as sft_loss
     from spmd_rl.algo.packing import pack as pack
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
     from spmd_rl.types.prompts import Prompt as Prompt
     from spmd_rl.types.samples import Group as Group
     from spmd_rl.types.samples import Sample as Sample
+    from spmd_rl.types.token_values import TokenValues as TokenValues
 
 __version__ = "0.1.0"
 
@@ -68,7 +72,7 @@ _HOMES = {
     "algo.advantages": ("group_advantage", "rloo_advantage"),
     "algo.packing": ("pack", "pack_sft"),
     "algo.self_check": ("check_reference",),
-    "algo.losses": ("grpo_loss", "sft_loss"),
+    "algo.losses": ("LossInput", "Needs", "ValueInput", "grpo_loss", "sft_loss"),
     "types.batch": ("Batch",),
     "config.rules": ("at_least",),
     "controller.prefetch": ("CallQueue",),
@@ -97,6 +101,7 @@ _HOMES = {
     "train.trainer": ("Trainer",),
     "types.prompts": ("Prompt",),
     "types.samples": ("Group", "Sample"),
+    "types.token_values": ("TokenValues",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -102,7 +102,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             scores = ref.score.call(batch)
             if step.index == 0:
                 rl.check_reference(trainer.score.call(batch), scores)
-            distance = batch.rollout_logprobs - scores.logprobs
+            distance = batch.rollout_logprobs - scores.values
             batch = replace(batch, advantages=batch.advantages - cfg.kl * distance)
             stats = trainer.train_step.call(batch, loss)
         step.log(stats, {"ref/k1": distance.sum() / batch.mask.sum()})

@@ -1,17 +1,17 @@
 """Policy and supervised losses: functions from a micro-batch's tokens to the loss of each.
 
-A loss takes a `LossInput` and returns the loss [M] and a dict of measurements [M]. It never
-averages: the trainer multiplies by the batch's weights and divides by its one denominator, and
-averages the measurements over the tokens. Keyword arguments are settings of the algorithm; a recipe
-sets them with `functools.partial`.
+A loss takes a `LossInput`, or a `ValueInput` for a model with a value head. It returns the loss [M]
+and a dict of measurements [M]. It never averages: the trainer multiplies by the batch's weights and
+divides by its one denominator, and averages the measurements over the tokens. Keyword arguments are
+settings of the algorithm; a recipe sets them with `functools.partial`.
 
 Shape letter: M tokens in the loss mask of one micro-batch, sequence after sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -25,14 +25,32 @@ RESERVED |= {f"train/{name}" for name in ("loss", "entropy", "grad_norm", "lr")}
 
 
 @dataclass(frozen=True)
+class Needs:
+    """What a loss asks of the forward pass beyond log-probs, which every loss gets.
+
+    entropy: the gradient of the entropy; without it the entropy is a measurement.
+    candidates: log-probs of the token ids in the batch's column "candidates" [T, K], int32.
+    """
+
+    entropy: bool = False
+    candidates: bool = False
+
+
+@dataclass(frozen=True)
 class LossInput:
-    """All that a loss may read. Only `logprobs` carries a gradient; one of `entropy` is refused.
+    """All that a loss may read of a language model.
+
+    `logprobs` carries a gradient; `entropy` and `candidate_logprobs` do where `Needs` asks for it.
 
     logprobs: under the weights being trained.
-    old_logprobs: under the weights at the start of the train step.
+    old_logprobs: under the weights at the start of the train step, or the batch's column
+        "old_logprobs" where it has one.
     rollout_logprobs: the engine's, when it drew the tokens.
-    sequence: which sequence of the micro-batch a token belongs to.
-    Shape: each [M] and fp32, but `sequence`, int64.
+    sequence: which of the micro-batch's `num_sequences` a token belongs to, in ascending order.
+    columns: those of the batch, by name.
+    candidate_logprobs: of the ids in the column "candidates".
+    Shape: each [M] and fp32, but `sequence`, int64; `columns` are [M] or [M, K],
+    `candidate_logprobs` is [M, K].
     """
 
     logprobs: Tensor
@@ -41,6 +59,23 @@ class LossInput:
     advantages: Tensor
     entropy: Tensor
     sequence: Tensor
+    num_sequences: int = 1
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    candidate_logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ValueInput:
+    """All that a loss may read of a model with a value head. `values` carries a gradient.
+
+    A value is that of the state before its token. `sequence` and `columns` are as in `LossInput`.
+    Shape: [M]; `columns` are [M] or [M, K].
+    """
+
+    values: Tensor
+    sequence: Tensor
+    num_sequences: int = 1
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 if TYPE_CHECKING:
@@ -84,14 +119,16 @@ def sft_loss(out: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
     return -out.logprobs, {}
 
 
-def checked(result: object, out: LossInput, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+def checked(
+    result: object, out: LossInput | ValueInput, loss: Loss
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return what `loss` returned for `out`.
 
     Raises: ContractError unless each of its values is one a token.
     """
     name = getattr(getattr(loss, "func", loss), "__name__", "the loss")
     per_token, measured = _unpacked(name, result)
-    shape = list(out.logprobs.shape)
+    shape = list(out.sequence.shape)
     for what, values in {"the loss": per_token, **measured}.items():
         _check_shape(name, what, values, shape)
     is_reserved = [key for key in measured if key in RESERVED or key.startswith("onpolicy/")]

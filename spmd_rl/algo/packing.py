@@ -6,11 +6,13 @@ all ranks and micro-batches.
 
     token   sum over tokens / number of tokens
     sample  mean over sequences of the mean over a sequence's tokens
+    execution  mean over executions of the mean over all tokens of an execution's samples
     const   sum over tokens / (number of sequences * max_response_tokens)
 """
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +26,7 @@ from spmd_rl.types.batch import Batch
 from spmd_rl.types.columns import concatenate, entry_indices, offsets_of
 from spmd_rl.types.samples import Group, GroupColumns
 
-Aggregation = Literal["token", "sample", "const"]
+Aggregation = Literal["token", "sample", "execution", "const"]
 TokensAndMask = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
 NO_VERSION = -1
@@ -45,7 +47,8 @@ def pack(
     columns = Group.to_columns(groups)
     _check(columns, advantages)
     flat_advantages = concatenate(advantages, np.float64)
-    return _make_batch(_sequences(columns), flat_advantages, aggregation, max_response_tokens)
+    sequences = _sequences(columns)
+    return _make_batch(sequences, flat_advantages, aggregation, max_response_tokens)
 
 
 def _check(columns: GroupColumns, advantages: Sequence[NDArray[np.floating]]) -> None:
@@ -82,7 +85,17 @@ def _sequences(columns: GroupColumns) -> _Sequences:
         rollout_logprobs=np.concatenate([no_logprobs, samples.logprobs])[flat],
         versions=np.concatenate([no_versions, samples.versions])[flat],
         temperature=samples.temperature.astype(np.float32),
+        execution=_executions(columns, prompt_of_sample),
     )
+
+
+def _executions(columns: GroupColumns, prompt_of_sample: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Number the executions of all groups, and return that of each sample. Shape: [N]."""
+    samples = columns.samples
+    own = -1 - np.arange(len(samples))  # of a sample that is an execution of its own
+    within = np.where(samples.execution < 0, own, samples.execution)
+    keys = np.stack([prompt_of_sample, within], axis=1)
+    return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
 
 
 def pack_sft(
@@ -111,36 +124,17 @@ def _pair_sequences(pairs: Sequence[TokensAndMask]) -> _Sequences:
         rollout_logprobs=np.zeros(len(mask), np.float32),
         versions=np.full(len(mask), NO_VERSION, np.int32),
         temperature=np.ones(len(pairs), np.float32),
+        execution=np.arange(len(pairs)),
     )
 
 
 @dataclass(frozen=True)
-class SequenceLogprobs:
-    """Log-probs of the sequences of a batch, as `Trainer.score` returns them.
-
-    `logprobs` is zero outside the batch's mask.
-    Shape: `logprobs` is [T]; `lengths`, `index` are [N].
-    """
-
-    logprobs: NDArray[np.float32]
-    lengths: NDArray[np.int32]
-    index: NDArray[np.int32]
-
-    @staticmethod
-    def join(parts: list[SequenceLogprobs]) -> SequenceLogprobs:
-        """Join the parts in the order of the batch before it was split."""
-        lengths = np.concatenate([part.lengths for part in parts])
-        index = np.concatenate([part.index for part in parts])
-        order = np.argsort(index, kind="stable")
-        logprobs = np.concatenate([part.logprobs for part in parts])
-        return SequenceLogprobs(
-            logprobs[entry_indices(lengths, order)], lengths[order], index[order]
-        )
-
-
-@dataclass(frozen=True)
 class _Sequences:
-    """The part of a `Batch` that does not depend on the aggregation. Shape: as in `Batch`."""
+    """The part of a `Batch` that does not depend on the aggregation.
+
+    `execution` numbers the run that a sequence comes from.
+    Shape: as in `Batch`; `execution` is [N].
+    """
 
     tokens: NDArray[np.int32]
     lengths: NDArray[np.int32]
@@ -148,6 +142,7 @@ class _Sequences:
     rollout_logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     temperature: NDArray[np.float32]
+    execution: NDArray[np.int64]
 
 
 def _make_batch(
@@ -156,6 +151,8 @@ def _make_batch(
     aggregation: Aggregation,
     max_response_tokens: int | None,
 ) -> Batch:
+    if aggregation not in (names := typing.get_args(Aggregation)):
+        raise ConfigError(f"aggregation must be one of {', '.join(names)}, not {aggregation!r}")
     num_sequences = len(sequences.lengths)
     if num_sequences == 0:
         raise ContractError("no sequences to pack: a batch needs at least one")
@@ -165,13 +162,13 @@ def _make_batch(
         tokens=sequences.tokens,
         lengths=sequences.lengths,
         mask=sequences.mask,
-        weight=_per_token(_sequence_weights(num_learned, aggregation), sequences),
+        weight=_per_token(_sequence_weights(num_learned, sequences, aggregation), sequences),
         advantages=_per_token(advantages, sequences),
         rollout_logprobs=sequences.rollout_logprobs,
         versions=sequences.versions,
         temperature=sequences.temperature,
         index=np.arange(num_sequences, dtype=np.int32),
-        denominator=_denominator(num_learned, aggregation, max_response_tokens),
+        denominator=_denominator(num_learned, sequences, aggregation, max_response_tokens),
     )
 
 
@@ -185,22 +182,28 @@ def _per_token(values: NDArray[np.float64], sequences: _Sequences) -> NDArray[np
 
 
 def _sequence_weights(
-    num_learned: NDArray[np.int64], aggregation: Aggregation
+    num_learned: NDArray[np.int64], sequences: _Sequences, aggregation: Aggregation
 ) -> NDArray[np.float64]:
     if aggregation == "sample":
         return 1.0 / np.maximum(num_learned, 1)
+    if aggregation == "execution":
+        learned_by_execution = np.bincount(sequences.execution, num_learned)
+        return 1.0 / np.maximum(learned_by_execution, 1)[sequences.execution]
     return np.ones(len(num_learned))
 
 
 def _denominator(
-    num_learned: NDArray[np.int64], aggregation: Aggregation, max_response_tokens: int | None
+    num_learned: NDArray[np.int64],
+    sequences: _Sequences,
+    aggregation: Aggregation,
+    max_response_tokens: int | None,
 ) -> float:
     if aggregation == "token":
         return float(max(num_learned.sum(), 1))
     if aggregation == "sample":
         return float(len(num_learned))
-    if aggregation != "const":
-        raise ConfigError(f"aggregation must be token, sample or const, not {aggregation!r}")
+    if aggregation == "execution":
+        return float(len(np.unique(sequences.execution)))
     if not max_response_tokens:
         raise ConfigError("aggregation 'const' divides by a fixed length: pass max_response_tokens")
     return float(len(num_learned) * max_response_tokens)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from spmd_rl.algo.packing import SequenceLogprobs
 from spmd_rl.errors import ContractError
+from spmd_rl.types.token_values import TokenValues
 
 TOLERANCE = 1e-8  # nats
 
 
 def check_reference(
-    policy: SequenceLogprobs, reference: SequenceLogprobs, tolerance: float = TOLERANCE
+    policy: TokenValues, reference: TokenValues, tolerance: float = TOLERANCE
 ) -> None:
     """Refuse a reference model that is not the policy, as both score one batch at step 0.
 
@@ -20,7 +20,7 @@ def check_reference(
     """
     if not np.array_equal(policy.lengths, reference.lengths):
         raise ContractError("policy and reference scored different batches: score the same one")
-    distance = np.abs(policy.logprobs.astype(np.float64) - reference.logprobs)
+    distance = np.abs(policy.values.astype(np.float64) - reference.values)
     if len(distance) and not distance.max() <= tolerance:
         token = int(np.argmax(np.where(np.isnan(distance), np.inf, distance)))
         sequence = int(np.searchsorted(np.cumsum(policy.lengths), token, side="right"))

@@ -6,7 +6,8 @@ metric.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,12 +15,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.algo.losses import Needs
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.ends import WeightSource
 from spmd_rl.weights.local_tensors import LocalTensor
 
 # tensors by kind, "weights" among the kinds; a name may come several times
 State = Mapping[str, Sequence[tuple[str, LocalTensor]]]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a forward pass computes of the scored tokens of a micro-batch.
+
+    A language model has `logprobs` and `entropy`, and `candidate_logprobs` where `Needs` asks. A
+    model with a value head has `values` alone.
+    Shape: [M] fp32; `candidate_logprobs` is [M, K].
+    """
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    candidate_logprobs: Tensor | None = None
+    values: Tensor | None = None
+
+
+Visit = Callable[[int, Outputs], None]
+LossOf = Callable[[int, Outputs], Tensor]
 
 
 class Backend(Protocol):
@@ -41,18 +62,18 @@ class Backend(Protocol):
         """
         ...
 
-    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of the scored tokens.
+    def forward(self, micros: Sequence[MicroBatch], visit: Visit, needs: Needs) -> None:
+        """Run the micro-batches without gradients.
 
-        The log-probability has its graph where gradients are enabled.
-        Shape: both [M] fp32.
+        `visit` gets the number of each and its outputs, in any order.
         """
         ...
 
-    def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of `loss`, a scalar, summed over the ranks and not averaged.
+    def forward_backward(self, micros: Sequence[MicroBatch], loss_of: LossOf, needs: Needs) -> None:
+        """Compute the gradients of an optimizer step, summed over the ranks and not averaged.
 
-        `last` says that the gradients are complete with it.
+        `loss_of` gets the number of each micro-batch and its outputs, and returns the loss of this
+        rank's share, a scalar. A backend may run several micro-batches at once, as a pipeline does.
         """
         ...
 

@@ -20,12 +20,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from spmd_rl.algo.losses import Needs
 from spmd_rl.kernels import recomputing
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.train.backend import State
+from spmd_rl.train.backend import LossOf, Outputs, State, Visit
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
@@ -83,23 +84,30 @@ class Fsdp2:
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         return train_flops(self.scorer.model.spec, lengths, num_scored)
 
-    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        scores = self.scorer(micro)
-        if not torch.is_grad_enabled():
-            # Without a backward pass nothing frees the gathered weights: they would take memory,
-            # and be stale after a load.
-            for unit in self.units:
-                unit.reshard()
-        return scores
+    def forward(self, micros: Sequence[MicroBatch], visit: Visit, needs: Needs) -> None:
+        with torch.no_grad():
+            for number, micro in enumerate(micros):
+                outputs = self._outputs(micro, needs)
+                # Without a backward pass nothing frees the gathered weights: they would take
+                # memory, and be stale after a load.
+                for unit in self.units:
+                    unit.reshard()
+                visit(number, outputs)
 
-    def backward(self, loss: Tensor, last: bool) -> None:
-        if self.num_shards == 1:
-            # Whole gradients and weights are no larger than the shard, so they are reduced and
-            # freed once a step.
-            root = cast(FSDPModule, self.scorer)
-            root.set_requires_gradient_sync(last)
-            root.set_reshard_after_backward(last)
-        loss.backward()
+    def forward_backward(self, micros: Sequence[MicroBatch], loss_of: LossOf, needs: Needs) -> None:
+        for number, micro in enumerate(micros):
+            loss = loss_of(number, self._outputs(micro, needs))
+            if self.num_shards == 1:
+                # Whole gradients and weights are no larger than the shard, so they are reduced and
+                # freed once a step.
+                root, is_last = cast(FSDPModule, self.scorer), number == len(micros) - 1
+                root.set_requires_gradient_sync(is_last)
+                root.set_reshard_after_backward(is_last)
+            loss.backward()
+
+    def _outputs(self, micro: MicroBatch, needs: Needs) -> Outputs:
+        logprobs, entropy = self.scorer(micro)
+        return Outputs(logprobs, entropy)
 
     def square_norm(self) -> float:
         for name, parameter in self.parameters.items():

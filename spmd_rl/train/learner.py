@@ -11,6 +11,8 @@ for bit, with what the engine recorded.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import sqrt
 from typing import NoReturn
 
@@ -19,20 +21,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.algo.losses import Loss, LossInput, checked
+from spmd_rl.algo.losses import Loss, LossInput, Needs, ValueInput, checked
 from spmd_rl.errors import ContractError, SpmdError
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.train.backend import Backend
+from spmd_rl.train.backend import Backend, Outputs
 from spmd_rl.train.config import TrainerConfig, learning_rate
 from spmd_rl.train.determinism import deterministic
 from spmd_rl.train.flops import peak_flops
 from spmd_rl.train.metric_sums import MetricSums
 from spmd_rl.train.microbatch import MicroBatch, lay_out, num_micro_batches, split_sequences
-from spmd_rl.train.on_policy import MAX_DLOGP, compare_with_rollout, on_policy_metrics
+from spmd_rl.train.on_policy import (
+    MAX_DLOGP,
+    TOKEN_COUNT,
+    compare_with_rollout,
+    on_policy_metrics,
+)
 from spmd_rl.train.trainer_state import TrainerState
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.columns import entry_indices
 
 TOKENS = "train/tokens"
+OLD_LOGPROBS = "old_logprobs"  # a column that takes the place of the scoring pass
+NOTHING_ELSE = Needs()
 
 
 class Learner:
@@ -44,7 +54,9 @@ class Learner:
         self.cfg = cfg
         self.state = TrainerState()
 
-    def train_step(self, batch: Batch, loss: Loss, lr: float | None = None) -> dict[str, float]:
+    def train_step(
+        self, batch: Batch, loss: Loss, lr: float | None = None, needs: Needs = NOTHING_ELSE
+    ) -> dict[str, float]:
         """Learn from this rank's shard, and return the metrics of the whole batch.
 
         The metrics are equal on all ranks. A minibatch divides by its share of the denominator, so
@@ -56,14 +68,11 @@ class Learner:
         minibatches = [self._micro_batches(part) for part in self._minibatches(batch)]
         scale = len(minibatches) / batch.denominator
         with deterministic(self.cfg.deterministic):
-            old_logprobs = [
-                [self._logprobs(micro) if number else None for micro in micros]
-                for number, micros in enumerate(minibatches)
-            ]
+            old_logprobs = self._old_logprobs(minibatches)
             steps_before = self.state.optimizer_steps
             try:
                 steps = [
-                    self._optimize(micros, old, loss, scale, lr)
+                    self._optimize(micros, old, _Step(loss, needs, scale, lr))
                     for micros, old in zip(minibatches, old_logprobs, strict=True)
                 ]
             finally:  # the weights are new even if a later minibatch fails
@@ -75,14 +84,42 @@ class Learner:
 
         Ranks: all of the role. Shape: [T].
         """
-        scores = np.zeros(batch.num_tokens, np.float32)
-        ends = np.cumsum(batch.lengths)
-        for sequences in self._sequences_by_micro_batch(batch):
-            tokens = [np.arange(ends[i] - batch.lengths[i], ends[i]) for i in sequences]
-            flat = np.concatenate(tokens) if tokens else np.zeros(0, np.int64)
-            micro = lay_out(batch.select(sequences), self.backend.device)
-            scores[flat[batch.mask[flat]]] = self._logprobs(micro).cpu().numpy()
+        return self.score_each(batch, _logprobs)
+
+    def score_each(
+        self, batch: Batch, pick: Callable[[Outputs], Tensor], needs: Needs = NOTHING_ELSE
+    ) -> NDArray[np.float32]:
+        """Return what `pick` takes of the outputs for each token, zero outside the mask.
+
+        Ranks: all of the role. Shape: `pick` returns [M] or [M, K]; returns [T] or [T, K].
+        """
+        parts = self._sequences_by_micro_batch(batch)
+        micros = [lay_out(batch.select(part), self.backend.device) for part in parts]
+        picked: dict[int, NDArray[np.float32]] = {}
+
+        def visit(number: int, outputs: Outputs) -> None:
+            picked[number] = pick(outputs).cpu().numpy()
+
+        self.backend.forward(micros, visit, needs)
+        scores = np.zeros((batch.num_tokens, *picked[0].shape[1:]), picked[0].dtype)
+        for number, part in enumerate(parts):
+            flat = entry_indices(batch.lengths, np.array(part, np.int64))
+            scores[flat[batch.mask[flat]]] = picked[number]
         return scores
+
+    def _old_logprobs(self, minibatches: list[list[MicroBatch]]) -> list[list[Tensor | None]]:
+        """Return the log-probs under the present weights, where a step changes them before."""
+        first, *later = minibatches
+        old: list[list[Tensor | None]] = [[None] * len(first)]
+        for micros in later:
+            scored: list[Tensor | None] = [None] * len(micros)
+
+            def visit(number: int, outputs: Outputs, scored: list[Tensor | None] = scored) -> None:
+                scored[number] = outputs.logprobs
+
+            self.backend.forward(micros, visit, NOTHING_ELSE)
+            old.append(scored)
+        return old
 
     def _minibatches(self, batch: Batch) -> list[Batch]:
         """Return equally many minibatches on every rank, at most as many as the largest shard has
@@ -90,8 +127,9 @@ class Learner:
         """
         count = self.cfg.minibatches
         if count > 1:
-            count = max(1, min(count, self.context.all_reduce_max(len(batch.lengths))))
-        return [batch.select(part) for part in split_sequences(batch.lengths.tolist(), count)]
+            count = max(1, min(count, self.context.all_reduce_max(len(batch.unit_lengths()))))
+        parts = split_sequences(batch.unit_lengths().tolist(), count)
+        return [batch.select(batch.sequences_of(part)) for part in parts]
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         parts = self._sequences_by_micro_batch(batch)
@@ -99,63 +137,67 @@ class Learner:
 
     def _sequences_by_micro_batch(self, batch: Batch) -> list[list[int]]:
         """Return this rank's sequences by micro-batch: as many as the rank that needs most."""
-        lengths = batch.lengths.tolist()
+        lengths = batch.unit_lengths().tolist()
         needed = max(num_micro_batches(lengths, self.cfg.max_tokens), 1)
-        return split_sequences(lengths, self.context.all_reduce_max(needed))
-
-    def _logprobs(self, micro: MicroBatch) -> Tensor:
-        with torch.no_grad():
-            return self.backend.forward(micro)[0]
+        parts = split_sequences(lengths, self.context.all_reduce_max(needed))
+        return [batch.sequences_of(part) for part in parts]
 
     def _optimize(
-        self,
-        micros: list[MicroBatch],
-        old_logprobs: list[Tensor | None],
-        loss: Loss,
-        scale: float,
-        lr: float | None,
+        self, micros: list[MicroBatch], old_logprobs: list[Tensor | None], step: _Step
     ) -> dict[str, float]:
         """Take one optimizer step, and return the sums over the role's ranks."""
         sums = MetricSums()
-        for micro, old in zip(micros, old_logprobs, strict=True):
-            self._backward(micro, old, loss, scale, sums, is_last=micro is micros[-1])
-        lr = learning_rate(self.cfg, self.state.optimizer_steps) if lr is None else lr
+
+        def loss_of(number: int, outputs: Outputs) -> Tensor:
+            micro = micros[number]
+            out = self._loss_input(micro, outputs, old_logprobs[number], step.needs, sums)
+            per_token, measured = checked(step.loss(out), out, step.loss)
+            weighted = per_token * micro.weight
+            for name, values in {"loss": weighted, **measured}.items():
+                sums.add(name, values)
+            return weighted.sum() * step.scale
+
+        self.backend.forward_backward(micros, loss_of, step.needs)
+        lr = learning_rate(self.cfg, self.state.optimizer_steps) if step.lr is None else step.lr
         gathered = sums.gather(self.context, square_norm=self.backend.square_norm())
         norm = self._checked_norm(gathered)
         clip = self.cfg.clip_norm
         self.backend.step(lr, clip / norm if 0 < clip < norm else 1.0)
         self.state.optimizer_steps += 1
         totals = {name: float(values.sum()) for name, values in gathered.items()}
-        max_dlogp = float(gathered[MAX_DLOGP].max())
-        return totals | {MAX_DLOGP: max_dlogp, "train/grad_norm": norm, "train/lr": lr}
+        maxima = {name: float(gathered[name].max()) for name in (MAX_DLOGP,) if name in gathered}
+        return totals | maxima | {"train/grad_norm": norm, "train/lr": lr}
 
-    def _backward(
+    def _loss_input(
         self,
         micro: MicroBatch,
-        old_logprobs: Tensor | None,
-        loss: Loss,
-        scale: float,
+        outputs: Outputs,
+        start_logprobs: Tensor | None,
+        needs: Needs,
         sums: MetricSums,
-        *,
-        is_last: bool,
-    ) -> None:
-        """Add the gradients of one micro-batch, and its metrics to `sums`."""
-        logprobs, entropy = self.backend.forward(micro)
-        old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
-        out = LossInput(
-            logprobs,
-            old_logprobs,
+    ) -> LossInput | ValueInput:
+        """Return what the loss reads, and add what every step measures to `sums`.
+
+        `start_logprobs` are those at the start of the train step, None where these are.
+        """
+        split = micro.sequence, micro.num_sequences, micro.columns
+        if outputs.logprobs is None or outputs.entropy is None:
+            assert outputs.values is not None
+            sums.add(TOKEN_COUNT, torch.ones_like(micro.weight))
+            return ValueInput(outputs.values, *split)
+        if start_logprobs is None:
+            start_logprobs = outputs.logprobs.detach()
+        sums.add("train/entropy", outputs.entropy)
+        compare_with_rollout(start_logprobs, micro, self.state.version, sums)
+        return LossInput(
+            outputs.logprobs,
+            micro.columns.get(OLD_LOGPROBS, start_logprobs),
             micro.rollout_logprobs,
             micro.advantages,
-            _without_gradient(entropy),
-            micro.sequence,
+            outputs.entropy if needs.entropy else _without_gradient(outputs.entropy),
+            *split,
+            outputs.candidate_logprobs,
         )
-        per_token, measured = checked(loss(out), out, loss)
-        weighted = per_token * micro.weight
-        self.backend.backward(weighted.sum() * scale, last=is_last)
-        for name, values in {"loss": weighted, "train/entropy": entropy, **measured}.items():
-            sums.add(name, values)
-        compare_with_rollout(old_logprobs, micro, self.state.version, sums)
 
     def _checked_norm(self, gathered: dict[str, NDArray[np.float64]]) -> float:
         """Return the global gradient norm.
@@ -198,6 +240,23 @@ class Learner:
         return speed
 
 
+@dataclass(frozen=True)
+class _Step:
+    """Settings of an optimizer step. `lr` None is the schedule's rate."""
+
+    loss: Loss
+    needs: Needs
+    scale: float
+    lr: float | None
+
+
+def _logprobs(outputs: Outputs) -> Tensor:
+    """Return the log-probs. Raises: ContractError for a model that has none."""
+    if outputs.logprobs is None:
+        raise ContractError("a model with a value head has no log-probs to score with")
+    return outputs.logprobs
+
+
 def _without_gradient(entropy: Tensor) -> Tensor:
     """Return the same values, for which a backward pass raises an error.
 
@@ -211,8 +270,8 @@ def _without_gradient(entropy: Tensor) -> Tensor:
 
 def _refuse_gradient(gradient: Tensor) -> NoReturn:
     raise ContractError(
-        "the loss uses out.entropy, which carries no gradient yet, so nothing would be learned "
-        "from it: return it as a measurement only, or use out.entropy.detach() as a constant"
+        "the loss uses out.entropy, which carries no gradient here, so nothing would be learned "
+        "from it: call train_step with needs=rl.Needs(entropy=True), or use out.entropy.detach()"
     )
 
 
@@ -220,11 +279,11 @@ def _metrics(steps: list[dict[str, float]], denominator: float) -> dict[str, flo
     """Return the metrics of a train step from the sums of its optimizer steps."""
     names = [name for name in steps[0] if name not in (MAX_DLOGP, "square_norm")]
     totals = {name: sum(step[name] for step in steps) for name in names}
-    num_tokens = max(totals.pop("tokens"), 1.0)
+    num_tokens = max(totals.pop(TOKEN_COUNT), 1.0)
     metrics = {
         "train/loss": totals.pop("loss") / denominator,
         "train/grad_norm": totals.pop("train/grad_norm") / len(steps),
         "train/lr": totals.pop("train/lr") / len(steps),
-        **on_policy_metrics(totals, max(step[MAX_DLOGP] for step in steps)),
+        **on_policy_metrics(totals, max(step.get(MAX_DLOGP, 0.0) for step in steps)),
     }
     return metrics | {name: value / num_tokens for name, value in totals.items()}

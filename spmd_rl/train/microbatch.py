@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class MicroBatch:
     of the weights that drew the tokens.
     Shape: tokens, positions [T] int64; lengths, prefixes [P] on the host, as in `PackedLayout`;
     rows, targets, sequence [M] int64; inv_temperature, weight, advantages, rollout_logprobs [M]
-    fp32; versions [M] int32.
+    fp32; versions [M] int32; columns [M] or [M, K], those of the batch.
     """
 
     tokens: Tensor
@@ -72,6 +72,8 @@ class MicroBatch:
     advantages: Tensor
     rollout_logprobs: Tensor
     versions: Tensor
+    num_sequences: int = 0
+    columns: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def num_scored(self) -> int:
@@ -85,7 +87,7 @@ def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
     the CPU, whose attention can read them so.
     """
     if not batch.mask.any():
-        return _empty(device)
+        return _empty(batch, device)
     pack = shared_prefix.pack_shared if device.type == "cpu" else shared_prefix.pack_whole
     layout = pack(batch)
     sequence = np.repeat(np.arange(batch.num_sequences), batch.lengths)
@@ -109,10 +111,12 @@ def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
         advantages=tensor(batch.advantages[scored], torch.float32),
         rollout_logprobs=tensor(batch.rollout_logprobs[scored], torch.float32),
         versions=tensor(batch.versions[scored], torch.int32),
+        num_sequences=batch.num_sequences,
+        columns={name: upload(column[scored], device) for name, column in batch.columns.items()},
     )
 
 
-def _empty(device: torch.device) -> MicroBatch:
+def _empty(batch: Batch, device: torch.device) -> MicroBatch:
     index, number = (
         torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32)
     )
@@ -130,6 +134,7 @@ def _empty(device: torch.device) -> MicroBatch:
         advantages=number,
         rollout_logprobs=number,
         versions=index.int(),
+        columns={name: upload(column[:0], device) for name, column in batch.columns.items()},
     )
 
 

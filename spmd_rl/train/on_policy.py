@@ -16,6 +16,7 @@ COMPARED = "onpolicy/compared_tokens"
 MISMATCHED = "onpolicy/mismatched_tokens"
 MAX_DLOGP = "onpolicy/max_abs_dlogp"
 MEAN_DLOGP = "onpolicy/mean_abs_dlogp"
+TOKEN_COUNT = "tokens"  # the sum that averages divide by
 K1, K3 = "onpolicy/k1", "onpolicy/k3"
 # sums for this module alone: over tokens that an engine drew, and of the ratio trainer / engine
 DRAWN, RATIO, SQUARE_RATIO = "made_tokens", "ratio", "square_ratio"
@@ -37,7 +38,7 @@ def compare_with_rollout(
         {
             COMPARED: current,
             MISMATCHED: current & (bits != rollout_bits),
-            "tokens": torch.ones_like(drawn),
+            TOKEN_COUNT: torch.ones_like(drawn),
             DRAWN: drawn,
             MEAN_DLOGP: size,
             K1: -distance,
@@ -54,9 +55,9 @@ def on_policy_metrics(totals: dict[str, float], max_dlogp: float) -> dict[str, f
 
     There are none where no engine drew a token.
     """
-    num_drawn = totals.pop(DRAWN)
+    num_drawn = totals.pop(DRAWN, 0.0)
     names = (MEAN_DLOGP, K1, K3, RATIO, SQUARE_RATIO, MISMATCHED, COMPARED)
-    sums = {name: totals.pop(name) for name in names}
+    sums = {name: totals.pop(name, 0.0) for name in names}
     if not num_drawn:
         return {}
     return {

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
-from spmd_rl.algo.losses import Loss
-from spmd_rl.algo.packing import SequenceLogprobs
+from spmd_rl.algo.losses import Loss, Needs
 from spmd_rl.controller.capabilities import Contracted, Saver, WeightProvider
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.errors import DataError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.token_values import TokenValues
 
 if TYPE_CHECKING:
     from spmd_rl.weights.ends import WeightSource
@@ -43,19 +43,23 @@ class Trainer(Role, WeightProvider, Saver, Contracted):
 
     @collective
     def train_step(
-        self, batch: Sharded[Batch], loss: Loss, lr: float | None = None
+        self,
+        batch: Sharded[Batch],
+        loss: Loss,
+        lr: float | None = None,
+        needs: Needs = Needs(),  # noqa: B008 - it is frozen
     ) -> dict[str, float]:
         """Learn from one batch, and return the metrics. `lr` overrides the schedule's rate."""
         self.checkpoints.check()
         self._check_fits(batch)
         self._announce_change()
-        return self.learner.train_step(batch, loss, lr)
+        return self.learner.train_step(batch, loss, lr, needs)
 
     @collective
-    def score(self, batch: Sharded[Batch]) -> Sharded[SequenceLogprobs]:
+    def score(self, batch: Sharded[Batch]) -> Sharded[TokenValues]:
         """Return the log-probabilities of the batch's tokens under the current weights."""
         self._check_fits(batch)
-        return SequenceLogprobs(self.learner.score(batch), batch.lengths, batch.index)
+        return TokenValues(self.learner.score(batch), batch.lengths, batch.index)
 
     @collective
     def version(self) -> int:

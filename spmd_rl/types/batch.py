@@ -6,13 +6,18 @@ them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.errors import ContractError
 from spmd_rl.types.columns import entry_indices
 from spmd_rl.types.partition import balanced_partition
+from spmd_rl.types.token_values import TokenValues
+
+COLUMN_DTYPES = (np.dtype(np.float32), np.dtype(np.int32))
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,13 @@ class Batch:
     `versions` holds the version of the weights that drew each token, -1 for tokens that no engine
     drew. `index` is a sequence's position in the batch before any split.
 
+    `columns` holds whatever else a loss reads of each token, by name, as float32 or int32. They
+    ride to `LossInput.columns`. `kept` holds what top-k, top-p and min-p left of the vocabulary, a
+    blob for each sequence; it is empty where nothing was filtered. `unit` consecutive sequences
+    are never split over ranks or micro-batches: 2 for pairs.
+
     Shape: `tokens`, `mask`, `weight`, `advantages`, `rollout_logprobs`, `versions` are [T];
-    `lengths`, `temperature`, `index` are [N].
+    `lengths`, `temperature`, `index`, `kept` are [N]; `columns` are [T] or [T, K].
     """
 
     tokens: NDArray[np.int32]
@@ -44,6 +54,9 @@ class Batch:
     temperature: NDArray[np.float32]
     index: NDArray[np.int32]
     denominator: float
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+    kept: list[bytes] = field(default_factory=list)
+    unit: int = 1
 
     @property
     def num_sequences(self) -> int:
@@ -68,9 +81,46 @@ class Batch:
             temperature=self.temperature[rows],
             index=self.index[rows],
             denominator=self.denominator,
+            columns={name: column[flat] for name, column in self.columns.items()},
+            kept=[self.kept[row] for row in rows.tolist()] if self.kept else [],
+            unit=self.unit,
         )
+
+    def with_columns(self, **columns: NDArray[Any] | TokenValues) -> Batch:
+        """Return the batch with more columns, or with others of the same name.
+
+        Shape: each [T] or [T, K]. Raises: ContractError for another shape or dtype.
+        """
+        arrays = {
+            name: column.values if isinstance(column, TokenValues) else column
+            for name, column in columns.items()
+        }
+        for name, column in arrays.items():
+            if column.ndim not in (1, 2) or len(column) != self.num_tokens:
+                shape = list(column.shape)
+                raise ContractError(
+                    f"the column {name!r} has the shape {shape}: expected a row for each of the "
+                    f"batch's {self.num_tokens} tokens, [T] or [T, K]"
+                )
+            if column.dtype not in COLUMN_DTYPES:
+                raise ContractError(
+                    f"the column {name!r} is {column.dtype}: expected float32 or int32"
+                )
+        return replace(self, columns=self.columns | arrays)
 
     def shard(self, num_shards: int) -> list[Batch]:
         """Split into `num_shards` batches of nearly equal token count; some may be empty."""
-        parts = balanced_partition(self.lengths.tolist(), num_shards)
-        return [self.select(part) for part in parts]
+        parts = balanced_partition(self.unit_lengths().tolist(), num_shards)
+        return [self.select(self.sequences_of(part)) for part in parts]
+
+    def unit_lengths(self) -> NDArray[np.int32]:
+        """Return how many tokens each unit has: sequences that are never split apart."""
+        if self.unit == 1:
+            return self.lengths
+        return self.lengths.reshape(-1, self.unit).sum(1, dtype=np.int32)
+
+    def sequences_of(self, units: list[int]) -> list[int]:
+        """Return the sequences of these units, in order."""
+        if self.unit == 1:
+            return units
+        return [unit * self.unit + offset for unit in units for offset in range(self.unit)]

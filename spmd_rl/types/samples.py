@@ -30,7 +30,8 @@ class Sample:
 
     `logprobs` are those of the engine at decode time, at the sampling temperature, over the
     unmasked vocabulary. `versions` holds the version of the weights that drew each token. `parts`
-    holds all values of a reward function that returns a dict.
+    holds all values of a reward function that returns a dict. Samples of one prompt that come from
+    one run of it share its `execution`; -1 says that the sample is a run of its own.
 
     Shape: `tokens`, `logprobs`, `versions` are [R].
     """
@@ -45,6 +46,7 @@ class Sample:
     text: str = ""
     reward: float = float("nan")
     parts: dict[str, float] = field(default_factory=dict)
+    execution: int = -1
 
     def replace(self, **values: Any) -> Sample:
         """Return a copy with these fields changed, like `Prompt.replace`."""
@@ -75,6 +77,7 @@ class Sample:
             text=[sample.text for sample in samples],
             reward=np.array([sample.reward for sample in samples], np.float64),
             parts=[sample.parts for sample in samples],
+            execution=np.array([sample.execution for sample in samples], np.int64),
         )
 
 
@@ -192,6 +195,7 @@ class SampleColumns(Columns):
     text: list[str]
     reward: NDArray[np.float64]
     parts: list[dict[str, float]]
+    execution: NDArray[np.int64]
 
     def rows(self) -> list[Sample]:
         """Return the samples as objects. Raises: ValueError, as `check` does."""
@@ -207,6 +211,7 @@ class SampleColumns(Columns):
             self.text,
             self.reward.tolist(),
             self.parts,
+            self.execution.tolist(),
             strict=True,
         )
         return [
@@ -223,6 +228,7 @@ class SampleColumns(Columns):
                     "text": text,
                     "reward": reward,
                     "parts": parts,
+                    "execution": execution,
                 },
             )
             for (
@@ -236,6 +242,7 @@ class SampleColumns(Columns):
                 text,
                 reward,
                 parts,
+                execution,
             ) in columns
         ]
 

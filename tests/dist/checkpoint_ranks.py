@@ -60,7 +60,7 @@ def logprobs(trainer: Trainer) -> list[str]:
     """Of every sequence of a batch that is dealt to the ranks, as bits."""
     context = trainer.context
     scores = trainer.score(make_batch(5).shard(context.data_size)[context.data_rank])
-    rows = np.split(scores.logprobs, np.cumsum(scores.lengths)[:-1])
+    rows = np.split(scores.values, np.cumsum(scores.lengths)[:-1])
     mine = {int(index): row.tobytes().hex() for index, row in zip(scores.index, rows, strict=True)}
     found: dict[int, str] = {}
     for blob in context.all_gather_bytes(msgspec.msgpack.encode(mine)):

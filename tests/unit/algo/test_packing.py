@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.algo.advantages import group_advantage
-from spmd_rl.algo.packing import SequenceLogprobs, pack, pack_sft
+from spmd_rl.algo.packing import pack, pack_sft
 from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.token_values import TokenValues
 
 
 def _groups(lengths: list[list[int]]) -> list[Group]:
@@ -83,6 +84,20 @@ def test_aggregations_are_their_definitions(lengths: list[list[int]], seed: int)
         assert _loss(batch, per_token) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
+def test_an_execution_counts_once_however_many_samples_it_has() -> None:
+    """Two siblings of 1 and 3 tokens, and a run of one sample with 2; then another prompt's."""
+    groups = _groups([[1, 3, 2], [4]])
+    first, second, third = groups[0].samples
+    siblings = [first.replace(execution=0), second.replace(execution=0), third]
+    groups = [Group(groups[0].prompt, siblings), groups[1]]
+    batch = pack(groups, [np.ones(3), np.ones(1)], aggregation="execution")
+    per_token = np.arange(1, 1 + batch.num_tokens, dtype=np.float64)
+    one, three, two, four = np.split(per_token[batch.mask], [1, 4, 6])
+    expected = [np.concatenate([one, three]).mean(), two.mean(), four.mean()]
+    assert batch.denominator == 3
+    assert _loss(batch, per_token) == pytest.approx(np.mean(expected), rel=1e-6)
+
+
 @given(LENGTHS, st.integers(1, 5))
 def test_shards_hold_every_sequence_once_and_the_same_denominator(
     lengths: list[list[int]], num_shards: int
@@ -114,11 +129,11 @@ def test_scores_of_shards_join_in_the_batch_s_order(
 ) -> None:
     batch, _ = _batch(lengths)
     parts = [
-        SequenceLogprobs(-shard.tokens.astype(np.float32), shard.lengths, shard.index)
+        TokenValues(-shard.tokens.astype(np.float32), shard.lengths, shard.index)
         for shard in batch.shard(num_shards)
     ]
-    joined = SequenceLogprobs.join(parts)
-    np.testing.assert_array_equal(joined.logprobs, -batch.tokens.astype(np.float32))
+    joined = TokenValues.join(parts)
+    np.testing.assert_array_equal(joined.values, -batch.tokens.astype(np.float32))
     np.testing.assert_array_equal(joined.lengths, batch.lengths)
 
 
@@ -139,7 +154,7 @@ def test_bad_requests_are_refused() -> None:
     ones = [np.ones(2)]
     with pytest.raises(ContractError, match="one advantage for each sample"):
         pack(groups, [np.ones(1)])
-    with pytest.raises(ConfigError, match="token, sample or const, not 'mean'"):
+    with pytest.raises(ConfigError, match="one of token, sample, execution, const, not 'mean'"):
         pack(groups, ones, aggregation="mean")
     with pytest.raises(ConfigError, match="max_response_tokens"):
         pack(groups, ones, aggregation="const")

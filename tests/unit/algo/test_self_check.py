@@ -7,27 +7,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spmd_rl.algo.packing import SequenceLogprobs
 from spmd_rl.algo.self_check import check_reference
 from spmd_rl.errors import ContractError
+from spmd_rl.types.token_values import TokenValues
 
-SCORES = SequenceLogprobs(
+SCORES = TokenValues(
     np.linspace(-3, -1, 9).astype(np.float32),
     np.array([4, 5], np.int32),
     np.array([7, 3], np.int32),
 )
 
 
-def changed(token: int, value: float) -> SequenceLogprobs:
-    logprobs = SCORES.logprobs.copy()
-    logprobs[token] = value
-    return replace(SCORES, logprobs=logprobs)
+def changed(token: int, value: float) -> TokenValues:
+    values = SCORES.values.copy()
+    values[token] = value
+    return replace(SCORES, values=values)
 
 
 def test_equal_scores_pass() -> None:
-    check_reference(SCORES, replace(SCORES, logprobs=SCORES.logprobs.copy()))
+    check_reference(SCORES, replace(SCORES, values=SCORES.values.copy()))
     nothing = np.zeros(0, np.int32)
-    empty = SequenceLogprobs(nothing.astype(np.float32), nothing, nothing)
+    empty = TokenValues(nothing.astype(np.float32), nothing, nothing)
     check_reference(empty, empty)
 
 
@@ -40,7 +40,7 @@ def test_the_largest_difference_is_named(value: float) -> None:
 
 
 def test_a_tolerance_allows_a_difference() -> None:
-    check_reference(SCORES, changed(6, float(SCORES.logprobs[6]) + 0.1), tolerance=0.2)
+    check_reference(SCORES, changed(6, float(SCORES.values[6]) + 0.1), tolerance=0.2)
 
 
 def test_scores_of_another_batch_are_refused() -> None:

@@ -164,13 +164,13 @@ def test_what_is_compared_is_differentiated_wherever_the_weights_are_still_the_f
     weights.
     """
     trainer = new_trainer(minibatches=3, max_tokens=9999)
-    with_gradients, forward = [], trainer.backend.forward
+    with_gradients, score = [], trainer.backend.scorer.forward
 
     def watched(micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         with_gradients.append(torch.is_grad_enabled())
-        return forward(micro)
+        return score(micro)
 
-    monkeypatch.setattr(trainer.backend, "forward", watched)
+    monkeypatch.setattr(trainer.backend.scorer, "forward", watched)
     trainer.train_step(make_batch(), grpo_loss)
     assert with_gradients == [False, False, True, True, True]
 
@@ -323,7 +323,7 @@ def test_a_loss_that_depends_on_entropy_is_refused_before_the_weights_change(
     trainer, batch = new_trainer(**options), make_batch()
     before = _weights(trainer)
     with pytest.raises(
-        ContractError, match="the loss uses out.entropy, which carries no gradient yet"
+        ContractError, match="the loss uses out.entropy, which carries no gradient here"
     ):
         trainer.train_step(batch, _entropy_bonus)
     assert all(torch.equal(one, before[name]) for name, one in _weights(trainer).items())
@@ -332,6 +332,34 @@ def test_a_loss_that_depends_on_entropy_is_refused_before_the_weights_change(
         one.train_step(batch, grpo_loss)
     for name, one in _weights(trainer).items():
         assert torch.equal(one, _weights(plain)[name])
+
+
+def test_columns_ride_to_the_loss_by_name(new_trainer) -> None:
+    """In every micro-batch the loss finds the rows of its own tokens."""
+    seen = []
+
+    def loss(out: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        seen.append(out.columns["wide"].shape[1])
+        torch.testing.assert_close(out.columns["mine"], out.advantages + 1)
+        torch.testing.assert_close(out.columns["wide"][:, 1], -out.columns["mine"])
+        return grpo_loss(out)
+
+    batch = make_batch()
+    mine = np.where(batch.mask, batch.advantages + 1, 0).astype(np.float32)
+    batch = batch.with_columns(mine=mine, wide=np.stack([mine, -mine], axis=1))
+    new_trainer(max_tokens=60).train_step(batch, loss)
+    assert len(seen) > 2
+
+
+def test_a_column_of_old_logprobs_takes_the_place_of_the_trainers(new_trainer) -> None:
+    batch = make_batch()
+    old = np.where(batch.mask, -2.5, 0).astype(np.float32)
+
+    def loss(out: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert bool((out.old_logprobs == -2.5).all())
+        return grpo_loss(out)
+
+    new_trainer().train_step(batch.with_columns(old_logprobs=old), loss)
 
 
 def test_entropy_may_be_measured_and_used_as_a_constant(new_trainer) -> None:
