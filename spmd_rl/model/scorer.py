@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.kernels import PackedAttention, head_logprobs, token_logprobs
+from spmd_rl.kernels.vocab.kept_sets import KeptSets
 from spmd_rl.model.network import CausalLM
 
 
 class ScoredTokens(Protocol):
     """Packed sequences, and the tokens of them to score.
 
-    `rows` are the positions whose hidden state predicts a token of `targets`.
+    `rows` are the positions whose hidden state predicts a token of `targets`. `kept` has the sets
+    over which log-probs are taken; None is the whole vocabulary.
     Shape: tokens, positions [T]; lengths, prefixes [P] on the host; rows, targets, inv_temperature
     [M].
     """
@@ -42,6 +44,9 @@ class ScoredTokens(Protocol):
 
     @property
     def inv_temperature(self) -> Tensor: ...
+
+    @property
+    def kept(self) -> KeptSets | None: ...
 
     @property
     def num_scored(self) -> int: ...
@@ -84,7 +89,7 @@ class Scorer(nn.Module):
             rows = hidden.index_select(0, batch.rows)
             targets = batch.targets, batch.inv_temperature
             return head_logprobs(
-                rows, self.model.head, self.model.logits, *targets, self.logit_rows
+                rows, self.model.head, self.model.logits, *targets, self.logit_rows, batch.kept
             )
         if batch.num_scored <= self.logit_rows:
             return self._score(hidden, batch, slice(None))
@@ -98,7 +103,8 @@ class Scorer(nn.Module):
 
     def _score(self, hidden: Tensor, batch: ScoredTokens, chunk: slice) -> tuple[Tensor, Tensor]:
         logits = self.model.logits(hidden.index_select(0, batch.rows[chunk]))
-        return token_logprobs(logits, batch.targets[chunk], batch.inv_temperature[chunk])
+        words = None if batch.kept is None else batch.kept.words(chunk, logits.shape[1])
+        return token_logprobs(logits, batch.targets[chunk], batch.inv_temperature[chunk], words)
 
     def _score_nothing(self, hidden: Tensor, batch: ScoredTokens) -> tuple[Tensor, Tensor]:
         """Return empty scores whose gradient reaches every parameter, the head's too.

@@ -1,4 +1,7 @@
-"""Kept sets of a trainer's tokens, which stay encoded until a chunk of logits needs them."""
+"""Kept sets between the engine and the trainer: encoded by the one, decoded by the other.
+
+In the trainer they stay encoded until a chunk of logits needs them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels.vocab.kept_words import pack_bits
+from spmd_rl.kernels.vocab.kept_words import AS_WORDS, EncodedRows, KeptRows, pack_bits
 from spmd_rl.types.kept_sets import decode_sets
+
+
+def encoded_rows(kept: KeptRows, vocab: int) -> EncodedRows:
+    """Return the encoded sets of one step, on the same device. On the CPU they stay words."""
+    if kept.words.is_cuda:
+        from spmd_rl.kernels.vocab.kept_sets_triton import encode_rows
+
+        out = EncodedRows.empty((1, len(kept.words)), vocab, kept.words.device)
+        encode_rows(kept, out)
+        return out.step(0, len(kept.words))
+    sizes = torch.where(kept.replays, AS_WORDS, 0)
+    return EncodedRows(sizes, torch.empty(len(sizes), 0, dtype=torch.uint8), kept.words, vocab)
 
 
 @dataclass(frozen=True)

@@ -7,50 +7,28 @@ can be recorded in a graph: its results have a fixed place for each row.
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from spmd_rl.kernels.runtime.pdl import overlapping, wait
-from spmd_rl.kernels.vocab.kept_words import KeptRows, num_words
-from spmd_rl.types.kept_sets import BITMAP_SHARE, MAX_NUMBER_BYTES
+from spmd_rl.kernels.vocab import kept_words
+from spmd_rl.kernels.vocab.kept_words import (
+    CAPACITY,
+    DATA_BYTES,
+    EncodedRows,
+    KeptRows,
+    num_words,
+)
+from spmd_rl.types.kept_sets import BITMAP_SHARE
 
-CAPACITY = 2048  # ids of a row that are encoded on the device
-DATA_BYTES = CAPACITY * MAX_NUMBER_BYTES + 4  # with the zero byte at the end
-AS_WORDS = tl.constexpr(-1)  # the size of a set that the host encodes
 WORD_BLOCK, ID_BLOCK, BYTE_BLOCK = 1024, 128, 128
 MORE = tl.constexpr(128)
+AS_WORDS = tl.constexpr(kept_words.AS_WORDS)
 
 
-class EncodedRows(NamedTuple):
-    """Encoded sets of the rows of the last T steps, in memory that the host reads.
-
-    A set has `sizes` bytes of `data`, none if its row replays nothing, or is in `words` if its size
-    is AS_WORDS. Shape: sizes [T, N] int32, data [T, N, DATA_BYTES] uint8, words [T, N, W] int32.
-    """
-
-    sizes: Tensor
-    data: Tensor
-    words: Tensor
-
-    @classmethod
-    def empty(
-        cls, num_steps: int, num_rows: int, vocab: int, device: torch.device | None = None
-    ) -> EncodedRows:
-        """Return memory of `device`, or pinned memory of the host."""
-        where = {"pin_memory": True} if device is None else {"device": device}
-        shape = num_steps, num_rows
-        return cls(
-            torch.empty(shape, dtype=torch.int32, **where),
-            torch.empty(*shape, DATA_BYTES, dtype=torch.uint8, **where),
-            torch.empty(*shape, num_words(vocab), dtype=torch.int32, **where),
-        )
-
-
-def encode_rows(kept: KeptRows, vocab: int, out: EncodedRows, turn: Tensor | None = None) -> None:
+def encode_rows(kept: KeptRows, out: EncodedRows, turn: Tensor | None = None) -> None:
     """Write the encoded sets of M <= N rows to step `turn` modulo T of `out`, else to step 0.
 
     Shape: turn [1] int64.
@@ -63,9 +41,9 @@ def encode_rows(kept: KeptRows, vocab: int, out: EncodedRows, turn: Tensor | Non
         kept.words, kept.replays, ids, counts, width, CAPACITY, WORD_BLOCK, num_warps=4,
         **overlapping(),
     )  # fmt: skip
-    limit = min(CAPACITY, vocab // BITMAP_SHARE)
+    limit = min(CAPACITY, out.vocab // BITMAP_SHARE)
     _encode[(num_rows,)](
-        ids, counts, kept.words, *out, turn, *out.sizes.shape, width, vocab, limit,
+        ids, counts, kept.words, *out[:3], turn, *out.sizes.shape, width, out.vocab, limit,
         CAPACITY, DATA_BYTES, ID_BLOCK, num_warps=1, **overlapping(),
     )  # fmt: skip
 

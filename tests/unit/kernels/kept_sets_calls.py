@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.vocab import filter_triton, kept_sets_triton, logprob_triton
-from spmd_rl.kernels.vocab.kept_sets_triton import EncodedRows, decoded, encode_rows
-from spmd_rl.kernels.vocab.kept_words import KeptRows
+from spmd_rl.kernels.vocab.kept_sets_triton import decoded, encode_rows
+from spmd_rl.kernels.vocab.kept_words import EncodedRows, KeptRows
 
 NUM_STEPS = 2
 CPU = torch.device("cpu")
@@ -20,11 +20,12 @@ def call(name: str, *arguments: Tensor | int) -> tuple[Tensor, ...]:
 def encode(words: Tensor, replays: Tensor, vocab: int, turn: Tensor) -> tuple[Tensor, ...]:
     for name, value in {"WORD_BLOCK": 64, "ID_BLOCK": 8, "CAPACITY": 32, "DATA_BYTES": 100}.items():
         setattr(kept_sets_triton, name, value)
-    out = EncodedRows.empty(NUM_STEPS, len(words) + 1, vocab, CPU)
-    for tensor in out:
+    out = EncodedRows.empty((NUM_STEPS, len(words) + 1), vocab, CPU)
+    out = out._replace(data=out.data[..., : kept_sets_triton.DATA_BYTES].contiguous())
+    for tensor in out[:3]:
         tensor.zero_()
-    encode_rows(KeptRows(replays, words), vocab, out, turn)
-    return tuple(out)
+    encode_rows(KeptRows(replays, words), out, turn)
+    return out[:3]
 
 
 def decode(data: Tensor, starts: Tensor, stops: Tensor, vocab: int) -> tuple[Tensor]:

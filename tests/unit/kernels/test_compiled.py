@@ -40,7 +40,7 @@ from spmd_rl.kernels.vocab import (
     logprob_triton,
     sampling_triton,
 )
-from spmd_rl.kernels.vocab.kept_words import KeptRows
+from spmd_rl.kernels.vocab.kept_words import EncodedRows, KeptRows
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
 from tests.unit.kernels.compiled import compiled_of, instructions, ptx_of, shuffles
 
@@ -374,13 +374,13 @@ def test_filters_write_their_sets_as_bits() -> None:
 def test_kept_sets_are_encoded_and_decoded_without_floats(name: str) -> None:
     vocab, rows, cpu = 151936, torch.arange(17), torch.device("cpu")
     kept = KeptRows.empty(rows > 0, vocab)
-    out = kept_sets_triton.EncodedRows.empty(2, 17, vocab, cpu)
+    out = EncodedRows.empty((2, 17), vocab, cpu)
 
     def run() -> None:
         if name == "_decode":
             kept_sets_triton.decoded(torch.zeros(99, dtype=torch.uint8), rows, rows + 2, vocab)
         else:
-            kept_sets_triton.encode_rows(kept, vocab, out, rows[:1])
+            kept_sets_triton.encode_rows(kept, out, rows[:1])
 
     ptx = ptx_of(getattr(kept_sets_triton, name), run)
     assert "griddepcontrol.wait" in ptx

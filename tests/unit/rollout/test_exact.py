@@ -56,6 +56,7 @@ def unequal(samples, reference) -> int:
     return sum(
         samples[name].tokens.tobytes() != reference[name].tokens.tobytes()
         or samples[name].logprobs.tobytes() != reference[name].logprobs.tobytes()
+        or samples[name].kept != reference[name].kept
         or samples[name].finish != reference[name].finish
         for name in reference
     )
