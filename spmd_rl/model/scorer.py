@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spmd_rl.kernels import PackedAttention, head_logprobs, token_logprobs
+from spmd_rl.errors import ContractError
+from spmd_rl.kernels import PackedAttention, Scores, head_logprobs, token_scores
 from spmd_rl.kernels.vocab.kept_sets import KeptSets
 from spmd_rl.model.network import CausalLM
 
@@ -19,7 +20,7 @@ class ScoredTokens(Protocol):
     """Packed sequences, and the tokens of them to score.
 
     `rows` are the positions whose hidden state predicts a token of `targets`. `kept` has the sets
-    over which log-probs are taken; None is the whole vocabulary.
+    over which tokens are scored; None is the whole vocabulary.
     Shape: tokens, positions [T]; lengths, prefixes [P] on the host; rows, targets, inv_temperature
     [M].
     """
@@ -52,6 +53,12 @@ class ScoredTokens(Protocol):
     def num_scored(self) -> int: ...
 
 
+CANDIDATES_OF_SETS = (
+    "the log-probs of candidates are those over the whole vocabulary, but this batch has the sets "
+    "that top_k, top_p or min_p kept: set sampling.replay_filters = false"
+)
+
+
 class Scorer(nn.Module):
     """The module that FSDP wraps as its root, so that the head's weights are gathered too.
 
@@ -68,11 +75,16 @@ class Scorer(nn.Module):
         self.attention_split = attention_split
         self.recomputes = recomputes
 
-    def forward(self, batch: ScoredTokens) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of the scored tokens.
+    def forward(
+        self, batch: ScoredTokens, entropy_grad: bool = False, candidates: Tensor | None = None
+    ) -> Scores:
+        """Return log-probability and entropy of the scored tokens, and log-probs of candidates.
 
-        Shape: both [M].
+        The entropy has a gradient only with `entropy_grad`.
+        Shape: candidates [M, K] int64. Raises: ContractError for candidates beside kept sets.
         """
+        if candidates is not None and batch.kept is not None:
+            raise ContractError(CANDIDATES_OF_SETS)
         spec, device = self.model.spec, batch.tokens.device
         attend = PackedAttention(
             batch.lengths,
@@ -83,35 +95,66 @@ class Scorer(nn.Module):
             split=self.attention_split,
         )
         hidden = self.model(batch.tokens, batch.positions, attend)
-        if batch.num_scored == 0:
-            return self._score_nothing(hidden, batch)
-        if hidden.is_cuda and not self.recomputes:
-            rows = hidden.index_select(0, batch.rows)
-            targets = batch.targets, batch.inv_temperature
+        if hidden.is_cuda and not self.recomputes and batch.num_scored > 0:
             return head_logprobs(
-                rows, self.model.head, self.model.logits, *targets, self.logit_rows, batch.kept
+                hidden.index_select(0, batch.rows),
+                self.model.head,
+                self.model.logits,
+                batch.targets,
+                batch.inv_temperature,
+                self.logit_rows,
+                entropy_grad=entropy_grad,
+                candidates=candidates,
+                kept=batch.kept,
             )
+        scores = self._score_in_chunks(hidden, batch, candidates)
+        return scores if entropy_grad else scores._replace(entropy=scores.entropy.detach())
+
+    def _score_in_chunks(
+        self, hidden: Tensor, batch: ScoredTokens, candidates: Tensor | None
+    ) -> Scores:
+        if batch.num_scored == 0:
+            return self._score_nothing(hidden, batch, candidates)
         if batch.num_scored <= self.logit_rows:
-            return self._score(hidden, batch, slice(None))
+            return self._score(hidden, batch, candidates, slice(None))
         starts = range(0, batch.num_scored, self.logit_rows)
         chunks = [slice(start, start + self.logit_rows) for start in starts]
-        scores = [
-            checkpoint(self._score, hidden, batch, chunk, use_reentrant=False) for chunk in chunks
+        parts = [
+            checkpoint(self._score, hidden, batch, candidates, chunk, use_reentrant=False)
+            for chunk in chunks
         ]
-        logprobs, entropies = zip(*scores, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        logprobs, entropies, of_candidates = zip(*parts, strict=True)
+        return Scores(
+            torch.cat(logprobs),
+            torch.cat(entropies),
+            None if candidates is None else torch.cat(of_candidates),
+        )
 
-    def _score(self, hidden: Tensor, batch: ScoredTokens, chunk: slice) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, hidden: Tensor, batch: ScoredTokens, candidates: Tensor | None, chunk: slice
+    ) -> Scores:
         logits = self.model.logits(hidden.index_select(0, batch.rows[chunk]))
+        of_chunk = None if candidates is None else candidates[chunk]
         words = None if batch.kept is None else batch.kept.words(chunk, logits.shape[1])
-        return token_logprobs(logits, batch.targets[chunk], batch.inv_temperature[chunk], words)
+        return token_scores(
+            logits, batch.targets[chunk], batch.inv_temperature[chunk], of_chunk, words
+        )
 
-    def _score_nothing(self, hidden: Tensor, batch: ScoredTokens) -> tuple[Tensor, Tensor]:
+    def _score_nothing(
+        self, hidden: Tensor, batch: ScoredTokens, candidates: Tensor | None
+    ) -> Scores:
         """Return empty scores whose gradient reaches every parameter, the head's too.
 
         The gradient is zero, but the collectives of the other ranks wait for it.
         """
         ones = torch.ones(1, device=batch.tokens.device)
         logits = self.model.logits(hidden[:1])
-        logprobs, entropy = token_logprobs(logits, batch.tokens[:1], ones)
-        return logprobs.index_select(0, batch.rows), entropy.index_select(0, batch.rows)
+        if candidates is not None:
+            candidates = candidates.new_zeros(1, candidates.shape[1])
+        scores = token_scores(logits, batch.tokens[:1], ones, candidates)
+        logprobs, entropy, of_candidates = scores
+        return Scores(
+            logprobs.index_select(0, batch.rows),
+            entropy.index_select(0, batch.rows),
+            None if of_candidates is None else of_candidates.index_select(0, batch.rows),
+        )

@@ -106,8 +106,9 @@ class Fsdp2:
             loss.backward()
 
     def _outputs(self, micro: MicroBatch, needs: Needs) -> Outputs:
-        logprobs, entropy = self.scorer(micro)
-        return Outputs(logprobs, entropy)
+        candidates = micro.columns["candidates"].long() if needs.candidates else None
+        scores = self.scorer(micro, entropy_grad=needs.entropy, candidates=candidates)
+        return Outputs(*scores)
 
     def square_norm(self) -> float:
         for name, parameter in self.parameters.items():

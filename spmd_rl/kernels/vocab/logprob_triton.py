@@ -1,8 +1,7 @@
 """Log-probabilities on NVIDIA GPUs, in three small kernels.
 
 They find the maximum of each (row, vocabulary shard); its sum of exp(z - m), lane by lane over
-chunks of 1,024 and then along one tree; and the sum of a row's eight shards in ascending order. The
-gradient is recomputed from the logits, so only a row's maximum and sum are kept beside them.
+chunks of 1,024 and then along one tree; and the sum of a row's eight shards in ascending order.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -16,7 +15,6 @@ from spmd_rl.kernels.runtime.pdl import overlapping, wait
 
 SUM_WARPS = 4
 UNROLLED = tl.constexpr(2)
-GRADIENT_BLOCK = 4096
 
 
 def logprob_forward(
@@ -25,19 +23,19 @@ def logprob_forward(
     inv_temperature: Tensor,
     num_shards: int,
     chunk: int,
-    kept: Tensor | None = None,
+    words: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probability [M], entropy [M], and each row's maximum and sum [2, M].
 
-    Entries outside `kept` (`kept_words.py`) count as minus infinity. Shape: kept [M, W] int32.
+    With `words` [M, W] int32 (`kept_words.py`), all are those of each row's set.
     """
     num_rows, vocab = logits.shape
     shape = shard_shape(vocab, num_shards, chunk)
     maxima = logits.new_empty(num_rows, num_shards)
-    _shard_maxima[(num_rows, num_shards)](logits, inv_temperature, kept, maxima, vocab, **shape)
+    _shard_maxima[(num_rows, num_shards)](logits, inv_temperature, words, maxima, vocab, **shape)
     sums = logits.new_empty(2, num_rows, num_shards)
     _shard_sums[(num_rows, num_shards)](
-        logits, inv_temperature, kept, maxima, sums[0], sums[1], vocab, num_shards,
+        logits, inv_temperature, words, maxima, sums[0], sums[1], vocab, num_shards,
         BLOCK=triton.next_power_of_2(num_shards), **shape,
     )  # fmt: skip
     return combined(logits, targets, inv_temperature, maxima, sums)
@@ -80,35 +78,26 @@ def combined(
     return logprob, entropy, norms
 
 
-def logprob_backward(
-    grad: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    inv_temperature: Tensor,
-    norms: Tensor,
-    out: Tensor,
-    kept: Tensor | None = None,
-) -> None:
-    """Write the gradient of the logits [M, V] to `out`, which is contiguous."""
-    num_rows, vocab = logits.shape
-    _gradient[(num_rows, triton.cdiv(vocab, GRADIENT_BLOCK))](
-        grad.contiguous(),
-        logits,
-        targets,
-        inv_temperature,
-        norms[0],
-        norms[1],
-        kept,
-        out,
-        vocab,
-        GRADIENT_BLOCK,
-        num_warps=8,
-    )
+def candidates_forward(
+    logits: Tensor, candidates: Tensor, inv_temperature: Tensor, norms: Tensor
+) -> Tensor:
+    """Return the log-probabilities of candidates [M, K], with the bits of `logprob_forward`.
+
+    Shape: candidates [M, K] int64; norms [2, M] as of `logprob_forward`.
+    """
+    num_rows, count = candidates.shape
+    logprobs = logits.new_empty(num_rows, count)
+    _candidates[(num_rows,)](
+        logits, candidates.contiguous(), inv_temperature, norms[0], norms[1], logprobs,
+        logits.shape[1], count, BLOCK=triton.next_power_of_2(count), num_warps=1,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return logprobs
 
 
 @triton.jit
 def _shard_maxima(
-    logits, inv_temperature, kept, maxima, vocab, SHARD: tl.constexpr, CHUNK: tl.constexpr
+    logits, inv_temperature, words, maxima, vocab, SHARD: tl.constexpr, CHUNK: tl.constexpr
 ) -> None:
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
@@ -118,12 +107,19 @@ def _shard_maxima(
         within = start + tl.arange(0, CHUNK)
         column = shard * SHARD + within
         inside = (within < SHARD) & (column < vocab)
-        if kept is not None:
-            inside &= is_kept(kept, row, column, vocab)
+        if words is not None:
+            inside &= is_kept(words, row, column, vocab)
         best = tl.maximum(
             best, tl.load(logits + row * vocab + column, mask=inside, other=float("-inf")) * scale
         )
     tl.store(maxima + row * tl.num_programs(1) + shard, tl.max(best, axis=0))
+
+
+@triton.jit
+def is_kept(words, row, column, vocab) -> tl.tensor:
+    """Return whether the entries `column` belong to the row's set."""
+    word = tl.load(words + row * tl.cdiv(vocab, 32) + column // 32, mask=column < vocab, other=0)
+    return ((word >> (column % 32)) & 1) != 0
 
 
 @triton.jit
@@ -134,30 +130,23 @@ def _maximum(maxima, row, splits, BLOCK: tl.constexpr) -> tl.tensor:
     )
 
 
-@triton.jit
-def is_kept(kept, row, column, vocab) -> tl.tensor:
-    """Return whether the entries `column` belong to the row's set."""
-    word = tl.load(kept + row * tl.cdiv(vocab, 32) + column // 32, mask=column < vocab, other=0)
-    return ((word >> (column % 32)) & 1) != 0
-
-
 @triton.jit(do_not_specialize=["splits"])
 def _shard_sums(
-    logits, inv_temperature, kept, maxima, sums, weighted, vocab, splits,
+    logits, inv_temperature, words, maxima, sums, weighted, vocab, splits,
     BLOCK: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
     at = row * tl.num_programs(1) + shard
     sum_shard(
-        logits, inv_temperature, kept, maxima, sums + at, weighted + at, row, shard, vocab,
+        logits, inv_temperature, words, maxima, sums + at, weighted + at, row, shard, vocab,
         splits, BLOCK, SHARD, CHUNK,
     )  # fmt: skip
 
 
 @triton.jit
 def sum_shard(
-    logits, inv_temperature, kept, maxima, summed, weighted, row, shard, vocab, splits,
+    logits, inv_temperature, words, maxima, summed, weighted, row, shard, vocab, splits,
     BLOCK: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store a shard's sums of exp(z - m) and exp(z - m) * (z - m); m is the row's maximum."""
@@ -168,8 +157,8 @@ def sum_shard(
         within = start + tl.arange(0, CHUNK)
         column = shard * SHARD + within
         inside = (within < SHARD) & (column < vocab)
-        if kept is not None:
-            inside &= is_kept(kept, row, column, vocab)
+        if words is not None:
+            inside &= is_kept(words, row, column, vocab)
         score = tl.load(
             logits + row * vocab + column, mask=inside, other=0.0, eviction_policy="evict_first"
         )
@@ -203,19 +192,13 @@ def _combine(
 
 
 @triton.jit
-def _gradient(
-    grad, logits, targets, inv_temperature, row_max, row_sum, kept, out, vocab,
+def _candidates(
+    logits, candidates, inv_temperature, row_max, row_sum, logprobs, vocab, count,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < vocab
-    scale = tl.load(inv_temperature + row)
-    shifted = tl.load(logits + row * vocab + column, mask=inside, other=0.0) * scale - tl.load(
-        row_max + row
-    )
-    hit = tl.where(column == tl.load(targets + row), 1.0, 0.0)
-    result = tl.load(grad + row) * scale * (hit - tl.exp(shifted) / tl.load(row_sum + row))
-    if kept is not None:
-        result = tl.where(is_kept(kept, row, column, vocab), result, 0.0)
-    tl.store(out + row * vocab + column, result.to(out.dtype.element_ty), mask=inside)
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = place < count
+    column = tl.load(candidates + row * count + place, mask=inside, other=0)
+    chosen = tl.load(logits + row * vocab + column) * tl.load(inv_temperature + row)
+    logprob = (chosen - tl.load(row_max + row)) - tl.log(tl.load(row_sum + row))
+    tl.store(logprobs + row * count + place, logprob, mask=inside)

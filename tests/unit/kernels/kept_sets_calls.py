@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.vocab import filter_triton, kept_sets_triton, logprob_triton
+from spmd_rl.kernels.vocab import (
+    filter_triton,
+    kept_sets_triton,
+    logprob_backward_triton,
+    logprob_triton,
+)
 from spmd_rl.kernels.vocab.kept_sets_triton import decoded, encode_rows
 from spmd_rl.kernels.vocab.kept_words import EncodedRows, KeptRows
+from spmd_rl.kernels.vocab.scores import ScoreGradients, Scores
 
 NUM_STEPS = 2
 CPU = torch.device("cpu")
@@ -44,11 +50,14 @@ def keep(
 def score(
     logits: Tensor, targets: Tensor, scale: Tensor, words: Tensor | None
 ) -> tuple[Tensor, ...]:
-    logprob_triton.GRADIENT_BLOCK = 32
-    inputs = logits, targets, scale
-    logprobs, entropy, norms = logprob_triton.logprob_forward(*inputs, 8, 4, words)
-    gradient = torch.empty_like(logits)
-    logprob_triton.logprob_backward(
-        torch.ones_like(scale), *inputs, norms, gradient, *(() if words is None else (words,))
-    )
-    return logprobs, entropy, gradient
+    """Return log-probs, entropy, and the gradient of their sum: from the logits, and in place."""
+    logprob_backward_triton.GRADIENT_BLOCK = 32
+    logprobs, entropy, norms = logprob_triton.logprob_forward(logits, targets, scale, 8, 4, words)
+    ones, shifted = torch.ones_like(scale), torch.empty_like(logits)
+    logprob_backward_triton.shift_logits(logits, scale, norms, shifted, words)
+    grads, scores = ScoreGradients(ones, ones, None), Scores(logprobs, entropy, None)
+    gradient, rest = torch.empty_like(logits), (targets, None, scale, norms)
+    backward = logprob_backward_triton.logprob_backward
+    backward(grads, scores, logits, *rest, gradient, words=words)
+    backward(grads, scores, shifted, *rest, shifted, is_shifted=True)
+    return logprobs, entropy, gradient, shifted

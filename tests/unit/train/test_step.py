@@ -14,7 +14,7 @@ import torch
 
 from spmd_rl.algo.losses import LossInput, grpo_loss, sft_loss
 from spmd_rl.errors import ContractError, DataError, SpmdError
-from spmd_rl.kernels import PackedAttention
+from spmd_rl.kernels import PackedAttention, Scores
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
@@ -166,9 +166,9 @@ def test_what_is_compared_is_differentiated_wherever_the_weights_are_still_the_f
     trainer = new_trainer(minibatches=3, max_tokens=9999)
     with_gradients, score = [], trainer.backend.scorer.forward
 
-    def watched(micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def watched(micro: MicroBatch, **options: Any) -> Scores:
         with_gradients.append(torch.is_grad_enabled())
-        return score(micro)
+        return score(micro, **options)
 
     monkeypatch.setattr(trainer.backend.scorer, "forward", watched)
     trainer.train_step(make_batch(), grpo_loss)
