@@ -92,11 +92,14 @@ def _shift(logits, inv_temperature, row_max, words, out, vocab, BLOCK: tl.conste
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
-    score = tl.load(logits + row * vocab + column, mask=inside, other=0.0)
+    kept = inside
+    if words is not None:
+        kept = inside & is_kept(words, row, column, vocab)
+    score = tl.load(logits + row * vocab + column, mask=kept, other=0.0)
     shifted = score * tl.load(inv_temperature + row) - tl.load(row_max + row)
     shifted = tl.maximum(shifted, LEAST_SHIFTED)
     if words is not None:
-        shifted = tl.where(is_kept(words, row, column, vocab), shifted, LEAST_SHIFTED)
+        shifted = tl.where(kept, shifted, LEAST_SHIFTED)
     tl.store(out + row * vocab + column, shifted.to(out.dtype.element_ty), mask=inside)
 
 
@@ -112,8 +115,11 @@ def _gradient(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
+    kept = inside
+    if words is not None:
+        kept = inside & is_kept(words, row, column, vocab)
     scale = tl.load(inv_temperature + row)
-    shifted = tl.load(logits + row * vocab + column, mask=inside, other=0.0).to(tl.float32)
+    shifted = tl.load(logits + row * vocab + column, mask=kept, other=0.0).to(tl.float32)
     if row_max is not None:
         shifted = shifted * scale - tl.load(row_max + row)
     hit = tl.where(column == tl.load(targets + row), 1.0, 0.0)
@@ -125,7 +131,7 @@ def _gradient(
         common = _common_term(logprob, total, entropy_grad, entropy, row)
         result = scale * (tl.load(grad + row) * hit - common)
     if words is not None:
-        result = tl.where(is_kept(words, row, column, vocab), result, 0.0)
+        result = tl.where(kept, result, 0.0)
     tl.store(out + row * vocab + column, result.to(out.dtype.element_ty), mask=inside)
 
 
