@@ -21,28 +21,21 @@ from numpy.typing import NDArray
 BITMAP_SHARE = 8  # a set of more than the vocabulary's size divided by this is a bitmap
 NO_SET = b"\0"
 _BITS = 7  # of a byte
+_PLACES = 1 << np.arange(_BITS)  # of the bits of a byte
 _MORE = 1 << _BITS  # marks a byte that is not the last of its number
 MAX_NUMBER_BYTES = 3  # of a difference of ids, so below 2^21
-MAX_VOCAB = 1 << (_BITS * MAX_NUMBER_BYTES)
 
 
-def encode_sets(
-    counts: NDArray[np.integer], ids: NDArray[np.integer], vocab_size: int
-) -> list[bytes]:
-    """Return the encoding of each set.
-
-    Shape: counts [M]; ids [sum of counts], ascending within each set.
-    """
-    starts = np.cumsum(counts) - counts
-    is_bitmap = counts > vocab_size // BITMAP_SHARE
-    in_bitmap = np.repeat(is_bitmap, counts)
-    sizes, raw = _encode_ids(np.where(is_bitmap, 0, counts), ids[~in_bitmap])
-    ends = np.cumsum(sizes + 1).tolist()
-    encoded = [raw[start:end] for start, end in pairwise([0, *ends])]
-    for token in np.flatnonzero(is_bitmap).tolist():
-        start = starts[token]
-        encoded[token] = _bitmap(ids[start : start + counts[token]])
-    return encoded
+def encode_sets(kept: NDArray[np.bool_]) -> list[bytes]:
+    """Return the encoding of each row's set. Shape: kept [M, V]."""
+    counts = kept.sum(1)
+    is_bitmap = counts > kept.shape[1] // BITMAP_SHARE
+    sizes, raw = _encode_ids(counts[~is_bitmap], np.flatnonzero(kept[~is_bitmap]) % kept.shape[1])
+    bounds = pairwise(np.cumsum([0, *(sizes + 1)]).tolist())
+    return [
+        _bitmap(row) if large else raw[slice(*next(bounds))]
+        for row, large in zip(kept, is_bitmap.tolist(), strict=True)
+    ]
 
 
 def _encode_ids(
@@ -66,11 +59,12 @@ def _encode_ids(
     return sizes, out.tobytes()
 
 
-def _bitmap(ids: NDArray[np.integer]) -> bytes:
-    bits = np.zeros(-(-(int(ids[-1]) + 1) // _BITS) * _BITS, np.bool_)
-    bits[ids] = True
-    packed = np.packbits(bits.reshape(-1, _BITS), axis=1, bitorder="little")
-    return (packed[:, 0] + np.uint8(_MORE)).tobytes() + NO_SET
+def _bitmap(kept: NDArray[np.bool_]) -> bytes:
+    num_bytes = int(np.flatnonzero(kept)[-1]) // _BITS + 1
+    bits = np.zeros(num_bytes * _BITS, np.uint8)
+    bits[: len(kept)] = kept[: len(bits)]
+    values = bits.reshape(-1, _BITS) @ _PLACES + _MORE
+    return values.astype(np.uint8).tobytes() + NO_SET
 
 
 def decode_sets(data: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

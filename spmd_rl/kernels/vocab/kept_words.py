@@ -60,10 +60,9 @@ def encode_words(words: NDArray[np.int32], vocab: int) -> list[bytes]:
 
     Shape: words [M, W].
     """
-    row, ids = unpack_bits(torch.from_numpy(words), vocab).numpy().nonzero()
-    counts = np.bincount(row, minlength=len(words))
-    is_whole = counts == vocab
-    return encode_sets(np.where(is_whole, 0, counts), ids[~is_whole[row]], vocab)
+    kept = unpack_bits(torch.from_numpy(words), vocab).numpy()
+    kept[kept.all(1)] = False
+    return encode_sets(kept)
 
 
 class EncodedRows(NamedTuple):

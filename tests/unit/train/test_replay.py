@@ -96,14 +96,18 @@ def test_no_token_of_a_filtered_rollout_is_mismatched(
     assert metrics["onpolicy/max_abs_dlogp"] == 0
 
 
+def bits_of(kept: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    counts, ids = decode_sets(kept)
+    bits = np.zeros((len(counts), VOCAB), np.bool_)
+    bits[np.repeat(np.arange(len(counts)), counts), ids] = True
+    return bits
+
+
 def with_one_more(kept: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return sets that have one more token each, the lowest that was left out."""
-    counts, ids = decode_sets(kept)
-    sets = [set(one.tolist()) for one in np.split(ids, np.cumsum(counts)[:-1])]
-    sets = [one | {min(set(range(VOCAB)) - one)} for one in sets]
-    flat = np.array([token for one in sets for token in sorted(one)])
-    encoded = encode_sets(np.array([len(one) for one in sets]), flat, VOCAB)
-    return np.frombuffer(b"".join(encoded), np.uint8)
+    bits = bits_of(kept)
+    bits[np.arange(len(bits)), np.argmin(bits, axis=1)] = True
+    return np.frombuffer(b"".join(encode_sets(bits)), np.uint8)
 
 
 def test_control_another_set_is_seen(new_trainer) -> None:
@@ -138,18 +142,10 @@ def new_model(trainer: Trainer) -> CausalLM:
 def kept_by(groups: Sequence[Group]) -> Tensor:
     """Which tokens were left for each drawn token, from what the samples carry."""
     samples = [sample for group in groups for sample in group.samples]
-    counts, ids = decode_sets(
-        np.concatenate(
-            [
-                np.frombuffer(sample.kept or bytes(len(sample.tokens)), np.uint8)
-                for sample in samples
-            ]
-        )
-    )
-    kept = torch.zeros(len(counts), VOCAB, dtype=torch.bool)
-    kept[np.repeat(np.arange(len(counts)), counts), ids] = True
-    kept[counts == 0] = True
-    return kept
+    blobs = [sample.kept or bytes(len(sample.tokens)) for sample in samples]
+    bits = bits_of(np.frombuffer(b"".join(blobs), np.uint8))
+    bits[~bits.any(1)] = True
+    return torch.from_numpy(bits)
 
 
 def test_log_probs_and_gradients_are_those_of_a_float64_masked_softmax(new_trainer) -> None:
