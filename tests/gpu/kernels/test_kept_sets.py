@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton")
+
 from spmd_rl.kernels import head_logprobs, linear_fp32, sample_and_score, token_logprobs
 from spmd_rl.kernels.runtime.cuda_graph import record
 from spmd_rl.kernels.vocab.filter_triton import filtered
