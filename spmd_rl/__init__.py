@@ -16,14 +16,23 @@ from spmd_rl.mkl import pin_sums
 if TYPE_CHECKING:
     from spmd_rl.algo.advantages import group_advantage as group_advantage
     from spmd_rl.algo.advantages import rloo_advantage as rloo_advantage
+    from spmd_rl.algo.algorithm import Algorithm as Algorithm
+    from spmd_rl.algo.config import CorrectionConfig as CorrectionConfig
+    from spmd_rl.algo.config import KlConfig as KlConfig
+    from spmd_rl.algo.config import OverlongConfig as OverlongConfig
+    from spmd_rl.algo.config import PolicyConfig as PolicyConfig
+    from spmd_rl.algo.gdpo import gdpo_advantage as gdpo_advantage
     from spmd_rl.algo.losses import LossInput as LossInput
     from spmd_rl.algo.losses import Needs as Needs
     from spmd_rl.algo.losses import ValueInput as ValueInput
     from spmd_rl.algo.losses import grpo_loss as grpo_loss
     from spmd_rl.algo.losses import sft_loss as sft_loss
+    from spmd_rl.algo.make import make_algorithm as make_algorithm
     from spmd_rl.algo.packing import pack as pack
     from spmd_rl.algo.packing import pack_sft as pack_sft
+    from spmd_rl.algo.policy_loss import policy_loss as policy_loss
     from spmd_rl.algo.self_check import check_reference as check_reference
+    from spmd_rl.algo.value_loss import value_loss as value_loss
     from spmd_rl.check.engine import announce_correction as announce_correction
     from spmd_rl.check.engine import check_engine as check_engine
     from spmd_rl.check.inputs import check_inputs as check_inputs
@@ -50,21 +59,30 @@ if TYPE_CHECKING:
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
+    from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
+    from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
     from spmd_rl.rollout.engine import NativeEngineConfig as NativeEngineConfig
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
     from spmd_rl.rollout.rollout import Rollout as Rollout
     from spmd_rl.rollout.sglang.config import SglangEngineConfig as SglangEngineConfig
+    from spmd_rl.train.config import FrozenConfig as FrozenConfig
     from spmd_rl.train.config import Fsdp2Config as Fsdp2Config
     from spmd_rl.train.config import OptimizerConfig as OptimizerConfig
     from spmd_rl.train.config import ParameterGroup as ParameterGroup
     from spmd_rl.train.config import TrainerConfig as TrainerConfig
+    from spmd_rl.train.frozen import FrozenModel as FrozenModel
     from spmd_rl.train.trainer import Trainer as Trainer
+    from spmd_rl.train.value_trainer import Critic as Critic
+    from spmd_rl.train.value_trainer import ValueTrainer as ValueTrainer
     from spmd_rl.types.batch import Batch as Batch
     from spmd_rl.types.prompts import Prompt as Prompt
     from spmd_rl.types.samples import Group as Group
     from spmd_rl.types.samples import Sample as Sample
+    from spmd_rl.types.sequence_ends import sequence_ends as sequence_ends
+    from spmd_rl.types.token_values import SequenceValues as SequenceValues
     from spmd_rl.types.token_values import TokenValues as TokenValues
+    from spmd_rl.types.token_values import TopLogprobs as TopLogprobs
 
 __version__ = "0.1.0"
 
@@ -72,7 +90,14 @@ pin_sums()
 
 _HOMES = {
     "algo.advantages": ("group_advantage", "rloo_advantage"),
+    "algo.algorithm": ("Algorithm",),
+    "algo.config": ("CorrectionConfig", "KlConfig", "OverlongConfig", "PolicyConfig"),
+    "algo.gdpo": ("gdpo_advantage",),
+    "algo.make": ("make_algorithm",),
     "algo.packing": ("pack", "pack_sft"),
+    "algo.policy_loss": ("policy_loss",),
+    "algo.value_loss": ("value_loss",),
+    "recipes.policy_update": ("PolicyUpdate", "algorithm_of"),
     "algo.self_check": ("check_reference",),
     "algo.losses": ("LossInput", "Needs", "ValueInput", "grpo_loss", "sft_loss"),
     "types.batch": ("Batch",),
@@ -99,11 +124,20 @@ _HOMES = {
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy"),
     "rollout.rollout": ("Rollout",),
     "rollout.sglang.config": ("SglangEngineConfig",),
-    "train.config": ("Fsdp2Config", "OptimizerConfig", "ParameterGroup", "TrainerConfig"),
+    "train.config": (
+        "FrozenConfig",
+        "Fsdp2Config",
+        "OptimizerConfig",
+        "ParameterGroup",
+        "TrainerConfig",
+    ),
+    "train.frozen": ("FrozenModel",),
     "train.trainer": ("Trainer",),
+    "train.value_trainer": ("Critic", "ValueTrainer"),
     "types.prompts": ("Prompt",),
     "types.samples": ("Group", "Sample"),
-    "types.token_values": ("TokenValues",),
+    "types.sequence_ends": ("sequence_ends",),
+    "types.token_values": ("SequenceValues", "TokenValues", "TopLogprobs"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.errors import ContractError
-from spmd_rl.kernels import PackedAttention, Scores, head_logprobs, token_scores
+from spmd_rl.kernels import (
+    PackedAttention,
+    Scores,
+    candidate_logprobs,
+    head_logprobs,
+    token_scores,
+)
 from spmd_rl.kernels.vocab.kept_sets import KeptSets
 from spmd_rl.model.network import CausalLM
 
@@ -59,6 +65,23 @@ CANDIDATES_OF_SETS = (
 )
 
 
+def hidden_states(model: CausalLM, batch: ScoredTokens, attention_split: int) -> Tensor:
+    """Return the model's hidden states after the last norm.
+
+    Shape: [T, C].
+    """
+    attend = PackedAttention(
+        batch.lengths,
+        num_heads=model.spec.num_heads,
+        num_kv_heads=model.spec.num_kv_heads,
+        device=batch.tokens.device,
+        prefixes=batch.prefixes,
+        split=attention_split,
+    )
+    hidden: Tensor = model(batch.tokens, batch.positions, attend)
+    return hidden
+
+
 class Scorer(nn.Module):
     """The module that FSDP wraps as its root, so that the head's weights are gathered too.
 
@@ -85,16 +108,7 @@ class Scorer(nn.Module):
         """
         if candidates is not None and batch.kept is not None:
             raise ContractError(CANDIDATES_OF_SETS)
-        spec, device = self.model.spec, batch.tokens.device
-        attend = PackedAttention(
-            batch.lengths,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            device=device,
-            prefixes=batch.prefixes,
-            split=self.attention_split,
-        )
-        hidden = self.model(batch.tokens, batch.positions, attend)
+        hidden = hidden_states(self.model, batch, self.attention_split)
         if hidden.is_cuda and not self.recomputes and batch.num_scored > 0:
             return head_logprobs(
                 hidden.index_select(0, batch.rows),
@@ -129,6 +143,26 @@ class Scorer(nn.Module):
             torch.cat(entropies),
             None if candidates is None else torch.cat(of_candidates),
         )
+
+    def top_logprobs(self, batch: ScoredTokens, num_top: int) -> tuple[Tensor, Tensor]:
+        """Return the likeliest tokens at each scored position and their log-probs, best first.
+
+        No gradient is kept.
+        Shape: [M, K] int32, and [M, K] fp32.
+        """
+        hidden = hidden_states(self.model, batch, self.attention_split)
+        if batch.num_scored == 0:
+            nothing = hidden.new_empty((0, num_top), dtype=torch.float32)
+            return nothing.int(), nothing
+        chunks = []
+        for start in range(0, batch.num_scored, self.logit_rows):
+            chunk = slice(start, start + self.logit_rows)
+            logits = self.model.logits(hidden.index_select(0, batch.rows[chunk]))
+            ids = logits.topk(num_top).indices
+            logprobs = candidate_logprobs(logits, ids, batch.inv_temperature[chunk])
+            chunks.append((ids.int(), logprobs))
+        ids, logprobs = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        return ids, logprobs
 
     def _score(
         self, hidden: Tensor, batch: ScoredTokens, candidates: Tensor | None, chunk: slice

@@ -43,7 +43,7 @@ def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCase]:
     folder = tmp_path_factory.mktemp("model")
     spec = write_config("0.6B", folder)
     options: dict[str, Any] = {"attention_backend": "triton", "cuda_graph_max_bs_decode": 16}
-    cfg = SglangEngineConfig(python=PYTHON, options=options, max_batch=32)
+    cfg = SglangEngineConfig(python=PYTHON, options=options, max_batch=32, memory_fraction=0.3)
     engine = build(cfg, str(folder), DEVICE, decode)
 
     def advance(steps: int) -> None:
