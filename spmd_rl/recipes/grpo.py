@@ -28,6 +28,7 @@ class Config(rl.PolicyConfig):
         default_factory=rl.NativeEngineConfig
     )
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
+    critic: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
     # `spmd-rl plan` counts on the engine's sleep while the trainer beside it trains
     engine_sleeps: ClassVar[bool] = True
 
