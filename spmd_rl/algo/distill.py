@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.algo.losses import LossInput
-from spmd_rl.errors import ConfigError, ContractError, DataError
+from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.columns import offsets_of
 from spmd_rl.types.token_values import TokenValues
 
 if TYPE_CHECKING:
@@ -56,20 +57,16 @@ def distill_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
-def with_candidates(
-    batch: Batch, ids: TokenValues, logprobs: TokenValues, *, vocab_size: int
-) -> Batch:
-    """Return the batch with a teacher's likeliest tokens and their log-probs, for `topk_kl_loss`.
+def distill_gains(batch: Batch) -> NDArray[np.float64]:
+    """Return the mean of teacher - student over the tokens of each sequence. Shape: [N]."""
+    gains = np.where(batch.mask, _teacher(batch) - batch.rollout_logprobs, 0.0)
+    starts = offsets_of(batch.lengths)[:-1]
+    sums, counts = (np.add.reduceat(values, starts) for values in (gains, batch.mask.astype(int)))
+    return np.asarray(sums / np.maximum(counts, 1), np.float64)
 
-    Raises: DataError where the teacher proposes a token that the student's vocabulary lacks.
-    """
-    largest = int(ids.values.max(initial=0))
-    if largest >= vocab_size:
-        raise DataError(
-            f"token {largest}",
-            f"the teacher proposes it, but the student's vocabulary has {vocab_size} rows: choose "
-            "a teacher with the student's tokenizer",
-        )
+
+def with_candidates(batch: Batch, ids: TokenValues, logprobs: TokenValues) -> Batch:
+    """Return the batch with a teacher's likeliest tokens and their log-probs."""
     return batch.with_columns(**{CANDIDATES: ids, CANDIDATE_TEACHER: logprobs})
 
 

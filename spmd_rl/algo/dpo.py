@@ -93,7 +93,7 @@ def bradley_terry_loss(
     """Return -log sigmoid(r_chosen - r_rejected - margin) of each pair, at its chosen answer.
 
     `center_coef` adds center_coef * (r_chosen + r_rejected)^2, which keeps rewards around zero.
-    The batch comes from `pack_scored_pairs`: each answer has one value, its reward.
+    The batch is rl.sequence_ends(rl.pack_pairs(pairs)): each answer has one value, its reward.
     Raises: ContractError for another batch.
     Source: Ouyang et al. 2022 (InstructGPT); Touvron et al. 2023 (margin, Llama 2); Eisenstein et
     al. 2023 (centering).
@@ -103,7 +103,7 @@ def bradley_terry_loss(
     if len(out.values) != out.num_sequences or out.num_sequences % 2:
         raise ContractError(
             "bradley_terry_loss needs one value for each answer of each pair: pack the batch with "
-            "rl.pack_scored_pairs"
+            "rl.sequence_ends(rl.pack_pairs(pairs))"
         )
     chosen, rejected = out.values[0::2], out.values[1::2]
     losses = -logsigmoid(chosen - rejected - margin)
@@ -137,8 +137,14 @@ def preference_metrics(rewards: NDArray[np.floating]) -> dict[str, float]:
 
 
 def _answer_sums(out: LossInput, values: Tensor) -> Tensor:
-    """Return the sum over each answer's tokens. Shape: [M] to [num_sequences]."""
-    return values.new_zeros(out.num_sequences).index_add(0, out.sequence, values)
+    """Return the sum over each answer's tokens, in their order, whatever else is in the batch.
+
+    Shape: [M] to [num_sequences].
+    """
+    from torch import bincount, segment_reduce
+
+    lengths = bincount(out.sequence, minlength=out.num_sequences)
+    return segment_reduce(values.contiguous(), "sum", lengths=lengths, unsafe=True)
 
 
 def _column(columns: Mapping[str, C], name: str, remedy: str) -> C:

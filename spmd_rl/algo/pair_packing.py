@@ -1,4 +1,4 @@
-"""Packing of preference pairs, and of sequences that a value head scores at their end. numpy only.
+"""Packing of preference pairs for DPO and reward models. numpy only.
 
 In a batch of pairs, sequence 2i is the chosen answer of pair i and sequence 2i + 1 the rejected
 one. Pairs are never split over ranks or micro-batches. Weights are 1 and the denominator is the
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spmd_rl.algo.packing import TokensAndMask, pack_sft
 from spmd_rl.errors import ContractError
@@ -25,6 +24,8 @@ PAIR_SCALE = "pair_scale"  # a column of a batch of pairs
 
 def pack_pairs(pairs: Sequence[Pair]) -> Batch:
     """Return (chosen, rejected) pairs of (tokens, mask) as a batch for `dpo_loss`.
+
+    `rl.sequence_ends` makes of it a batch for `bradley_terry_loss`.
 
     The column "pair_scale" holds tokens / pairs of the whole batch at the first learned token of
     each pair, and 0 elsewhere. A pair's measurement times this column has its mean over pairs as
@@ -40,24 +41,3 @@ def pack_pairs(pairs: Sequence[Pair]) -> Batch:
     scale = np.zeros(batch.num_tokens, np.float32)
     scale[learned[first]] = len(learned) / len(pairs)
     return replace(batch, denominator=float(len(pairs)), unit=2, columns={PAIR_SCALE: scale})
-
-
-def pack_scored(sequences: Sequence[NDArray[np.int32]]) -> Batch:
-    """Return sequences as a batch in which a value head scores each at its last token.
-
-    A value belongs to the state before its token. So each sequence is followed by one more token,
-    which alone is in the mask: its value is read from the state of the sequence's last token. That
-    token repeats the last one, and nothing depends on it.
-    """
-    return pack_sft([_with_scored_end(tokens) for tokens in sequences])
-
-
-def pack_scored_pairs(pairs: Sequence[Pair]) -> Batch:
-    """Return (chosen, rejected) pairs as a batch for `bradley_terry_loss`: see `pack_scored`."""
-    batch = pack_scored([tokens for pair in pairs for tokens, _ in pair])
-    return replace(batch, denominator=float(len(pairs)), unit=2)
-
-
-def _with_scored_end(tokens: NDArray[np.int32]) -> TokensAndMask:
-    longer = np.append(tokens, tokens[-1:])
-    return longer, np.arange(len(longer)) == len(tokens)

@@ -38,6 +38,13 @@ class SftFile:
             file.write(content)
         self._num_bytes += len(content)
 
+    def metrics(self) -> dict[str, float]:
+        """Return how many answers the run has written and left out so far."""
+        return {
+            "rejection/kept_samples": float(self.num_records),
+            "rejection/duplicates": float(self.num_duplicates),
+        }
+
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, as plain data, once what was written is on the disk."""
         if self.path.exists():

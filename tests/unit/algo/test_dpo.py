@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmd_rl.algo.dpo import bradley_terry_loss, dpo_evaluation, dpo_loss
 from spmd_rl.algo.losses import LossInput, ValueInput
-from spmd_rl.algo.pair_packing import pack_pairs, pack_scored, pack_scored_pairs
+from spmd_rl.algo.pair_packing import pack_pairs
 from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.token_values import TokenValues
@@ -226,20 +226,7 @@ def test_the_reward_model_is_its_formula(settings: dict[str, float]) -> None:
     assert abs(reward_model(swapped, **settings)[0].sum().item() - total) > 0.1
 
 
-def test_an_answer_is_scored_at_its_last_token() -> None:
-    """The state before the appended token, which alone is in the mask, is that of the last one."""
-    tokens = [np.array([5, 6, 7], np.int32), np.array([8], np.int32)]
-    batch = pack_scored(tokens)
-    assert batch.lengths.tolist() == [4, 2]
-    assert np.flatnonzero(batch.mask).tolist() == [3, 5]
-    assert batch.tokens[np.flatnonzero(batch.mask) - 1].tolist() == [7, 8]
-    mask = [np.ones(len(one), np.bool_) for one in tokens]
-    pairs = pack_scored_pairs([((tokens[0], mask[0]), (tokens[1], mask[1]))])
-    assert (pairs.unit, pairs.denominator) == (2, 1.0)
-    assert np.array_equal(pairs.mask, batch.mask)
-
-
 def test_other_values_are_refused() -> None:
     sequence = torch.tensor([0, 0, 1])
-    with pytest.raises(ContractError, match="pack_scored_pairs"):
+    with pytest.raises(ContractError, match="sequence_ends"):
         bradley_terry_loss(ValueInput(torch.zeros(3), sequence, 2))
