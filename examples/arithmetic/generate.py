@@ -6,7 +6,8 @@
 
 `train.jsonl` and `eval.jsonl` share no prompt. `warmup.jsonl` holds what a careless teacher said to
 the training prompts: right less than half of the time, else off by 1 or by 10. The warm-up imitates
-it; reinforcement learning has to outgrow it.
+it; reinforcement learning has to outgrow it. `pairs.jsonl` and `eval_pairs.jsonl` hold the right
+answer to each prompt of either file beside a wrong one, for DPO and reward models.
 """
 
 from __future__ import annotations
@@ -39,6 +40,13 @@ def careless(pair: Pair, care: float, rng: random.Random) -> int:
     return sum(pair) + slip
 
 
+def preference(pair: Pair, rng: random.Random) -> dict[str, str]:
+    """Return the right answer as the chosen one, and a slip as the rejected one."""
+    prompt = record(pair, sum(pair))
+    slip = str(careless(pair, 0.0, rng))
+    return {"prompt": prompt["prompt"], "chosen": prompt["answer"], "rejected": slip}
+
+
 def write(path: Path, records: Iterable[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in records), encoding="utf-8")
 
@@ -57,6 +65,9 @@ def main() -> None:
     parser.add_argument(
         "--demonstrations", type=int, default=4, help="warm-up answers to each training prompt"
     )
+    parser.add_argument(
+        "--comparisons", type=int, default=3, help="pairs of answers to each prompt"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     args = parser.parse_args()
@@ -74,6 +85,9 @@ def main() -> None:
         args.out / "warmup.jsonl",
         (record(pair, careless(pair, args.care, rng)) for pair in lessons),
     )
+    for name, prompts in {"pairs": train, "eval_pairs": held_out}.items():
+        both = (preference(pair, rng) for pair in prompts * args.comparisons)
+        write(args.out / f"{name}.jsonl", both)
 
 
 if __name__ == "__main__":
