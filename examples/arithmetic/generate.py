@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 Pair = tuple[int, int]
+
+SLIPS = (-10, -1, 1, 10)
 
 
 def sums(low: int, high: int, num_prompts: int, rng: random.Random) -> list[Pair]:
@@ -36,15 +38,15 @@ def record(pair: Pair, answer: int) -> dict[str, str]:
 
 def careless(pair: Pair, care: float, rng: random.Random) -> int:
     """The sum with probability `care`, else one slip away from it."""
-    slip = 0 if rng.random() < care else rng.choice((-10, -1, 1, 10))
+    slip = 0 if rng.random() < care else rng.choice(SLIPS)
     return sum(pair) + slip
 
 
-def preference(pair: Pair, rng: random.Random) -> dict[str, str]:
-    """Return the right answer as the chosen one, and a slip as the rejected one."""
-    prompt = record(pair, sum(pair))
-    slip = str(careless(pair, 0.0, rng))
-    return {"prompt": prompt["prompt"], "chosen": prompt["answer"], "rejected": slip}
+def preferences(pair: Pair) -> Iterator[dict[str, str]]:
+    """Yield a record for each slip: the right answer is chosen, and the slip rejected."""
+    prompt = record(pair, sum(pair))["prompt"]
+    for slip in SLIPS:
+        yield {"prompt": prompt, "chosen": str(sum(pair)), "rejected": str(sum(pair) + slip)}
 
 
 def write(path: Path, records: Iterable[dict[str, str]]) -> None:
@@ -65,9 +67,6 @@ def main() -> None:
     parser.add_argument(
         "--demonstrations", type=int, default=4, help="warm-up answers to each training prompt"
     )
-    parser.add_argument(
-        "--comparisons", type=int, default=3, help="pairs of answers to each prompt"
-    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     args = parser.parse_args()
@@ -86,8 +85,7 @@ def main() -> None:
         (record(pair, careless(pair, args.care, rng)) for pair in lessons),
     )
     for name, prompts in {"pairs": train, "eval_pairs": held_out}.items():
-        both = (preference(pair, rng) for pair in prompts * args.comparisons)
-        write(args.out / f"{name}.jsonl", both)
+        write(args.out / f"{name}.jsonl", (row for pair in prompts for row in preferences(pair)))
 
 
 if __name__ == "__main__":
