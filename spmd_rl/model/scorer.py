@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,6 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.kernels import PackedAttention, head_logprobs, token_logprobs
 from spmd_rl.model.network import CausalLM
+
+
+# tensors of some rows, from their logits [m, V] and inverse temperatures [m]
+PickFromLogits = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 class ScoredTokens(Protocol):
@@ -47,6 +52,23 @@ class ScoredTokens(Protocol):
     def num_scored(self) -> int: ...
 
 
+def hidden_states(model: CausalLM, batch: ScoredTokens, attention_split: int) -> Tensor:
+    """Return the model's hidden states after the last norm.
+
+    Shape: [T, C].
+    """
+    attend = PackedAttention(
+        batch.lengths,
+        num_heads=model.spec.num_heads,
+        num_kv_heads=model.spec.num_kv_heads,
+        device=batch.tokens.device,
+        prefixes=batch.prefixes,
+        split=attention_split,
+    )
+    hidden: Tensor = model(batch.tokens, batch.positions, attend)
+    return hidden
+
+
 class Scorer(nn.Module):
     """The module that FSDP wraps as its root, so that the head's weights are gathered too.
 
@@ -63,21 +85,15 @@ class Scorer(nn.Module):
         self.attention_split = attention_split
         self.recomputes = recomputes
 
-    def forward(self, batch: ScoredTokens) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of the scored tokens.
+    def forward(self, batch: ScoredTokens, pick: PickFromLogits | None = None) -> Any:
+        """Return log-probability and entropy of the scored tokens, or what `pick` takes instead.
 
+        `pick` is only called where no gradient is needed.
         Shape: both [M].
         """
-        spec, device = self.model.spec, batch.tokens.device
-        attend = PackedAttention(
-            batch.lengths,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            device=device,
-            prefixes=batch.prefixes,
-            split=self.attention_split,
-        )
-        hidden = self.model(batch.tokens, batch.positions, attend)
+        hidden = hidden_states(self.model, batch, self.attention_split)
+        if pick is not None:
+            return self._picked(hidden, batch, pick)
         if batch.num_scored == 0:
             return self._score_nothing(hidden, batch)
         if hidden.is_cuda and not self.recomputes:
@@ -95,6 +111,20 @@ class Scorer(nn.Module):
         ]
         logprobs, entropies = zip(*scores, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
+
+    def _picked(
+        self, hidden: Tensor, batch: ScoredTokens, pick: PickFromLogits
+    ) -> tuple[Tensor, ...]:
+        """Return what `pick` takes of the logits of all scored tokens, chunk by chunk."""
+        if batch.num_scored == 0:
+            one = torch.ones(1, device=hidden.device)
+            return tuple(part[:0] for part in pick(self.model.logits(hidden[:1]), one))
+        chunks = []
+        for start in range(0, batch.num_scored, self.logit_rows):
+            chunk = slice(start, start + self.logit_rows)
+            logits = self.model.logits(hidden.index_select(0, batch.rows[chunk]))
+            chunks.append(pick(logits, batch.inv_temperature[chunk]))
+        return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
 
     def _score(self, hidden: Tensor, batch: ScoredTokens, chunk: slice) -> tuple[Tensor, Tensor]:
         logits = self.model.logits(hidden.index_select(0, batch.rows[chunk]))

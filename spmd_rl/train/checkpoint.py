@@ -23,7 +23,7 @@ from spmd_rl.controller.run.checksums import check
 from spmd_rl.errors import ConfigError, DiskError, SpmdError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.observe import atomic_write
-from spmd_rl.train.backend import Backend, State
+from spmd_rl.train.backend import ModelBackend, State
 from spmd_rl.train.checkpoint_index import (
     INDEX_FILE,
     WEIGHTS,
@@ -49,7 +49,7 @@ class CheckpointWriter:
     their own.
     """
 
-    def __init__(self, backend: Backend, context: RoleContext, optimizer: bool = True) -> None:
+    def __init__(self, backend: ModelBackend, context: RoleContext, optimizer: bool = True) -> None:
         self._backend = backend
         self._context = context
         self._optimizer = optimizer
@@ -134,7 +134,7 @@ class CheckpointWriter:
         return by_rank
 
 
-def load(folder: str, backend: Backend, context: RoleContext) -> tuple[TrainerState, list[str]]:
+def load(folder: str, backend: ModelBackend, context: RoleContext) -> tuple[TrainerState, list[str]]:
     """Fill the backend from a checkpoint, whatever number of ranks wrote it.
 
     The second result lists reasons why training does not go on from it bit for bit.
@@ -151,7 +151,8 @@ def load(folder: str, backend: Backend, context: RoleContext) -> tuple[TrainerSt
     _check_names(path, index, state)
     _fill(state, path, index)
     backend.on_loaded(0 if index.weights_alone else index.progress.optimizer_steps)
-    return index.progress, _caveats(backend.contract(), index)
+    lacks_moments = index.weights_alone and set(state) != {WEIGHTS}
+    return index.progress, _caveats(backend.contract(), index, lacks_moments)
 
 
 def _write_shards_of(rank: int, folder: Path, copies: State) -> WrittenByRank:
@@ -205,10 +206,10 @@ def _fill(state: State, folder: Path, index: Index) -> None:
                     tensor.local.detach().zero_()
 
 
-def _caveats(contract: dict[str, str | int], index: Index) -> list[str]:
+def _caveats(contract: dict[str, str | int], index: Index, lacks_moments: bool) -> list[str]:
     """Return why a trainer of this contract does not go on from the checkpoint bit for bit."""
     contracts = {"the trainer": contract, "the checkpoint": index.contract}
-    caveats = [disagreement(contracts), NO_OPTIMIZER if index.weights_alone else ""]
+    caveats = [disagreement(contracts), NO_OPTIMIZER if lacks_moments else ""]
     return [caveat for caveat in caveats if caveat]
 
 
