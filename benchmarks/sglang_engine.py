@@ -323,6 +323,14 @@ def logprob_rows(
     ]
 
 
+def one_by_one(engine: SglangEngine, of: Prompts) -> list[Sample]:
+    """Generate greedily from a prompt at a time, so that every batch has one sequence.
+
+    SGLang's bits depend on the batch, and so do greedy tokens where two are about as likely.
+    """
+    return [sample for prompt in of for sample in generate(engine, [prompt], GREEDY)]
+
+
 def cycle_rows(
     engine: SglangEngine, weights: Mapping[str, Tensor], of: Prompts, cycles: int
 ) -> list[Row]:
@@ -331,7 +339,7 @@ def cycle_rows(
     spec = engine.spec
     kv_token = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, 2)
     owned = sum(tensor.nbytes for tensor in weights.values()) + engine.max_kv_tokens * kv_token
-    first = generate(engine, of, GREEDY)
+    first = one_by_one(engine, of)
     freed, free_after, resident, equal = [], [], [], []
     for cycle in range(cycles):
         before = torch.cuda.mem_get_info(device)[0]
@@ -340,7 +348,7 @@ def cycle_rows(
         engine.wake()
         push(engine, weights, cycle, verify=False)
         if cycle % 10 == 0 or cycle == cycles - 1:
-            again = generate(engine, of, GREEDY)
+            again = one_by_one(engine, of)
             equal += [np.array_equal(a.tokens, b.tokens) for a, b in zip(first, again, strict=True)]
         free_after.append(torch.cuda.mem_get_info(device)[0])
         resident.append(int(Path(f"/proc/{engine.child.pid}/statm").read_text().split()[1]))

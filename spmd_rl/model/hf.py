@@ -94,13 +94,11 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
             wanted[name].copy_(tensor)
 
 
-def random_weights(
-    spec: ModelSpec, seed: int, head: Head = "lm"
-) -> Iterator[tuple[str, Tensor]]:
+def random_weights(spec: ModelSpec, seed: int, head: Head = "lm") -> Iterator[tuple[str, Tensor]]:
     """Yield a model's initial weights in fp32, each a function of the seed and its name.
 
-    Matrices are normal, biases and a value head zero, norms one. The two projections that write to the residual
-    stream are scaled down by the depth.
+    Matrices are normal, biases and a value head zero, norms one. The two projections that write to
+    the residual stream are scaled down by the depth.
     Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3.
     """
     depth = 1.0 / math.sqrt(2 * spec.num_layers)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.json_fields import read_object
-from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD
+from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD, head_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -118,7 +118,7 @@ def stored_weights(
     wanted = dict(shapes)
     if VALUE_HEAD in wanted:
         found.pop(HEAD, None)
-        if VALUE_HEAD not in found:
+        if VALUE_HEAD not in found and head_of(folder) == "lm":
             del wanted[VALUE_HEAD]
     if HEAD in found and HEAD not in wanted and EMBEDDING in wanted:
         if EMBEDDING not in found:

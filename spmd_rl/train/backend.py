@@ -40,6 +40,7 @@ class Outputs:
 
 
 Visit = Callable[[int, Outputs], None]
+VisitTop = Callable[[int, tuple[Tensor, Tensor]], None]
 LossOf = Callable[[int, Outputs], Tensor]
 
 
@@ -60,6 +61,14 @@ class ModelBackend(Protocol):
         """Run the micro-batches without gradients.
 
         `visit` gets the number of each and its outputs, in any order.
+        """
+        ...
+
+    def top_logprobs(self, micros: Sequence[MicroBatch], num_top: int, visit: VisitTop) -> None:
+        """Find the `num_top` likeliest tokens at each scored position, without gradients.
+
+        `visit` gets the number of each micro-batch, and their ids and log-probs.
+        Shape: both [M, K], int32 and fp32. Raises: ContractError where the model has none.
         """
         ...
 

@@ -18,6 +18,8 @@ from spmd_rl.train.backend import ModelBackend, Outputs
 from spmd_rl.train.microbatch import MicroBatch, lay_out, num_micro_batches, split_sequences
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.columns import entry_indices
+from spmd_rl.types.sequence_ends import sequence_ends
+from spmd_rl.types.token_values import SequenceValues, TokenValues, TopLogprobs
 
 NOTHING_ELSE = Needs()
 Tensors = tuple[Tensor, ...]
@@ -44,19 +46,29 @@ class BatchRunner:
         """Return the micro-batches of a shard: as many as the rank that needs most has."""
         return self._laid_out(batch, self._sequences_by_micro_batch(batch))
 
-    def score(self, batch: Batch) -> NDArray[np.float32]:
-        """Return log-probs of the shard, zero outside the mask.
+    def score(self, batch: Batch) -> TokenValues:
+        """Return the log-probs of the shard's tokens."""
+        self.check_fits(batch)
+        return self._token_values(self.score_each(batch, logprobs_of), batch)
 
-        Shape: [T].
-        """
-        return self.score_each(batch, _logprobs)
+    def top_logprobs(self, batch: Batch, num_top: int) -> TopLogprobs:
+        """Return the likeliest tokens before the shard's tokens."""
+        self.check_fits(batch)
+        ids, logprobs = self._per_token(
+            batch, lambda micros, visit: self.backend.top_logprobs(micros, num_top, visit)
+        )
+        return TopLogprobs(self._token_values(ids, batch), self._token_values(logprobs, batch))
 
-    def values(self, batch: Batch) -> NDArray[np.float32]:
-        """Return the values of the states before the shard's tokens, zero outside the mask.
+    def values(self, batch: Batch) -> TokenValues:
+        """Return the values of the states before the shard's tokens."""
+        self.check_fits(batch)
+        return self._token_values(self.score_each(batch, _values_of), batch)
 
-        Shape: [T].
-        """
-        return self.score_each(batch, _values)
+    def rewards(self, batch: Batch) -> SequenceValues:
+        """Return the values of the states after the shard's sequences."""
+        ends = sequence_ends(batch)
+        self.check_fits(ends)
+        return SequenceValues(self.score_each(ends, _values_of)[ends.mask], batch.index)
 
     def score_each(
         self, batch: Batch, pick: Callable[[Outputs], Tensor], needs: Needs = NOTHING_ELSE
@@ -71,10 +83,10 @@ class BatchRunner:
                 micros, lambda number, outputs: visit(number, (pick(outputs),)), needs
             )
 
-        (scores,) = self.per_token(batch, run)
+        (scores,) = self._per_token(batch, run)
         return scores
 
-    def per_token(self, batch: Batch, run: RunEach) -> list[NDArray[np.float32]]:
+    def _per_token(self, batch: Batch, run: RunEach) -> list[NDArray[np.float32]]:
         """Return for each tensor that `run` computes an array, zero outside the mask.
 
         `run` is given the micro-batches, and a function to call with the number and tensors of
@@ -96,6 +108,9 @@ class BatchRunner:
                 whole[scored] = rows
         return scores
 
+    def _token_values(self, values: NDArray[np.float32], batch: Batch) -> TokenValues:
+        return TokenValues(values, batch.lengths, batch.index)
+
     def _laid_out(self, batch: Batch, parts: Sequence[list[int]]) -> list[MicroBatch]:
         return [lay_out(batch.select(part), self.backend.device) for part in parts]
 
@@ -107,14 +122,14 @@ class BatchRunner:
         return [batch.sequences_of(part) for part in parts]
 
 
-def _logprobs(outputs: Outputs) -> Tensor:
+def logprobs_of(outputs: Outputs) -> Tensor:
     """Return the log-probs. Raises: ContractError for a model that has none."""
     if outputs.logprobs is None:
         raise ContractError("a model with a value head has no log-probs to score with")
     return outputs.logprobs
 
 
-def _values(outputs: Outputs) -> Tensor:
+def _values_of(outputs: Outputs) -> Tensor:
     """Return the values. Raises: ContractError for a model that has none."""
     if outputs.values is None:
         raise ContractError(

@@ -1,4 +1,4 @@
-"""Builds a model on the ranks of its role, from a config and a model folder: to learn, or frozen."""
+"""Builds a model on the ranks of its role, from a config and a folder: to learn, or frozen."""
 
 from __future__ import annotations
 

@@ -134,7 +134,9 @@ class CheckpointWriter:
         return by_rank
 
 
-def load(folder: str, backend: ModelBackend, context: RoleContext) -> tuple[TrainerState, list[str]]:
+def load(
+    folder: str, backend: ModelBackend, context: RoleContext
+) -> tuple[TrainerState, list[str]]:
     """Fill the backend from a checkpoint, whatever number of ranks wrote it.
 
     The second result lists reasons why training does not go on from it bit for bit.

@@ -48,7 +48,9 @@ def _check_weight_files(folder: Path, index: Index) -> None:
     check(folder, {file: index.files[file] for file in files})
 
 
-def export_hf(folder: str, like: str, backend: ModelBackend, context: RoleContext, dtype: str) -> None:
+def export_hf(
+    folder: str, like: str, backend: ModelBackend, context: RoleContext, dtype: str
+) -> None:
     """Write a trainer's weights as a Hugging Face folder, gathering one tensor at a time.
 
     Config and tokenizer come from the folder `like`.

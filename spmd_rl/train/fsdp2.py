@@ -97,7 +97,7 @@ class Fsdp2(ShardedModel):
             parameter.grad = None
 
     def state(self) -> State:
-        weights = list(self._weights().items())
+        weights = list(self.local_weights().items())
         moments = {kind: self._moments(weights, kind) for kind in ("exp_avg", "exp_avg_sq")}
         return {"weights": weights, **moments}
 

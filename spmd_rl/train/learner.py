@@ -24,7 +24,7 @@ from spmd_rl.algo.losses import Loss, LossInput, Needs, ValueInput, checked
 from spmd_rl.errors import ContractError, SpmdError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.train.backend import Backend, Outputs
-from spmd_rl.train.batch_runner import NOTHING_ELSE, BatchRunner
+from spmd_rl.train.batch_runner import NOTHING_ELSE, BatchRunner, logprobs_of
 from spmd_rl.train.config import TrainerConfig, learning_rate
 from spmd_rl.train.determinism import deterministic
 from spmd_rl.train.flops import peak_flops
@@ -83,7 +83,7 @@ class Learner:
 
         Ranks: all of the role. Shape: [T].
         """
-        return self.runner.score(batch)
+        return self.runner.score_each(batch, logprobs_of)
 
     def _old_logprobs(self, minibatches: list[list[MicroBatch]]) -> list[list[Tensor | None]]:
         """Return the log-probs under the present weights, where a step changes them before."""

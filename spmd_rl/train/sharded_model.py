@@ -12,20 +12,24 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.algo.losses import Needs
+from spmd_rl.errors import ContractError
 from spmd_rl.kernels.attention.backend import attention_backend
-from spmd_rl.model.scorer import PickFromLogits, Scorer
+from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.value_head import ValueScorer
-from spmd_rl.train.backend import Outputs, State, Visit
+from spmd_rl.train.backend import Outputs, State, Visit, VisitTop
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.layout import chunk_box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.tensor_ends import TensorSource
-
-VisitPicked = Callable[[int, tuple[Tensor, ...]], None]
 
 
 class ShardedModel:
@@ -54,6 +58,8 @@ class ShardedModel:
         num_bytes = sum(parameter.nbytes for parameter in scorer.parameters())
         modules = _units(scorer, gathers_whole(num_bytes, mesh.size()))
         self.units = _shard(modules, mesh, _mixed_precision(scorer, dtype), reshard_after_forward)
+        if isinstance(scorer, Scorer):
+            register_fsdp_forward_method(scorer, "top_logprobs")
         scorer.to_empty(device=device)
         self.parameters = {
             name: cast(DTensor, parameter) for name, parameter in scorer.model.named_parameters()
@@ -81,25 +87,28 @@ class ShardedModel:
                 self._free_gathered()
                 visit(number, outputs)
 
-    def pick_from_logits(
-        self, micros: Sequence[MicroBatch], pick: PickFromLogits, visit: VisitPicked
-    ) -> None:
-        """Run the micro-batches without gradients, and pass on what `pick` takes of their logits.
+    def top_logprobs(self, micros: Sequence[MicroBatch], num_top: int, visit: VisitTop) -> None:
+        """Find the `num_top` likeliest tokens at each scored position, without gradients.
 
-        `visit` gets the number of each, and one tensor of all its rows for each that `pick` makes.
+        `visit` gets the number of each micro-batch, their ids and their log-probs.
         """
-        assert isinstance(self.scorer, Scorer)
+        if not isinstance(self.scorer, Scorer):
+            raise ContractError("a model with a value head has no log-probs to score with")
+        vocab_size = self.scorer.model.spec.vocab_size
+        if not 1 <= num_top <= vocab_size:
+            raise ContractError(f"k = {num_top}: the model has {vocab_size} tokens to choose from")
         with torch.no_grad():
             for number, micro in enumerate(micros):
-                picked = self.scorer(micro, pick=pick)
+                top = self.scorer.top_logprobs(micro, num_top)
                 self._free_gathered()
-                visit(number, picked)
+                visit(number, top)
 
     def _outputs(self, micro: MicroBatch, needs: Needs) -> Outputs:
         if isinstance(self.scorer, ValueScorer):
             return Outputs(values=self.scorer(micro))
-        logprobs, entropy = self.scorer(micro)
-        return Outputs(logprobs, entropy)
+        candidates = micro.columns["candidates"].long() if needs.candidates else None
+        scores = self.scorer(micro, entropy_grad=needs.entropy, candidates=candidates)
+        return Outputs(*scores)
 
     def _free_gathered(self) -> None:
         """Free the gathered weights.
@@ -111,12 +120,12 @@ class ShardedModel:
             unit.reshard()
 
     def state(self) -> State:
-        return {"weights": list(self._weights().items())}
+        return {"weights": list(self.local_weights().items())}
 
     def on_loaded(self, optimizer_steps: int) -> None: ...
 
     def source(self) -> TensorSource:
-        return TensorSource(self._weights().items())
+        return TensorSource(self.local_weights().items())
 
     def names(self) -> list[str]:
         return list(self.parameters)
@@ -125,7 +134,7 @@ class ShardedModel:
         """Return one whole parameter, on every rank."""
         return self.parameters[name].full_tensor()
 
-    def _weights(self) -> LocalTensors:
+    def local_weights(self) -> LocalTensors:
         """Return this rank's shards of the weights."""
         shards = {}
         for name, parameter in self.parameters.items():

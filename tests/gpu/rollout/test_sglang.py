@@ -62,6 +62,7 @@ def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCase]:
         advance,
         sleeps_weights=True,
         exact=False,
+        num_tokens=400,
     )
     engine.close()
 
