@@ -1,12 +1,11 @@
 """FSDP2 backend: float32 master weights sharded over the mesh, compute in float32 or bfloat16.
 
-The optimizer works on the local shards as plain tensors, because AdamW is elementwise.
+The optimizer works on the local shards as plain tensors (optimizers.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -30,12 +29,13 @@ from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch
+from spmd_rl.train.optimizers import build_optimizer
+from spmd_rl.train.parameter_groups import UpdateRule, update_rules
 from spmd_rl.train.sharded_model import ShardedModel
-from spmd_rl.weights.local_tensors import LocalTensor
 
 
 class Fsdp2(ShardedModel):
-    """A model sharded over `mesh`, whose axes are dp and fsdp, with its AdamW.
+    """A model sharded over `mesh`, whose axes are dp and fsdp, with its optimizer.
 
     Weights are unset until `fill`.
     """
@@ -53,10 +53,11 @@ class Fsdp2(ShardedModel):
             require_deterministic(device, dtype, spec.head_dim, mesh.size(0))
         scorer = _scorer(spec, cfg, head)
         _recompute(scorer.model, cfg.backend.recompute)
+        rules = _freeze(scorer.model, cfg, mesh.size(1))
         reshard = False if mesh.size(1) == 1 else None
         super().__init__(scorer, mesh, device, dtype, cfg.backend.gathers_whole, reshard)
         _sum_gradients(self.units, cfg.deterministic)
-        self.optimizer = _adamw(self.local, cfg)
+        self.optimizer = build_optimizer(self.local_weights(), rules, cfg, mesh.get_group("fsdp"))
 
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         has_logits = isinstance(self.scorer, Scorer)
@@ -87,9 +88,7 @@ class Fsdp2(ShardedModel):
     def step(self, lr: float, grad_scale: float) -> None:
         if grad_scale != 1.0:
             torch._foreach_mul_(self._gradients(), grad_scale)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        self.optimizer.step(lr)
         self.discard()
 
     def discard(self) -> None:
@@ -97,21 +96,10 @@ class Fsdp2(ShardedModel):
             parameter.grad = None
 
     def state(self) -> State:
-        weights = list(self.local_weights().items())
-        moments = {kind: self._moments(weights, kind) for kind in ("exp_avg", "exp_avg_sq")}
-        return {"weights": weights, **moments}
-
-    def _moments(
-        self, weights: Sequence[tuple[str, LocalTensor]], kind: str
-    ) -> list[tuple[str, LocalTensor]]:
-        return [
-            (name, replace(weight, local=self.optimizer.state[weight.local][kind]))
-            for name, weight in weights
-        ]
+        return {**super().state(), **self.optimizer.state()}
 
     def on_loaded(self, optimizer_steps: int) -> None:
-        for moments in self.optimizer.state.values():
-            moments["step"].fill_(optimizer_steps)
+        self.optimizer.on_loaded(optimizer_steps)
 
 
 def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
@@ -124,6 +112,15 @@ def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
             layer.forward = recomputing()(layer.forward)
         elif what == "all":
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _freeze(model: CausalLM, cfg: TrainerConfig, num_shards: int) -> dict[str, UpdateRule]:
+    """Have trained parameters alone take gradients, and return how each of them is updated."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    rules = update_rules(shapes, cfg, num_shards)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in rules)
+    return rules
 
 
 def _scorer(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> Scorer | ValueScorer:
@@ -142,26 +139,3 @@ def _sum_gradients(units: Sequence[FSDPModule], deterministic: bool) -> None:
         unit.set_force_sum_reduction_for_comms(True)
         if deterministic:
             unit.set_custom_reduce_scatter(cast(Any, SumInRankOrder()))
-
-
-def _adamw(local: dict[str, nn.Parameter], cfg: TrainerConfig) -> torch.optim.AdamW:
-    """Return AdamW with its state allocated, so that a checkpoint can be loaded before a step."""
-    matrices = [shard for shard in local.values() if shard.dim() > 1]
-    vectors = [shard for shard in local.values() if shard.dim() <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": cfg.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
-    for shard in local.values():
-        optimizer.state[shard] = _initial_state(shard)
-    return optimizer
-
-
-def _initial_state(shard: nn.Parameter) -> dict[str, Tensor]:
-    """Return what AdamW keeps of a parameter, as it is before the first step."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=shard.device),
-        "exp_avg": torch.zeros_like(shard, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(shard, requires_grad=False),
-    }
