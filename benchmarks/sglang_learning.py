@@ -44,14 +44,14 @@ def write_model(folder: Path) -> Path:
 
 def engine_words(kind: str, python: str) -> list[str]:
     if kind == "native":
-        return ["--engine.memory_fraction=0.2"]
+        return ["--engine.memory_fraction=0.05"]
     return [
         "--engine.kind=sglang",
         f"--engine.python={python}",
         "--engine.options.attention_backend=triton",
         "--engine.options.cuda_graph_max_bs_decode=64",
         "--engine.max_batch=512",
-        "--engine.memory_fraction=0.2",
+        "--engine.memory_fraction=0.08",
     ]
 
 

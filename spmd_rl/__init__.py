@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from spmd_rl.rollout.sglang.config import SglangEngineConfig as SglangEngineConfig
     from spmd_rl.train.config import FrozenConfig as FrozenConfig
     from spmd_rl.train.config import Fsdp2Config as Fsdp2Config
+    from spmd_rl.train.config import OptimizerConfig as OptimizerConfig
+    from spmd_rl.train.config import ParameterGroup as ParameterGroup
     from spmd_rl.train.config import TrainerConfig as TrainerConfig
     from spmd_rl.train.frozen import FrozenModel as FrozenModel
     from spmd_rl.train.trainer import Trainer as Trainer
@@ -104,7 +106,13 @@ _HOMES = {
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy"),
     "rollout.rollout": ("Rollout",),
     "rollout.sglang.config": ("SglangEngineConfig",),
-    "train.config": ("FrozenConfig", "Fsdp2Config", "TrainerConfig"),
+    "train.config": (
+        "FrozenConfig",
+        "Fsdp2Config",
+        "OptimizerConfig",
+        "ParameterGroup",
+        "TrainerConfig",
+    ),
     "train.frozen": ("FrozenModel",),
     "train.trainer": ("Trainer",),
     "train.value_trainer": ("Critic", "ValueTrainer"),

@@ -33,12 +33,11 @@ def logprob_backward(
     With `is_shifted`, `logits` are what `shift_logits` wrote, and `out` may be their memory.
     """
     num_rows, vocab = logits.shape
-    grad, total, entropy_grad = grads.logprobs.contiguous(), None, None
+    grad, total, entropy, entropy_grad = grads.logprobs.contiguous(), None, None, None
+    if grads.entropy is not None:
+        total, entropy, entropy_grad = grad, scores.entropy, grads.entropy.contiguous()
     if grads.candidate_logprobs is not None:
         total = grad + grads.candidate_logprobs.sum(1)
-    if grads.entropy is not None:
-        entropy_grad = grads.entropy.contiguous()
-    entropy = None if entropy_grad is None else scores.entropy
     _gradient[(num_rows, triton.cdiv(vocab, GRADIENT_BLOCK))](
         grad,
         total,
@@ -93,7 +92,10 @@ def _gradient(
     grad, total, entropy_grad, logits, targets, inv_temperature, row_max, row_sum, entropy, out,
     vocab, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store a row's gradient; where `total` is given, candidates get theirs afterwards."""
+    """Store a row's gradient, of the log-prob alone without `total`.
+
+    `total` adds up the gradients of the row's log-probs. Those of candidates are stored afterwards.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
@@ -102,15 +104,23 @@ def _gradient(
     if row_max is not None:
         shifted = shifted * scale - tl.load(row_max + row)
     hit = tl.where(column == tl.load(targets + row), 1.0, 0.0)
-    prob = tl.exp(shifted) / tl.load(row_sum + row)
     if total is None:
+        prob = tl.exp(shifted) / tl.load(row_sum + row)
         result = tl.load(grad + row) * scale * (hit - prob)
     else:
-        result = scale * (tl.load(grad + row) * hit - tl.load(total + row) * prob)
-    if entropy is not None:
-        surplus = shifted - tl.log(tl.load(row_sum + row)) + tl.load(entropy + row)
-        result -= tl.load(entropy_grad + row) * scale * prob * surplus
+        logprob = shifted - tl.log(tl.load(row_sum + row))
+        common = _common_term(logprob, total, entropy_grad, entropy, row)
+        result = scale * (tl.load(grad + row) * hit - common)
     tl.store(out + row * vocab + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _common_term(logprob, total, entropy_grad, entropy, row) -> tl.tensor:
+    """Return p * (total + entropy_grad * (log p + H)), which every token's gradient loses."""
+    factor = tl.load(total + row)
+    if entropy is not None:
+        factor += tl.load(entropy_grad + row) * (logprob + tl.load(entropy + row))
+    return tl.exp(logprob) * factor
 
 
 @triton.jit
@@ -127,9 +137,6 @@ def _candidate_gradient(
         is_equal = column == tl.load(candidates + row * count + other)
         own += tl.where(is_equal, tl.load(candidate_grads + row * count + other), 0.0)
     logprob = tl.load(logprobs + row * count + place, mask=inside, other=0.0)
-    prob, scale = tl.exp(logprob), tl.load(inv_temperature + row)
-    result = scale * (own - tl.load(total + row) * prob)
-    if entropy is not None:
-        surplus = logprob + tl.load(entropy + row)
-        result -= tl.load(entropy_grad + row) * scale * prob * surplus
+    common = _common_term(logprob, total, entropy_grad, entropy, row)
+    result = tl.load(inv_temperature + row) * (own - common)
     tl.store(out + row * vocab + column, result.to(out.dtype.element_ty), mask=inside)

@@ -126,7 +126,7 @@ def test_gradients_of_the_head(vocab: int, num_rows: int, fields: tuple[str, ...
     if "entropy" in fields:  # the negative control
         wrong = given._replace(grads=given.grads._replace(entropy=-given.grads.entropy))
         for one, other in zip(found, wrong.gradients(expected, fields, *wide), strict=True):
-            assert distance(one, other) > 0.02
+            assert distance(one, other) > 0.05
 
 
 @pytest.mark.parametrize(("vocab", "num_rows"), SHAPES)
