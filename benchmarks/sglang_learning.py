@@ -27,7 +27,6 @@ PACKAGES = ("torch", "transformers", "triton")
 EXAMPLE = Path("examples/arithmetic")
 LAST = 20  # steps that the reward is averaged over
 BAR = 0.03  # between the rewards of the two engines
-KV_TOKENS = 65_536  # more than all sequences of a step hold
 RUN = "import sys; from spmd_rl.cli.main import main; sys.exit(main())"
 
 
@@ -45,14 +44,14 @@ def write_model(folder: Path) -> Path:
 
 def engine_words(kind: str, python: str) -> list[str]:
     if kind == "native":
-        return [f"--engine.max_kv_tokens={KV_TOKENS}"]
+        return ["--engine.memory_fraction=0.05"]
     return [
         "--engine.kind=sglang",
         f"--engine.python={python}",
         "--engine.options.attention_backend=triton",
         "--engine.options.cuda_graph_max_bs_decode=64",
         "--engine.max_batch=512",
-        "--engine.memory_fraction=0.25",
+        "--engine.memory_fraction=0.08",
     ]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.cublas import every_way
-from spmd_rl.kernels import QkNorm, Rotary
+from spmd_rl.kernels import QkNorm, Rotary, Scores
 from spmd_rl.kernels.attention import token_attention
 from spmd_rl.kernels.linear import dispatch
 from spmd_rl.kernels.linear.cublas import fastest
@@ -108,15 +108,18 @@ def torch_head(
     targets: Tensor,
     inv_temperature: Tensor,
     num_rows: int,
-) -> tuple[Tensor, Tensor]:
+    **options: object,
+) -> Scores:
+    """Return what `head_logprobs` returns without options."""
+    del weight, options
+
     def score(part: slice) -> tuple[Tensor, Tensor]:
         return torch_logprobs(logits(hidden[part]), targets[part], inv_temperature[part])
 
     parts = [slice(start, start + num_rows) for start in range(0, len(hidden), num_rows)]
     scores = [checkpoint(score, part, use_reentrant=False) for part in parts]
-    return torch.cat([logprob for logprob, _ in scores]), torch.cat(
-        [entropy for _, entropy in scores]
-    )
+    logprobs, entropies = zip(*scores, strict=True)
+    return Scores(torch.cat(logprobs), torch.cat(entropies), None)
 
 
 FREE = ((dispatch, "matmul", free_product),)

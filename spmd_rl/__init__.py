@@ -74,14 +74,23 @@ if TYPE_CHECKING:
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
     from spmd_rl.rollout.rollout import Rollout as Rollout
     from spmd_rl.rollout.sglang.config import SglangEngineConfig as SglangEngineConfig
+    from spmd_rl.train.config import FrozenConfig as FrozenConfig
     from spmd_rl.train.config import Fsdp2Config as Fsdp2Config
+    from spmd_rl.train.config import OptimizerConfig as OptimizerConfig
+    from spmd_rl.train.config import ParameterGroup as ParameterGroup
     from spmd_rl.train.config import TrainerConfig as TrainerConfig
+    from spmd_rl.train.frozen import FrozenModel as FrozenModel
     from spmd_rl.train.trainer import Trainer as Trainer
+    from spmd_rl.train.value_trainer import Critic as Critic
+    from spmd_rl.train.value_trainer import ValueTrainer as ValueTrainer
     from spmd_rl.types.batch import Batch as Batch
     from spmd_rl.types.prompts import Prompt as Prompt
     from spmd_rl.types.samples import Group as Group
     from spmd_rl.types.samples import Sample as Sample
+    from spmd_rl.types.sequence_ends import sequence_ends as sequence_ends
+    from spmd_rl.types.token_values import SequenceValues as SequenceValues
     from spmd_rl.types.token_values import TokenValues as TokenValues
+    from spmd_rl.types.token_values import TopLogprobs as TopLogprobs
 
 __version__ = "0.1.0"
 
@@ -145,11 +154,20 @@ _HOMES = {
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy"),
     "rollout.rollout": ("Rollout",),
     "rollout.sglang.config": ("SglangEngineConfig",),
-    "train.config": ("Fsdp2Config", "TrainerConfig"),
+    "train.config": (
+        "FrozenConfig",
+        "Fsdp2Config",
+        "OptimizerConfig",
+        "ParameterGroup",
+        "TrainerConfig",
+    ),
+    "train.frozen": ("FrozenModel",),
     "train.trainer": ("Trainer",),
+    "train.value_trainer": ("Critic", "ValueTrainer"),
     "types.prompts": ("Prompt",),
     "types.samples": ("Group", "Sample"),
-    "types.token_values": ("TokenValues",),
+    "types.sequence_ends": ("sequence_ends",),
+    "types.token_values": ("SequenceValues", "TokenValues", "TopLogprobs"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -20,9 +20,12 @@ from torch import Tensor
 from spmd_rl.errors import DataError, ResidencyError, SpmdError
 from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
 from spmd_rl.types.samples import Sample
+from spmd_rl.weights.delivery import Delivery
 from spmd_rl.weights.digest import digest
+from spmd_rl.weights.ends import WeightSink
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensors
+from spmd_rl.weights.plan import Move
 from tests.samples import Samples, finish
 
 NUM_TOKENS = 24  # of a whole sample
@@ -49,6 +52,7 @@ class EngineCase:
     hold: Callable[[], None] = lambda: None
     sleeps_weights: bool = False
     exact: bool = True
+    num_tokens: int = NUM_TOKENS  # of a whole sample: enough to be running when something happens
 
     def push(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
         push(self.engine, weights or self.weights, version)
@@ -73,24 +77,25 @@ class EngineCase:
 
     def request(self, uid: int, index: int = 0, length: int = 7, **sampling: Any) -> Request:
         prompt = np.random.default_rng(uid).integers(2, self.vocab_size, length).astype(np.int32)
-        return Request(uid, index, prompt, replace(GREEDY, **sampling))
+        given = {"max_tokens": self.num_tokens} | sampling
+        return Request(uid, index, prompt, replace(GREEDY, **given))
+
+
+def put(sink: WeightSink, weights: Mapping[str, Tensor]) -> None:
+    """Put whole tensors into a sink, in boxes for which it has room."""
+    delivery = Delivery(sink)
+    for name, tensor in weights.items():
+        box = Box((0,) * tensor.ndim, tuple(tensor.shape))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        delivery.put(Move(name, box, dtype, 0, 0, box), tensor)
+    delivery.flush()
 
 
 def push(engine: Engine, weights: Mapping[str, Tensor], version: int) -> None:
     """Push whole tensors, with a check of the digests."""
     sink = engine.sink()
     sink.open()
-    for name, tensor in weights.items():
-        box = Box((0,) * tensor.ndim, tuple(tensor.shape))
-        slot = sink.slot(name, box)
-        if slot is None:
-            sink.flush()
-            slot = sink.slot(name, box)
-        if slot is None:
-            sink.write(name, box, tensor)
-        else:
-            slot.copy_(tensor)
-    sink.flush()
+    put(sink, weights)
     own = digest(LocalTensors.whole(dict(weights)))
     assert {name: value for (name, _), value in sink.digest().items()} == own
     sink.commit(version)
@@ -105,8 +110,8 @@ class EngineSuite:
         samples = case.finish(*requests)
         assert set(samples) == {(4, 0), (4, 1), (5, 0), (5, 1)}
         for sample in samples.values():
-            assert (len(sample.tokens), sample.finish) == (NUM_TOKENS, "length")
-            assert sample.versions.tolist() == [3] * NUM_TOKENS
+            assert (len(sample.tokens), sample.finish) == (case.num_tokens, "length")
+            assert sample.versions.tolist() == [3] * case.num_tokens
             assert np.isfinite(sample.logprobs).all()
             assert (sample.logprobs <= 0).all()
             assert (sample.tokens >= 0).all()
@@ -178,7 +183,7 @@ class EngineSuite:
             num_compared = num_tokens if case.exact else min(num_tokens, 1)
             compared = slice(num_compared)
             assert partial.tokens[compared].tolist() == unbroken.tokens[compared].tolist()
-            if num_tokens < NUM_TOKENS:
+            if num_tokens < case.num_tokens:
                 assert case.same(case.finish(request.resumed(partial))[6, 0], unbroken)
 
     def test_an_abort_leaves_the_others_alone(self, case: EngineCase) -> None:
@@ -210,7 +215,7 @@ class EngineSuite:
         with pytest.raises(SpmdError, match="no weights of a known version"):
             case.engine.step()
         case.push(1)
-        assert case.finish()[1, 0].versions.tolist() == [1] * NUM_TOKENS
+        assert case.finish()[1, 0].versions.tolist() == [1] * case.num_tokens
 
     def test_during_a_push_nothing_is_generated(self, case: EngineCase) -> None:
         case.push(1)
@@ -239,7 +244,7 @@ class EngineSuite:
             num_old = versions.count(1)
             compared = slice(num_old if case.exact else min(num_old, 1))
             assert sample.tokens[compared].tolist() == old[key].tokens[compared].tolist()
-            assert versions[num_old:] == [2] * (NUM_TOKENS - num_old)
+            assert versions[num_old:] == [2] * (case.num_tokens - num_old)
         assert any(2 in sample.versions for sample in mixed.values())
 
     def test_asleep_it_waits_and_goes_on_afterwards(self, case: EngineCase) -> None:
@@ -273,7 +278,7 @@ class EngineSuite:
         before = case.engine.stats()["num_generated_tokens"]
         case.finish(case.request(1), case.request(2))
         counts = case.engine.stats()
-        assert counts["num_generated_tokens"] - before >= 2 * NUM_TOKENS
+        assert counts["num_generated_tokens"] - before >= 2 * case.num_tokens
         assert counts["num_running"] == counts["num_waiting"] == 0
         assert counts["num_steps"] > 0
 

@@ -86,7 +86,8 @@ class Link:
         nothing is committed, and the destination generates nothing.
         """
         began, cfg = time.monotonic(), self._cfg
-        self._weight_sync.barrier.call()
+        if self.plan.wire_bytes:  # else no rank waits for another inside `transfer`
+            self._weight_sync.barrier.call()
         verify = cfg.verify_every > 0 and self._num_pushes % cfg.verify_every == 0
         ranks = self._weight_sync.transfer.call(verify)
         self._refuse_mismatch(ranks, f"push of version {version}")

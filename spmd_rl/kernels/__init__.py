@@ -20,7 +20,7 @@ from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
 from spmd_rl.kernels.runtime.padding import ROW_TILE, pad_rows, padded_rows, unpad_rows
 from spmd_rl.kernels.runtime.recompute import recomputing
 from spmd_rl.kernels.vocab.lm_head import head_logprobs
-from spmd_rl.kernels.vocab.logprob import token_logprobs
+from spmd_rl.kernels.vocab.logprob import candidate_logprobs, token_logprobs, token_scores
 from spmd_rl.kernels.vocab.sampling import (
     gumbel_noise,
     position_keys,
@@ -29,6 +29,7 @@ from spmd_rl.kernels.vocab.sampling import (
     stream_bases,
     stream_keys,
 )
+from spmd_rl.kernels.vocab.scores import Scores
 
 __all__ = [
     "ROW_TILE",
@@ -39,10 +40,12 @@ __all__ = [
     "PagedAttention",
     "QkNorm",
     "Rotary",
+    "Scores",
     "TokenAttention",
     "add_rms_norm",
     "attention_backend",
     "blocked_attention",
+    "candidate_logprobs",
     "contract",
     "embed",
     "gumbel_noise",
@@ -66,6 +69,7 @@ __all__ = [
     "stream_bases",
     "stream_keys",
     "token_logprobs",
+    "token_scores",
     "unpad_rows",
     "write_kv",
 ]

@@ -16,11 +16,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.spec import EMBEDDING, HEAD, ModelSpec
+from spmd_rl.model.spec import (
+    EMBEDDING,
+    HEAD,
+    VALUE_ARCHITECTURE,
+    VALUE_HEAD,
+    Head,
+    ModelSpec,
+)
 from spmd_rl.model.weight_files import StoredTensor, stored_tensors, stored_weights
 from spmd_rl.observe import atomic_write
 
 SHARD_BYTES = 4 << 30
+CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # as transformers spells them
 _COPIED_FILES = (
     "config.json",
     "generation_config.json",
@@ -45,6 +53,7 @@ def model_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of a model with these `shapes`, in the folder's order and dtype.
 
+    A value head that the folder lacks is zero.
     Raises: as `stored_weights`, before the first; ConfigError if a tied head differs from the
     embedding.
     """
@@ -60,6 +69,8 @@ def model_weights(
             )
         del stored[HEAD]
     yield from _read(stored)
+    if VALUE_HEAD in shapes and VALUE_HEAD not in stored:
+        yield VALUE_HEAD, torch.zeros(tuple(shapes[VALUE_HEAD]))
 
 
 def _read(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
@@ -83,16 +94,20 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
             wanted[name].copy_(tensor)
 
 
-def random_weights(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
+def random_weights(spec: ModelSpec, seed: int, head: Head = "lm") -> Iterator[tuple[str, Tensor]]:
     """Yield a model's initial weights in fp32, each a function of the seed and its name.
 
-    Matrices are normal, biases zero, norms one. The two projections that write to the residual
-    stream are scaled down by the depth.
+    Matrices are normal, biases and a value head zero, norms one. The two projections that write to
+    the residual stream are scaled down by the depth.
     Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3.
     """
     depth = 1.0 / math.sqrt(2 * spec.num_layers)
     generator = torch.Generator()
+    if head == "value":
+        yield VALUE_HEAD, torch.zeros(spec.parameter_shapes(head)[VALUE_HEAD])
     for order, (name, shape) in enumerate(sorted(spec.parameter_shapes().items())):
+        if name == HEAD and head == "value":
+            continue
         generator.manual_seed(((seed << 20) + order) % (1 << 63))
         if len(shape) == 1:
             yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
@@ -106,8 +121,9 @@ def save_folder(
     like: str | Path,
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype = torch.float32,
+    head: Head = "lm",
 ) -> None:
-    """Write a folder that `transformers` loads.
+    """Write a folder that `transformers` loads, as a sequence classifier if it has a value head.
 
     Weights come from `tensors`; config and tokenizer files are copied from the folder `like`. The
     folder is written beside its final name, then renamed over an earlier one, so it is never seen
@@ -115,18 +131,21 @@ def save_folder(
     """
     target = Path(folder)
     part = atomic_write.begin_folder(target)
-    _copy_config_and_tokenizer(Path(like), part, dtype)
+    _copy_config_and_tokenizer(Path(like), part, dtype, head)
     _write_shards(part, tensors, dtype)
     atomic_write.finish_folder(target)
 
 
-def _copy_config_and_tokenizer(like: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy the files that are no weights. The copied config names `dtype`."""
+def _copy_config_and_tokenizer(like: Path, folder: Path, dtype: torch.dtype, head: Head) -> None:
+    """Copy the files that are no weights. The copied config names `dtype` and a value head."""
     for name in _COPIED_FILES:
         if (like / name).is_file():
             shutil.copyfile(like / name, folder / name)
     config = json.loads((folder / "config.json").read_text())
     config["torch_dtype"] = config["dtype"] = str(dtype).removeprefix("torch.")
+    if head == "value":
+        config["architectures"] = [CLASSES[config["model_type"]] + VALUE_ARCHITECTURE]
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # one number
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spmd_rl.kernels import PackedAttention, head_logprobs, token_logprobs
+from spmd_rl.kernels import (
+    PackedAttention,
+    Scores,
+    candidate_logprobs,
+    head_logprobs,
+    token_scores,
+)
 from spmd_rl.model.network import CausalLM
 
 
@@ -47,6 +53,23 @@ class ScoredTokens(Protocol):
     def num_scored(self) -> int: ...
 
 
+def hidden_states(model: CausalLM, batch: ScoredTokens, attention_split: int) -> Tensor:
+    """Return the model's hidden states after the last norm.
+
+    Shape: [T, C].
+    """
+    attend = PackedAttention(
+        batch.lengths,
+        num_heads=model.spec.num_heads,
+        num_kv_heads=model.spec.num_kv_heads,
+        device=batch.tokens.device,
+        prefixes=batch.prefixes,
+        split=attention_split,
+    )
+    hidden: Tensor = model(batch.tokens, batch.positions, attend)
+    return hidden
+
+
 class Scorer(nn.Module):
     """The module that FSDP wraps as its root, so that the head's weights are gathered too.
 
@@ -63,49 +86,91 @@ class Scorer(nn.Module):
         self.attention_split = attention_split
         self.recomputes = recomputes
 
-    def forward(self, batch: ScoredTokens) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of the scored tokens.
+    def forward(
+        self, batch: ScoredTokens, entropy_grad: bool = False, candidates: Tensor | None = None
+    ) -> Scores:
+        """Return log-probability and entropy of the scored tokens, and log-probs of candidates.
 
-        Shape: both [M].
+        The entropy has a gradient only with `entropy_grad`.
+        Shape: candidates [M, K] int64.
         """
-        spec, device = self.model.spec, batch.tokens.device
-        attend = PackedAttention(
-            batch.lengths,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            device=device,
-            prefixes=batch.prefixes,
-            split=self.attention_split,
-        )
-        hidden = self.model(batch.tokens, batch.positions, attend)
-        if batch.num_scored == 0:
-            return self._score_nothing(hidden, batch)
-        if hidden.is_cuda and not self.recomputes:
-            rows = hidden.index_select(0, batch.rows)
-            targets = batch.targets, batch.inv_temperature
+        hidden = hidden_states(self.model, batch, self.attention_split)
+        if hidden.is_cuda and not self.recomputes and batch.num_scored > 0:
             return head_logprobs(
-                rows, self.model.head, self.model.logits, *targets, self.logit_rows
+                hidden.index_select(0, batch.rows),
+                self.model.head,
+                self.model.logits,
+                batch.targets,
+                batch.inv_temperature,
+                self.logit_rows,
+                entropy_grad=entropy_grad,
+                candidates=candidates,
             )
+        scores = self._score_in_chunks(hidden, batch, candidates)
+        return scores if entropy_grad else scores._replace(entropy=scores.entropy.detach())
+
+    def _score_in_chunks(
+        self, hidden: Tensor, batch: ScoredTokens, candidates: Tensor | None
+    ) -> Scores:
+        if batch.num_scored == 0:
+            return self._score_nothing(hidden, batch, candidates)
         if batch.num_scored <= self.logit_rows:
-            return self._score(hidden, batch, slice(None))
+            return self._score(hidden, batch, candidates, slice(None))
         starts = range(0, batch.num_scored, self.logit_rows)
         chunks = [slice(start, start + self.logit_rows) for start in starts]
-        scores = [
-            checkpoint(self._score, hidden, batch, chunk, use_reentrant=False) for chunk in chunks
+        parts = [
+            checkpoint(self._score, hidden, batch, candidates, chunk, use_reentrant=False)
+            for chunk in chunks
         ]
-        logprobs, entropies = zip(*scores, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        logprobs, entropies, of_candidates = zip(*parts, strict=True)
+        return Scores(
+            torch.cat(logprobs),
+            torch.cat(entropies),
+            None if candidates is None else torch.cat(of_candidates),
+        )
 
-    def _score(self, hidden: Tensor, batch: ScoredTokens, chunk: slice) -> tuple[Tensor, Tensor]:
+    def top_logprobs(self, batch: ScoredTokens, num_top: int) -> tuple[Tensor, Tensor]:
+        """Return the likeliest tokens at each scored position and their log-probs, best first.
+
+        No gradient is kept.
+        Shape: [M, K] int32, and [M, K] fp32.
+        """
+        hidden = hidden_states(self.model, batch, self.attention_split)
+        if batch.num_scored == 0:
+            nothing = hidden.new_empty((0, num_top), dtype=torch.float32)
+            return nothing.int(), nothing
+        chunks = []
+        for start in range(0, batch.num_scored, self.logit_rows):
+            chunk = slice(start, start + self.logit_rows)
+            logits = self.model.logits(hidden.index_select(0, batch.rows[chunk]))
+            ids = logits.topk(num_top).indices
+            logprobs = candidate_logprobs(logits, ids, batch.inv_temperature[chunk])
+            chunks.append((ids.int(), logprobs))
+        ids, logprobs = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        return ids, logprobs
+
+    def _score(
+        self, hidden: Tensor, batch: ScoredTokens, candidates: Tensor | None, chunk: slice
+    ) -> Scores:
         logits = self.model.logits(hidden.index_select(0, batch.rows[chunk]))
-        return token_logprobs(logits, batch.targets[chunk], batch.inv_temperature[chunk])
+        of_chunk = None if candidates is None else candidates[chunk]
+        return token_scores(logits, batch.targets[chunk], batch.inv_temperature[chunk], of_chunk)
 
-    def _score_nothing(self, hidden: Tensor, batch: ScoredTokens) -> tuple[Tensor, Tensor]:
+    def _score_nothing(
+        self, hidden: Tensor, batch: ScoredTokens, candidates: Tensor | None
+    ) -> Scores:
         """Return empty scores whose gradient reaches every parameter, the head's too.
 
         The gradient is zero, but the collectives of the other ranks wait for it.
         """
         ones = torch.ones(1, device=batch.tokens.device)
         logits = self.model.logits(hidden[:1])
-        logprobs, entropy = token_logprobs(logits, batch.tokens[:1], ones)
-        return logprobs.index_select(0, batch.rows), entropy.index_select(0, batch.rows)
+        if candidates is not None:
+            candidates = candidates.new_zeros(1, candidates.shape[1])
+        scores = token_scores(logits, batch.tokens[:1], ones, candidates)
+        logprobs, entropy, of_candidates = scores
+        return Scores(
+            logprobs.index_select(0, batch.rows),
+            entropy.index_select(0, batch.rows),
+            None if of_candidates is None else of_candidates.index_select(0, batch.rows),
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.json_fields import Fields, read_object
@@ -14,6 +15,9 @@ FAMILIES = {"llama": "Llama-3", "qwen2": "Qwen2.5", "qwen3": "Qwen3"}
 # fields on which no bit of a forward pass depends, once the rotary table is given
 NOT_ARITHMETIC = {"family", "rope", "eos_ids", "init_std"}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+VALUE_HEAD = "score.weight"  # the name that transformers gives it
+Head = Literal["lm", "value"]  # what a model computes of its hidden states: logits, or a number
+VALUE_ARCHITECTURE = "ForSequenceClassification"  # how the name of such an architecture ends
 FULL = "full_attention"
 UNSUPPORTED_KEYS = {  # with these, transformers computes something else or with other weights
     "attention_chunk_size": "chunked attention is not supported",
@@ -80,7 +84,7 @@ class ModelSpec:
         """Number of parameters, with a tied head counted once."""
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self, head: Head = "lm") -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by name, in the network's order; needs no torch."""
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
         for layer in range(self.num_layers):
@@ -89,7 +93,9 @@ class ModelSpec:
                 for name, shape in self._block_shapes().items()
             }
         shapes["model.norm.weight"] = (self.hidden_size,)
-        if not self.tie_embeddings:
+        if head == "value":
+            shapes[VALUE_HEAD] = (1, self.hidden_size)
+        elif not self.tie_embeddings:
             shapes[HEAD] = (self.vocab_size, self.hidden_size)
         return shapes
 
@@ -121,6 +127,19 @@ class ModelSpec:
             ("mlp.up_proj", inner, hidden, self.mlp_bias),
             ("mlp.down_proj", hidden, inner, self.mlp_bias),
         ]
+
+
+def head_of(folder: str | Path) -> Head:
+    """Return which head the model in a folder has: that of a language model, or a value head.
+
+    Raises: ConfigError if there is no such folder, or no config.json.
+    """
+    path = model_folder(folder) / "config.json"
+    names = read_object(path).get("architectures")
+    has_value_head = isinstance(names, list) and any(
+        isinstance(name, str) and name.endswith(VALUE_ARCHITECTURE) for name in names
+    )
+    return "value" if has_value_head else "lm"
 
 
 def model_folder(folder: str | Path) -> Path:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.json_fields import read_object
-from spmd_rl.model.spec import EMBEDDING, HEAD
+from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD, head_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -110,11 +110,16 @@ def stored_weights(
     """Return where every weight of a model lies, in the order of the files; reads headers only.
 
     A model with a tied head may be stored with the head alone. If the embedding is there too, the
-    head is returned beside `shapes`, because the values must be compared.
+    head is returned beside `shapes`, because the values must be compared. A model with a value head
+    may be stored as a language model, whose own head is left out.
     Raises: ConfigError naming the first weight that is unknown, of another shape, or missing.
     """
     found = {key: one for key, one in stored_tensors(folder).items() if not key.endswith(UNUSED)}
     wanted = dict(shapes)
+    if VALUE_HEAD in wanted:
+        found.pop(HEAD, None)
+        if VALUE_HEAD not in found and head_of(folder) == "lm":
+            del wanted[VALUE_HEAD]
     if HEAD in found and HEAD not in wanted and EMBEDDING in wanted:
         if EMBEDDING not in found:
             found = {EMBEDDING if key == HEAD else key: one for key, one in found.items()}

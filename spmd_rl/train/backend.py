@@ -1,7 +1,7 @@
-"""Backend protocol: what the train step asks of whatever computes gradients.
+"""Backend protocols: what a frozen model and a train step ask of whatever computes.
 
-A backend has a model, its parallel layout and its optimizer. It knows no advantage, clip range or
-metric.
+A backend has a model, its parallel layout and, to train it, an optimizer. It knows no advantage,
+clip range or metric.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ class Outputs:
 
 
 Visit = Callable[[int, Outputs], None]
+VisitTop = Callable[[int, tuple[Tensor, Tensor]], None]
 LossOf = Callable[[int, Outputs], Tensor]
 
 
-class Backend(Protocol):
-    """Gradients and optimizer of one model. All ranks of the trainer call each method together.
+class ModelBackend(Protocol):
+    """Weights and forward pass of one model. All ranks of its role call each method together.
 
     `device` is where micro-batches go, `max_positions` the longest sequence that the model takes.
     """
@@ -56,16 +57,51 @@ class Backend(Protocol):
         """Return what the forward's bits depend on besides the weights (kernels/contract.py)."""
         ...
 
-    def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
-        """Return the operations of a forward and backward pass over sequences of these lengths,
-        with `num_scored` tokens scored.
-        """
-        ...
-
     def forward(self, micros: Sequence[MicroBatch], visit: Visit, needs: Needs) -> None:
         """Run the micro-batches without gradients.
 
         `visit` gets the number of each and its outputs, in any order.
+        """
+        ...
+
+    def top_logprobs(self, micros: Sequence[MicroBatch], num_top: int, visit: VisitTop) -> None:
+        """Find the `num_top` likeliest tokens at each scored position, without gradients.
+
+        `visit` gets the number of each micro-batch, and their ids and log-probs.
+        Shape: both [M, K], int32 and fp32. Raises: ContractError where the model has none.
+        """
+        ...
+
+    def state(self) -> State:
+        """Return this rank's weights and optimizer state.
+
+        The tensors are the memory itself: a checkpoint reads it, and is loaded into it.
+        """
+        ...
+
+    def on_loaded(self, optimizer_steps: int) -> None:
+        """Go on from a `state` that was loaded, taken after `optimizer_steps`."""
+        ...
+
+    def source(self) -> WeightSource:
+        """Return this rank's share of the weights: of a trainer, as `step` leaves them."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """Return the names of all parameters, in the order of the model."""
+        ...
+
+    def gather(self, name: str) -> Tensor:
+        """Return one whole parameter, on every rank."""
+        ...
+
+
+class Backend(ModelBackend, Protocol):
+    """Gradients and optimizer of one model besides."""
+
+    def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
+        """Return the operations of a forward and backward pass over sequences of these lengths,
+        with `num_scored` tokens scored.
         """
         ...
 
@@ -90,27 +126,4 @@ class Backend(Protocol):
 
     def discard(self) -> None:
         """Discard the gradients."""
-        ...
-
-    def state(self) -> State:
-        """Return this rank's weights and optimizer state.
-
-        The tensors are the memory itself: a checkpoint reads it, and is loaded into it.
-        """
-        ...
-
-    def on_loaded(self, optimizer_steps: int) -> None:
-        """Go on from a `state` that was loaded, taken after `optimizer_steps`."""
-        ...
-
-    def source(self) -> WeightSource:
-        """Return this rank's share of the master weights, as `step` leaves them."""
-        ...
-
-    def names(self) -> Sequence[str]:
-        """Return the names of all parameters, in the order of the model."""
-        ...
-
-    def gather(self, name: str) -> Tensor:
-        """Return one whole parameter, on every rank."""
         ...

@@ -1,20 +1,28 @@
-"""Builds a trainer: a model on its ranks, ready to learn, from a config and a model folder."""
+"""Builds a model on the ranks of its role, from a config and a folder: to learn, or frozen."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import model_weights, random_weights
-from spmd_rl.model.spec import ModelSpec
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.scorer import Scorer
+from spmd_rl.model.spec import Head, ModelSpec, head_of
+from spmd_rl.model.value_head import ValueModel, ValueScorer
+from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
+from spmd_rl.train.sharded_model import ShardedModel
 
 
-def build(cfg: TrainerConfig, folder: str, context: RoleContext) -> Learner:
+def build(cfg: TrainerConfig, folder: str, context: RoleContext, head: Head = "lm") -> Learner:
     """Build the model in a Hugging Face folder, sharded over the role's ranks.
 
     A rank holds its part, and while weights are read one whole tensor at a time.
@@ -22,13 +30,46 @@ def build(cfg: TrainerConfig, folder: str, context: RoleContext) -> Learner:
     Ranks: all of the role. Raises: ConfigError if the model folder does not serve.
     """
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
+    spec = _spec(folder)
+    backend = Fsdp2(spec, context.mesh, cfg, context.device, head)
+    backend.fill(first_weights(cfg, folder, head))
+    return Learner(backend, context, cfg)
+
+
+def build_frozen(cfg: FrozenConfig, folder: str, context: RoleContext) -> ShardedModel:
+    """Build the model in a Hugging Face folder, sharded, in the dtype that it computes in.
+
+    It has the head that the folder's config.json names.
+
+    Ranks: all of the role. Raises: ConfigError if the model folder does not serve.
+    """
+    dtype = getattr(torch, dtype_of(cfg.dtype, context.device))
+    scorer = _frozen_scorer(cfg, _spec(folder), head_of(folder))
+    scorer.requires_grad_(False).to(dtype)
+    backend = ShardedModel(scorer, context.mesh, context.device, dtype, cfg.gathers_whole)
+    backend.fill(first_weights(cfg, folder, head_of(folder)))
+    return backend
+
+
+def first_weights(
+    cfg: TrainerConfig | FrozenConfig, folder: str, head: Head
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole weights that a model begins with, by name. Raises: as `model_weights`."""
+    spec = ModelSpec.from_folder(folder)
+    if cfg.init == "random":
+        return random_weights(spec, cfg.seed, head)
+    return model_weights(folder, spec.parameter_shapes(head))
+
+
+def _spec(folder: str) -> ModelSpec:
     if not folder:
         raise ConfigError("model is empty: name a Hugging Face model folder")
-    spec = ModelSpec.from_folder(folder)
-    backend = Fsdp2(spec, context.mesh, cfg, context.device)
-    backend.fill(
-        random_weights(spec, cfg.seed)
-        if cfg.init == "random"
-        else model_weights(folder, spec.parameter_shapes())
-    )
-    return Learner(backend, context, cfg)
+    return ModelSpec.from_folder(folder)
+
+
+def _frozen_scorer(cfg: FrozenConfig, spec: ModelSpec, head: Head) -> Scorer | ValueScorer:
+    """Return the module that computes what the head gives, on the meta device."""
+    with torch.device("meta"):
+        if head == "value":
+            return ValueScorer(ValueModel(spec), cfg.attention_split)
+        return Scorer(CausalLM(spec), cfg.logit_rows, False, cfg.attention_split)

@@ -1,16 +1,17 @@
-"""Settings of a trainer, and the learning rate of each step."""
+"""Settings of a trainer and of a frozen model, and the learning rate of each step."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from spmd_rl.config.rules import require
 
 WHOLE_MODEL_BYTES = 64 << 20  # largest model that `wrap = "auto"` gathers as one unit
 # the same on one rank: layer by layer, the host would be slower than the GPU
 WHOLE_MODEL_ALONE_BYTES = 4 << 30
+Wrap = Literal["auto", "layer", "model"]
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,40 @@ class Fsdp2Config:
     # what each layer computes again in the backward pass; cheap: all but its GEMMs
     recompute: Literal["none", "cheap", "all"] = "none"
     # the unit whose weights are gathered at once; auto: the model while it is small, else a layer
-    wrap: Literal["auto", "layer", "model"] = "auto"
+    wrap: Wrap = "auto"
 
     def gathers_whole(self, num_bytes: int, num_ranks: int) -> bool:
         """Return whether a model with `num_bytes` of master weights is gathered as one unit."""
-        limit = WHOLE_MODEL_ALONE_BYTES if num_ranks == 1 else WHOLE_MODEL_BYTES
-        return self.wrap == "model" or (self.wrap == "auto" and num_bytes <= limit)
+        return _gathers_whole(self.wrap, num_bytes, num_ranks)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Settings of the optimizer besides `lr`, `betas`, `eps` and `weight_decay` of the trainer."""
+
+    # muon: Muon for the layers' matrices and AdamW for the rest; adamw8bit: moments in 8 bits
+    kind: Literal["adamw", "muon", "adamw8bit"] = "adamw"
+    momentum: float = 0.95  # Muon's
+    # how Muon scales its rate by a matrix's shape; match_rms_adamw: to updates as large as AdamW's
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+
+    def __post_init__(self) -> None:
+        require(0 <= self.momentum < 1, "momentum", self.momentum, "a number in [0, 1)")
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Settings of the parameters whose names match a pattern."""
+
+    pattern: str  # of Hugging Face names, with * and ?
+    lr_scale: float = 1.0  # times the schedule's rate
+    weight_decay: float | None = None  # None: as without the group
+
+    def __post_init__(self) -> None:
+        for name in ("lr_scale", "weight_decay"):
+            value = getattr(self, name)
+            is_fine = value is None or (math.isfinite(value) and value >= 0)
+            require(is_fine, name, value, "0 or more, and finite")
 
 
 @dataclass(frozen=True)
@@ -43,6 +72,12 @@ class TrainerConfig:
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW's
     eps: float = 1e-8  # AdamW's
     weight_decay: float = 0.0  # on matrices only, not on norms and biases
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    # patterns of Hugging Face names: parameters that stay as they are, such as "model.layers.0.*"
+    freeze: tuple[str, ...] = ()
+    # rates and decay of some parameters, such as {pattern = "lm_head.*", lr_scale = 0.1}; the
+    # first group whose pattern matches a parameter holds
+    groups: tuple[ParameterGroup, ...] = ()
     clip_norm: float = 1.0  # largest gradient norm; 0 leaves gradients as they are
     minibatches: int = 1  # optimizer steps a train step takes, each on a share of the batch
     # tokens of a micro-batch on one rank; a longer sequence raises it to its own length
@@ -52,7 +87,7 @@ class TrainerConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # tokens whose keys are attended to at once, as in the engine; 0: all (docs/numerics.md)
     attention_split: int = 0
-    # whether checkpoints hold AdamW's moments; without them they take a third of the room
+    # whether checkpoints hold the optimizer's state; without AdamW's they take a third of the room
     save_optimizer: bool = True
     # the same weights and batch give the same bits; on GPUs, at some cost in speed
     deterministic: bool = False
@@ -64,11 +99,10 @@ class TrainerConfig:
         for name in ("lr", "warmup_steps", "eps", "weight_decay", "clip_norm"):
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0, name, value, "0 or more, and finite")
-        require(0 <= self.seed < 1 << 63, "seed", self.seed, "in [0, 2^63)")
+        _require_seed(self.seed)
         are_betas = all(0 <= beta < 1 for beta in self.betas)
         require(are_betas, "betas", self.betas, "two numbers in [0, 1)")
-        fits = self.attention_split >= 0 and self.attention_split % 128 == 0
-        require(fits, "attention_split", self.attention_split, "0 (all), or a multiple of 128")
+        _require_split(self.attention_split)
         if self.schedule != "constant":
             require(
                 self.total_steps > self.warmup_steps,
@@ -76,6 +110,57 @@ class TrainerConfig:
                 self.total_steps,
                 f"more than warmup_steps = {self.warmup_steps} for the schedule '{self.schedule}'",
             )
+
+
+@dataclass(frozen=True)
+class FrozenConfig:
+    """Settings of a frozen model: a reference, a teacher or a reward model."""
+
+    init: Literal["folder", "random"] = "folder"  # where the weights come from
+    seed: int = 0  # of random weights
+    # tokens of a micro-batch on one rank; a longer sequence raises it to its own length
+    max_tokens: int = 16384
+    logit_rows: int = 2048  # rows of logits that exist at once
+    # dtype of weights and forward pass; auto: bfloat16 on GPUs
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # tokens whose keys are attended to at once, as in the engine; 0: all (docs/numerics.md)
+    attention_split: int = 0
+    # the unit whose weights are gathered at once; auto: the model while it is small, else a layer
+    wrap: Wrap = "auto"
+
+    @staticmethod
+    def like(trainer: TrainerConfig) -> FrozenConfig:
+        """Return the settings of a model whose log-probs have the bits of this trainer's.
+
+        With random weights they are the trainer's first ones.
+        """
+        names = ("init", "seed", "max_tokens", "logit_rows", "dtype", "attention_split")
+        same: dict[str, Any] = {name: getattr(trainer, name) for name in names}
+        return FrozenConfig(**same, wrap=trainer.backend.wrap)
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "logit_rows"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require_seed(self.seed)
+        _require_split(self.attention_split)
+
+    def gathers_whole(self, num_bytes: int, num_ranks: int) -> bool:
+        """Return whether a model with `num_bytes` of weights is gathered as one unit."""
+        return _gathers_whole(self.wrap, num_bytes, num_ranks)
+
+
+def _gathers_whole(wrap: Wrap, num_bytes: int, num_ranks: int) -> bool:
+    limit = WHOLE_MODEL_ALONE_BYTES if num_ranks == 1 else WHOLE_MODEL_BYTES
+    return wrap == "model" or (wrap == "auto" and num_bytes <= limit)
+
+
+def _require_seed(seed: int) -> None:
+    require(0 <= seed < 1 << 63, "seed", seed, "in [0, 2^63)")
+
+
+def _require_split(split: int) -> None:
+    fits = split >= 0 and split % 128 == 0
+    require(fits, "attention_split", split, "0 (all), or a multiple of 128")
 
 
 def learning_rate(cfg: TrainerConfig, step: int) -> float:

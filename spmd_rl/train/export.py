@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import torch
@@ -12,8 +12,8 @@ from spmd_rl.controller.run.checksums import check
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import save_folder
-from spmd_rl.model.spec import ModelSpec
-from spmd_rl.train.backend import Backend
+from spmd_rl.model.spec import VALUE_HEAD, Head, ModelSpec
+from spmd_rl.train.backend import ModelBackend
 from spmd_rl.train.checkpoint_index import WEIGHTS, Index, read_index
 from spmd_rl.train.shards import ShardReader
 
@@ -30,13 +30,15 @@ def export_saved(
     index = read_index(path)
     weights = index.tensors[WEIGHTS]
     _check_weight_files(path, index)
-    shapes = ModelSpec.from_folder(like).parameter_shapes()
+    head = _head_of(weights)
+    shapes = ModelSpec.from_folder(like).parameter_shapes(head)
     if {name: tensor.shape for name, tensor in weights.items()} != shapes:
         raise ConfigError(
             f"{folder} holds the weights of another model than the config.json in {like}"
         )
     with ShardReader(path, index) as reader:
-        save_folder(target, like, ((name, reader.whole(WEIGHTS, name)) for name in shapes), dtype)
+        tensors = ((name, reader.whole(WEIGHTS, name)) for name in shapes)
+        save_folder(target, like, tensors, dtype, head)
 
 
 def _check_weight_files(folder: Path, index: Index) -> None:
@@ -46,7 +48,9 @@ def _check_weight_files(folder: Path, index: Index) -> None:
     check(folder, {file: index.files[file] for file in files})
 
 
-def export_hf(folder: str, like: str, backend: Backend, context: RoleContext, dtype: str) -> None:
+def export_hf(
+    folder: str, like: str, backend: ModelBackend, context: RoleContext, dtype: str
+) -> None:
     """Write a trainer's weights as a Hugging Face folder, gathering one tensor at a time.
 
     Config and tokenizer come from the folder `like`.
@@ -55,7 +59,7 @@ def export_hf(folder: str, like: str, backend: Backend, context: RoleContext, dt
     tensors = _gathered(backend)
     try:
         if context.rank == 0:
-            save_folder(folder, like, tensors, dtype=getattr(torch, dtype))
+            save_folder(folder, like, tensors, getattr(torch, dtype), _head_of(backend.names()))
     finally:
         # The other ranks gather every tensor, so this rank must too, even if its disk is full.
         for _ in tensors:
@@ -63,6 +67,10 @@ def export_hf(folder: str, like: str, backend: Backend, context: RoleContext, dt
     context.barrier()
 
 
-def _gathered(backend: Backend) -> Iterator[tuple[str, Tensor]]:
+def _head_of(names: Container[str]) -> Head:
+    return "value" if VALUE_HEAD in names else "lm"
+
+
+def _gathered(backend: ModelBackend) -> Iterator[tuple[str, Tensor]]:
     for name in backend.names():
         yield name, backend.gather(name)

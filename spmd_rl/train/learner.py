@@ -11,7 +11,6 @@ for bit, with what the engine recorded.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 from typing import NoReturn
@@ -25,11 +24,12 @@ from spmd_rl.algo.losses import Loss, LossInput, Needs, ValueInput, checked
 from spmd_rl.errors import ContractError, SpmdError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.train.backend import Backend, Outputs
+from spmd_rl.train.batch_runner import NOTHING_ELSE, BatchRunner, logprobs_of
 from spmd_rl.train.config import TrainerConfig, learning_rate
 from spmd_rl.train.determinism import deterministic
 from spmd_rl.train.flops import peak_flops
 from spmd_rl.train.metric_sums import MetricSums
-from spmd_rl.train.microbatch import MicroBatch, lay_out, num_micro_batches, split_sequences
+from spmd_rl.train.microbatch import MicroBatch, split_sequences
 from spmd_rl.train.on_policy import (
     MAX_DLOGP,
     TOKEN_COUNT,
@@ -38,11 +38,9 @@ from spmd_rl.train.on_policy import (
 )
 from spmd_rl.train.trainer_state import TrainerState
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.columns import entry_indices
 
 TOKENS = "train/tokens"
 OLD_LOGPROBS = "old_logprobs"  # a column that takes the place of the scoring pass
-NOTHING_ELSE = Needs()
 
 
 class Learner:
@@ -50,6 +48,7 @@ class Learner:
 
     def __init__(self, backend: Backend, context: RoleContext, cfg: TrainerConfig) -> None:
         self.backend = backend
+        self.runner = BatchRunner(backend, context, cfg.max_tokens)
         self.context = context
         self.cfg = cfg
         self.state = TrainerState()
@@ -65,7 +64,7 @@ class Learner:
         finite, before the optimizer step that would have used it.
         """
         start = time.perf_counter()
-        minibatches = [self._micro_batches(part) for part in self._minibatches(batch)]
+        minibatches = [self.runner.micro_batches(part) for part in self._minibatches(batch)]
         scale = len(minibatches) / batch.denominator
         with deterministic(self.cfg.deterministic):
             old_logprobs = self._old_logprobs(minibatches)
@@ -84,28 +83,7 @@ class Learner:
 
         Ranks: all of the role. Shape: [T].
         """
-        return self.score_each(batch, _logprobs)
-
-    def score_each(
-        self, batch: Batch, pick: Callable[[Outputs], Tensor], needs: Needs = NOTHING_ELSE
-    ) -> NDArray[np.float32]:
-        """Return what `pick` takes of the outputs for each token, zero outside the mask.
-
-        Ranks: all of the role. Shape: `pick` returns [M] or [M, K]; returns [T] or [T, K].
-        """
-        parts = self._sequences_by_micro_batch(batch)
-        micros = [lay_out(batch.select(part), self.backend.device) for part in parts]
-        picked: dict[int, NDArray[np.float32]] = {}
-
-        def visit(number: int, outputs: Outputs) -> None:
-            picked[number] = pick(outputs).cpu().numpy()
-
-        self.backend.forward(micros, visit, needs)
-        scores = np.zeros((batch.num_tokens, *picked[0].shape[1:]), picked[0].dtype)
-        for number, part in enumerate(parts):
-            flat = entry_indices(batch.lengths, np.array(part, np.int64))
-            scores[flat[batch.mask[flat]]] = picked[number]
-        return scores
+        return self.runner.score_each(batch, logprobs_of)
 
     def _old_logprobs(self, minibatches: list[list[MicroBatch]]) -> list[list[Tensor | None]]:
         """Return the log-probs under the present weights, where a step changes them before."""
@@ -130,17 +108,6 @@ class Learner:
             count = max(1, min(count, self.context.all_reduce_max(len(batch.unit_lengths()))))
         parts = split_sequences(batch.unit_lengths().tolist(), count)
         return [batch.select(batch.sequences_of(part)) for part in parts]
-
-    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        parts = self._sequences_by_micro_batch(batch)
-        return [lay_out(batch.select(part), self.backend.device) for part in parts]
-
-    def _sequences_by_micro_batch(self, batch: Batch) -> list[list[int]]:
-        """Return this rank's sequences by micro-batch: as many as the rank that needs most."""
-        lengths = batch.unit_lengths().tolist()
-        needed = max(num_micro_batches(lengths, self.cfg.max_tokens), 1)
-        parts = split_sequences(lengths, self.context.all_reduce_max(needed))
-        return [batch.sequences_of(part) for part in parts]
 
     def _optimize(
         self, micros: list[MicroBatch], old_logprobs: list[Tensor | None], step: _Step
@@ -248,13 +215,6 @@ class _Step:
     needs: Needs
     scale: float
     lr: float | None
-
-
-def _logprobs(outputs: Outputs) -> Tensor:
-    """Return the log-probs. Raises: ContractError for a model that has none."""
-    if outputs.logprobs is None:
-        raise ContractError("a model with a value head has no log-probs to score with")
-    return outputs.logprobs
 
 
 def _without_gradient(entropy: Tensor) -> Tensor:

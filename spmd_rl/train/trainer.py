@@ -1,131 +1,22 @@
-"""The Trainer role: a model on some ranks of the world, and what the controller may ask of it.
-
-The controller imports this module too, for the endpoints: torch comes in with the instance, on
-workers only.
-"""
+"""The Trainer role: a language model on some ranks of the world, which learns from batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import ClassVar
 
-from spmd_rl.algo.losses import Loss, Needs
-from spmd_rl.controller.capabilities import Contracted, Saver, WeightProvider
-from spmd_rl.controller.endpoint import Role, Sharded, collective, local
-from spmd_rl.errors import DataError
-from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.controller.endpoint import Sharded, collective
+from spmd_rl.model.spec import Head
+from spmd_rl.train.training_role import TrainingRole
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.token_values import TokenValues
 
-if TYPE_CHECKING:
-    from spmd_rl.weights.ends import WeightSource
 
+class Trainer(TrainingRole):
+    """Trains a language model, such as the policy."""
 
-class Trainer(Role, WeightProvider, Saver, Contracted):
-    """Learns from batches. `model` is a Hugging Face folder: config, tokenizer and first weights.
-
-    Its version names the current weights. A push sets it, and each train step raises it by one.
-    """
-
-    def __init__(self, cfg: TrainerConfig, context: RoleContext, model: str) -> None:
-        super().__init__(cfg, context)
-        self.cfg: TrainerConfig = cfg
-        self.model = model
-        from spmd_rl.train.build import build
-        from spmd_rl.train.checkpoint import CheckpointWriter
-
-        self.learner = build(cfg, model, context)
-        self.backend = self.learner.backend
-        self.checkpoints = CheckpointWriter(self.backend, context, cfg.save_optimizer)
-        self._resume_differences: list[str] = []
-        self._before_change: list[Callable[[], None]] = []
-
-    @collective
-    def train_step(
-        self,
-        batch: Sharded[Batch],
-        loss: Loss,
-        lr: float | None = None,
-        needs: Needs = Needs(),  # noqa: B008 - it is frozen
-    ) -> dict[str, float]:
-        """Learn from one batch, and return the metrics. `lr` overrides the schedule's rate."""
-        self.checkpoints.check()
-        self._check_fits(batch)
-        self._announce_change()
-        return self.learner.train_step(batch, loss, lr, needs)
+    HEAD: ClassVar[Head] = "lm"
 
     @collective
     def score(self, batch: Sharded[Batch]) -> Sharded[TokenValues]:
         """Return the log-probabilities of the batch's tokens under the current weights."""
-        self._check_fits(batch)
-        return TokenValues(self.learner.score(batch), batch.lengths, batch.index)
-
-    @collective
-    def version(self) -> int:
-        """Return the version of the current weights."""
-        return self.learner.state.version
-
-    @collective
-    def save(self, folder: str) -> None:
-        """Begin to write a checkpoint of the present state; `wait_until_saved` waits for it."""
-        self.checkpoints.start(folder, self.learner.state)
-
-    @collective
-    def wait_until_saved(self) -> None:
-        """Wait until the last checkpoint is written. Raises: SpmdError when it could not be."""
-        self.checkpoints.wait()
-
-    @collective
-    def load(self, folder: str) -> int:
-        """Resume from a checkpoint, written by any number of ranks, and return its version."""
-        from spmd_rl.train import checkpoint
-
-        self._announce_change()
-        self.learner.state, self._resume_differences = checkpoint.load(
-            folder, self.backend, self.context
-        )
-        return self.learner.state.version
-
-    @local
-    def resume_differences(self) -> list[str]:
-        """Return the reasons why training does not go on bit for bit from what was loaded."""
-        if self.context.world.device == "cuda" and not self.cfg.deterministic:
-            order = "gradients are summed in any order without trainer.deterministic = true"
-            return [*self._resume_differences, order]
-        return list(self._resume_differences)
-
-    @collective
-    def export_hf(self, folder: str, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
-        """Write a folder that `transformers` loads, with the first model's config and tokenizer."""
-        from spmd_rl.train.export import export_hf
-
-        export_hf(folder, self.model, self.backend, self.context, dtype)
-
-    def on_weights_pushed(self, version: int) -> None:
-        """Note that the weights just pushed are `version`, here as at the engine."""
-        self.learner.state.version = version
-
-    def weight_source(self) -> WeightSource:
-        """Return this rank's share of the master weights, which train steps update in place."""
-        return self.backend.source()
-
-    def call_before_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback` before each change of the weights, for a role that shares them."""
-        self._before_change.append(callback)
-
-    def numeric_contract(self) -> dict[str, str | int]:
-        """Return what the forward pass's bits depend on besides the weights."""
-        return self.backend.contract()
-
-    def _announce_change(self) -> None:
-        for callback in self._before_change:
-            callback()
-
-    def _check_fits(self, batch: Batch) -> None:
-        """Raises: DataError for a sequence longer than the model's positions."""
-        limit = self.backend.max_positions
-        for index, length in zip(batch.index, batch.lengths, strict=True):
-            if length > limit:
-                problem = f"{length} tokens are more than the model's {limit} positions"
-                raise DataError(f"batch, sequence {index}", problem)
+        return self.learner.runner.score(batch)

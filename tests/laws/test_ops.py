@@ -23,6 +23,7 @@ HELPERS = {  # what ops are given, or say of themselves
         "KvSlots",
         "QkNorm",
         "Rotary",
+        "Scores",
         "TokenAttention",
         "attention_backend",
         "contract",

@@ -31,6 +31,7 @@ class StepLoop:
         )
         self._parts: Mapping[str, CheckpointPart] = {}
         self._step: LoopStep | None = None  # the step that is under way
+        self._resumed_from = ""  # the checkpoint, and what cannot go on bit for bit
 
     def resume(self, parts: Mapping[str, CheckpointPart]) -> int:
         """Load the newest checkpoint into `parts`; return the step to continue with."""
@@ -47,12 +48,10 @@ class StepLoop:
             return 0
         path, state = found
         differences = self._differences(state)
-        clause = (
-            f": not bit for bit as it would have gone on ({', '.join(differences)})"
-            if differences
-            else ""
-        )
-        print(f"resuming at step {state.next_step + 1} from {path}{clause}", flush=True)
+        self._resumed_from = str(path)
+        if differences:
+            listed = ", ".join(differences)
+            self._resumed_from += f": not bit for bit as it would have gone on ({listed})"
         return state.next_step
 
     def warmup(self, num_steps: int, start: int) -> Iterator[LoopStep]:
@@ -72,6 +71,8 @@ class StepLoop:
         """Yield steps `start` to `num_steps - 1`, and save a checkpoint after each where due."""
         termination, calls = self._dispatcher.termination, self._dispatcher.calls
         grace_s = self._run.grace_s
+        if self._resumed_from and start < num_steps:
+            print(f"resuming at step {start + 1} from {self._resumed_from}", flush=True)
         if self._observer is not None:
             self._observer.on_steps(start, num_steps)
             calls.on_long_wait = self._observer.catch_up

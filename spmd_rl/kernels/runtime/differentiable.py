@@ -21,6 +21,8 @@ class _NoBackward(SimpleNamespace):
 
     def mark_non_differentiable(self, *tensors: Any) -> None: ...
 
+    def set_materialize_grads(self, value: bool) -> None: ...
+
 
 def call(function: type[Function], *inputs: Any) -> Any:
     """Apply `function` through autograd where gradients are enabled, else its forward alone."""

@@ -34,6 +34,13 @@ class DiskCache:
         except OSError as error:
             self._warn(f"kernels are compiled anew, as the cache {folder} is not used", error)
 
+    def private_folder(self, name: str) -> Path | None:
+        """Return a folder for a library's own cache, which only this user can enter.
+
+        It is None where this cache is not used.
+        """
+        return None if self._descriptor is None else self.folder / name
+
     def read(self, name: str) -> bytes | None:
         """Return the content under `name`, or None where there is none that can be trusted."""
         if self._descriptor is None:

@@ -1,20 +1,25 @@
-"""Language-model head down to log-probabilities, whose gradient is found in the forward pass.
+"""Language-model head down to log-probabilities, whose logits are dropped in the forward pass.
 
 The gradient of a token's log-probability towards its logits is known up to one factor: the gradient
 of the loss towards that log-probability. So the forward pass turns each chunk of fp32 logits into
 these slopes, rounded to the weight's dtype, and drops the logits. The backward pass is two
 products, whose rows are scaled by the factor.
+
+With a gradient of the entropy or of candidates there is more than one factor. Then the forward pass
+keeps the distances of the logits to their row's maximum, in as many bytes as the slopes take. The
+backward pass writes the gradient of the logits over them, and multiplies it twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
+from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK, score_gradients
+from spmd_rl.kernels.vocab.scores import ScoreGradients, Scores
 
 Logits = Callable[[Tensor], Tensor]
 
@@ -26,54 +31,125 @@ def head_logprobs(
     targets: Tensor,
     inv_temperature: Tensor,
     num_rows: int,
-) -> tuple[Tensor, Tensor]:
-    """Return `token_logprobs` of the head's logits, on NVIDIA GPUs.
+    *,
+    entropy_grad: bool = False,
+    candidates: Tensor | None = None,
+) -> Scores:
+    """Return `token_scores` of the head's logits, on NVIDIA GPUs.
 
-    At most `num_rows` rows of logits exist at once. `logits` multiplies rows of `hidden` with
-    `weight` (`linear_fp32`); the backward pass assumes that product. It keeps slopes [M, V] in the
-    weight's dtype.
+    The entropy is differentiable with `entropy_grad`. At most `num_rows` rows of logits exist at
+    once. `logits` multiplies rows of `hidden` with `weight` (`linear_fp32`); the backward pass
+    assumes that product. It keeps [M, V] elements of the weight's size.
 
-    Shape: hidden [M, C], weight [V, C], targets [M] int64, inv_temperature [M] fp32; returns two
-    tensors [M] fp32.
+    Shape: hidden [M, C], weight [V, C], targets [M] int64, inv_temperature [M] fp32, candidates
+    [M, K] int64.
     """
-    return _HeadLogprobs.apply(
-        hidden, weight, logits, targets, inv_temperature, num_rows, torch.is_grad_enabled()
-    )
+    head = _HeadInputs(logits, targets, inv_temperature, num_rows, torch.is_grad_enabled())
+    if not entropy_grad and candidates is None:
+        logprobs, entropy = _HeadLogprobs.apply(hidden, weight, head)
+        return Scores(logprobs, entropy, None)
+    scores = Scores(*_HeadScores.apply(hidden, weight, head, candidates))
+    return scores if entropy_grad else scores._replace(entropy=scores.entropy.detach())
+
+
+class _HeadInputs(NamedTuple):
+    """Inputs of `head_logprobs` that have no gradient, and whether a backward pass may follow."""
+
+    logits: Logits
+    targets: Tensor
+    inv_temperature: Tensor
+    num_rows: int
+    keeps: bool
+
+    def chunks(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Return rows at a time, with their logits, targets and inverse temperatures."""
+        for start in range(0, len(hidden), self.num_rows):
+            part = slice(start, start + self.num_rows)
+            yield part, self.logits(hidden[part]), self.targets[part], self.inv_temperature[part]
 
 
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        logits: Logits,
-        targets: Tensor,
-        inv_temperature: Tensor,
-        num_rows: int,
-        keeps: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, head: _HeadInputs
     ) -> tuple[Tensor, Tensor]:
-        from spmd_rl.kernels.vocab.logprob_triton import logprob_backward, logprob_forward
+        from spmd_rl.kernels.vocab.logprob_backward_triton import logprob_backward
+        from spmd_rl.kernels.vocab.logprob_triton import logprob_forward
 
-        logprob, entropy = (torch.empty_like(inv_temperature) for _ in range(2))
-        one = torch.ones_like(inv_temperature)
-        slopes = hidden.new_empty(len(hidden) if keeps else 0, len(weight), dtype=weight.dtype)
-        for start in range(0, len(hidden), num_rows):
-            part = slice(start, start + num_rows)
-            inputs = logits(hidden[part]), targets[part], inv_temperature[part]
+        logprob, entropy = (torch.empty_like(head.inv_temperature) for _ in range(2))
+        one = torch.ones_like(head.inv_temperature)
+        shape = len(hidden) if head.keeps else 0, len(weight)
+        slopes = hidden.new_empty(shape, dtype=weight.dtype)
+        for part, logits, targets, inv_temperature in head.chunks(hidden):
             logprob[part], entropy[part], norms = logprob_forward(
-                *inputs, NUM_VOCAB_SHARDS, VOCAB_CHUNK
+                logits, targets, inv_temperature, NUM_VOCAB_SHARDS, VOCAB_CHUNK
             )
-            if keeps:
-                logprob_backward(one[part], *inputs, norms, slopes[part])
+            if head.keeps:
+                scores = Scores(logprob[part], entropy[part], None)
+                grads = ScoreGradients(one[part], None, None)
+                logprob_backward(
+                    grads, scores, logits, targets, None, inv_temperature, norms, slopes[part]
+                )
         ctx.save_for_backward(hidden, weight, slopes)
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden, weight, slopes = ctx.saved_tensors
         factor = grads[0].unsqueeze(1)
         grad_hidden = (slopes @ weight).mul_(factor)
         grad_weight = slopes.t() @ (hidden * factor).to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None
+
+
+class _HeadScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, head: _HeadInputs, candidates: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        from spmd_rl.kernels.vocab.logprob_backward_triton import shift_logits
+        from spmd_rl.kernels.vocab.logprob_triton import candidates_forward, logprob_forward
+
+        ctx.set_materialize_grads(False)
+        logprob, entropy = (torch.empty_like(head.inv_temperature) for _ in range(2))
+        norms = logprob.new_empty(2, len(logprob))
+        found: list[Tensor] = []
+        shape = len(hidden) if head.keeps else 0, len(weight)
+        kept = hidden.new_empty(shape, dtype=_same_size_float(weight.dtype))
+        for part, logits, targets, inv_temperature in head.chunks(hidden):
+            logprob[part], entropy[part], norms[:, part] = logprob_forward(
+                logits, targets, inv_temperature, NUM_VOCAB_SHARDS, VOCAB_CHUNK
+            )
+            if candidates is not None:
+                found.append(
+                    candidates_forward(logits, candidates[part], inv_temperature, norms[:, part])
+                )
+            if head.keeps:
+                shift_logits(logits, inv_temperature, norms[:, part], kept[part])
+        of_candidates = None if candidates is None else torch.cat(found)
+        inputs = head.targets, head.inv_temperature, candidates
+        ctx.save_for_backward(hidden, weight, kept, norms, *inputs, logprob, entropy, of_candidates)
+        return logprob, entropy, of_candidates
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
+        from spmd_rl.kernels.vocab.logprob_backward_triton import logprob_backward
+
+        hidden, weight, kept, norms, *inputs = ctx.saved_tensors
+        targets, inv_temperature, candidates, *results = inputs
+        scores = Scores(*results)
+        upstream = score_gradients(grads, scores)
+        grad_logits = kept.view(weight.dtype)
+        logprob_backward(
+            upstream, scores, kept, targets, candidates, inv_temperature, norms, grad_logits,
+            is_shifted=True,
+        )  # fmt: skip
+        # A second backward pass would read gradients as logits: torch now refuses it.
+        torch.autograd.graph.increment_version(kept)
+        return grad_logits @ weight, grad_logits.t() @ hidden, None, None
+
+
+def _same_size_float(dtype: torch.dtype) -> torch.dtype:
+    """Return the float of the same size whose distances to a maximum are the most precise."""
+    return torch.float16 if dtype.itemsize == 2 else dtype

@@ -3,6 +3,9 @@
 z = logits * invT. The maximum m is exact. s = sum exp(z - m) is taken over eight virtual vocabulary
 shards, in chunks of at most 1,024; each sum runs along a contiguous dimension of fixed length.
 log p = (z_t - m) - log s. The shape of that sum depends on the vocabulary alone.
+
+The gradients towards logit j are invT * ([j = t] - p_j) of log p, and -invT * p_j * (log p_j + H)
+of the entropy H.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.runtime.differentiable import call
 from spmd_rl.kernels.runtime.padding import dense
+from spmd_rl.kernels.vocab.scores import ScoreGradients, Scores
 
 NUM_VOCAB_SHARDS = 8
 VOCAB_CHUNK = 1024
@@ -26,12 +30,37 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of `targets` and the entropy of each row, at its temperature.
 
-    Only the log-probability is differentiable in `logits`: the entropy is a measurement.
+    Both are differentiable in `logits`. An entropy that the loss ignores costs nothing in the
+    backward pass.
 
     Shape: logits [M, V] fp32, targets [M] int64, inv_temperature [M] fp32; returns two tensors [M]
     fp32.
     """
-    return call(_TokenLogprobs, logits, targets, inv_temperature)
+    logprobs, entropy, _ = call(_TokenScores, logits, targets, inv_temperature, None)
+    return logprobs, entropy
+
+
+def candidate_logprobs(logits: Tensor, candidates: Tensor, inv_temperature: Tensor) -> Tensor:
+    """Return the log-probabilities of K given tokens of each row, differentiable in `logits`.
+
+    They have the bits of `token_logprobs`. A row may name a token more than once.
+
+    Shape: logits [M, V] fp32, candidates [M, K] int64, inv_temperature [M] fp32; returns [M, K]
+    fp32.
+    """
+    targets = candidates[:, 0].contiguous()
+    logprobs: Tensor = call(_TokenScores, logits, targets, inv_temperature, candidates)[2]
+    return logprobs
+
+
+def token_scores(
+    logits: Tensor, targets: Tensor, inv_temperature: Tensor, candidates: Tensor | None
+) -> Scores:
+    """Return `token_logprobs` and `candidate_logprobs` of one pass over the logits.
+
+    Shape: logits [M, V] fp32, targets [M] int64, inv_temperature [M] fp32, candidates [M, K] int64.
+    """
+    return Scores(*call(_TokenScores, logits, targets, inv_temperature, candidates))
 
 
 def _sum_exp(terms: Tensor) -> Tensor:
@@ -48,44 +77,87 @@ def _sum_exp(terms: Tensor) -> Tensor:
     return terms.reshape(num_rows, NUM_VOCAB_SHARDS * num_chunks, chunk).sum(-1).sum(-1)
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, inv_temperature: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        inv_temperature: Tensor,
+        candidates: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        inputs = targets, inv_temperature, candidates
+        of_candidates = None
         if logits.is_cuda:
-            from spmd_rl.kernels.vocab.logprob_triton import logprob_forward
+            from spmd_rl.kernels.vocab.logprob_triton import candidates_forward, logprob_forward
 
             logits = dense(logits)
             logprob, entropy, norms = logprob_forward(
                 logits, targets, inv_temperature, NUM_VOCAB_SHARDS, VOCAB_CHUNK
             )
-            ctx.save_for_backward(logits, targets, inv_temperature, norms)
-            ctx.mark_non_differentiable(entropy)
-            return logprob, entropy
+            if candidates is not None:
+                of_candidates = candidates_forward(logits, candidates, inv_temperature, norms)
+            ctx.save_for_backward(logits, norms, *inputs, logprob, entropy, of_candidates)
+            return logprob, entropy, of_candidates
         shifted = logits * inv_temperature.unsqueeze(1)
         shifted -= shifted.amax(dim=1, keepdim=True)
         terms = shifted.exp()
         total = _sum_exp(terms)
         log_total = total.log()
         logprob = shifted.gather(1, targets.unsqueeze(1)).squeeze(1) - log_total
+        if candidates is not None:
+            of_candidates = shifted.gather(1, candidates) - log_total.unsqueeze(1)
         probs = terms.div_(total.unsqueeze(1))
         entropy = log_total - shifted.mul_(probs).sum(-1)
-        ctx.save_for_backward(probs, targets, inv_temperature)
-        ctx.mark_non_differentiable(entropy)
-        return logprob, entropy
+        ctx.save_for_backward(probs, None, *inputs, logprob, entropy, of_candidates)
+        return logprob, entropy, of_candidates
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        if grads[0].is_cuda:
-            from spmd_rl.kernels.vocab.logprob_triton import logprob_backward
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
+        kept, norms, targets, inv_temperature, candidates, *results = ctx.saved_tensors
+        scores = Scores(*results)
+        upstream = score_gradients(grads, scores)
+        if not kept.is_cuda:
+            inputs = targets, inv_temperature, candidates
+            return _logit_gradient(upstream, scores, kept, *inputs), None, None, None
+        from spmd_rl.kernels.vocab.logprob_backward_triton import logprob_backward
 
-            logits, targets, inv_temperature, norms = ctx.saved_tensors
-            grad = torch.empty_like(logits)
-            logprob_backward(grads[0], logits, targets, inv_temperature, norms, grad)
-            return grad, None, None
-        probs, targets, inv_temperature = ctx.saved_tensors
-        scale = (grads[0] * inv_temperature).unsqueeze(1)
-        grad = probs * -scale
-        grad.scatter_add_(1, targets.unsqueeze(1), scale)
-        return grad, None, None
+        out = torch.empty_like(kept)
+        logprob_backward(upstream, scores, kept, targets, candidates, inv_temperature, norms, out)
+        return out, None, None, None
+
+
+def score_gradients(grads: tuple[Tensor | None, ...], scores: Scores) -> ScoreGradients:
+    """Return the gradients that autograd gave, with zeros for log-probs that the loss ignores."""
+    logprobs, *others = grads
+    return ScoreGradients(
+        torch.zeros_like(scores.logprobs) if logprobs is None else logprobs, *others
+    )
+
+
+def _logit_gradient(
+    grads: ScoreGradients,
+    scores: Scores,
+    probs: Tensor,
+    targets: Tensor,
+    inv_temperature: Tensor,
+    candidates: Tensor | None,
+) -> Tensor:
+    """Return the gradient towards the logits, from their probabilities. Shape: [M, V]."""
+    scale = (grads.logprobs * inv_temperature).unsqueeze(1)
+    of_candidates = of_entropy = None
+    total = scale
+    if grads.candidate_logprobs is not None:
+        of_candidates = grads.candidate_logprobs * inv_temperature.unsqueeze(1)
+        total = total + of_candidates.sum(1, keepdim=True)
+    if grads.entropy is not None:
+        of_entropy = (grads.entropy * inv_temperature).unsqueeze(1)
+        total = total + of_entropy * scores.entropy.unsqueeze(1)
+    grad = probs * -total
+    if of_entropy is not None:
+        grad.addcmul_(torch.special.entr(probs), of_entropy)  # entr(p) = -p * log p, 0 at p = 0
+    grad.scatter_add_(1, targets.unsqueeze(1), scale)
+    if candidates is not None and of_candidates is not None:
+        grad.scatter_add_(1, candidates, of_candidates)
+    return grad

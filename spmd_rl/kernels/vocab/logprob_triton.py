@@ -1,8 +1,7 @@
 """Log-probabilities on NVIDIA GPUs, in three small kernels.
 
 They find the maximum of each (row, vocabulary shard); its sum of exp(z - m), lane by lane over
-chunks of 1,024 and then along one tree; and the sum of a row's eight shards in ascending order. The
-gradient is recomputed from the logits, so only a row's maximum and sum are kept beside them.
+chunks of 1,024 and then along one tree; and the sum of a row's eight shards in ascending order.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -16,7 +15,6 @@ from spmd_rl.kernels.runtime.pdl import overlapping, wait
 
 SUM_WARPS = 4
 UNROLLED = tl.constexpr(2)
-GRADIENT_BLOCK = 4096
 
 
 def logprob_forward(
@@ -72,28 +70,21 @@ def combined(
     return logprob, entropy, norms
 
 
-def logprob_backward(
-    grad: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    inv_temperature: Tensor,
-    norms: Tensor,
-    out: Tensor,
-) -> None:
-    """Write the gradient of the logits [M, V] to `out`, which is contiguous."""
-    num_rows, vocab = logits.shape
-    _gradient[(num_rows, triton.cdiv(vocab, GRADIENT_BLOCK))](
-        grad.contiguous(),
-        logits,
-        targets,
-        inv_temperature,
-        norms[0],
-        norms[1],
-        out,
-        vocab,
-        GRADIENT_BLOCK,
-        num_warps=8,
-    )
+def candidates_forward(
+    logits: Tensor, candidates: Tensor, inv_temperature: Tensor, norms: Tensor
+) -> Tensor:
+    """Return the log-probabilities of candidates [M, K], with the bits of `logprob_forward`.
+
+    Shape: candidates [M, K] int64; norms [2, M] as of `logprob_forward`.
+    """
+    num_rows, count = candidates.shape
+    logprobs = logits.new_empty(num_rows, count)
+    _candidates[(num_rows,)](
+        logits, candidates.contiguous(), inv_temperature, norms[0], norms[1], logprobs,
+        logits.shape[1], count, BLOCK=triton.next_power_of_2(count), num_warps=1,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return logprobs
 
 
 @triton.jit
@@ -182,16 +173,13 @@ def _combine(
 
 
 @triton.jit
-def _gradient(
-    grad, logits, targets, inv_temperature, row_max, row_sum, out, vocab, BLOCK: tl.constexpr
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < vocab
-    scale = tl.load(inv_temperature + row)
-    shifted = tl.load(logits + row * vocab + column, mask=inside, other=0.0) * scale - tl.load(
-        row_max + row
-    )
-    hit = tl.where(column == tl.load(targets + row), 1.0, 0.0)
-    result = tl.load(grad + row) * scale * (hit - tl.exp(shifted) / tl.load(row_sum + row))
-    tl.store(out + row * vocab + column, result.to(out.dtype.element_ty), mask=inside)
+def _candidates(
+    logits, candidates, inv_temperature, row_max, row_sum, logprobs, vocab, count,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = place < count
+    column = tl.load(candidates + row * count + place, mask=inside, other=0)
+    chosen = tl.load(logits + row * vocab + column) * tl.load(inv_temperature + row)
+    logprob = (chosen - tl.load(row_max + row)) - tl.log(tl.load(row_sum + row))
+    tl.store(logprobs + row * count + place, logprob, mask=inside)

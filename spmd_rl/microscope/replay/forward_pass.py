@@ -122,7 +122,7 @@ class TrainerPass:
         is_computed = position >= 0
         arrays = rows[is_computed], position[is_computed], scored
         tap.begin_forward(*(torch.from_numpy(array).to(self.device) for array in arrays))
-        logprobs, _ = self.scorer(lay_out(batch, self.device))
+        logprobs = self.scorer(lay_out(batch, self.device)).logprobs
         tap.observe(Point(self.model.spec.num_layers, "logprob"), logprobs)
 
     def _pack(self, batch: Batch) -> shared_prefix.PackedLayout:

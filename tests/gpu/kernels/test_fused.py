@@ -15,6 +15,7 @@ from spmd_rl.kernels import (
     KvSlots,
     QkNorm,
     Rotary,
+    Scores,
     add_rms_norm,
     head_logprobs,
     linear,
@@ -409,12 +410,12 @@ def test_head_has_the_bits_and_gradients_of_its_parts(
     )
     push = torch.randn(num_rows, device="cuda")
 
-    def head(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def head(hidden: Tensor, weight: Tensor) -> Scores:
         return head_logprobs(
             hidden, weight, lambda part: linear_fp32(part, weight), targets, scale, 128
         )
 
-    logprob, entropy = head(hidden, weight)
+    logprob, entropy, _ = head(hidden, weight)
     expected = token_logprobs(linear_fp32(hidden, weight), targets, scale)
     assert unequal(logprob, expected[0]) == unequal(entropy, expected[1]) == 0
     found = _gradients(lambda *leaves: head(*leaves)[0], [hidden, weight], push)

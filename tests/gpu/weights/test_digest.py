@@ -88,13 +88,13 @@ def test_columns_that_do_not_lie_side_by_side_are_summed_too() -> None:
 
 def test_all_boxes_of_two_dtypes_are_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[int] = []
-    add = digest_triton.add_digests
+    add = digest_triton.RowDigests.add_to
 
-    def counted(sums: Tensor, rows: list[digest_triton.Rows], *dtypes: torch.dtype) -> None:
-        launches.append(len(rows))
-        add(sums, rows, *dtypes)
+    def counted(rows: digest_triton.RowDigests, sums: Tensor) -> None:
+        launches.append(len(rows._table))
+        add(rows, sums)
 
-    monkeypatch.setattr(digest_triton, "add_digests", counted)
+    monkeypatch.setattr(digest_triton.RowDigests, "add_to", counted)
     tensors = [torch.randn(5, 5, device=DEVICE) for _ in range(300)]
     whole = list(LocalTensors.whole({str(i): one for i, one in enumerate(tensors)}).values())
     box_sums(whole, ["bfloat16"] * 150 + ["float32"] * 150)

@@ -36,10 +36,12 @@ from spmd_rl.kernels.rowwise import activation_triton, norm_triton, rope_triton,
 from spmd_rl.kernels.vocab import (
     decode_outputs_triton,
     filter_triton,
+    logprob_backward_triton,
     logprob_triton,
     sampling_triton,
 )
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
+from spmd_rl.kernels.vocab.scores import ScoreGradients, Scores
 from tests.unit.kernels.compiled import compiled_of, instructions, ptx_of, shuffles
 
 BF16 = torch.bfloat16
@@ -351,6 +353,60 @@ def test_what_frames_a_step_compiles() -> None:
         lambda: decode_outputs_triton.decode_outputs(ids, torch.zeros(40), ids, ids, *host, one),
     )
     assert all("griddepcontrol.wait" in ptx for ptx in (inputs, outputs))
+
+
+def test_candidates_round_as_chosen_tokens() -> None:
+    """Products are rounded before a maximum is subtracted from them."""
+    logits, ids = rows(17, 151936, torch.float32), torch.zeros(17, 20, dtype=torch.int64)
+    ones, norms = torch.ones(17), torch.ones(2, 17)
+    ptx = ptx_of(
+        logprob_triton._candidates,
+        lambda: logprob_triton.candidates_forward(logits, ids, ones, norms),
+    )
+    found = instructions(ptx)
+    assert "mul.rn.f32" in found
+    assert "fma.rn.f32" not in found
+
+
+@pytest.mark.parametrize("name", ["_gradient", "_candidate_gradient"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_a_gradient_in_place_reads_each_distance_before_it_writes(
+    name: str, dtype: torch.dtype
+) -> None:
+    """A program reads its block of what the head kept once, and then stores gradients over it."""
+    kept = rows(17, 151936, torch.float16 if dtype == BF16 else dtype)
+    targets, ids = torch.zeros(17, dtype=torch.int64), torch.zeros(17, 20, dtype=torch.int64)
+    ones, norms, many = torch.ones(17), torch.ones(2, 17), torch.ones(17, 20)
+    ptx = ptx_of(
+        getattr(logprob_backward_triton, name),
+        lambda: logprob_backward_triton.logprob_backward(
+            ScoreGradients(ones, ones, many),
+            Scores(ones, ones, many),
+            kept,
+            targets,
+            ids,
+            ones,
+            norms,
+            kept.view(dtype),
+            is_shifted=True,
+        ),
+    )
+    loads, stores = (
+        [place for place, line in enumerate(ptx.splitlines()) if f" {word}.global" in line]
+        for word in ("ld", "st")
+    )
+    assert max(loads) < min(stores)
+
+
+def test_what_the_head_keeps_compiles() -> None:
+    logits, kept = rows(17, 151936, torch.float32), rows(17, 151936, torch.float16)
+    ptx = ptx_of(
+        logprob_backward_triton._shift,
+        lambda: logprob_backward_triton.shift_logits(
+            logits, torch.ones(17), torch.ones(2, 17), kept
+        ),
+    )
+    assert "max.f32" in instructions(ptx)
 
 
 @pytest.mark.parametrize("name", ["_maxima", "_shares", "weigh", "settle", "_keep"])

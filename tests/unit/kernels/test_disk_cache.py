@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.kernels.runtime import disk_cache
-from spmd_rl.kernels.runtime.disk_cache import DiskCache, cache_name, user_cache
+from spmd_rl.kernels.runtime import disk_cache, preload
+from spmd_rl.kernels.runtime.disk_cache import FOLDER_ENV, DiskCache, cache_name, user_cache
 
 
 @pytest.fixture
@@ -234,3 +234,26 @@ def test_another_key_has_another_name(other: tuple[object, ...]) -> None:
 def test_a_key_without_a_stable_text_has_no_name() -> None:
     with pytest.raises(TypeError, match="object is no part of a cache's key"):
         cache_name("kind", (1, object()))
+
+
+def test_triton_keeps_its_kernels_in_the_private_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, expected in ((tmp_path / "mine", str(tmp_path / "mine" / "triton")), ("", None)):
+        monkeypatch.delenv(preload.TRITON_CACHE_ENV, raising=False)
+        monkeypatch.setenv(FOLDER_ENV, str(folder))
+        user_cache.cache_clear()
+        preload.keep_triton_cache_private()
+        assert os.environ.get(preload.TRITON_CACHE_ENV) == expected
+    user_cache.cache_clear()
+
+
+def test_triton_keeps_its_kernels_where_the_user_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_ENV, str(tmp_path / "mine"))
+    monkeypatch.setenv(preload.TRITON_CACHE_ENV, "elsewhere")
+    user_cache.cache_clear()
+    preload.keep_triton_cache_private()
+    assert os.environ[preload.TRITON_CACHE_ENV] == "elsewhere"
+    user_cache.cache_clear()

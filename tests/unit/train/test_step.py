@@ -14,12 +14,12 @@ import torch
 
 from spmd_rl.algo.losses import LossInput, grpo_loss, sft_loss
 from spmd_rl.errors import ContractError, DataError, SpmdError
-from spmd_rl.kernels import PackedAttention
+from spmd_rl.kernels import PackedAttention, Scores
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.train import config, fsdp2, learner
+from spmd_rl.train import config, learner, sharded_model
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch, split_sequences
 from spmd_rl.train.trainer import Trainer
@@ -166,9 +166,9 @@ def test_what_is_compared_is_differentiated_wherever_the_weights_are_still_the_f
     trainer = new_trainer(minibatches=3, max_tokens=9999)
     with_gradients, score = [], trainer.backend.scorer.forward
 
-    def watched(micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def watched(micro: MicroBatch, **options: Any) -> Scores:
         with_gradients.append(torch.is_grad_enabled())
-        return score(micro)
+        return score(micro, **options)
 
     monkeypatch.setattr(trainer.backend.scorer, "forward", watched)
     trainer.train_step(make_batch(), grpo_loss)
@@ -181,13 +181,13 @@ def test_a_model_has_no_memory_before_it_is_sharded(
 ) -> None:
     spec, folder, there = ModelSpec.from_folder(model_folder), tmp_path / "hf", []
     save_folder(folder, model_folder, random_weights(spec, seed=3))
-    shard = fsdp2._shard
+    shard = sharded_model._shard
 
-    def looked_at(scorer: Scorer, *rest: Any) -> Any:
-        there.extend(parameter.device.type for parameter in scorer.parameters())
-        return shard(scorer, *rest)
+    def looked_at(modules: list[Scorer], *rest: Any) -> Any:
+        there.extend(parameter.device.type for parameter in modules[-1].parameters())
+        return shard(modules, *rest)
 
-    monkeypatch.setattr(fsdp2, "_shard", looked_at)
+    monkeypatch.setattr(sharded_model, "_shard", looked_at)
     weights = _weights(new_trainer(model=str(folder), init=init, seed=3))
     assert set(there) == {"meta"}
     assert weights.keys() == spec.parameter_shapes().keys()

@@ -1,0 +1,176 @@
+"""ShardedModel: a model's weights sharded with FSDP2, and its forward pass.
+
+One mesh axis of size one is plain FSDP. dp x fsdp is HSDP, which shards within fsdp and replicates
+over dp. A frozen model is no more than this; a trainer adds gradients and an optimizer (fsdp2.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from spmd_rl.algo.losses import Needs
+from spmd_rl.errors import ContractError
+from spmd_rl.kernels.attention.backend import attention_backend
+from spmd_rl.model.scorer import Scorer
+from spmd_rl.model.value_head import ValueScorer
+from spmd_rl.train.backend import Outputs, State, Visit, VisitTop
+from spmd_rl.train.microbatch import MicroBatch
+from spmd_rl.weights.layout import chunk_box
+from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
+from spmd_rl.weights.tensor_ends import TensorSource
+
+
+class ShardedModel:
+    """The model of a scorer on the meta device, sharded over `mesh`, whose axes are dp and fsdp.
+
+    It computes in `dtype`. Weights are unset until `fill`.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer | ValueScorer,
+        mesh: DeviceMesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        gathers_whole: Callable[[int, int], bool],
+        reshard_after_forward: bool | None = None,
+    ) -> None:
+        spec = scorer.model.spec
+        attention_backend(spec.head_dim, dtype, device, scorer.attention_split)
+        self.device = device
+        self._dtype = dtype
+        self.max_positions = spec.max_positions
+        self.num_replicas = mesh.size(0)
+        self.num_shards, self.shard = mesh.size(1), mesh.get_local_rank("fsdp")
+        self.scorer = scorer
+        num_bytes = sum(parameter.nbytes for parameter in scorer.parameters())
+        modules = _units(scorer, gathers_whole(num_bytes, mesh.size()))
+        self.units = _shard(modules, mesh, _mixed_precision(scorer, dtype), reshard_after_forward)
+        if isinstance(scorer, Scorer):
+            register_fsdp_forward_method(scorer, "top_logprobs")
+        scorer.to_empty(device=device)
+        self.parameters = {
+            name: cast(DTensor, parameter) for name, parameter in scorer.model.named_parameters()
+        }
+        self.local = {
+            name: nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
+            for name, parameter in self.parameters.items()
+        }
+
+    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Set the weights from whole tensors by name, of which each rank keeps its rows."""
+        with torch.no_grad():
+            for name, whole in weights:
+                rows = chunk_box(tuple(whole.shape), self.shard, self.num_shards)
+                self.local[name].copy_(whole.narrow(0, rows.offset[0], rows.extent[0]))
+
+    def contract(self) -> dict[str, str | int]:
+        """Return what the forward pass's bits depend on besides the weights."""
+        return self.scorer.model.contract(self.device, self._dtype, self.scorer.attention_split)
+
+    def forward(self, micros: Sequence[MicroBatch], visit: Visit, needs: Needs) -> None:
+        with torch.no_grad():
+            for number, micro in enumerate(micros):
+                outputs = self._outputs(micro, needs)
+                self._free_gathered()
+                visit(number, outputs)
+
+    def top_logprobs(self, micros: Sequence[MicroBatch], num_top: int, visit: VisitTop) -> None:
+        """Find the `num_top` likeliest tokens at each scored position, without gradients.
+
+        `visit` gets the number of each micro-batch, their ids and their log-probs.
+        """
+        if not isinstance(self.scorer, Scorer):
+            raise ContractError("a model with a value head has no log-probs to score with")
+        vocab_size = self.scorer.model.spec.vocab_size
+        if not 1 <= num_top <= vocab_size:
+            raise ContractError(f"k = {num_top}: the model has {vocab_size} tokens to choose from")
+        with torch.no_grad():
+            for number, micro in enumerate(micros):
+                top = self.scorer.top_logprobs(micro, num_top)
+                self._free_gathered()
+                visit(number, top)
+
+    def _outputs(self, micro: MicroBatch, needs: Needs) -> Outputs:
+        if isinstance(self.scorer, ValueScorer):
+            return Outputs(values=self.scorer(micro))
+        candidates = micro.columns["candidates"].long() if needs.candidates else None
+        scores = self.scorer(micro, entropy_grad=needs.entropy, candidates=candidates)
+        return Outputs(*scores)
+
+    def _free_gathered(self) -> None:
+        """Free the gathered weights.
+
+        Without a backward pass nothing else does: they would take memory, and be stale after a
+        load.
+        """
+        for unit in self.units:
+            unit.reshard()
+
+    def state(self) -> State:
+        return {"weights": list(self.local_weights().items())}
+
+    def on_loaded(self, optimizer_steps: int) -> None: ...
+
+    def source(self) -> TensorSource:
+        return TensorSource(self.local_weights().items())
+
+    def names(self) -> list[str]:
+        return list(self.parameters)
+
+    def gather(self, name: str) -> Tensor:
+        """Return one whole parameter, on every rank."""
+        return self.parameters[name].full_tensor()
+
+    def local_weights(self) -> LocalTensors:
+        """Return this rank's shards of the weights."""
+        shards = {}
+        for name, parameter in self.parameters.items():
+            shape = tuple(parameter.shape)
+            box = chunk_box(shape, self.shard, self.num_shards)
+            shards[name] = LocalTensor(shape, box, self.local[name])
+        return LocalTensors(shards)
+
+
+def _units(scorer: Scorer | ValueScorer, gathers_whole: bool) -> list[nn.Module]:
+    """Return the modules to shard: the whole scorer, or each layer and then the rest."""
+    return [scorer] if gathers_whole else [*scorer.model.model.layers, scorer]
+
+
+def _shard(
+    modules: list[nn.Module],
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | None,
+) -> list[FSDPModule]:
+    """Make each module a unit whose weights are gathered at once."""
+    for module in modules:
+        fully_shard(
+            module,
+            mesh=mesh if mesh.size(0) > 1 else mesh["fsdp"],
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+        )
+    return [cast(FSDPModule, module) for module in modules]
+
+
+def _mixed_precision(scorer: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Return the policy: compute in `dtype`, and sum gradients in float32."""
+    is_stored_so = all(parameter.dtype == dtype for parameter in scorer.parameters())
+    return MixedPrecisionPolicy(
+        param_dtype=None if is_stored_so else dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )

@@ -1,0 +1,118 @@
+"""TrainingRole: what every role that learns from batches has, whatever head its model has.
+
+The controller imports this module too, for the endpoints: torch comes in with the instance, on
+workers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from spmd_rl.algo.losses import Loss, Needs
+from spmd_rl.controller.capabilities import Contracted, Saver, WeightProvider
+from spmd_rl.controller.endpoint import Role, Sharded, collective, local
+from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.model.spec import Head
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.types.batch import Batch
+
+if TYPE_CHECKING:
+    from spmd_rl.weights.ends import WeightSource
+
+
+class TrainingRole(Role, WeightProvider, Saver, Contracted):
+    """Learns from batches. `model` is a Hugging Face folder: config, tokenizer and first weights.
+
+    Its version names the current weights. A push sets it, and each train step raises it by one.
+    """
+
+    HEAD: ClassVar[Head]
+
+    def __init__(self, cfg: TrainerConfig, context: RoleContext, model: str) -> None:
+        super().__init__(cfg, context)
+        self.cfg: TrainerConfig = cfg
+        self.model = model
+        from spmd_rl.train.build import build
+        from spmd_rl.train.checkpoint import CheckpointWriter
+
+        self.learner = build(cfg, model, context, self.HEAD)
+        self.backend = self.learner.backend
+        self.checkpoints = CheckpointWriter(self.backend, context, cfg.save_optimizer)
+        self._resume_differences: list[str] = []
+        self._before_change: list[Callable[[], None]] = []
+
+    @collective
+    def train_step(
+        self,
+        batch: Sharded[Batch],
+        loss: Loss,
+        lr: float | None = None,
+        needs: Needs = Needs(),  # noqa: B008 - it is frozen
+    ) -> dict[str, float]:
+        """Learn from one batch, and return the metrics. `lr` overrides the schedule's rate."""
+        self.checkpoints.check()
+        self.learner.runner.check_fits(batch)
+        self._announce_change()
+        return self.learner.train_step(batch, loss, lr, needs)
+
+    @collective
+    def version(self) -> int:
+        """Return the version of the current weights."""
+        return self.learner.state.version
+
+    @collective
+    def save(self, folder: str) -> None:
+        """Begin to write a checkpoint of the present state; `wait_until_saved` waits for it."""
+        self.checkpoints.start(folder, self.learner.state)
+
+    @collective
+    def wait_until_saved(self) -> None:
+        """Wait until the last checkpoint is written. Raises: SpmdError when it could not be."""
+        self.checkpoints.wait()
+
+    @collective
+    def load(self, folder: str) -> int:
+        """Resume from a checkpoint, written by any number of ranks, and return its version."""
+        from spmd_rl.train import checkpoint
+
+        self._announce_change()
+        self.learner.state, self._resume_differences = checkpoint.load(
+            folder, self.backend, self.context
+        )
+        return self.learner.state.version
+
+    @local
+    def resume_differences(self) -> list[str]:
+        """Return the reasons why training does not go on bit for bit from what was loaded."""
+        if self.context.world.device == "cuda" and not self.cfg.deterministic:
+            order = "gradients are summed in any order without trainer.deterministic = true"
+            return [*self._resume_differences, order]
+        return list(self._resume_differences)
+
+    @collective
+    def export_hf(self, folder: str, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
+        """Write a folder that `transformers` loads, with the first model's config and tokenizer."""
+        from spmd_rl.train.export import export_hf
+
+        export_hf(folder, self.model, self.backend, self.context, dtype)
+
+    def on_weights_pushed(self, version: int) -> None:
+        """Note that the weights just pushed are `version`, here as at the engine."""
+        self.learner.state.version = version
+
+    def weight_source(self) -> WeightSource:
+        """Return this rank's share of the master weights, which train steps update in place."""
+        return self.backend.source()
+
+    def call_before_change(self, callback: Callable[[], None]) -> None:
+        """Call `callback` before each change of the weights, for a role that shares them."""
+        self._before_change.append(callback)
+
+    def numeric_contract(self) -> dict[str, str | int]:
+        """Return what the forward pass's bits depend on besides the weights."""
+        return self.backend.contract()
+
+    def _announce_change(self) -> None:
+        for callback in self._before_change:
+            callback()
