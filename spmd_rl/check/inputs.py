@@ -10,7 +10,7 @@ from spmd_rl.data.files import DataRecord, read_records
 from spmd_rl.data.pairs import PairConfig, answer_text
 from spmd_rl.data.prompts import PromptFormat, check_prompts
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.spec import ModelSpec, head_of
 from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer
 from spmd_rl.model.vocabulary import check_same_vocabulary
 from spmd_rl.model.weight_files import stored_weights
@@ -30,6 +30,7 @@ def check_inputs(
     sampling: SamplingConfig | None = None,
     documents: DocumentConfig | None = None,
     teacher: str = "",
+    reward_model: str = "",
 ) -> None:
     """Check the model's config and tokenizer, every record of the data, and the reward function.
 
@@ -37,7 +38,7 @@ def check_inputs(
     are tokenised. With `trainer`, the model folder must have the weights that it starts from, by
     their headers, and a parameter for each pattern of names. With `sampling`, the stop ids must be
     tokens of the model. With `documents`, the data is that of continued pre-training. A `teacher`
-    must have the model's vocabulary.
+    or a `reward_model` must have the model's vocabulary, and the latter a value head.
     Raises: ConfigError or DataError, which names the first thing to correct.
     """
     if not model:
@@ -53,8 +54,13 @@ def check_inputs(
         update_rules(spec.parameter_shapes(), trainer, num_shards=1)
     if trainer and trainer.init == "folder":
         stored_weights(model, spec.parameter_shapes())
-    if teacher:
-        check_same_vocabulary(model, teacher)
+    for other in filter(None, (teacher, reward_model)):
+        check_same_vocabulary(model, other)
+    if reward_model and head_of(reward_model) != "value":
+        raise ConfigError(
+            f"{reward_model} is no reward model: its config.json names no architecture for "
+            "sequence classification; `spmd-rl run reward_model` trains one"
+        )
     if documents:
         check_documents(data, documents, spec.max_positions)
         return

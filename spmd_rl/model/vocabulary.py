@@ -1,4 +1,4 @@
-"""Comparison of two models' vocabularies: distillation needs one id to be one token in both."""
+"""Comparison of two models' vocabularies: a teacher or reward model reads the policy's ids."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.model.tokenizer import load_tokenizer
 
 
-def check_same_vocabulary(model: str, teacher: str) -> None:
+def check_same_vocabulary(model: str, other: str) -> None:
     """Raise ConfigError, with the first difference, unless both folders have one vocabulary."""
-    own, other = load_tokenizer(model).vocabulary(), load_tokenizer(teacher).vocabulary()
-    if own == other:
+    own, its = load_tokenizer(model).vocabulary(), load_tokenizer(other).vocabulary()
+    if own == its:
         return
     first = min(
-        (token for token in own.keys() | other.keys() if own.get(token) != other.get(token)),
-        key=lambda token: (own.get(token, other.get(token, 0)), token),
+        (token for token in own.keys() | its.keys() if own.get(token) != its.get(token)),
+        key=lambda token: (own.get(token, its.get(token, 0)), token),
     )
     raise ConfigError(
-        f"the teacher {teacher} has another tokenizer than the model {model}: the token {first!r} "
-        f"is {_id_text(other, first)} there and {_id_text(own, first)} here; choose a teacher of "
-        "the same family"
+        f"{other} has another tokenizer than the model {model}: the token {first!r} is "
+        f"{_id_text(its, first)} there and {_id_text(own, first)} here; choose a model of the same "
+        "family"
     )
 
 

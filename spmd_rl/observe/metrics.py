@@ -105,7 +105,48 @@ METRICS = (
     Metric("train/grad_norm", "", "Gradient norm", "norm of the whole gradient before clipping"),
     Metric("train/entropy", "nats", "Entropy", "mean entropy of the policy per response token"),
     Metric("train/clip_frac", "", "Clip fraction", "share of tokens whose ratio was clipped"),
+    Metric(
+        "train/ppo_kl",
+        "nats",
+        "KL divergence from the behaviour",
+        "mean log-prob that a token lost since the samples were drawn",
+    ),
+    Metric(
+        "train/kl",
+        "nats",
+        "KL divergence from the reference",
+        "estimate per token: kl.estimator's in the loss, k1 in the reward",
+    ),
+    Metric(
+        "train/correction_weight",
+        "",
+        "Correction weight",
+        "mean weight of a token's policy loss, from the ratio trainer / engine",
+    ),
+    Metric(
+        "train/rejected_frac",
+        "",
+        "Rejected tokens",
+        "share of tokens that left the loss by their ratio trainer / engine",
+    ),
+    Metric(
+        "train/opsm_frac",
+        "",
+        "Tokens masked off-policy",
+        "share of tokens whose policy loss was masked because the policy has left their sequence",
+    ),
     Metric("train/lr", "", "Learning rate", "learning rate of the step"),
+    Metric("critic/loss", "", "Critic's loss", "loss of the critic, over its denominator"),
+    Metric("critic/grad_norm", "", "Critic's gradient norm", "norm before clipping"),
+    Metric("critic/lr", "", "Critic's learning rate", "learning rate of the critic's step"),
+    Metric("critic/value", "", "Mean value", "mean value that the critic gives to a token"),
+    Metric("critic/clip_frac", "", "Clipped values", "share of values whose change was clipped"),
+    Metric(
+        "critic/explained_variance",
+        "",
+        "Explained variance",
+        "1 - variance of (return - value) / variance of the returns, before the critic's step",
+    ),
     Metric(
         "train/tokens", "tokens", "Trained tokens", "tokens of the step's batch, prompts included"
     ),
