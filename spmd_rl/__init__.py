@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from spmd_rl.algo.config import KlConfig as KlConfig
     from spmd_rl.algo.config import OverlongConfig as OverlongConfig
     from spmd_rl.algo.config import PolicyConfig as PolicyConfig
+    from spmd_rl.algo.distill import distill_credit as distill_credit
+    from spmd_rl.algo.distill import distill_gains as distill_gains
+    from spmd_rl.algo.distill import distill_metrics as distill_metrics
+    from spmd_rl.algo.distill import topk_kl_loss as topk_kl_loss
+    from spmd_rl.algo.distill import with_candidates as with_candidates
+    from spmd_rl.algo.dpo import bradley_terry_loss as bradley_terry_loss
+    from spmd_rl.algo.dpo import dpo_evaluation as dpo_evaluation
+    from spmd_rl.algo.dpo import dpo_loss as dpo_loss
+    from spmd_rl.algo.dpo import preference_metrics as preference_metrics
     from spmd_rl.algo.gdpo import gdpo_advantage as gdpo_advantage
     from spmd_rl.algo.losses import LossInput as LossInput
     from spmd_rl.algo.losses import Needs as Needs
@@ -30,7 +39,11 @@ if TYPE_CHECKING:
     from spmd_rl.algo.make import make_algorithm as make_algorithm
     from spmd_rl.algo.packing import pack as pack
     from spmd_rl.algo.packing import pack_sft as pack_sft
+    from spmd_rl.algo.pair_packing import pack_pairs as pack_pairs
     from spmd_rl.algo.policy_loss import policy_loss as policy_loss
+    from spmd_rl.algo.rejection import accepted_samples as accepted_samples
+    from spmd_rl.algo.sample_rewards import pack_samples as pack_samples
+    from spmd_rl.algo.sample_rewards import with_rewards as with_rewards
     from spmd_rl.algo.self_check import check_reference as check_reference
     from spmd_rl.algo.value_loss import value_loss as value_loss
     from spmd_rl.check.engine import announce_correction as announce_correction
@@ -49,9 +62,15 @@ if TYPE_CHECKING:
     from spmd_rl.controller.endpoint import collective as collective
     from spmd_rl.controller.endpoint import local as local
     from spmd_rl.controller.prefetch import CallQueue as CallQueue
+    from spmd_rl.data.documents import DocumentConfig as DocumentConfig
+    from spmd_rl.data.documents import Documents as Documents
+    from spmd_rl.data.pairs import PairConfig as PairConfig
+    from spmd_rl.data.pairs import PreferencePair as PreferencePair
+    from spmd_rl.data.pairs import PreferencePairs as PreferencePairs
     from spmd_rl.data.prompts import PromptConfig as PromptConfig
     from spmd_rl.data.prompts import Prompts as Prompts
     from spmd_rl.data.sft import SftPairs as SftPairs
+    from spmd_rl.data.sft_file import SftFile as SftFile
     from spmd_rl.errors import ConfigError as ConfigError
     from spmd_rl.errors import SpmdError as SpmdError
     from spmd_rl.errors import WeightMismatchError as WeightMismatchError
@@ -91,6 +110,20 @@ __version__ = "0.1.0"
 pin_sums()
 
 _HOMES = {
+    "algo.dpo": ("bradley_terry_loss", "dpo_evaluation", "dpo_loss", "preference_metrics"),
+    "algo.distill": (
+        "distill_credit",
+        "distill_gains",
+        "distill_metrics",
+        "topk_kl_loss",
+        "with_candidates",
+    ),
+    "algo.pair_packing": ("pack_pairs",),
+    "algo.rejection": ("accepted_samples",),
+    "algo.sample_rewards": ("pack_samples", "with_rewards"),
+    "data.documents": ("DocumentConfig", "Documents"),
+    "data.pairs": ("PairConfig", "PreferencePair", "PreferencePairs"),
+    "data.sft_file": ("SftFile",),
     "algo.advantages": ("group_advantage", "rloo_advantage"),
     "algo.algorithm": ("Algorithm",),
     "algo.config": ("CorrectionConfig", "KlConfig", "OverlongConfig", "PolicyConfig"),
