@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,14 +16,17 @@ from spmd_rl.algo.self_check import check_reference
 from spmd_rl.algo.value_loss import value_loss
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.link import Link
-from spmd_rl.mesh.split import Placement
+from spmd_rl.mesh.split import Placements
 from spmd_rl.rollout.engine import SamplingConfig
-from spmd_rl.train.config import FrozenConfig, TrainerConfig
+from spmd_rl.train.config import FrozenConfig
+from spmd_rl.train.extra_role import ExtraRole
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.train.value_trainer import Critic
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.samples import Group
+
+REFERENCE, CRITIC = "reference", "critic"  # names of the roles, and of their ranks in a split
 
 
 def algorithm_of(cfg: PolicyConfig, sampling: SamplingConfig) -> Algorithm:
@@ -33,25 +36,53 @@ def algorithm_of(cfg: PolicyConfig, sampling: SamplingConfig) -> Algorithm:
     )
 
 
+def extra_roles_of(cfg: Any) -> list[ExtraRole]:
+    """Return the roles that a recipe's algorithm needs besides its trainer and its engine.
+
+    Raises: ConfigError for settings that do not fit.
+    """
+    needs, roles = algorithm_of(cfg, cfg.sampling).needs, []
+    if REFERENCE_LOGPROBS in needs:
+        frozen = FrozenConfig.like(cfg.trainer)
+        if cfg.kl.reference:
+            frozen = replace(frozen, init="folder")
+        folder, is_refreshed = cfg.kl.reference or cfg.model, cfg.kl.refresh_every > 0
+        roles.append(ExtraRole(REFERENCE, frozen, folder, is_refreshed))
+    if VALUES in needs:
+        roles.append(ExtraRole(CRITIC, cfg.critic, cfg.model))
+    return roles
+
+
 class PolicyUpdate:
     """The algorithm of a recipe at work: its settings, and the roles that it needs.
 
-    A reference model and a critic are spawned on the ranks `on` if the algorithm needs them. They
-    take memory, so make this before the engine. `savers` names what a checkpoint must hold.
+    A reference model and a critic are spawned if the algorithm needs them: on ranks of their own if
+    `roles` has some for them, else on the trainer's. They take memory, so make this before the
+    engine. `savers` names what a checkpoint must hold.
     """
 
-    def __init__(self, ctl: Controller, cfg: Any, trainer: Trainer, *, on: Placement) -> None:
+    def __init__(self, ctl: Controller, cfg: Any, trainer: Trainer, roles: Placements) -> None:
         self.algorithm = algorithm_of(cfg, cfg.sampling)
         self.trainer = trainer
-        self.savers: dict[str, Any] = {}
+        spawned = {
+            role.name: ctl.spawn(
+                FrozenModel if isinstance(role.cfg, FrozenConfig) else Critic,
+                role.cfg,
+                on=role.placement(roles),
+                model=role.model,
+                name=role.name,
+            )
+            for role in extra_roles_of(cfg)
+        }
+        self.savers: dict[str, Any] = spawned
         self._reference: _Reference | None = None
         self._critic: _Critic | None = None
-        if REFERENCE_LOGPROBS in self.algorithm.needs:
-            self._reference = _Reference(ctl, cfg.kl, cfg.trainer, cfg.model, trainer, on)
-            self.savers["reference"] = self._reference.role
-        if VALUES in self.algorithm.needs:
-            self._critic = _Critic(ctl, cfg, cfg.critic, cfg.model, on)
-            self.savers["critic"] = self._critic.role
+        if REFERENCE in spawned:
+            self._reference = _Reference(
+                ctl, cfg.kl, trainer, cast(FrozenModel, spawned[REFERENCE])
+            )
+        if CRITIC in spawned:
+            self._critic = _Critic(cfg, cast(Critic, spawned[CRITIC]))
 
     def refresh_reference(self, version: int) -> None:
         """Give the reference model, if there is one, the weights of the trainer."""
@@ -85,21 +116,8 @@ class PolicyUpdate:
 class _Reference:
     """The reference model, and when it takes the weights of the policy."""
 
-    def __init__(
-        self,
-        ctl: Controller,
-        cfg: KlConfig,
-        trainer_cfg: TrainerConfig,
-        model: str,
-        trainer: Trainer,
-        on: Placement,
-    ) -> None:
-        frozen = FrozenConfig.like(trainer_cfg)
-        if cfg.reference:
-            frozen = replace(frozen, init="folder")
-        self.role = ctl.spawn(
-            FrozenModel, frozen, on=on, model=cfg.reference or model, name="reference"
-        )
+    def __init__(self, ctl: Controller, cfg: KlConfig, trainer: Trainer, role: FrozenModel) -> None:
+        self.role = role
         self._cfg = cfg
         self._trainer = trainer
         self._make_link = partial(ctl.link, trainer, self.role)
@@ -129,15 +147,8 @@ class _Reference:
 class _Critic:
     """The critic, and its loss."""
 
-    def __init__(
-        self,
-        ctl: Controller,
-        cfg: PolicyConfig,
-        critic: TrainerConfig,
-        model: str,
-        on: Placement,
-    ) -> None:
-        self.role = ctl.spawn(Critic, critic, on=on, model=model, name="critic")
+    def __init__(self, cfg: PolicyConfig, role: Critic) -> None:
+        self.role = role
         self.warmup_steps = cfg.critic_warmup_steps
         self._loss = partial(value_loss, clip=cfg.value_clip)
 

@@ -142,3 +142,15 @@ def test_a_reward_in_parts(run: Run) -> None:
     reward = f"--reward={Path(EXAMPLE) / 'reward.py'}:in_parts"
     ended = run("grpo", "--algorithm=gdpo", reward, "--reward_weights={right = 1.0}", "--steps=2")
     assert ended.code == 0, ended.sentence
+
+
+def test_a_critic_on_a_rank_of_its_own_learns_as_one_beside_the_trainer(run: Run) -> None:
+    words = ["grpo", "--steps=3", "--algorithm=ppo", "--critic.init=random", "--critic.lr=1e-2"]
+    apart = ["--split.train.ranks=1", "--split.infer.ranks=1"]
+    beside = run(*words, *apart, EVEN, nproc=2, name="beside")
+    alone = run(*words, *apart, "--split.critic.ranks=1", EVEN, nproc=3, name="alone")
+    assert (beside.code, alone.code) == (0, 0), beside.sentence + alone.sentence
+    assert weights(beside) == weights(alone)
+    assert [row["critic/loss"] for row in beside.metrics] == [
+        row["critic/loss"] for row in alone.metrics
+    ]
