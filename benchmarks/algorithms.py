@@ -33,7 +33,7 @@ PICTURE = Path("docs/pictures/algorithms.png")
 RUN = "import sys; from spmd_rl.cli.main import main; sys.exit(main())"
 NUM_LAST = 10  # steps that the last reward is the mean of
 RISE = 0.2
-COLUMNS = 4  # of the picture's panels
+COLUMNS = 5  # of the picture's panels
 NUM_COLOURS = 64  # of the picture
 
 # words beside --algorithm and the common ones, by the name of a variant
@@ -119,7 +119,7 @@ def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     down = -(-len(curves) // COLUMNS)
-    figure = Figure(figsize=(2.9 * COLUMNS, 2.0 * down), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(2.5 * COLUMNS, 2.0 * down), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     for number, (variant, lines) in enumerate(curves.items(), 1):
         axes = figure.add_subplot(down, COLUMNS, number)

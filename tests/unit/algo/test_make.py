@@ -119,6 +119,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reward_weights": {"right": 1.0}}, "or set algorithm to gdpo"),
     ({"algorithm": "gdpo", "overlong": OverlongConfig(4)}, "overlong.buffer is set, but"),
     ({"algorithm": "ppo", "drop_equal_groups": True}, "drop_equal_groups is set, but"),
+    ({"kl": KlConfig(estimator="k3")}, "kl.estimator has no effect without kl.coef"),
+    ({"correction": CorrectionConfig(high=3.0)}, "without correction.mode: set correction.mode"),
+    ({"correction": CorrectionConfig("mask", reject_low=0.1)}, "without correction.reject"),
+    ({"overlong": OverlongConfig(penalty=2.0)}, "no effect without overlong.buffer"),
     ({"overlong": OverlongConfig(10)}, "overlong.buffer = 10: expected less than"),
 ]
 
@@ -175,6 +179,8 @@ def test_a_default_of_a_recipe_is_not_a_setting() -> None:
     make_algorithm(Config())
     with pytest.raises(ConfigError, match="gae_lambda is set"):
         make_algorithm(Config(gae_lambda=1.0))
+    with pytest.raises(ConfigError, match="kl.refresh_every has no effect without kl.coef"):
+        make_algorithm(Config(kl=KlConfig(refresh_every=2)))
 
 
 def test_what_the_engine_is_told_of_the_correction() -> None:
