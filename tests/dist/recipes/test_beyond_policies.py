@@ -67,8 +67,8 @@ def test_dpo_on_one_rank_and_on_two(run: Any, models: tuple[Path, Path]) -> None
         assert first["train/loss"] == pytest.approx(np.log(2), abs=1e-6)
         assert (first["dpo/margin"], first["dpo/accuracy"]) == (0, 0)
         assert last["train/loss"] < first["train/loss"]
-        assert ["eval/accuracy" in row for row in ended.metrics] == [False, True, True]
-    for name in ("train/loss", "train/grad_norm", "dpo/margin", "eval/margin"):
+        assert ["held_out/accuracy" in row for row in ended.metrics] == [False, True, True]
+    for name in ("train/loss", "train/grad_norm", "dpo/margin", "held_out/margin"):
         assert one.metrics[2][name] == pytest.approx(two.metrics[2][name], rel=1e-3)
     assert max(distances(one.folder, two.folder)) < 1e-4
 
