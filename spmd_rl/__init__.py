@@ -75,11 +75,13 @@ if TYPE_CHECKING:
     from spmd_rl.errors import SpmdError as SpmdError
     from spmd_rl.errors import WeightMismatchError as WeightMismatchError
     from spmd_rl.mesh.role_context import RoleContext as RoleContext
+    from spmd_rl.mesh.split import PolicySplit as PolicySplit
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
     from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
     from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
+    from spmd_rl.recipes.policy_update import extra_roles_of as extra_roles_of
     from spmd_rl.rollout.engine import NativeEngineConfig as NativeEngineConfig
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
@@ -90,6 +92,7 @@ if TYPE_CHECKING:
     from spmd_rl.train.config import OptimizerConfig as OptimizerConfig
     from spmd_rl.train.config import ParameterGroup as ParameterGroup
     from spmd_rl.train.config import TrainerConfig as TrainerConfig
+    from spmd_rl.train.extra_role import ExtraRole as ExtraRole
     from spmd_rl.train.frozen import FrozenModel as FrozenModel
     from spmd_rl.train.trainer import Trainer as Trainer
     from spmd_rl.train.value_trainer import Critic as Critic
@@ -130,7 +133,7 @@ _HOMES = {
     "algo.packing": ("pack", "pack_sft"),
     "algo.policy_loss": ("policy_loss",),
     "algo.value_loss": ("value_loss",),
-    "recipes.policy_update": ("PolicyUpdate", "algorithm_of"),
+    "recipes.policy_update": ("PolicyUpdate", "algorithm_of", "extra_roles_of"),
     "algo.self_check": ("check_reference",),
     "algo.losses": ("LossInput", "Needs", "ValueInput", "grpo_loss", "sft_loss"),
     "types.batch": ("Batch",),
@@ -150,7 +153,7 @@ _HOMES = {
     "data.prompts": ("PromptConfig", "Prompts"),
     "errors": ("ConfigError", "SpmdError", "WeightMismatchError"),
     "mesh.role_context": ("RoleContext",),
-    "mesh.split": ("RoleSplit", "Split"),
+    "mesh.split": ("PolicySplit", "RoleSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
     "check.engine": ("announce_correction", "check_engine"),
     "check.inputs": ("check_inputs",),
@@ -164,6 +167,7 @@ _HOMES = {
         "ParameterGroup",
         "TrainerConfig",
     ),
+    "train.extra_role": ("ExtraRole",),
     "train.frozen": ("FrozenModel",),
     "train.trainer": ("Trainer",),
     "train.value_trainer": ("Critic", "ValueTrainer"),

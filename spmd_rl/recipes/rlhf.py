@@ -23,6 +23,13 @@ class Config(grpo.Config):
         if self.reward:
             raise rl.ConfigError("reward must be empty: rewards come from reward_model")
 
+    def extra_roles(self) -> list[rl.ExtraRole]:
+        """Return the reward model, and what the algorithm needs, for the plan."""
+        return [
+            rl.ExtraRole("reward_model", self.frozen, self.reward_model),
+            *super().extra_roles(),
+        ]
+
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
@@ -42,7 +49,7 @@ def check(cfg: Config) -> None:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    update = rl.PolicyUpdate(ctl, cfg, trainer, on=roles.train)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
     judge = ctl.spawn(
         rl.FrozenModel, cfg.frozen, on=roles.train, model=cfg.reward_model, name="reward_model"
     )
