@@ -133,7 +133,10 @@ def dpo_evaluation(batch: Batch, policy: TokenValues, *, beta: float) -> dict[st
 def preference_metrics(rewards: NDArray[np.floating]) -> dict[str, float]:
     """Return accuracy and margin from the rewards of pairs, each chosen before rejected."""
     margins = rewards[0::2] - rewards[1::2]
-    return {"eval/accuracy": float((margins > 0).mean()), "eval/margin": float(margins.mean())}
+    return {
+        "held_out/accuracy": float((margins > 0).mean()),
+        "held_out/margin": float(margins.mean()),
+    }
 
 
 def _answer_sums(out: LossInput, values: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 from spmd_rl.data.documents import DocumentConfig, check_documents
 from spmd_rl.data.files import DataRecord, read_records
 from spmd_rl.data.pairs import PairConfig, answer_text
-from spmd_rl.data.prompts import PromptFormat, check_prompts
+from spmd_rl.data.prompt_format import PromptFormat, check_prompts
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.spec import ModelSpec, head_of
 from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer

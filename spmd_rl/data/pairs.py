@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.data.files import DataRecord, read_records
-from spmd_rl.data.prompts import (
+from spmd_rl.data.prompt_format import (
     PromptFormat,
     Tokenizer,
     encode_prompts,

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from spmd_rl.data.eos import eos_disagreement, eos_ids
 from spmd_rl.data.files import DataRecord, read_records
-from spmd_rl.data.prompts import (
-    PromptConfig,
+from spmd_rl.data.prompt_format import (
     Tokenizer,
     encode_prompts,
     is_too_long,
     report_dropped,
     report_numeric_answers,
 )
+from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.data.stream import RecordStream
 from spmd_rl.errors import ConfigError, DataError
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import spmd_rl as rl
 
@@ -25,8 +25,9 @@ class Config:
     top_k: int = 64  # topk: how many of the teacher's likeliest tokens are compared
     # topk: forward covers all that the teacher may say, reverse keeps to what it finds likely
     direction: Literal["forward", "reverse"] = "reverse"
-    clip_low: float = 0.2  # sampled: the ratio of new to old probability is clipped as in grpo
-    clip_high: float = 0.2
+    # sampled: the ratio of new to old probability is clipped below 1 - clip_low
+    clip_low: float = 0.2
+    clip_high: float = 0.2  # and above 1 + clip_high
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.Split = field(default_factory=rl.Split)
     prompts: rl.PromptConfig = field(default_factory=lambda: rl.PromptConfig(answer_key=""))
@@ -68,10 +69,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
     rl.announce_correction(cfg.engine, "none")
-    if cfg.form == "sampled":
-        loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
-    else:
-        loss = partial(rl.topk_kl_loss, direction=cfg.direction, coef=cfg.coef)
+    loss = loss_of(cfg)
     needs = rl.Needs(candidates=cfg.form == "topk")
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts)):
@@ -80,15 +78,25 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         with ctl.phase("rollout", awake=[rollout]):
             groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train", awake=[trainer]):
-            batch = rl.pack_samples(groups)
-            batch = batch.with_columns(teacher_logprobs=teacher.score.call(batch))
-            if cfg.form == "sampled":
-                batch = rl.distill_credit(batch, coef=cfg.coef)
-            else:
-                top = teacher.top_logprobs.call(batch, cfg.top_k)
-                batch = rl.with_candidates(batch, top.ids, top.logprobs)
+            batch = taught(cfg, teacher, rl.pack_samples(groups))
             stats = trainer.train_step.call(batch, loss, needs=needs)
         # the reward of a sample is how much likelier the teacher finds it, per token
         groups = rl.with_rewards(groups, rl.distill_gains(batch))
         step.log(groups, stats, rl.distill_metrics(batch))
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+
+
+def loss_of(cfg: Config) -> partial[Any]:
+    """Return the loss of either form."""
+    if cfg.form == "sampled":
+        return partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
+    return partial(rl.topk_kl_loss, direction=cfg.direction, coef=cfg.coef)
+
+
+def taught(cfg: Config, teacher: rl.FrozenModel, batch: rl.Batch) -> rl.Batch:
+    """Return the batch with the teacher's log-probs, and with what the loss reads of them."""
+    batch = batch.with_columns(teacher_logprobs=teacher.score.call(batch))
+    if cfg.form == "sampled":
+        return rl.distill_credit(batch, coef=cfg.coef)
+    top = teacher.top_logprobs.call(batch, cfg.top_k)
+    return rl.with_candidates(batch, top.ids, top.logprobs)

@@ -20,11 +20,11 @@ class Config:
     held_out: str = ""  # pairs to evaluate with; "": none
     eval_every: int = 20  # steps between evaluations; the last step is always followed by one
     steps: int = 200  # training steps of the whole run
-    pairs_per_step: int = 32
+    pairs_per_step: int = 32  # each a prompt with two answers
     reference: str = ""  # Hugging Face folder of the reference; "": the first weights of model
     beta: float = 0.1  # how much the policy is held to the reference
     label_smoothing: float = 0.0  # share of the pairs that may be labelled the wrong way round
-    loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"  # docs/algorithms.md has the formulas
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: TrainSplit = field(default_factory=TrainSplit)
     prompts: rl.PairConfig = field(default_factory=rl.PairConfig)

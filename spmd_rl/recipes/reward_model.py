@@ -21,7 +21,7 @@ class Config:
     held_out: str = ""  # pairs to evaluate with; "": none
     eval_every: int = 20  # steps between evaluations; the last step is always followed by one
     steps: int = 200  # training steps of the whole run
-    pairs_per_step: int = 32
+    pairs_per_step: int = 32  # each a prompt with two answers
     margin: float = 0.0  # by which the chosen answer's reward should exceed the other's
     center_coef: float = 0.0  # weight of a term that keeps rewards around zero
     run: rl.RunConfig = field(default_factory=rl.RunConfig)

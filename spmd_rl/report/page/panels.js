@@ -55,6 +55,55 @@ const PANELS = [
       ["onpolicy/chi2", "chi-square"],
     ],
   },
+  {
+    title: "Pairs ranked as labelled",
+    share: true,
+    lines: [
+      ["held_out/accuracy", "held out"],
+      ["dpo/accuracy", "DPO"],
+      ["reward_model/accuracy", "reward model"],
+    ],
+  },
+  {
+    title: "Rewards of pairs",
+    lines: [
+      ["held_out/margin", "margin, held out"],
+      ["dpo/margin", "margin"],
+      ["dpo/chosen_reward", "chosen"],
+      ["dpo/rejected_reward", "rejected"],
+      ["reward_model/margin", "margin"],
+      ["reward_model/chosen", "chosen"],
+      ["reward_model/rejected", "rejected"],
+    ],
+  },
+  {
+    title: "Log-probs of answers",
+    unit: "nats",
+    lines: [
+      ["dpo/chosen_logprob", "chosen"],
+      ["dpo/rejected_logprob", "rejected"],
+    ],
+  },
+  {
+    title: "Student and teacher",
+    unit: "nats",
+    lines: [
+      ["distill/kl", "KL, from samples"],
+      ["distill/topk_kl", "KL, of candidates"],
+      ["distill/teacher_logprob", "teacher's log-prob"],
+    ],
+  },
+  {
+    title: "Accepted samples",
+    floor: 0,
+    lines: [
+      ["rejection/kept_samples", "written"],
+      ["rejection/duplicates", "repeated"],
+    ],
+  },
+  { title: "Prompts solved", share: true, floor: 0, lines: [["rejection/solved", "share"]] },
+  { title: "Learned tokens", floor: 0, lines: [["data/learned_tokens", "tokens a step"]] },
+  { title: "Epochs", floor: 0, lines: [["data/epoch", "passes over the data"]] },
   { title: "Warm-up loss", lines: [["warmup/loss", "loss"]] },
   { title: "Loss", lines: [["train/loss", "loss"]] },
   { title: "Gradient norm", floor: 0, lines: [["train/grad_norm", "before clipping"]] },

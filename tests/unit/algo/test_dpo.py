@@ -196,8 +196,8 @@ def test_held_out_accuracy_is_that_of_the_training_metric() -> None:
     scored = TokenValues(as_numpy[0], batch.lengths, batch.index)
     found = dpo_evaluation(batch.with_columns(reference_logprobs=as_numpy[1]), scored, beta=0.3)
     _, _, expected = by_hand(batch, beta=0.3)
-    assert found["eval/accuracy"] == expected["dpo/accuracy"]
-    assert found["eval/margin"] == pytest.approx(expected["dpo/margin"], abs=1e-6)
+    assert found["held_out/accuracy"] == expected["dpo/accuracy"]
+    assert found["held_out/margin"] == pytest.approx(expected["dpo/margin"], abs=1e-6)
 
 
 def reward_model(rewards: Tensor, **settings: float) -> tuple[Tensor, dict[str, Tensor]]:

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from spmd_rl.check.inputs import check_inputs
-from spmd_rl.data.prompts import CHECKED_CHARACTERS, CHECKED_PROMPTS, PromptConfig
+from spmd_rl.data.prompt_format import CHECKED_CHARACTERS, CHECKED_PROMPTS
+from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.spec import ModelSpec

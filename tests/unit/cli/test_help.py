@@ -34,7 +34,17 @@ def untold(config: type) -> list[str]:
 
 
 def test_recipes_that_are_shipped() -> None:
-    assert list(shipped()) == ["grpo", "grpo_async", "sft"]
+    assert list(shipped()) == [
+        "distill",
+        "dpo",
+        "grpo",
+        "grpo_async",
+        "pretrain",
+        "rejection_sampling",
+        "reward_model",
+        "rlhf",
+        "sft",
+    ]
     assert all(0 < len(line) < 105 for line in shipped().values())
 
 

@@ -239,3 +239,14 @@ def test_pairs_position_and_mistakes(jsonl: Jsonl, tokenizer: Any) -> None:
     tokenizer.eos_token_id, tokenizer.config_eos_ids = None, ()
     with pytest.raises(ConfigError, match="no end-of-text token"):
         SftPairs(path, PromptConfig(), tokenizer)
+
+
+def test_a_prompt_as_written(jsonl, tokenizer) -> None:
+    chat = [{"role": "user", "content": "hello"}]
+    rows = [{"prompt": [{"role": "user", "content": "x" * 99}]}, {"prompt": chat}, {"prompt": "y"}]
+    cfg = PromptConfig(chat_template=True, answer_key="", max_prompt_tokens=50)
+    prompts = Prompts(jsonl(*map(json.dumps, rows)), cfg, tokenizer)
+    for prompt in prompts.next(7):
+        text = prompts.as_written(prompt)
+        assert text in (chat, "y")
+        assert prompt.text.removesuffix("<assistant>").endswith("hello" if text == chat else "y")

@@ -180,7 +180,7 @@ def test_a_reward_model(context: RoleContext, model_folder: Any, max_tokens: int
     expected = (-logsigmoid(difference - 0.1) + 0.2 * both**2).mean()
     assert stats["train/loss"] == pytest.approx(expected.item(), rel=1e-5)
     for name, value in preference_metrics(rewards).items():
-        name = name.replace("eval", "reward_model")
+        name = name.replace("held_out", "reward_model")
         assert stats[name] == pytest.approx(value, abs=1e-5)
     assert distance(found, by_autograd(model, expected)) < 2e-5
 

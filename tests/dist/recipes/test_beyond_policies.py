@@ -1,0 +1,146 @@
+"""DPO, reward models, RLHF and distillation as whole runs on real ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from spmd_rl.model.hf import random_weights, save_folder
+from spmd_rl.model.spec import ModelSpec
+from tests.dist.recipes.conftest import EXAMPLE
+from tests.dist.recipes.test_data_recipes import KEEP_ALL, forget_after
+
+pytestmark = pytest.mark.dist
+
+PAIRS = [
+    f"--data={EXAMPLE / 'pairs.jsonl'}",
+    f"--held_out={EXAMPLE / 'eval_pairs.jsonl'}@[:20]",
+    "--pairs_per_step=6",
+    "--eval_every=2",
+    "--steps=3",
+    "--trainer.lr=1e-3",
+    "--trainer.max_tokens=32",
+]
+SAMPLES = [
+    f"--data={EXAMPLE / 'train.jsonl'}",
+    "--prompts_per_step=4",
+    "--sampling.num_samples=4",
+    "--sampling.max_tokens=4",
+    "--steps=2",
+    "--trainer.lr=1e-2",
+]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> tuple[Path, Path]:
+    """Two folders with random weights, which differ."""
+    source = EXAMPLE / "model"
+    folders = tmp_path / "model", tmp_path / "other"
+    for seed, folder in enumerate(folders):
+        save_folder(folder, source, random_weights(ModelSpec.from_folder(source), seed))
+    return folders
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "hf/model.safetensors")
+
+
+def distances(folder: Path, other: Path) -> Iterator[float]:
+    theirs = weights(other)
+    return (float(np.abs(value - theirs[name]).max()) for name, value in weights(folder).items())
+
+
+def test_dpo_on_one_rank_and_on_two(run: Any, models: tuple[Path, Path]) -> None:
+    """The policy begins as the reference, so that the first loss is log 2."""
+    words = ("dpo", f"--model={models[0]}", *PAIRS)
+    one, two = (run(*words, nproc=n, name=f"on{n}", small=False) for n in (1, 2))
+    for ended in (one, two):
+        assert ended.code == 0, ended.sentence
+        first, _, last = ended.metrics
+        assert first["train/loss"] == pytest.approx(np.log(2), abs=1e-6)
+        assert (first["dpo/margin"], first["dpo/accuracy"]) == (0, 0)
+        assert last["train/loss"] < first["train/loss"]
+        assert ["held_out/accuracy" in row for row in ended.metrics] == [False, True, True]
+    for name in ("train/loss", "train/grad_norm", "dpo/margin", "held_out/margin"):
+        assert one.metrics[2][name] == pytest.approx(two.metrics[2][name], rel=1e-3)
+    assert max(distances(one.folder, two.folder)) < 1e-4
+
+
+def test_dpo_with_another_reference(run: Any, models: tuple[Path, Path]) -> None:
+    words = (f"--model={models[0]}", f"--reference={models[1]}", *PAIRS)
+    ended = run("dpo", *words, small=False)
+    assert ended.code == 0, ended.sentence
+    assert abs(ended.metrics[0]["dpo/margin"]) > 1e-3
+
+
+def test_a_reward_model_resumes_and_judges(run: Any, models: tuple[Path, Path]) -> None:
+    words = ("reward_model", f"--model={models[0]}", *PAIRS, *KEEP_ALL)
+    whole = run(*words, nproc=2, name="rm", small=False)
+    assert whole.code == 0, whole.sentence
+    assert whole.metrics[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert whole.metrics[2]["train/loss"] != whole.metrics[1]["train/loss"]
+    config = json.loads((whole.folder / "hf/config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
+    learned = weights(whole.folder)
+    forget_after(whole.folder, 1)
+    shutil.rmtree(whole.folder / "hf")
+    assert run(*words, nproc=2, name="rm", small=False).code == 0
+    again = weights(whole.folder)
+    assert all((again[name] == learned[name]).all() for name in learned)
+
+    judge = f"--reward_model={whole.folder / 'hf'}"
+    judged = run("rlhf", f"--model={models[0]}", judge, *SAMPLES, nproc=2, small=False)
+    assert judged.code == 0, judged.sentence
+    rewards = [row["reward"] for row in judged.samples(1)]
+    assert len(set(rewards)) > 8
+    assert np.mean(rewards) == pytest.approx(judged.metrics[0]["reward/mean"])
+    assert judged.metrics[0]["train/grad_norm"] > 0
+    assert judged.metrics[1]["onpolicy/mismatched_tokens"] == 0
+
+    refused = run(
+        "rlhf",
+        f"--model={models[0]}",
+        f"--reward_model={models[1]}",
+        *SAMPLES,
+        name="no",
+        small=False,
+    )
+    assert refused.code == 2
+    assert "is no reward model" in refused.sentence
+
+
+@pytest.mark.parametrize("form", ["sampled", "topk"])
+def test_distillation(run: Any, models: tuple[Path, Path], form: str) -> None:
+    words = (f"--model={models[0]}", f"--teacher={models[1]}", f"--form={form}", "--top_k=5")
+    ended = run("distill", *words, *SAMPLES, nproc=2, small=False)
+    assert ended.code == 0, ended.sentence
+    first = ended.metrics[0]
+    assert first["distill/kl"] > 0
+    assert first["reward/mean"] == pytest.approx(-first["distill/kl"], rel=0.5)
+    assert first["onpolicy/mismatched_tokens"] == 0
+    assert first["train/grad_norm"] > 0
+    assert (first.get("distill/topk_kl", 0) > 0) == (form == "topk")
+
+
+def test_the_teacher_of_itself_teaches_nothing(run: Any, models: tuple[Path, Path]) -> None:
+    words = (f"--model={models[0]}", f"--teacher={models[0]}")
+    ended = run("distill", *words, *SAMPLES, "--steps=1", small=False)
+    assert ended.code == 0, ended.sentence
+    assert ended.metrics[0]["distill/kl"] == 0
+    assert ended.metrics[0]["train/grad_norm"] == 0
+
+
+def test_a_teacher_with_other_tokens_is_refused(run: Any, models: tuple[Path, Path]) -> None:
+    file = models[1] / "tokenizer.json"
+    file.write_text(file.read_text().replace('"7":', '"¤":'))
+    words = (f"--model={models[0]}", f"--teacher={models[1]}")
+    ended = run("distill", *words, *SAMPLES, small=False)
+    assert ended.code == 2
+    assert "has another tokenizer than the model" in ended.sentence
