@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from spmd_rl.algo.config import KlConfig as KlConfig
     from spmd_rl.algo.config import OverlongConfig as OverlongConfig
     from spmd_rl.algo.config import PolicyConfig as PolicyConfig
+    from spmd_rl.algo.distill import distill_credit as distill_credit
+    from spmd_rl.algo.distill import distill_gains as distill_gains
+    from spmd_rl.algo.distill import distill_metrics as distill_metrics
+    from spmd_rl.algo.distill import topk_kl_loss as topk_kl_loss
+    from spmd_rl.algo.distill import with_candidates as with_candidates
+    from spmd_rl.algo.dpo import bradley_terry_loss as bradley_terry_loss
+    from spmd_rl.algo.dpo import dpo_evaluation as dpo_evaluation
+    from spmd_rl.algo.dpo import dpo_loss as dpo_loss
+    from spmd_rl.algo.dpo import preference_metrics as preference_metrics
     from spmd_rl.algo.gdpo import gdpo_advantage as gdpo_advantage
     from spmd_rl.algo.losses import LossInput as LossInput
     from spmd_rl.algo.losses import Needs as Needs
@@ -30,7 +39,11 @@ if TYPE_CHECKING:
     from spmd_rl.algo.make import make_algorithm as make_algorithm
     from spmd_rl.algo.packing import pack as pack
     from spmd_rl.algo.packing import pack_sft as pack_sft
+    from spmd_rl.algo.pair_packing import pack_pairs as pack_pairs
     from spmd_rl.algo.policy_loss import policy_loss as policy_loss
+    from spmd_rl.algo.rejection import accepted_samples as accepted_samples
+    from spmd_rl.algo.sample_rewards import pack_samples as pack_samples
+    from spmd_rl.algo.sample_rewards import with_rewards as with_rewards
     from spmd_rl.algo.self_check import check_reference as check_reference
     from spmd_rl.algo.value_loss import value_loss as value_loss
     from spmd_rl.check.engine import announce_correction as announce_correction
@@ -49,18 +62,26 @@ if TYPE_CHECKING:
     from spmd_rl.controller.endpoint import collective as collective
     from spmd_rl.controller.endpoint import local as local
     from spmd_rl.controller.prefetch import CallQueue as CallQueue
+    from spmd_rl.data.documents import DocumentConfig as DocumentConfig
+    from spmd_rl.data.documents import Documents as Documents
+    from spmd_rl.data.pairs import PairConfig as PairConfig
+    from spmd_rl.data.pairs import PreferencePair as PreferencePair
+    from spmd_rl.data.pairs import PreferencePairs as PreferencePairs
     from spmd_rl.data.prompts import PromptConfig as PromptConfig
     from spmd_rl.data.prompts import Prompts as Prompts
     from spmd_rl.data.sft import SftPairs as SftPairs
+    from spmd_rl.data.sft_file import SftFile as SftFile
     from spmd_rl.errors import ConfigError as ConfigError
     from spmd_rl.errors import SpmdError as SpmdError
     from spmd_rl.errors import WeightMismatchError as WeightMismatchError
     from spmd_rl.mesh.role_context import RoleContext as RoleContext
+    from spmd_rl.mesh.split import PolicySplit as PolicySplit
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
     from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
     from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
+    from spmd_rl.recipes.policy_update import extra_roles_of as extra_roles_of
     from spmd_rl.rollout.engine import NativeEngineConfig as NativeEngineConfig
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
@@ -71,6 +92,7 @@ if TYPE_CHECKING:
     from spmd_rl.train.config import OptimizerConfig as OptimizerConfig
     from spmd_rl.train.config import ParameterGroup as ParameterGroup
     from spmd_rl.train.config import TrainerConfig as TrainerConfig
+    from spmd_rl.train.extra_role import ExtraRole as ExtraRole
     from spmd_rl.train.frozen import FrozenModel as FrozenModel
     from spmd_rl.train.trainer import Trainer as Trainer
     from spmd_rl.train.value_trainer import Critic as Critic
@@ -89,6 +111,20 @@ __version__ = "0.1.0"
 pin_sums()
 
 _HOMES = {
+    "algo.dpo": ("bradley_terry_loss", "dpo_evaluation", "dpo_loss", "preference_metrics"),
+    "algo.distill": (
+        "distill_credit",
+        "distill_gains",
+        "distill_metrics",
+        "topk_kl_loss",
+        "with_candidates",
+    ),
+    "algo.pair_packing": ("pack_pairs",),
+    "algo.rejection": ("accepted_samples",),
+    "algo.sample_rewards": ("pack_samples", "with_rewards"),
+    "data.documents": ("DocumentConfig", "Documents"),
+    "data.pairs": ("PairConfig", "PreferencePair", "PreferencePairs"),
+    "data.sft_file": ("SftFile",),
     "algo.advantages": ("group_advantage", "rloo_advantage"),
     "algo.algorithm": ("Algorithm",),
     "algo.config": ("CorrectionConfig", "KlConfig", "OverlongConfig", "PolicyConfig"),
@@ -97,7 +133,7 @@ _HOMES = {
     "algo.packing": ("pack", "pack_sft"),
     "algo.policy_loss": ("policy_loss",),
     "algo.value_loss": ("value_loss",),
-    "recipes.policy_update": ("PolicyUpdate", "algorithm_of"),
+    "recipes.policy_update": ("PolicyUpdate", "algorithm_of", "extra_roles_of"),
     "algo.self_check": ("check_reference",),
     "algo.losses": ("LossInput", "Needs", "ValueInput", "grpo_loss", "sft_loss"),
     "types.batch": ("Batch",),
@@ -117,7 +153,7 @@ _HOMES = {
     "data.prompts": ("PromptConfig", "Prompts"),
     "errors": ("ConfigError", "SpmdError", "WeightMismatchError"),
     "mesh.role_context": ("RoleContext",),
-    "mesh.split": ("RoleSplit", "Split"),
+    "mesh.split": ("PolicySplit", "RoleSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
     "check.engine": ("announce_correction", "check_engine"),
     "check.inputs": ("check_inputs",),
@@ -131,6 +167,7 @@ _HOMES = {
         "ParameterGroup",
         "TrainerConfig",
     ),
+    "train.extra_role": ("ExtraRole",),
     "train.frozen": ("FrozenModel",),
     "train.trainer": ("Trainer",),
     "train.value_trainer": ("Critic", "ValueTrainer"),

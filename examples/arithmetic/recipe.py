@@ -29,7 +29,7 @@ class Config(grpo.Config):
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    update = rl.PolicyUpdate(ctl, cfg, trainer, on=roles.train)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
     rollout = ctl.spawn(
         rl.Rollout,
         cfg.engine,
@@ -49,6 +49,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             batch = rl.pack_sft(pairs.next(cfg.warmup_pairs))
             stats = trainer.train_step.call(batch, rl.sft_loss, lr=cfg.warmup_lr)
             step.log({"warmup/loss": stats["train/loss"], "train/tokens": stats["train/tokens"]})
+    if start == 0:  # the reference is the policy after the warm-up
+        update.refresh_reference(version=0)
 
     for step in ctl.steps(cfg.steps, start):
         with ctl.phase("sync", awake=[trainer, rollout]):

@@ -55,14 +55,20 @@ def refuse_wrong_settings(cfg: PolicyConfig, num_samples: int | None) -> None:
             require(holds, name, value, expected)
 
 
-def _set_keys(cfg: Any, prefix: str = "") -> Iterator[str]:
+def _set_keys(cfg: Any) -> Iterator[str]:
     """Yield the keys whose values differ from their defaults."""
     for field in fields(cfg):
-        value, default = getattr(cfg, field.name), default_of(field)
-        if is_dataclass(value) and type(value) is type(default):
-            yield from _set_keys(value, f"{prefix}{field.name}.")
-        elif value != default:
-            yield prefix + field.name
+        yield from _differing(field.name, getattr(cfg, field.name), default_of(field))
+
+
+def _differing(key: str, value: Any, default: Any) -> Iterator[str]:
+    """Yield the key, or those within its table, whose values differ from the default."""
+    if is_dataclass(value) and type(value) is type(default):
+        for field in fields(value):
+            name = field.name
+            yield from _differing(f"{key}.{name}", getattr(value, name), getattr(default, name))
+    elif value != default:
+        yield key
 
 
 def _refuse_correcting_twice(cfg: PolicyConfig) -> None:

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from spmd_rl.errors import PlanError
 
@@ -28,7 +28,8 @@ AXES = ("dp", "fsdp", "tp")
 class RoleSplit:
     """Ranks and axis sizes of one role; `fsdp = 0` takes whatever dp and tp leave."""
 
-    # "all", a count such as "4" (the next that no count before took), or a range such as "2-5"
+    # "all", a count such as "4" (the next that no count before took), or a range such as "2-5";
+    # of a reference or a critic also "": those of the trainer
     ranks: str = "all"
     dp: int = 1  # copies of the model, among which data is split
     # shards of a trainer's model (each rank of an engine has a copy); data is split among them too;
@@ -43,6 +44,16 @@ class Split:
 
     train: RoleSplit = field(default_factory=RoleSplit)
     infer: RoleSplit = field(default_factory=RoleSplit)
+
+
+@dataclass(frozen=True)
+class PolicySplit(Split):
+    """A split that may give ranks of their own to a reference and a critic."""
+
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("reference", "critic")
+
+    reference: RoleSplit = field(default_factory=lambda: RoleSplit(ranks=""))
+    critic: RoleSplit = field(default_factory=lambda: RoleSplit(ranks=""))
 
 
 @dataclass(frozen=True)
@@ -93,9 +104,12 @@ class Placements(Mapping[str, Placement]):
 def plan_split(split: Any, world_size: int) -> Placements:
     """Place every role of `split` (a dataclass or mapping of `RoleSplit`) on a world of any size.
 
+    A role that the split's class calls `OPTIONAL` has no placement where its ranks are "".
     Raises: PlanError with the arithmetic, when ranks or axes do not fit.
     """
     roles: dict[str, RoleSplit] = dict(split) if isinstance(split, Mapping) else _fields(split)
+    optional = getattr(split, "OPTIONAL", ())
+    roles = {name: role for name, role in roles.items() if role.ranks or name not in optional}
     ranks_of = _ranks_by_role(roles, world_size)
     num_needed = max((ranks.stop for ranks in ranks_of.values()), default=0)
     _require_world(roles, num_needed, world_size)

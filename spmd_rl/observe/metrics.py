@@ -151,6 +151,87 @@ METRICS = (
         "train/tokens", "tokens", "Trained tokens", "tokens of the step's batch, prompts included"
     ),
     Metric("warmup/loss", "", "Warm-up loss", "loss of a warm-up step"),
+    Metric("eval/accuracy", "", "Held-out accuracy", "share of held-out pairs ranked as labelled"),
+    Metric("eval/margin", "", "Held-out margin", "mean reward of chosen minus rejected answers"),
+    Metric("dpo/accuracy", "", "DPO accuracy", "share of pairs whose chosen answer gained more"),
+    Metric("dpo/margin", "", "DPO margin", "mean implicit reward of chosen minus rejected answers"),
+    Metric(
+        "dpo/chosen_reward",
+        "",
+        "DPO reward of chosen answers",
+        "mean of beta * (log-prob of the policy - of the reference) of chosen answers",
+    ),
+    Metric(
+        "dpo/rejected_reward",
+        "",
+        "DPO reward of rejected answers",
+        "mean of beta * (log-prob of the policy - of the reference) of rejected answers",
+    ),
+    Metric(
+        "dpo/chosen_logprob",
+        "nats",
+        "Log-prob of chosen answers",
+        "mean log-prob of a whole chosen answer",
+    ),
+    Metric(
+        "dpo/rejected_logprob",
+        "nats",
+        "Log-prob of rejected answers",
+        "mean log-prob of a whole rejected answer",
+    ),
+    Metric(
+        "reward_model/accuracy",
+        "",
+        "Reward model accuracy",
+        "share of pairs whose chosen answer has the higher reward",
+    ),
+    Metric(
+        "reward_model/margin",
+        "",
+        "Reward model margin",
+        "mean reward of chosen minus rejected answers",
+    ),
+    Metric("reward_model/chosen", "", "Reward of chosen answers", "mean reward of chosen answers"),
+    Metric(
+        "reward_model/rejected", "", "Reward of rejected answers", "mean reward of rejected answers"
+    ),
+    Metric(
+        "distill/kl",
+        "nats",
+        "KL to the teacher",
+        "estimate of KL(student || teacher) per token, from the tokens drawn",
+    ),
+    Metric(
+        "distill/teacher_logprob",
+        "nats",
+        "Teacher's log-prob",
+        "mean log-prob of the student's tokens under the teacher",
+    ),
+    Metric(
+        "distill/topk_kl",
+        "nats",
+        "KL over the teacher's candidates",
+        "mean KL divergence over the teacher's likeliest tokens and the rest as one",
+    ),
+    Metric(
+        "rejection/kept_samples", "samples", "Accepted samples", "answers written so far in the run"
+    ),
+    Metric(
+        "rejection/duplicates",
+        "samples",
+        "Repeated answers",
+        "accepted answers left out because the file has them, so far in the run",
+    ),
+    Metric(
+        "rejection/solved",
+        "",
+        "Prompts with an accepted sample",
+        "share of the step's prompts with an accepted sample",
+    ),
+    Metric("data/epoch", "", "Epochs", "how often the documents were drawn so far"),
+    Metric(
+        "data/learned_tokens", "tokens", "Learned tokens", "tokens of the step that were learned"
+    ),
     Metric("time/warmup", "s", "Time per warm-up step", "whole warm-up step"),
     Metric("time/step", "s", "Time per step", "whole step"),
     Metric(

@@ -56,6 +56,10 @@ class Ledger:
     def peak_bytes(self) -> int:
         return max((self.resident_bytes(phase) for phase in PHASES), default=0)
 
+    def only_in(self, phase: Phase) -> int:
+        """Return the bytes that are resident in this phase and in no other."""
+        return sum(entry.num_bytes for entry in self.entries if entry.phases == (phase,))
+
     def beside_bytes(self, tag: str) -> int:
         """Return the most that other tags take in a phase where `tag` is resident, or 0."""
         phases = {phase for entry in self.entries if entry.tag == tag for phase in entry.phases}
@@ -126,6 +130,26 @@ def trainer_ledger(
             Entry("moments", moments),
             Entry("grads", gradients, ("train",)),
             Entry("gathered", gathered, ("train",)),
+            Entry("activations", activations, ("train",)),
+        )
+    )
+
+
+def frozen_ledger(
+    num_parameters: int,
+    num_shards: int,
+    element_bytes: int,
+    *,
+    num_gathered: int = 0,
+    activations: int = 0,
+) -> Ledger:
+    """Return the ledger of a model that never learns: its weights in `num_shards` shards, and what
+    a forward pass takes.
+    """
+    return Ledger(
+        (
+            Entry("weights", -(-num_parameters // num_shards) * element_bytes),
+            Entry("gathered", num_gathered * element_bytes, ("train",)),
             Entry("activations", activations, ("train",)),
         )
     )

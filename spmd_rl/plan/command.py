@@ -118,6 +118,10 @@ def _split(plan: RunPlan) -> Iterator[str]:
     for placement in plan.placements.values():
         axes, ranks = _axes_text(placement), _ranks_text(placement.ranks)
         yield f"  {placement.name:8} {axes:28} ranks {ranks}"
+    for role in plan.extra:
+        if role.placement.name != role.name:
+            ranks = _ranks_text(role.placement.ranks)
+            yield f"  {role.name:8} {'with ' + role.placement.name:28} ranks {ranks}"
     if idle := plan.idle:
         yield f"  {'idle':8} {'no role':28} ranks {_ranks_text(idle)}"
 

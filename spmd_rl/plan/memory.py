@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
-from math import prod
 from typing import Any
 
 from spmd_rl.mesh.split import Placement, Placements
@@ -22,40 +21,75 @@ from spmd_rl.offload.ledger import (
     kv_pages,
     kv_token_bytes,
     total,
-    trainer_ledger,
+)
+from spmd_rl.plan.model_memory import (
+    PlannedRole,
+    dtype_on_gpu,
+    exchanges,
+    in_turn,
+    trainer_memory,
 )
 from spmd_rl.plan.routes import Routes
 from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
-from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.parameter_groups import moment_bytes, update_rules
 from spmd_rl.weights.layout import ITEM_BYTES
 
 EngineConfig = NativeEngineConfig | SglangEngineConfig
 
 
 def rank_ledgers(
-    placements: Placements, spec: ModelSpec, cfg: Any, routes: Routes, world_size: int, on_gpu: bool
+    placements: Placements,
+    spec: ModelSpec,
+    cfg: Any,
+    routes: Routes,
+    world_size: int,
+    on_gpu: bool,
+    extra: Sequence[PlannedRole] = (),
 ) -> Iterator[tuple[int, Ledger]]:
     """Yield each rank with its ledger: its roles, the buckets of a push, and the GPU's own memory.
 
-    An engine's pages have no size yet.
+    `extra` are the roles besides trainer and engine. An engine's pages have no size yet.
     """
-    num_communicators = _num_communicators(placements, routes)
-    ledger_of_roles = cache(
-        lambda roles: total(_role_ledgers(roles, placements, spec, cfg, on_gpu))
-    )
+    num_communicators = _num_communicators(placements, routes, extra)
+
+    @cache
+    def of_roles(names: tuple[str, ...]) -> tuple[Ledger, int, int]:
+        """Return the ledger of the roles on these placements, and their rings and peers."""
+        on_ranks = [role for role in extra if role.placement.name in names]
+        ledger = total(_role_ledgers(names, placements, spec, cfg, on_gpu))
+        ledger += total(in_turn(on_ranks, ledger.only_in("train")))
+        return ledger, *_connections(names, placements, cfg, on_ranks)
+
     ranks = {name: set(placement.ranks) for name, placement in placements.items()}
     for rank in range(world_size):
-        roles = tuple(name for name in ranks if rank in ranks[name])
-        ledger = ledger_of_roles(roles) + buckets_ledger(routes.bucket_bytes(rank))
+        names = tuple(name for name in ranks if rank in ranks[name])
+        ledger, num_rings, num_peers = of_roles(names)
+        ledger += buckets_ledger(routes.bucket_bytes(rank))
         if on_gpu:
-            axes = placements.train.axes if "train" in roles else {}
-            summed_by_peers = axes["fsdp"] - 1 if axes and _exchanges(cfg.trainer) else 0
-            num_rings = sum(size > 1 for size in axes.values())
-            num_peers = routes.num_peers(rank) + summed_by_peers
+            num_peers += routes.num_peers(rank)
             ledger += device_ledger(num_communicators, num_rings, num_peers)
         yield rank, ledger
+
+
+def _connections(
+    names: tuple[str, ...], placements: Placements, cfg: Any, extra: Sequence[PlannedRole]
+) -> tuple[int, int]:
+    """Return the rings that gradients and weights go around, and the peers that rows are sent to.
+
+    Roles on the same ranks and axes share their connections.
+    """
+    configs = [(role.placement, role.cfg) for role in extra]
+    if "train" in names:
+        configs.append((placements.train, cfg.trainer))
+    placed = {_key(placement): placement.axes for placement, _ in configs}
+    exchanging = {_key(placement) for placement, of_role in configs if exchanges(of_role)}
+    num_rings = sum(size > 1 for axes in placed.values() for size in axes.values())
+    return num_rings, sum(placed[key]["fsdp"] - 1 for key in exchanging)
+
+
+def _key(placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """Return what roles that share process groups have in common."""
+    return placement.ranks, tuple(placement.axes.values())
 
 
 def kv_bytes(
@@ -76,17 +110,12 @@ def kv_bytes(
     return pages * page_size * token_bytes
 
 
-def dtype_on_gpu(cfg: TrainerConfig | EngineConfig) -> str:
-    """Return the dtype that a role computes in on a GPU."""
-    return "bfloat16" if cfg.dtype == "auto" else cfg.dtype
-
-
 def _role_ledgers(
     roles: tuple[str, ...], placements: Placements, spec: ModelSpec, cfg: Any, on_gpu: bool
 ) -> Iterator[Ledger]:
     """Yield what a trainer and an engine take of a rank that serves `roles`."""
     if "train" in roles:
-        yield _trainer_ledger(spec, cfg.trainer, placements.train)
+        yield trainer_memory(spec, cfg.trainer, placements.train)
     if "infer" in roles:
         sleeps = "train" in roles and getattr(cfg, "engine_sleeps", False)
         step = _step_bytes(cfg.engine, spec) if on_gpu else 0
@@ -126,47 +155,18 @@ def _sglang_ledger(
     )
 
 
-def _trainer_ledger(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -> Ledger:
-    element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
-    activations = activation_bytes(
-        num_tokens=cfg.max_tokens,
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        attention_width=(spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
-        logit_bytes=cfg.logit_rows * spec.vocab_size * ITEM_BYTES["float32"],
-        slope_bytes=_slope_bytes(cfg, spec),
-        element_bytes=element_bytes,
-        recompute=cfg.backend.recompute,
-    )
-    num_shards = placement.axes["fsdp"]
-    shapes = spec.parameter_shapes()
-    rules = update_rules(shapes, cfg, num_shards)
-    return trainer_ledger(
-        spec.num_parameters,
-        num_shards,
-        element_bytes,
-        num_trained=sum(prod(shapes[name]) for name in rules),
-        moments=moment_bytes(shapes, rules, num_shards),
-        num_gathered=_num_gathered(spec, cfg, placement),
-        activations=activations,
-    )
-
-
-def _exchanges(cfg: TrainerConfig) -> bool:
-    """Return whether a train step sends rows of gradients or weights to each rank that shards."""
-    return cfg.deterministic or cfg.optimizer.kind == "muon"
-
-
-def _num_communicators(placements: Placements, routes: Routes) -> int:
+def _num_communicators(placements: Placements, routes: Routes, extra: Sequence[PlannedRole]) -> int:
     """Return how many communicators NCCL makes: the world's, and three for each placement.
 
     The three are those of its axes dp and fsdp, and of all its ranks. A link is placed too.
     """
-    distinct = {(placement.ranks, *placement.axes.values()) for placement in placements.values()}
+    distinct = {_key(placement) for placement in placements.values()}
+    linked = [role.placement for role in extra if role.is_refreshed and "train" in placements]
     if routes:
-        ranks = {rank for placement in placements.values() for rank in placement.ranks}
-        distinct.add((tuple(sorted(ranks)), len(ranks), 1, 1))
+        linked.append(placements.infer)
+    for placement in linked:
+        ranks = tuple(sorted({*placements.train.ranks, *placement.ranks}))
+        distinct.add((ranks, (len(ranks), 1, 1)))
     return 1 + 3 * len(distinct)
 
 
@@ -184,25 +184,3 @@ def _step_bytes(cfg: EngineConfig, spec: ModelSpec) -> int:
         element_bytes=ITEM_BYTES[dtype_on_gpu(cfg)],
         recompute="none",
     )
-
-
-def _slope_bytes(cfg: TrainerConfig, spec: ModelSpec) -> int:
-    """Return what the head keeps for the backward pass; on a CPU little enough to leave out."""
-    if dtype_on_gpu(cfg) == "float32" or cfg.backend.recompute == "all":
-        return 0
-    return cfg.max_tokens * spec.vocab_size * ITEM_BYTES[dtype_on_gpu(cfg)]
-
-
-def _num_gathered(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -> int:
-    """Return the parameters that FSDP holds whole at once.
-
-    These are all parameters where the model is one unit, or where nothing is sharded, because they
-    are then kept until the end of the step. Else they are the root's and two neighbouring layers'.
-    """
-    num_bytes = spec.num_parameters * ITEM_BYTES["float32"]
-    is_one_unit = cfg.backend.gathers_whole(num_bytes, len(placement.ranks))
-    if placement.axes["fsdp"] == 1 or is_one_unit:
-        return spec.num_parameters
-    shapes = spec.parameter_shapes().items()
-    layer = sum(prod(shape) for name, shape in shapes if name.startswith("model.layers.0."))
-    return spec.num_parameters - max(spec.num_layers - 2, 0) * layer

@@ -1,7 +1,8 @@
 """Plan of a run: from a recipe's config and a world size to plain data.
 
 The plan reads four fields of the config: `split` places roles, `model` gives shapes, `trainer` and
-`engine` say how the roles hold them. `engine_sleeps` says whether one makes room for the other.
+`engine` say how the roles hold them. `engine_sleeps` says whether one makes room for the other. A
+method `extra_roles()` lists the roles besides (train/extra_role.py).
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from typing import Any
 
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.split import Placement, Placements, disjoint, plan_split
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.spec import ModelSpec, head_of
 from spmd_rl.offload.ledger import Ledger
-from spmd_rl.plan.memory import dtype_on_gpu, kv_bytes, rank_ledgers
+from spmd_rl.plan.memory import kv_bytes, rank_ledgers
+from spmd_rl.plan.model_memory import PlannedRole, dtype_on_gpu
 from spmd_rl.plan.routes import Routes, push_routes
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import FrozenConfig, TrainerConfig
+from spmd_rl.train.extra_role import ExtraRole
 
 # the field of a recipe's config that each placement is planned by, and its types
 ROLE_CONFIGS: dict[str, tuple[str, tuple[type, ...]]] = {
@@ -37,6 +40,7 @@ class RunPlan:
     routes: Routes
     ledgers: dict[int, Ledger]
     on_gpu: bool = False  # whether the ledgers count what a GPU itself takes
+    extra: tuple[PlannedRole, ...] = ()  # roles besides trainer and engine
 
     @property
     def groups(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -47,7 +51,8 @@ class RunPlan:
             for axis, ranks in _axis_groups(placement)
         ]
         if self.routes:
-            groups.append(("link", tuple(sorted(self._ranks_with_roles))))
+            linked = {*self.placements.train.ranks, *self.placements.infer.ranks}
+            groups.append(("link", tuple(sorted(linked))))
         return groups
 
     @property
@@ -119,10 +124,27 @@ def _placements(cfg: Any, world_size: int) -> Placements:
 def _without_pages(placements: Placements, spec: ModelSpec, cfg: Any, world_size: int) -> RunPlan:
     """Return the plan in which an engine's pages have no size yet."""
     _require_configs(placements, cfg)
+    extra = _extra_roles(placements, cfg)
     routes = _push_routes(placements, spec, cfg, world_size)
-    on_gpu = _on_gpu(placements, cfg)
-    ledgers = dict(rank_ledgers(placements, spec, cfg, routes, world_size, on_gpu))
-    return RunPlan(world_size, placements, spec, routes, ledgers, on_gpu)
+    on_gpu = _on_gpu(placements, cfg, extra)
+    ledgers = rank_ledgers(placements, spec, cfg, routes, world_size, on_gpu, extra)
+    return RunPlan(world_size, placements, spec, routes, dict(ledgers), on_gpu, extra)
+
+
+def _extra_roles(placements: Placements, cfg: Any) -> tuple[PlannedRole, ...]:
+    """Return the roles besides trainer and engine. Raises: PlanError where one has no ranks."""
+    listed: list[ExtraRole] = cfg.extra_roles() if hasattr(cfg, "extra_roles") else []
+    return tuple(
+        PlannedRole(
+            role.name,
+            role.cfg,
+            role.placement(placements),
+            ModelSpec.from_folder(role.model),
+            head_of(role.model) if isinstance(role.cfg, FrozenConfig) else "value",
+            role.is_refreshed,
+        )
+        for role in listed
+    )
 
 
 def planned_settings(cfg: Any, world_size: int) -> dict[str, dict[str, int]]:
@@ -144,8 +166,9 @@ def planned_settings(cfg: Any, world_size: int) -> dict[str, dict[str, int]]:
     infer = plan.placements.get("infer")
     if infer is None or not plan.ledgers:
         return {}
+    known = {*ROLE_CONFIGS, *(role.placement.name for role in plan.extra)}
     for name, placement in plan.placements.items():
-        if name not in ROLE_CONFIGS and not disjoint(infer, placement):
+        if name not in known and not disjoint(infer, placement):
             return {}
     return {"infer": {"reserved_bytes": plan.reserved_bytes()}}
 
@@ -160,9 +183,10 @@ def _require_configs(placements: Placements, cfg: Any) -> None:
             )
 
 
-def _on_gpu(placements: Placements, cfg: Any) -> bool:
+def _on_gpu(placements: Placements, cfg: Any, extra: tuple[PlannedRole, ...]) -> bool:
     """Return whether the run is planned for GPUs, where a role computes in bfloat16."""
     configs = [getattr(cfg, ROLE_CONFIGS[name][0]) for name in placements if name in ROLE_CONFIGS]
+    configs += [role.cfg for role in extra]
     return any(dtype_on_gpu(config) == "bfloat16" for config in configs)
 
 

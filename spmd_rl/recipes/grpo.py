@@ -21,13 +21,14 @@ class Config(rl.PolicyConfig):
     steps: int = 200  # training steps of the whole run
     prompts_per_step: int = 32  # each with sampling.num_samples samples
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
-    split: rl.Split = field(default_factory=rl.Split)
+    split: rl.PolicySplit = field(default_factory=rl.PolicySplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
     engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
         default_factory=rl.NativeEngineConfig
     )
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
+    critic: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
     # `spmd-rl plan` counts on the engine's sleep while the trainer beside it trains
     engine_sleeps: ClassVar[bool] = True
 
@@ -36,6 +37,10 @@ class Config(rl.PolicyConfig):
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1})
         rl.refuse_greedy(self.sampling)
         rl.algorithm_of(self, self.sampling)
+
+    def extra_roles(self) -> list[rl.ExtraRole]:
+        """Return what the algorithm needs besides a trainer and an engine, for the plan."""
+        return rl.extra_roles_of(self)
 
 
 def check(cfg: Config) -> None:
@@ -54,7 +59,7 @@ def check(cfg: Config) -> None:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    update = rl.PolicyUpdate(ctl, cfg, trainer, on=roles.train)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
     rollout = ctl.spawn(
         rl.Rollout,
         cfg.engine,

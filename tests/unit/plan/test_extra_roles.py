@@ -1,0 +1,193 @@
+"""A reference and a critic in the plan of a run, against sizes worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from spmd_rl.config.load import load
+from spmd_rl.errors import PlanError
+from spmd_rl.mesh.split import PolicySplit, RoleSplit, plan_split
+from spmd_rl.offload.ledger import Ledger
+from spmd_rl.plan.command import lines
+from spmd_rl.plan.resolve import RunPlan, planned_settings, resolve
+from spmd_rl.recipes import grpo
+from spmd_rl.train.config import FrozenConfig, TrainerConfig
+from spmd_rl.train.extra_role import ExtraRole
+
+SMALL = {
+    "model_type": "qwen3",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+HEAD = 1000 * 64
+LAYER = 64 * (16 * (4 + 2 * 2) + 16 * 4 + 3 * 96) + 2 * 64 + 2 * 16
+PARAMETERS = 2 * HEAD + 3 * LAYER + 64
+BF16 = ("trainer.dtype=bfloat16", "engine.dtype=bfloat16", "engine.num_pages=9")
+
+
+@dataclass(frozen=True)
+class Config(grpo.Config):
+    split: PolicySplit = field(default_factory=PolicySplit)
+    judge: TrainerConfig | None = None
+    frozen: FrozenConfig | None = None
+
+    def extra_roles(self) -> list[ExtraRole]:
+        roles = []
+        if self.frozen is not None:
+            roles.append(ExtraRole("reference", self.frozen, self.model, is_refreshed=True))
+        if self.judge is not None:
+            roles.append(ExtraRole("critic", self.judge, self.model))
+        return roles
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    return tmp_path
+
+
+def configured(model: Path, *words: str, **roles: object) -> Config:
+    split = load(Config, None, [f"model={model}", "data=none.jsonl", *words])
+    return replace(split, **roles)
+
+
+def planned(model: Path, world_size: int, *words: str, **roles: object) -> RunPlan:
+    return resolve(configured(model, *words, **roles), world_size)
+
+
+def entries(ledger: Ledger) -> dict[str, tuple[int, int]]:
+    """The bytes of each entry, and the number of phases in which it is resident."""
+    return {entry.tag: (entry.num_bytes, len(entry.phases)) for entry in ledger.entries}
+
+
+def test_a_frozen_model_holds_weights_alone_in_the_dtype_of_its_forward_pass(model: Path) -> None:
+    for dtype, item in (("bfloat16", 2), ("float32", 4)):
+        frozen = FrozenConfig(dtype=dtype)
+        found = entries(planned(model, 2, *BF16, frozen=frozen).ledgers[0])
+        assert found["reference weights"] == (PARAMETERS // 2 * item, 3)
+        assert not {"reference master", "reference moments", "reference grads"} & found.keys()
+
+
+def test_a_critic_is_a_trainer_without_the_head_of_a_language_model(model: Path) -> None:
+    found = entries(planned(model, 2, *BF16, judge=TrainerConfig()).ledgers[0])
+    own = PARAMETERS - HEAD + 64
+    assert found["critic master"] == (own // 2 * 4, 3)
+    assert found["critic moments"] == (own // 2 * 8, 3)
+
+
+def test_roles_compute_in_turn(model: Path) -> None:
+    """What a role needs only while it computes counts beyond the largest before it."""
+    plain = planned(model, 2, *BF16).ledgers[0]
+    same = planned(model, 2, *BF16, judge=TrainerConfig()).ledgers[0]
+    assert entries(same)["critic working"] == (0, 1), "the trainer of the policy needs more"
+    larger = TrainerConfig(max_tokens=10 * 16384)
+    found = planned(model, 2, *BF16, judge=larger, frozen=FrozenConfig()).ledgers[0]
+    working = entries(found)["critic working"][0]
+    own = entries(planned(model, 2, *BF16, judge=larger).ledgers[0])["critic working"][0]
+    assert working == own > 0
+    most = plain.only_in("train") + working
+    assert most == found.only_in("train")
+    assert entries(found)["reference working"] == (0, 1)
+
+
+def test_a_forward_pass_needs_one_layer_and_the_logits(model: Path) -> None:
+    """On a rank of its own, where nothing else computes."""
+    words = ("split.train.ranks=1", "split.infer.ranks=1", "split.reference.ranks=1")
+    frozen = FrozenConfig(max_tokens=100, logit_rows=10, wrap="layer", dtype="bfloat16")
+    found = planned(model, 3, *BF16, *words, frozen=frozen)
+    layer = 100 * 2 * (4 * 64 + 2 * (4 + 2 * 2) * 16 + 3 * 96)
+    gathered = (PARAMETERS - LAYER) * 2
+    assert entries(found.ledgers[2]) | {"context": 0, "communicators": 0, "buckets": 0} == {
+        "reference weights": (PARAMETERS * 2, 3),
+        "reference working": (gathered + layer + 2 * 10 * 1000 * 4, 1),
+        "buckets": 0,
+        "context": 0,
+        "communicators": 0,
+    }
+    assert "reference weights" not in entries(found.ledgers[0])
+
+
+def test_an_optional_role_has_the_trainers_ranks_or_its_own(model: Path) -> None:
+    split = PolicySplit(train=RoleSplit(ranks="2"), infer=RoleSplit(ranks="1"))
+    assert list(plan_split(split, 4)) == ["train", "infer"]
+    role = ExtraRole("critic", TrainerConfig(), str(model))
+    assert role.placement(plan_split(split, 4)).ranks == (0, 1)
+    own = replace(split, critic=RoleSplit(ranks="1"))
+    assert role.placement(plan_split(own, 4)).ranks == (3,)
+    with pytest.raises(PlanError, match=r"'critic' has no ranks: add split.critic, or split.train"):
+        role.placement(plan_split({"infer": RoleSplit()}, 4))
+    with pytest.raises(PlanError, match=r"split.train.ranks = '' is neither"):
+        plan_split(replace(split, train=RoleSplit(ranks="")), 4)
+
+
+def test_the_ranks_of_each_role_are_printed(model: Path) -> None:
+    words = ("split.train.ranks=2", "split.infer.ranks=1", "split.critic.ranks=1")
+    roles = {"judge": TrainerConfig(), "frozen": FrozenConfig()}
+    found = planned(model, 4, *BF16, *words, **roles)
+    said = list(lines(found))
+    assert said[:6] == [
+        "world of 4",
+        "  train    dp 1 x fsdp 2 x tp 1         ranks 0, 1",
+        "  infer    1 whole copy                 ranks 2",
+        "  critic   dp 1 x fsdp 1 x tp 1         ranks 3",
+        "  reference with train                   ranks 0, 1",
+        "process groups",
+    ]
+    assert ("link", (0, 1, 2)) in found.groups
+    assert any(line.startswith("memory of critic, most on rank 3") for line in said)
+
+
+def test_an_engine_leaves_room_for_roles_on_its_ranks(model: Path) -> None:
+    def reserved(*words: str, **roles: object) -> int:
+        return planned_settings(configured(model, *words, **roles), 2)["infer"]["reserved_bytes"]
+
+    more = reserved(judge=TrainerConfig(), frozen=FrozenConfig()) - reserved()
+    own = PARAMETERS - HEAD + 64
+    assert more >= own // 2 * 12 + PARAMETERS // 2 * 2
+    everywhere = ("split.critic.ranks=all",)
+    assert reserved(*everywhere, judge=TrainerConfig()) > reserved()
+    assert planned_settings(configured(model, *everywhere), 2) == {}, "nobody says what is there"
+
+
+def test_links_and_rings_of_roles_on_ranks_of_their_own(model: Path) -> None:
+    def communicators(*words: str, **roles: object) -> int:
+        return entries(planned(model, 6, *BF16, *words, **roles).ledgers[4])["communicators"][0]
+
+    words = ("split.train.ranks=2", "split.infer.ranks=2", "split.reference.ranks=2")
+    critics = ("split.train.ranks=2", "split.infer.ranks=2", "split.critic.ranks=2")
+    mib = 1 << 20
+    # three placements and the link of the engine; then the link of the reference too
+    alone = 170 + (1 + 3 * 4) * 196
+    ring = 250 + 24 * 12
+    assert communicators(*words) == alone * mib
+    assert communicators(*words, frozen=FrozenConfig()) == (alone + ring + 3 * 196) * mib
+    assert communicators(*critics, judge=TrainerConfig()) == (alone + ring) * mib
+    ordered = TrainerConfig(deterministic=True)
+    assert communicators(*critics, judge=ordered) == (alone + ring + 32 * 12) * mib
+
+
+def test_a_reward_model_is_planned_by_the_head_of_its_folder(model: Path) -> None:
+    reward = model / "reward"
+    reward.mkdir()
+    config = SMALL | {"architectures": ["Qwen3ForSequenceClassification"]}
+    (reward / "config.json").write_text(json.dumps(config))
+
+    @dataclass(frozen=True)
+    class WithReward(Config):
+        def extra_roles(self) -> list[ExtraRole]:
+            return [ExtraRole("reward_model", FrozenConfig(dtype="bfloat16"), str(reward))]
+
+    cfg = load(WithReward, None, [f"model={model}", "data=none.jsonl", *BF16])
+    found = entries(resolve(cfg, 1).ledgers[0])
+    assert found["reward_model weights"] == ((PARAMETERS - HEAD + 64) * 2, 3)
