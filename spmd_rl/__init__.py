@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from spmd_rl.rollout.engine import NativeEngineConfig as NativeEngineConfig
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
+    from spmd_rl.rollout.engine import refuse_replay as refuse_replay
     from spmd_rl.rollout.rollout import Rollout as Rollout
     from spmd_rl.rollout.sglang.config import SglangEngineConfig as SglangEngineConfig
     from spmd_rl.train.config import FrozenConfig as FrozenConfig
@@ -157,7 +158,7 @@ _HOMES = {
     "model.tokenizer": ("load_tokenizer",),
     "check.engine": ("announce_correction", "check_engine"),
     "check.inputs": ("check_inputs",),
-    "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy"),
+    "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy", "refuse_replay"),
     "rollout.rollout": ("Rollout",),
     "rollout.sglang.config": ("SglangEngineConfig",),
     "train.config": (

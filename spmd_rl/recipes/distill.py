@@ -44,6 +44,8 @@ class Config:
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1, "coef": 0, "top_k": 1})
         rl.at_least(self, {"clip_low": 0, "clip_high": 0})
         rl.refuse_greedy(self.sampling)
+        if self.form == "topk":
+            rl.refuse_replay(self.sampling)
 
 
 def check(cfg: Config) -> None:

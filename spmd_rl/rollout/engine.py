@@ -95,6 +95,12 @@ def refuse_greedy(sampling: SamplingConfig) -> None:
     require(sampling.temperature > 0, "sampling.temperature", sampling.temperature, expected)
 
 
+def refuse_replay(sampling: SamplingConfig) -> None:
+    """Raise a ConfigError where filters are replayed, for losses over the whole vocabulary."""
+    expected = "false beside top_k, top_p or min_p, because this loss is over all tokens"
+    require(not sampling.replays, "sampling.replay_filters", sampling.replay_filters, expected)
+
+
 def check_stop_ids(sampling: SamplingConfig, vocab_size: int) -> None:
     """Raise a ConfigError when a stop id is no token of the model, and could never end a sample."""
     if unknown := [token for token in sampling.stop_ids if token >= vocab_size]:

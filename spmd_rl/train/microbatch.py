@@ -22,6 +22,7 @@ from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.kernels.vocab.kept_sets import KeptSets
 from spmd_rl.train import shared_prefix
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.columns import offsets_of
 from spmd_rl.types.kept_sets import NO_SET, set_ends
 from spmd_rl.types.partition import balanced_partition
 
@@ -130,16 +131,18 @@ def _kept_sets(
     A sequence's sets are those of its last tokens. Without any, the whole vocabulary is its
     tokens' set. Shape: both [M]. Raises: ContractError where some tokens lack a set.
     """
-    data = np.concatenate([*batch.kept, np.frombuffer(NO_SET, np.uint8)])
-    ends = set_ends(data)
-    sizes = np.array([len(kept) for kept in batch.kept])
-    last = np.searchsorted(ends, np.cumsum(sizes), side="right")
+    blobs = [*batch.kept, np.frombuffer(NO_SET, np.uint8)]
+    offsets = offsets_of(np.array([len(blob) for blob in blobs]))
+    ends_of_blobs = [set_ends(blob) for blob in blobs]
+    last = np.cumsum([len(ends) for ends in ends_of_blobs])
     entry = last[sequence] - (np.cumsum(batch.lengths)[sequence] - scored)
     is_missing = entry < np.concatenate([[0], last[:-1]])[sequence]
-    if (is_missing & (sizes[sequence] > 0)).any():
+    if (is_missing & (np.diff(offsets)[sequence] > 0)).any():
         raise ContractError("Batch.kept needs a set for each token of the mask, or none at all")
-    entry[is_missing] = len(ends) - 1
+    entry[is_missing] = last[-1] - 1
+    ends = np.concatenate([one + start for one, start in zip(ends_of_blobs, offsets, strict=False)])
     starts = np.concatenate([[0], ends[:-1]])
+    data = np.concatenate(blobs)
     return KeptSets(*(upload(array, device) for array in (data, starts[entry], ends[entry])))
 
 

@@ -102,9 +102,9 @@ class EncodedRows(NamedTuple):
 def read_rows(encoded: EncodedRows) -> list[bytes]:
     """Return the encoded set of each row of one step, which is on the host."""
     sizes, width = encoded.sizes.tolist(), encoded.data.shape[1]
-    data: NDArray[np.uint8] = encoded.data.numpy().reshape(-1)
+    data = encoded.data.numpy().reshape(-1).data  # slices of a memoryview take half the time
     sets = [
-        data[row * width : row * width + size].tobytes() if size > 0 else b""
+        bytes(data[row * width : row * width + size]) if size > 0 else b""
         for row, size in enumerate(sizes)
     ]
     large = [row for row, size in enumerate(sizes) if size == AS_WORDS]

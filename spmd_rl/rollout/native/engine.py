@@ -235,7 +235,8 @@ class NativeEngine:
         is_same = self.table.sequence_id[step.rows] == step.sequence_ids
         rows, tokens, logprobs = step.rows[is_same], tokens[is_same], logprobs[is_same]
         self._check_logprobs(rows, logprobs)
-        kept = list(compress(kept, is_same.tolist()))
+        if kept and not is_same.all():
+            kept = list(compress(kept, is_same.tolist()))
         self.table.write_sampled(rows, tokens, logprobs, step.version, kept)
         self._num_generated += len(rows)
         uids, indices = self.table.uid[rows], self.table.index[rows]

@@ -364,6 +364,31 @@ def test_sums_over_a_set_are_the_tree_of_all_sums() -> None:
     assert added(over_sets) == added(over_all)
 
 
+@pytest.mark.parametrize("name", ["_gradient", "_shift"])
+def test_gradients_over_a_set_read_its_words(name: str) -> None:
+    """The words are loaded beside what is loaded without sets, which costs nothing then."""
+    logits, ones = rows(17, 151936, torch.float32), torch.ones(17)
+    words, norms = torch.zeros(17, 4748, dtype=torch.int32), torch.ones(2, 17)
+    targets = torch.zeros(17, dtype=torch.int64)
+
+    def run(words: Tensor | None) -> None:
+        if name == "_shift":
+            logprob_backward_triton.shift_logits(logits, ones, norms, logits.half(), words)
+        else:
+            scores, grads = Scores(ones, ones, None), ScoreGradients(ones, ones, None)
+            logprob_backward_triton.logprob_backward(
+                grads, scores, logits, targets, None, ones, norms, logits, words=words
+            )
+
+    kernel = getattr(logprob_backward_triton, name)
+    over_all, over_sets = (instructions(ptx_of(kernel, partial(run, one))) for one in (None, words))
+    loads = [
+        sum(n for one, n in found.items() if one.startswith("ld.global"))
+        for found in (over_all, over_sets)
+    ]
+    assert loads[1] > loads[0]
+
+
 def test_filters_write_their_sets_as_bits() -> None:
     logits, ones = rows(17, 151936, torch.float32), torch.ones(17)
     kept = KeptRows.empty(ones > 0, 151936)

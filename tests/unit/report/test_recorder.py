@@ -15,7 +15,7 @@ from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.run.steps import LoopStep
 from spmd_rl.errors import ConfigError, DataError, SpmdError
 from spmd_rl.observe.metrics_log import read_metrics
-from spmd_rl.recipes import grpo, grpo_async, sft
+from spmd_rl.recipes import distill, grpo, grpo_async, sft
 from spmd_rl.report.recorder import Recorder
 from spmd_rl.rollout.engine import NativeEngineConfig, SamplingConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
@@ -192,6 +192,14 @@ def test_a_run_that_trains_over_other_tokens_than_it_draws_from_says_so_once_and
     assert [
         line for line in capsys.readouterr().out.splitlines() if "excludes tokens" in line
     ] == notes
+
+
+def test_a_replay_of_filters_is_refused_where_a_loss_is_over_all_tokens() -> None:
+    words = ["model=m", "teacher=t", "data=d", "form=topk", "sampling.top_p=0.9"]
+    with pytest.raises(ConfigError, match="replay_filters = True: expected false beside"):
+        load(distill.Config, None, words)
+    load(distill.Config, None, [*words, "sampling.replay_filters=false"])
+    load(distill.Config, None, [*words, "form=sampled"])
 
 
 def test_greedy_sampling_is_refused_where_it_would_be_learned_from() -> None:
