@@ -65,7 +65,8 @@ def cispo(out: LossInput, *, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    ref = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model, name="ref")
+    frozen = rl.FrozenConfig.like(cfg.trainer)
+    ref = ctl.spawn(rl.FrozenModel, frozen, on=roles.train, model=cfg.model, name="ref")
     rollout = ctl.spawn(
         rl.Rollout,
         cfg.engine,
