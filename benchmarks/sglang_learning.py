@@ -2,9 +2,9 @@
 
     python -m benchmarks.sglang_learning --python /tmp/sgl [--seeds 0 1 2] [--save]
 
-All runs share one GPU and take place at once, so no time is reported. The model is that of
-examples/arithmetic/gpu.toml with one layer more, 27M parameters. Runs of one seed differ in the
-engine alone.
+The runs of an engine share one GPU and take place at once, so no time is reported. The model is
+that of examples/arithmetic/gpu.toml with one layer more, 27M parameters. Runs of one seed differ in
+the engine alone.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def write_model(folder: Path) -> Path:
 
 def engine_words(kind: str, python: str) -> list[str]:
     if kind == "native":
-        return ["--engine.memory_fraction=0.05"]
+        return ["--engine.memory_fraction=0.25"]
     return [
         "--engine.kind=sglang",
         f"--engine.python={python}",
         "--engine.options.attention_backend=triton",
         "--engine.options.cuda_graph_max_bs_decode=64",
         "--engine.max_batch=512",
-        "--engine.memory_fraction=0.08",
+        "--engine.memory_fraction=0.25",
     ]
 
 
@@ -119,12 +119,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model")
-        runs = {
-            (kind, seed): start(kind, seed, options, folder)
-            for kind in ("native", "sglang")
-            for seed in options.seeds
-        }
-        codes = {run: process.wait() for run, process in runs.items()}
+        codes: dict[tuple[str, int], int] = {}
+        for kind in ("native", "sglang"):
+            runs = {(kind, seed): start(kind, seed, options, folder) for seed in options.seeds}
+            codes |= {run: process.wait() for run, process in runs.items()}
         for (kind, seed), code in codes.items():
             if code:
                 print((folder / f"{kind}-{seed}.log").read_text()[-2000:], file=sys.stderr)

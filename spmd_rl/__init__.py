@@ -16,14 +16,36 @@ from spmd_rl.mkl import pin_sums
 if TYPE_CHECKING:
     from spmd_rl.algo.advantages import group_advantage as group_advantage
     from spmd_rl.algo.advantages import rloo_advantage as rloo_advantage
+    from spmd_rl.algo.algorithm import Algorithm as Algorithm
+    from spmd_rl.algo.config import CorrectionConfig as CorrectionConfig
+    from spmd_rl.algo.config import KlConfig as KlConfig
+    from spmd_rl.algo.config import OverlongConfig as OverlongConfig
+    from spmd_rl.algo.config import PolicyConfig as PolicyConfig
+    from spmd_rl.algo.distill import distill_credit as distill_credit
+    from spmd_rl.algo.distill import distill_gains as distill_gains
+    from spmd_rl.algo.distill import distill_metrics as distill_metrics
+    from spmd_rl.algo.distill import topk_kl_loss as topk_kl_loss
+    from spmd_rl.algo.distill import with_candidates as with_candidates
+    from spmd_rl.algo.dpo import bradley_terry_loss as bradley_terry_loss
+    from spmd_rl.algo.dpo import dpo_evaluation as dpo_evaluation
+    from spmd_rl.algo.dpo import dpo_loss as dpo_loss
+    from spmd_rl.algo.dpo import preference_metrics as preference_metrics
+    from spmd_rl.algo.gdpo import gdpo_advantage as gdpo_advantage
     from spmd_rl.algo.losses import LossInput as LossInput
     from spmd_rl.algo.losses import Needs as Needs
     from spmd_rl.algo.losses import ValueInput as ValueInput
     from spmd_rl.algo.losses import grpo_loss as grpo_loss
     from spmd_rl.algo.losses import sft_loss as sft_loss
+    from spmd_rl.algo.make import make_algorithm as make_algorithm
     from spmd_rl.algo.packing import pack as pack
     from spmd_rl.algo.packing import pack_sft as pack_sft
+    from spmd_rl.algo.pair_packing import pack_pairs as pack_pairs
+    from spmd_rl.algo.policy_loss import policy_loss as policy_loss
+    from spmd_rl.algo.rejection import accepted_samples as accepted_samples
+    from spmd_rl.algo.sample_rewards import pack_samples as pack_samples
+    from spmd_rl.algo.sample_rewards import with_rewards as with_rewards
     from spmd_rl.algo.self_check import check_reference as check_reference
+    from spmd_rl.algo.value_loss import value_loss as value_loss
     from spmd_rl.check.engine import announce_correction as announce_correction
     from spmd_rl.check.engine import check_engine as check_engine
     from spmd_rl.check.inputs import check_inputs as check_inputs
@@ -40,9 +62,15 @@ if TYPE_CHECKING:
     from spmd_rl.controller.endpoint import collective as collective
     from spmd_rl.controller.endpoint import local as local
     from spmd_rl.controller.prefetch import CallQueue as CallQueue
+    from spmd_rl.data.documents import DocumentConfig as DocumentConfig
+    from spmd_rl.data.documents import Documents as Documents
+    from spmd_rl.data.pairs import PairConfig as PairConfig
+    from spmd_rl.data.pairs import PreferencePair as PreferencePair
+    from spmd_rl.data.pairs import PreferencePairs as PreferencePairs
     from spmd_rl.data.prompts import PromptConfig as PromptConfig
     from spmd_rl.data.prompts import Prompts as Prompts
     from spmd_rl.data.sft import SftPairs as SftPairs
+    from spmd_rl.data.sft_file import SftFile as SftFile
     from spmd_rl.errors import ConfigError as ConfigError
     from spmd_rl.errors import SpmdError as SpmdError
     from spmd_rl.errors import WeightMismatchError as WeightMismatchError
@@ -51,6 +79,9 @@ if TYPE_CHECKING:
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
+    from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
+    from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
+    from spmd_rl.recipes.policy_update import extra_roles_of as extra_roles_of
     from spmd_rl.rollout.engine import NativeEngineConfig as NativeEngineConfig
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
@@ -80,8 +111,29 @@ __version__ = "0.1.0"
 pin_sums()
 
 _HOMES = {
+    "algo.dpo": ("bradley_terry_loss", "dpo_evaluation", "dpo_loss", "preference_metrics"),
+    "algo.distill": (
+        "distill_credit",
+        "distill_gains",
+        "distill_metrics",
+        "topk_kl_loss",
+        "with_candidates",
+    ),
+    "algo.pair_packing": ("pack_pairs",),
+    "algo.rejection": ("accepted_samples",),
+    "algo.sample_rewards": ("pack_samples", "with_rewards"),
+    "data.documents": ("DocumentConfig", "Documents"),
+    "data.pairs": ("PairConfig", "PreferencePair", "PreferencePairs"),
+    "data.sft_file": ("SftFile",),
     "algo.advantages": ("group_advantage", "rloo_advantage"),
+    "algo.algorithm": ("Algorithm",),
+    "algo.config": ("CorrectionConfig", "KlConfig", "OverlongConfig", "PolicyConfig"),
+    "algo.gdpo": ("gdpo_advantage",),
+    "algo.make": ("make_algorithm",),
     "algo.packing": ("pack", "pack_sft"),
+    "algo.policy_loss": ("policy_loss",),
+    "algo.value_loss": ("value_loss",),
+    "recipes.policy_update": ("PolicyUpdate", "algorithm_of", "extra_roles_of"),
     "algo.self_check": ("check_reference",),
     "algo.losses": ("LossInput", "Needs", "ValueInput", "grpo_loss", "sft_loss"),
     "types.batch": ("Batch",),

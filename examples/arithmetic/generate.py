@@ -6,7 +6,8 @@
 
 `train.jsonl` and `eval.jsonl` share no prompt. `warmup.jsonl` holds what a careless teacher said to
 the training prompts: right less than half of the time, else off by 1 or by 10. The warm-up imitates
-it; reinforcement learning has to outgrow it.
+it; reinforcement learning has to outgrow it. `pairs.jsonl` and `eval_pairs.jsonl` hold the right
+answer to each prompt of either file beside a wrong one, for DPO and reward models.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 Pair = tuple[int, int]
+
+SLIPS = (-10, -1, 1, 10)
 
 
 def sums(low: int, high: int, num_prompts: int, rng: random.Random) -> list[Pair]:
@@ -35,8 +38,15 @@ def record(pair: Pair, answer: int) -> dict[str, str]:
 
 def careless(pair: Pair, care: float, rng: random.Random) -> int:
     """The sum with probability `care`, else one slip away from it."""
-    slip = 0 if rng.random() < care else rng.choice((-10, -1, 1, 10))
+    slip = 0 if rng.random() < care else rng.choice(SLIPS)
     return sum(pair) + slip
+
+
+def preferences(pair: Pair) -> Iterator[dict[str, str]]:
+    """Yield a record for each slip: the right answer is chosen, and the slip rejected."""
+    prompt = record(pair, sum(pair))["prompt"]
+    for slip in SLIPS:
+        yield {"prompt": prompt, "chosen": str(sum(pair)), "rejected": str(sum(pair) + slip)}
 
 
 def write(path: Path, records: Iterable[dict[str, str]]) -> None:
@@ -74,6 +84,8 @@ def main() -> None:
         args.out / "warmup.jsonl",
         (record(pair, careless(pair, args.care, rng)) for pair in lessons),
     )
+    for name, prompts in {"pairs": train, "eval_pairs": held_out}.items():
+        write(args.out / f"{name}.jsonl", (row for pair in prompts for row in preferences(pair)))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import spmd_rl as rl
 from spmd_rl.recipes import grpo
@@ -30,6 +29,7 @@ class Config(grpo.Config):
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
     rollout = ctl.spawn(
         rl.Rollout,
         cfg.engine,
@@ -42,14 +42,15 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     tokenizer = rl.load_tokenizer(cfg.model)
     pairs = rl.SftPairs(cfg.warmup_data or cfg.data, cfg.prompts, tokenizer)
     prompts = rl.Prompts(cfg.data, cfg.prompts, tokenizer, cfg.sampling)
-    loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
 
-    start = ctl.resume(trainer=trainer, prompts=prompts)
+    start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
     with ctl.phase("warm-up", awake=[trainer]):
         for step in ctl.warmup(cfg.warmup_steps, start):
             batch = rl.pack_sft(pairs.next(cfg.warmup_pairs))
             stats = trainer.train_step.call(batch, rl.sft_loss, lr=cfg.warmup_lr)
             step.log({"warmup/loss": stats["train/loss"], "train/tokens": stats["train/tokens"]})
+    if start == 0:  # the reference is the policy after the warm-up
+        update.refresh_reference(version=0)
 
     for step in ctl.steps(cfg.steps, start):
         with ctl.phase("sync", awake=[trainer, rollout]):
@@ -57,6 +58,6 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         with ctl.phase("rollout", awake=[rollout]):
             groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train", awake=[trainer]):
-            stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)
+            stats = update.step(groups, step.index)
         step.log(groups, stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

@@ -27,11 +27,11 @@ class Config(grpo.Config):
     held_out: str = ""  # prompts of the evaluation
     eval_every: int = 10  # steps between evaluations
     cap: float = 5.0  # largest weight of a token in the loss
-    kl: float = 0.01  # penalty for each nat of distance from the first weights
+    distance_cost: float = 0.01  # penalty for each nat of distance from the first weights
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rl.at_least(self, {"eval_every": 1, "cap": 0, "kl": 0})
+        rl.at_least(self, {"eval_every": 1, "cap": 0, "distance_cost": 0})
 
 
 def check(cfg: Config) -> None:
@@ -104,7 +104,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             if step.index == 0:
                 rl.check_reference(trainer.score.call(batch), scores)
             distance = batch.rollout_logprobs - scores.values
-            batch = replace(batch, advantages=batch.advantages - cfg.kl * distance)
+            batch = replace(batch, advantages=batch.advantages - cfg.distance_cost * distance)
             stats = trainer.train_step.call(batch, loss)
         step.log(stats, {"ref/k1": distance.sum() / batch.mask.sum()})
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

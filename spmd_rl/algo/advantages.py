@@ -47,6 +47,16 @@ def rloo_advantage(groups: list[Group]) -> list[NDArray[np.float64]]:
     return split_at(_centred(columns) * np.repeat(factor, columns.lengths), columns.offsets)
 
 
+def task_rewards(groups: list[Group]) -> list[NDArray[np.float64]]:
+    """Return the rewards themselves, for an algorithm that gives them to tokens in its credit.
+
+    Raises: DataError for a reward that is not finite.
+    """
+    columns = Group.to_columns(groups)
+    _check_rewards(columns)
+    return split_at(columns.samples.reward, columns.offsets)
+
+
 def _centred(columns: GroupColumns) -> NDArray[np.float64]:
     """Return the rewards less the mean of their group."""
     _check(columns)

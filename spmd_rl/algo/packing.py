@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
@@ -86,6 +86,7 @@ def _sequences(columns: GroupColumns) -> _Sequences:
         versions=np.concatenate([no_versions, samples.versions])[flat],
         temperature=samples.temperature.astype(np.float32),
         execution=_executions(columns, prompt_of_sample),
+        kept=samples.kept if any(map(len, samples.kept)) else [],
     )
 
 
@@ -143,6 +144,7 @@ class _Sequences:
     versions: NDArray[np.int32]
     temperature: NDArray[np.float32]
     execution: NDArray[np.int64]
+    kept: list[NDArray[np.uint8]] = field(default_factory=list)
 
 
 def _make_batch(
@@ -169,6 +171,7 @@ def _make_batch(
         temperature=sequences.temperature,
         index=np.arange(num_sequences, dtype=np.int32),
         denominator=_denominator(num_learned, sequences, aggregation, max_response_tokens),
+        kept=sequences.kept,
     )
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from spmd_rl.data.documents import DocumentConfig, check_documents
 from spmd_rl.data.files import DataRecord, read_records
-from spmd_rl.data.prompts import PromptConfig, check_prompts
+from spmd_rl.data.pairs import PairConfig, answer_text
+from spmd_rl.data.prompts import PromptFormat, check_prompts
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.spec import ModelSpec, head_of
 from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer
+from spmd_rl.model.vocabulary import check_same_vocabulary
 from spmd_rl.model.weight_files import stored_weights
 from spmd_rl.rewards.load import resolve_reward
 from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
@@ -22,16 +25,20 @@ def check_inputs(
     model: str,
     data: str,
     reward: str = "",
-    prompts: PromptConfig | None = None,
+    prompts: PromptFormat | None = None,
     trainer: TrainerConfig | None = None,
     sampling: SamplingConfig | None = None,
+    documents: DocumentConfig | None = None,
+    teacher: str = "",
+    reward_model: str = "",
 ) -> None:
     """Check the model's config and tokenizer, every record of the data, and the reward function.
 
     With `prompts`, each record must have their keys, and a prompt of the right form; the first ones
     are tokenised. With `trainer`, the model folder must have the weights that it starts from, by
     their headers, and a parameter for each pattern of names. With `sampling`, the stop ids must be
-    tokens of the model.
+    tokens of the model. With `documents`, the data is that of continued pre-training. A `teacher`
+    or a `reward_model` must have the model's vocabulary, and the latter a value head.
     Raises: ConfigError or DataError, which names the first thing to correct.
     """
     if not model:
@@ -47,16 +54,27 @@ def check_inputs(
         update_rules(spec.parameter_shapes(), trainer, num_shards=1)
     if trainer and trainer.init == "folder":
         stored_weights(model, spec.parameter_shapes())
+    for other in filter(None, (teacher, reward_model)):
+        check_same_vocabulary(model, other)
+    if reward_model and head_of(reward_model) != "value":
+        raise ConfigError(
+            f"{reward_model} is no reward model: its config.json names no architecture for "
+            "sequence classification; `spmd-rl run reward_model` trains one"
+        )
+    if documents:
+        check_documents(data, documents, spec.max_positions)
+        return
     records = read_records(data)
     if prompts:
-        _check_answers(records, prompts.answer_key)
+        _check_answers(records, prompts)
         check_prompts(records, prompts, tokenizer)
     if reward:
         resolve_reward(reward)
 
 
-def _check_answers(records: Iterable[DataRecord], answer_key: str) -> None:
-    """Raise a DataError unless every record has its answer, where the data has answers."""
-    if answer_key:
+def _check_answers(records: Iterable[DataRecord], prompts: PromptFormat) -> None:
+    """Raise a DataError unless every record has its answers, where the data has answers."""
+    read = answer_text if isinstance(prompts, PairConfig) else DataRecord.text_or_number
+    for key in prompts.answer_keys:
         for record in records:
-            record.text_or_number(answer_key)
+            read(record, key)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import pkgutil
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from spmd_rl import recipes
 from spmd_rl.config.describe import describe
-from spmd_rl.controller.run.recipe import load_recipe
+from spmd_rl.controller.run.recipe import load_recipe, shipped_recipes
 from spmd_rl.errors import ConfigError
 
 HELP_FLAGS = {"--help", "-h"}
@@ -120,8 +118,7 @@ def of_recipe(recipe: str) -> str:
 
 def shipped() -> dict[str, str]:
     """Return the first line of every shipped recipe's docstring, by the recipe's name."""
-    names = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
-    modules = {name: inspect.getmodule(load_recipe(name).main) for name in names}
+    modules = {name: inspect.getmodule(load_recipe(name).main) for name in shipped_recipes()}
     return {
         name: (inspect.getdoc(module) or "").partition("\n")[0] for name, module in modules.items()
     }

@@ -22,10 +22,14 @@ class EpochOrder:
 
     def next(self) -> int:
         """Return the index of the record that the next draw takes."""
-        epoch, position = divmod(self.num_drawn, self.num_records)
+        self.num_drawn += 1
+        return self.index_of(self.num_drawn - 1)
+
+    def index_of(self, draw: int) -> int:
+        """Return the index of the record that a draw takes; draws are counted from 0."""
+        epoch, position = divmod(draw, self.num_records)
         if epoch != self._epoch:
             self._epoch, self._indices = epoch, self._epoch_indices(epoch)
-        self.num_drawn += 1
         return self._indices[position]
 
     def _epoch_indices(self, epoch: int) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,27 @@ def read_records(path: str) -> list[DataRecord]:
 
     Raises: DataError (missing file, malformed line, no record), ConfigError (unknown kind of file).
     """
+    return _read(path, {".jsonl": _read_jsonl, ".parquet": _read_parquet})
+
+
+def read_documents(path: str, key: str, separator: str) -> list[DataRecord]:
+    """Return the records of text documents, like `read_records`, also from a .txt file.
+
+    `separator` stands between two documents of a .txt file. "" says that the file is one document.
+    """
+
+    def read_text(file: Path) -> list[DataRecord]:
+        return _read_text(file, key, separator)
+
+    return _read(path, {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".txt": read_text})
+
+
+def _read(path: str, readers: dict[str, Callable[[Path], list[DataRecord]]]) -> list[DataRecord]:
     file, wanted = _split_slice(path)
     if not file.is_file():
         raise DataError(
             str(file), "this is a folder, not a file" if file.is_dir() else "no such file"
         )
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if file.suffix not in readers:
         raise ConfigError(f"{file}: data files end in {' or '.join(readers)}")
     records = readers[file.suffix](file)
@@ -109,6 +125,19 @@ def _read_parquet(file: Path) -> list[DataRecord]:
     except (lib.ArrowInvalid, OSError) as error:
         raise DataError(str(file), f"not a parquet file: {error}") from error
     return [DataRecord(f"{file}:{number}", row) for number, row in enumerate(rows, start=1)]
+
+
+def _read_text(file: Path, key: str, separator: str) -> list[DataRecord]:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(str(file), f"not UTF-8 at byte {error.start + 1}") from error
+    documents = text.split(separator) if separator else [text]
+    texts = (document.strip() for document in documents)
+    return [
+        DataRecord(f"{file}, document {number}", {key: text})
+        for number, text in enumerate(filter(None, texts), start=1)
+    ]
 
 
 def _short(value: Any) -> str:

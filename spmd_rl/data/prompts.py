@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,12 +19,9 @@ from spmd_rl.config.rules import at_least
 from spmd_rl.data.eos import EosIds, StopConditions, sampling_warnings
 from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.files import DataRecord, read_records
+from spmd_rl.data.stream import DATA_CHANGED
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.types.prompts import Prompt
-
-DATA_CHANGED = (
-    "not those of the checkpoint: restore the data file, or start a new run with --run.name"
-)
 
 # limits of `check_prompts`, which then takes about 0.1 s
 CHECKED_PROMPTS, CHECKED_CHARACTERS = 1000, 1 << 18
@@ -57,10 +55,11 @@ class LightTokenizer(Protocol):
     def num_tokens(self, text: str) -> int: ...  # including special tokens
 
 
-@dataclass(frozen=True)
-class PromptConfig:
+@dataclass(frozen=True, kw_only=True)
+class PromptFormat:
+    """Settings by which prompts are read, whatever else stands in a record."""
+
     prompt_key: str = "prompt"  # text, or a list of chat messages
-    answer_key: str = "answer"  # the reference answer, for the reward function; "" if there is none
     chat_template: bool = False  # apply the tokenizer's chat template, with the generation prompt
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments for the chat template
     max_prompt_tokens: int = 0  # longer prompts are dropped; 0 keeps all
@@ -69,6 +68,20 @@ class PromptConfig:
 
     def __post_init__(self) -> None:
         at_least(self, {"max_prompt_tokens": 0})
+
+    @property
+    def answer_keys(self) -> tuple[str, ...]:
+        """The keys of the answers that each record must have."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptConfig(PromptFormat):
+    answer_key: str = "answer"  # the reference answer, for the reward function; "" if there is none
+
+    @property
+    def answer_keys(self) -> tuple[str, ...]:
+        return (self.answer_key,) if self.answer_key else ()
 
 
 class Prompts:
@@ -88,14 +101,17 @@ class Prompts:
         sampling: StopConditions | None = None,
     ) -> None:
         records = read_records(path)
-        kept = _make_prompts(records, cfg, tokenizer)
+        prompts = _make_prompts(records, cfg, tokenizer)
+        fits = [not is_too_long(cfg, len(prompt.tokens)) for prompt in prompts]
+        kept = [*compress(prompts, fits)]
         self.num_dropped = len(records) - len(kept)
         report_dropped(path, cfg, self.num_dropped, len(records))
-        report_numeric_answers(path, cfg, records)
+        report_numeric_answers(path, cfg.answer_key, records)
         if sampling is not None:
             _print_sampling_warnings(path, kept, tokenizer, sampling)
         self._path = path
         self._prompts = kept
+        self._written = [prompt_of(record, cfg) for record in compress(records, fits)]
         self._order = EpochOrder(len(kept), seed=cfg.seed, shuffle=cfg.shuffle)
 
     def __len__(self) -> int:
@@ -104,6 +120,10 @@ class Prompts:
     def next(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts, across the end of an epoch if need be."""
         return [self._draw() for _ in range(num_prompts)]
+
+    def as_written(self, prompt: Prompt) -> str | list[dict[str, Any]]:
+        """Return a drawn prompt as it stands in the file: a text or chat messages."""
+        return self._written[self._order.index_of(prompt.uid)]
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, as plain data: the draws so far and a digest of the data."""
@@ -139,7 +159,6 @@ class Prompts:
 def _make_prompts(
     records: Sequence[DataRecord], cfg: PromptConfig, tokenizer: Tokenizer
 ) -> list[Prompt]:
-    """Return the prompts of the records, without those that are too long."""
     encoded = encode_prompts(records, cfg, tokenizer)
     source = Path(records[0].where.rpartition(":")[0]).stem
     return [
@@ -152,7 +171,6 @@ def _make_prompts(
             meta=_meta(record, cfg),
         )
         for record, (text, tokens) in zip(records, encoded, strict=True)
-        if not is_too_long(cfg, len(tokens))
     ]
 
 
@@ -182,7 +200,7 @@ def _meta(record: DataRecord, cfg: PromptConfig) -> dict[str, Any]:
 
 
 def encode_prompts(
-    records: Sequence[DataRecord], cfg: PromptConfig, tokenizer: Tokenizer
+    records: Sequence[DataRecord], cfg: PromptFormat, tokenizer: Tokenizer
 ) -> list[tuple[str, NDArray[np.int32]]]:
     """Return text and tokens of every record's prompt, as the model sees them."""
     if cfg.chat_template:
@@ -199,7 +217,7 @@ def encode_prompts(
 
 
 def check_prompts(
-    records: Sequence[DataRecord], cfg: PromptConfig, tokenizer: LightTokenizer | None
+    records: Sequence[DataRecord], cfg: PromptFormat, tokenizer: LightTokenizer | None
 ) -> None:
     """Refuse prompts that `encode_prompts` would refuse, as far as a quick check can tell.
 
@@ -218,11 +236,11 @@ def check_prompts(
         _check_length(record, cfg, tokenizer.num_tokens(str(prompt)), tokenizer.context)
 
 
-def is_too_long(cfg: PromptConfig, num_tokens: int) -> bool:
+def is_too_long(cfg: PromptFormat, num_tokens: int) -> bool:
     return 0 < cfg.max_prompt_tokens < num_tokens
 
 
-def report_dropped(path: str, cfg: PromptConfig, num_dropped: int, num_records: int) -> None:
+def report_dropped(path: str, cfg: PromptFormat, num_dropped: int, num_records: int) -> None:
     """Print how many prompts were too long. Raises: DataError when all were."""
     limit = cfg.max_prompt_tokens
     if num_dropped == num_records:
@@ -235,10 +253,10 @@ def report_dropped(path: str, cfg: PromptConfig, num_dropped: int, num_records: 
         )
 
 
-def report_numeric_answers(path: str, cfg: PromptConfig, records: Sequence[DataRecord]) -> None:
-    numbers = [record for record in records if record.has_number(cfg.answer_key)]
+def report_numeric_answers(path: str, key: str, records: Sequence[DataRecord]) -> None:
+    numbers = [record for record in records if record.has_number(key)]
     if numbers:
-        example = numbers[0].text_or_number(cfg.answer_key)
+        example = numbers[0].text_or_number(key)
         print(
             f"{path}: {len(numbers)} of {len(records)} answers are numbers: "
             f"they are used as text, such as {example!r}",
@@ -251,7 +269,7 @@ def _require_template(tokenizer: Tokenizer | LightTokenizer) -> None:
         raise ConfigError("chat_template is true, but this model's tokenizer has no chat template")
 
 
-def _check_length(record: DataRecord, cfg: PromptConfig, num_tokens: int, context: int) -> None:
+def _check_length(record: DataRecord, cfg: PromptFormat, num_tokens: int, context: int) -> None:
     where = f"{record.where}: {cfg.prompt_key}"
     if not num_tokens:
         raise DataError(where, "the prompt is empty")
@@ -263,7 +281,7 @@ def _check_length(record: DataRecord, cfg: PromptConfig, num_tokens: int, contex
         )
 
 
-def prompt_of(record: DataRecord, cfg: PromptConfig) -> str | list[dict[str, Any]]:
+def prompt_of(record: DataRecord, cfg: PromptFormat) -> str | list[dict[str, Any]]:
     """Return the text or the chat messages of a record's prompt.
 
     Raises: DataError when it is neither.
@@ -291,7 +309,7 @@ def _check_messages(where: str, messages: list[Any]) -> None:
             )
 
 
-def _render(prompt: str | list[dict[str, Any]], cfg: PromptConfig, tokenizer: Tokenizer) -> str:
+def _render(prompt: str | list[dict[str, Any]], cfg: PromptFormat, tokenizer: Tokenizer) -> str:
     if isinstance(prompt, str):
         if not cfg.chat_template:
             return prompt

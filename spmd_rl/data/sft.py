@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.data.eos import eos_disagreement, eos_ids
-from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.files import DataRecord, read_records
 from spmd_rl.data.prompts import (
-    DATA_CHANGED,
     PromptConfig,
     Tokenizer,
     encode_prompts,
@@ -21,6 +18,7 @@ from spmd_rl.data.prompts import (
     report_dropped,
     report_numeric_answers,
 )
+from spmd_rl.data.stream import RecordStream
 from spmd_rl.errors import ConfigError, DataError
 
 
@@ -34,7 +32,7 @@ class SftPair(NamedTuple):
     mask: NDArray[np.bool_]
 
 
-class SftPairs:
+class SftPairs(RecordStream[SftPair]):
     """An endless stream of prompt-answer pairs, with the same files, keys and order as `Prompts`.
 
     `cfg.max_prompt_tokens` bounds the prompt alone. `num_dropped` counts the pairs it dropped.
@@ -46,39 +44,13 @@ class SftPairs:
                 "supervised pairs need an answer_key: set it to the key of the answers"
             )
         records = read_records(path)
-        self._pairs = _make_pairs(path, records, cfg, tokenizer)
-        self.num_dropped = len(records) - len(self._pairs)
+        pairs = _make_pairs(path, records, cfg, tokenizer)
+        self.num_dropped = len(records) - len(pairs)
         report_dropped(path, cfg, self.num_dropped, len(records))
-        self._source = path
-        self._order = EpochOrder(len(self._pairs), seed=cfg.seed, shuffle=cfg.shuffle)
+        super().__init__(path, "pairs", pairs, seed=cfg.seed, shuffle=cfg.shuffle)
 
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def next(self, num_pairs: int) -> list[SftPair]:
-        """Return the next pairs, across the end of an epoch if need be."""
-        return [self._pairs[self._order.next()] for _ in range(num_pairs)]
-
-    def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain data."""
-        return {"drawn": self._order.num_drawn, "digest": self._digest}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue after the draw at which `state` was taken.
-
-        Raises: DataError when the data is not the same.
-        """
-        if state.get("digest") != self._digest:
-            raise DataError(self._source, f"the pairs are {DATA_CHANGED}")
-        self._order.num_drawn = state["drawn"]
-
-    @cached_property
-    def _digest(self) -> str:
-        digest = hashlib.sha256()
-        for pair in self._pairs:
-            for array in pair:
-                digest.update(array.size.to_bytes(8, "little") + array.tobytes())
-        return digest.hexdigest()
+    def _arrays(self, record: SftPair) -> SftPair:
+        return record
 
 
 def _make_pairs(
@@ -86,17 +58,18 @@ def _make_pairs(
 ) -> list[SftPair]:
     """Return the pairs of the records, without those whose prompt is too long."""
     prompts = [tokens for _, tokens in encode_prompts(records, cfg, tokenizer)]
-    answers = _encode_answers(path, records, cfg, tokenizer)
+    report_numeric_answers(path, cfg.answer_key, records)
+    texts = [record.text_or_number(cfg.answer_key) for record in records]
+    answers = encode_answers(texts, tokenizer)
     return [
-        _join(record, prompt, answer, tokenizer)
+        join(record, prompt, answer, tokenizer)
         for record, prompt, answer in zip(records, prompts, answers, strict=True)
         if not is_too_long(cfg, len(prompt))
     ]
 
 
-def _encode_answers(
-    path: str, records: list[DataRecord], cfg: PromptConfig, tokenizer: Tokenizer
-) -> list[list[int]]:
+def learned_eos(tokenizer: Tokenizer) -> int:
+    """Return the token that learned texts end with. Raises: ConfigError when there is none."""
     eos = next(iter(eos_ids(tokenizer)), None)
     if eos is None:
         raise ConfigError(
@@ -104,15 +77,23 @@ def _encode_answers(
         )
     if sentence := eos_disagreement(tokenizer):
         print(f"{sentence}: answers are learned with {eos} as their last token", flush=True)
-    report_numeric_answers(path, cfg, records)
-    texts = [record.text_or_number(cfg.answer_key) for record in records]
-    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return eos
+
+
+def encode_answers(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the tokens of answers, each with an end-of-text token at its end."""
+    eos = learned_eos(tokenizer)
+    encoded: list[list[int]] = tokenizer([*texts], add_special_tokens=False)["input_ids"]
     return [[*tokens, eos] for tokens in encoded]
 
 
-def _join(
+def join(
     record: DataRecord, prompt: NDArray[np.int32], answer: list[int], tokenizer: Tokenizer
 ) -> SftPair:
+    """Return prompt and answer as one sequence.
+
+    Raises: DataError when it is longer than the model's context.
+    """
     tokens = np.concatenate([prompt, np.array(answer, dtype=np.int32)])
     if len(tokens) > tokenizer.context:
         raise DataError(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from spmd_rl.errors import ContractError
 from spmd_rl.kernels import (
     PackedAttention,
     Scores,
@@ -17,13 +18,15 @@ from spmd_rl.kernels import (
     head_logprobs,
     token_scores,
 )
+from spmd_rl.kernels.vocab.kept_sets import KeptSets
 from spmd_rl.model.network import CausalLM
 
 
 class ScoredTokens(Protocol):
     """Packed sequences, and the tokens of them to score.
 
-    `rows` are the positions whose hidden state predicts a token of `targets`.
+    `rows` are the positions whose hidden state predicts a token of `targets`. `kept` has the sets
+    over which tokens are scored; None is the whole vocabulary.
     Shape: tokens, positions [T]; lengths, prefixes [P] on the host; rows, targets, inv_temperature
     [M].
     """
@@ -50,7 +53,16 @@ class ScoredTokens(Protocol):
     def inv_temperature(self) -> Tensor: ...
 
     @property
+    def kept(self) -> KeptSets | None: ...
+
+    @property
     def num_scored(self) -> int: ...
+
+
+CANDIDATES_OF_SETS = (
+    "the log-probs of candidates are those over the whole vocabulary, but this batch has the sets "
+    "that top_k, top_p or min_p kept: set sampling.replay_filters = false"
+)
 
 
 def hidden_states(model: CausalLM, batch: ScoredTokens, attention_split: int) -> Tensor:
@@ -92,8 +104,10 @@ class Scorer(nn.Module):
         """Return log-probability and entropy of the scored tokens, and log-probs of candidates.
 
         The entropy has a gradient only with `entropy_grad`.
-        Shape: candidates [M, K] int64.
+        Shape: candidates [M, K] int64. Raises: ContractError for candidates beside kept sets.
         """
+        if candidates is not None and batch.kept is not None:
+            raise ContractError(CANDIDATES_OF_SETS)
         hidden = hidden_states(self.model, batch, self.attention_split)
         if hidden.is_cuda and not self.recomputes and batch.num_scored > 0:
             return head_logprobs(
@@ -105,6 +119,7 @@ class Scorer(nn.Module):
                 self.logit_rows,
                 entropy_grad=entropy_grad,
                 candidates=candidates,
+                kept=batch.kept,
             )
         scores = self._score_in_chunks(hidden, batch, candidates)
         return scores if entropy_grad else scores._replace(entropy=scores.entropy.detach())
@@ -154,7 +169,10 @@ class Scorer(nn.Module):
     ) -> Scores:
         logits = self.model.logits(hidden.index_select(0, batch.rows[chunk]))
         of_chunk = None if candidates is None else candidates[chunk]
-        return token_scores(logits, batch.targets[chunk], batch.inv_temperature[chunk], of_chunk)
+        words = None if batch.kept is None else batch.kept.words(chunk, logits.shape[1])
+        return token_scores(
+            logits, batch.targets[chunk], batch.inv_temperature[chunk], of_chunk, words
+        )
 
     def _score_nothing(
         self, hidden: Tensor, batch: ScoredTokens, candidates: Tensor | None

@@ -61,6 +61,10 @@ class FolderTokenizer:
         encodings = self._rust.encode_batch(text, add_special_tokens=add_special_tokens)
         return {"input_ids": [encoding.ids for encoding in encodings]}
 
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of every token, special ones included."""
+        return dict(self._rust.get_vocab(with_added_tokens=True))
+
     def num_tokens(self, text: str) -> int:
         """Count the tokens of a text with its special ones, in this thread alone.
 

@@ -105,11 +105,133 @@ METRICS = (
     Metric("train/grad_norm", "", "Gradient norm", "norm of the whole gradient before clipping"),
     Metric("train/entropy", "nats", "Entropy", "mean entropy of the policy per response token"),
     Metric("train/clip_frac", "", "Clip fraction", "share of tokens whose ratio was clipped"),
+    Metric(
+        "train/ppo_kl",
+        "nats",
+        "KL divergence from the behaviour",
+        "mean log-prob that a token lost since the samples were drawn",
+    ),
+    Metric(
+        "train/kl",
+        "nats",
+        "KL divergence from the reference",
+        "estimate per token: kl.estimator's in the loss, k1 in the reward",
+    ),
+    Metric(
+        "train/correction_weight",
+        "",
+        "Correction weight",
+        "mean weight of a token's policy loss, from the ratio trainer / engine",
+    ),
+    Metric(
+        "train/rejected_frac",
+        "",
+        "Rejected tokens",
+        "share of tokens that left the loss by their ratio trainer / engine",
+    ),
+    Metric(
+        "train/opsm_frac",
+        "",
+        "Tokens masked off-policy",
+        "share of tokens whose policy loss was masked because the policy has left their sequence",
+    ),
     Metric("train/lr", "", "Learning rate", "learning rate of the step"),
+    Metric("critic/loss", "", "Critic's loss", "loss of the critic, over its denominator"),
+    Metric("critic/grad_norm", "", "Critic's gradient norm", "norm before clipping"),
+    Metric("critic/lr", "", "Critic's learning rate", "learning rate of the critic's step"),
+    Metric("critic/value", "", "Mean value", "mean value that the critic gives to a token"),
+    Metric("critic/clip_frac", "", "Clipped values", "share of values whose change was clipped"),
+    Metric(
+        "critic/explained_variance",
+        "",
+        "Explained variance",
+        "1 - variance of (return - value) / variance of the returns, before the critic's step",
+    ),
     Metric(
         "train/tokens", "tokens", "Trained tokens", "tokens of the step's batch, prompts included"
     ),
     Metric("warmup/loss", "", "Warm-up loss", "loss of a warm-up step"),
+    Metric("eval/accuracy", "", "Held-out accuracy", "share of held-out pairs ranked as labelled"),
+    Metric("eval/margin", "", "Held-out margin", "mean reward of chosen minus rejected answers"),
+    Metric("dpo/accuracy", "", "DPO accuracy", "share of pairs whose chosen answer gained more"),
+    Metric("dpo/margin", "", "DPO margin", "mean implicit reward of chosen minus rejected answers"),
+    Metric(
+        "dpo/chosen_reward",
+        "",
+        "DPO reward of chosen answers",
+        "mean of beta * (log-prob of the policy - of the reference) of chosen answers",
+    ),
+    Metric(
+        "dpo/rejected_reward",
+        "",
+        "DPO reward of rejected answers",
+        "mean of beta * (log-prob of the policy - of the reference) of rejected answers",
+    ),
+    Metric(
+        "dpo/chosen_logprob",
+        "nats",
+        "Log-prob of chosen answers",
+        "mean log-prob of a whole chosen answer",
+    ),
+    Metric(
+        "dpo/rejected_logprob",
+        "nats",
+        "Log-prob of rejected answers",
+        "mean log-prob of a whole rejected answer",
+    ),
+    Metric(
+        "reward_model/accuracy",
+        "",
+        "Reward model accuracy",
+        "share of pairs whose chosen answer has the higher reward",
+    ),
+    Metric(
+        "reward_model/margin",
+        "",
+        "Reward model margin",
+        "mean reward of chosen minus rejected answers",
+    ),
+    Metric("reward_model/chosen", "", "Reward of chosen answers", "mean reward of chosen answers"),
+    Metric(
+        "reward_model/rejected", "", "Reward of rejected answers", "mean reward of rejected answers"
+    ),
+    Metric(
+        "distill/kl",
+        "nats",
+        "KL to the teacher",
+        "estimate of KL(student || teacher) per token, from the tokens drawn",
+    ),
+    Metric(
+        "distill/teacher_logprob",
+        "nats",
+        "Teacher's log-prob",
+        "mean log-prob of the student's tokens under the teacher",
+    ),
+    Metric(
+        "distill/topk_kl",
+        "nats",
+        "KL over the teacher's candidates",
+        "mean KL divergence over the teacher's likeliest tokens and the rest as one",
+    ),
+    Metric(
+        "rejection/kept_samples", "samples", "Accepted samples", "answers written so far in the run"
+    ),
+    Metric(
+        "rejection/duplicates",
+        "samples",
+        "Repeated answers",
+        "accepted answers left out because the file has them, so far in the run",
+    ),
+    Metric(
+        "rejection/solved",
+        "",
+        "Prompts with an accepted sample",
+        "share of the step's prompts with an accepted sample",
+    ),
+    Metric("data/epoch", "", "Epochs", "how often the documents were drawn so far"),
+    Metric(
+        "data/learned_tokens", "tokens", "Learned tokens", "tokens of the step that were learned"
+    ),
     Metric("time/warmup", "s", "Time per warm-up step", "whole warm-up step"),
     Metric("time/step", "s", "Time per step", "whole step"),
     Metric(

@@ -7,8 +7,7 @@ alternate anyhow. Samples are one version old, so the ratio is taken against the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import spmd_rl as rl
 from spmd_rl.recipes import grpo
@@ -17,22 +16,16 @@ from spmd_rl.recipes.grpo import check
 __all__ = ["Config", "check", "main"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(grpo.Config):
+    behaviour: Literal["old", "rollout"] = "rollout"  # which log-probs the ratio is taken against
     engine_sleeps: ClassVar[bool] = False  # its pages stay while the trainer beside it trains
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tis_cap:
-            raise rl.ConfigError(
-                "tis_cap = 0 is all that this recipe can do: its ratio is taken "
-                "against the engine's log-probs already"
-            )
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
     rollout = ctl.spawn(
         rl.Rollout,
         cfg.engine,
@@ -43,13 +36,11 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     )
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
-    loss = partial(
-        rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, behaviour="rollout"
-    )
-    rl.announce_correction(cfg.engine, "the ratio is taken against the engine's log-probs")
+    rl.announce_correction(cfg.engine, cfg.correction_in_words)
     ahead = rl.CallQueue(rollout.generate)
+    start = ctl.resume(trainer=trainer, prompts=prompts, ahead=ahead, **update.savers)
 
-    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts, ahead=ahead)):
+    for step in ctl.steps(cfg.steps, start):
         if not ahead:  # the first step of a run
             weights.push(version=step.index)
             ahead.start(prompts.next(cfg.prompts_per_step), cfg.sampling)
@@ -59,6 +50,6 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             weights.push(version=step.index)
         ahead.start(prompts.next(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train"):
-            stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)
+            stats = update.step(groups, step.index)
         step.log(groups, stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

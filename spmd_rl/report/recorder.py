@@ -24,6 +24,7 @@ from spmd_rl.observe.sinks import Sinks
 from spmd_rl.report.reward_warnings import RewardWarnings
 from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.rollout.engine import SamplingConfig
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.types.samples import Group
 
 RESULTS = ("report.html", "curves.png", "metrics.jsonl", "samples", "checkpoints", "hf")
@@ -188,9 +189,16 @@ def _resolved(cfg: Any, world_size: int) -> dict[str, Any]:
 def _notes(cfg: Any) -> list[str]:
     """Return a sentence for each setting of this config that may surprise."""
     sampling = getattr(cfg, "sampling", None)
-    truncation = sampling.truncation if isinstance(sampling, SamplingConfig) else {}
+    if not isinstance(sampling, SamplingConfig):
+        return []
+    if isinstance(getattr(cfg, "engine", None), SglangEngineConfig):
+        remedy = 'engine.kind = "native" returns the tokens that were left'
+    elif sampling.replays:
+        return []
+    else:
+        remedy = "sampling.replay_filters = true trains over the tokens that were left"
     return [
         f"sampling.{name} = {value} excludes tokens from sampling, but training treats each sample "
-        "as drawn from all tokens; the count of mismatched tokens does not show this difference"
-        for name, value in truncation.items()
+        "as drawn from all tokens, and the count of mismatched tokens does not show this: " + remedy
+        for name, value in sampling.truncation.items()
     ]

@@ -34,7 +34,7 @@ GPU_STEP_TOKENS = 8192  # decoding and chunks of prompts together
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are drawn. top_k, top_p and min_p leave the recorded log-probs as they are."""
+    """How tokens are drawn, and over which of them log-probs are recorded."""
 
     num_samples: int = 1  # of each prompt
     # 0 takes the most likely token and records its log-prob at temperature 1
@@ -44,6 +44,9 @@ class SamplingConfig:
     top_k: int = 0  # draw from this many of the likeliest tokens; 0 is all
     # draw from tokens of at least this share of the likeliest one's probability; 0 is all
     min_p: float = 0.0
+    # return the set of tokens that top_k, top_p and min_p kept: log-probs, and the trainer's
+    # softmax, are then those over this set (the native engine does)
+    replay_filters: bool = True
     max_tokens: int = 128  # of a sample, besides its prompt
     # end a sample and stay in it, like the model's own end-of-sequence ids
     stop_ids: tuple[int, ...] = ()
@@ -77,6 +80,11 @@ class SamplingConfig:
         """The settings, if any, that exclude tokens from the draw."""
         values = {name: getattr(self, name) for name in ALL_TOKENS}
         return {name: value for name, value in values.items() if value != ALL_TOKENS[name]}
+
+    @property
+    def replays(self) -> bool:
+        """Return whether kept sets are asked for. Greedy tokens are drawn from all tokens."""
+        return self.replay_filters and self.temperature > 0 and bool(self.truncation)
 
 
 def refuse_greedy(sampling: SamplingConfig) -> None:
@@ -152,8 +160,9 @@ _EMPTY_SAMPLE = Sample(0, 0, _NO_TOKENS, _NO_LOGPROBS, _NO_TOKENS, "abort")
 class Request(msgspec.Struct, frozen=True):
     """One sample to generate. Its draws depend on (seed, uid, index) alone.
 
-    `tokens`, `logprobs` and `versions` are its answer so far, if it was started before. It is a
-    struct because two are made for each sample, and a frozen dataclass takes six times as long.
+    `tokens`, `logprobs`, `versions` and `kept` are its answer so far, if it was started before. It
+    is a struct because two are made for each sample, and a frozen dataclass takes six times as
+    long.
     Shape: `prompt` [P]; `tokens`, `logprobs`, `versions` [R].
     """
 
@@ -165,6 +174,7 @@ class Request(msgspec.Struct, frozen=True):
     logprobs: NDArray[np.float32] = _NO_LOGPROBS
     versions: NDArray[np.int32] = _NO_TOKENS
     seed: int = 0
+    kept: bytes = b""
 
     @property
     def num_tokens(self) -> int:
@@ -175,8 +185,8 @@ class Request(msgspec.Struct, frozen=True):
 
         Its random stream is the one it would have had without the pause.
         """
-        answer = partial.tokens, partial.logprobs, partial.versions
-        return Request(self.uid, self.index, self.prompt, self.sampling, *answer, self.seed)
+        answer = partial.tokens, partial.logprobs, partial.versions, self.seed, partial.kept
+        return Request(self.uid, self.index, self.prompt, self.sampling, *answer)
 
     def sample(self, finish: FinishReason) -> Sample:
         return _EMPTY_SAMPLE.replace(
@@ -188,6 +198,7 @@ class Request(msgspec.Struct, frozen=True):
             finish=finish,
             temperature=self.sampling.scored_temperature,
             parts={},
+            kept=self.kept,
         )
 
 

@@ -17,9 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.errors import ContractError
 from spmd_rl.kernels.runtime.upload import upload
+from spmd_rl.kernels.vocab.kept_sets import KeptSets
 from spmd_rl.train import shared_prefix
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.kept_sets import NO_SET, set_ends
 from spmd_rl.types.partition import balanced_partition
 
 
@@ -54,7 +57,8 @@ class MicroBatch:
     """The tensors of one forward pass.
 
     `rows` are the positions whose hidden state predicts a token of the mask. `versions` are those
-    of the weights that drew the tokens.
+    of the weights that drew the tokens. `kept` has the sets that log-probs are taken over, or is
+    None for the whole vocabulary.
     Shape: tokens, positions [T] int64; lengths, prefixes [P] on the host, as in `PackedLayout`;
     rows, targets, sequence [M] int64; inv_temperature, weight, advantages, rollout_logprobs [M]
     fp32; versions [M] int32; columns [M] or [M, K], those of the batch.
@@ -74,6 +78,7 @@ class MicroBatch:
     versions: Tensor
     num_sequences: int = 0
     columns: dict[str, Tensor] = field(default_factory=dict)
+    kept: KeptSets | None = None
 
     @property
     def num_scored(self) -> int:
@@ -113,7 +118,29 @@ def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
         versions=tensor(batch.versions[scored], torch.int32),
         num_sequences=batch.num_sequences,
         columns={name: upload(column[scored], device) for name, column in batch.columns.items()},
+        kept=_kept_sets(batch, scored, sequence, device) if batch.kept else None,
     )
+
+
+def _kept_sets(
+    batch: Batch, scored: NDArray[np.int64], sequence: NDArray[np.int64], device: torch.device
+) -> KeptSets:
+    """Return the sets of the tokens at `scored`, of the sequences `sequence`.
+
+    A sequence's sets are those of its last tokens. Without any, the whole vocabulary is its
+    tokens' set. Shape: both [M]. Raises: ContractError where some tokens lack a set.
+    """
+    data = np.concatenate([*batch.kept, np.frombuffer(NO_SET, np.uint8)])
+    ends = set_ends(data)
+    sizes = np.array([len(kept) for kept in batch.kept])
+    last = np.searchsorted(ends, np.cumsum(sizes), side="right")
+    entry = last[sequence] - (np.cumsum(batch.lengths)[sequence] - scored)
+    is_missing = entry < np.concatenate([[0], last[:-1]])[sequence]
+    if (is_missing & (sizes[sequence] > 0)).any():
+        raise ContractError("Batch.kept needs a set for each token of the mask, or none at all")
+    entry[is_missing] = len(ends) - 1
+    starts = np.concatenate([[0], ends[:-1]])
+    return KeptSets(*(upload(array, device) for array in (data, starts[entry], ends[entry])))
 
 
 def _empty(batch: Batch, device: torch.device) -> MicroBatch:

@@ -10,6 +10,7 @@ from math import prod
 from typing import Literal
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.spec import EMBEDDING, HEAD
 from spmd_rl.offload.ledger import FP32_BYTES
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.weights.layout import Dims, chunk_box
@@ -102,7 +103,7 @@ def _require_matches(key: str, patterns: Iterable[str], names: Iterable[str]) ->
     names = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            nearest = get_close_matches(pattern, names, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"{key}: no parameter's name matches '{pattern}'; the nearest is '{nearest[0]}'"
-            )
+            nearest = f"the nearest is '{get_close_matches(pattern, names, n=1, cutoff=0.0)[0]}'"
+            if fnmatchcase(HEAD, pattern):
+                nearest = f"the head of this model is tied to '{EMBEDDING}'"
+            raise ConfigError(f"{key}: no parameter's name matches '{pattern}'; {nearest}")

@@ -36,9 +36,9 @@ class Batch:
     drew. `index` is a sequence's position in the batch before any split.
 
     `columns` holds whatever else a loss reads of each token, by name, as float32 or int32. They
-    ride to `LossInput.columns`. `kept` holds what top-k, top-p and min-p left of the vocabulary, a
-    blob for each sequence; it is empty where nothing was filtered. `unit` consecutive sequences
-    are never split over ranks or micro-batches: 2 for pairs.
+    ride to `LossInput.columns`. `kept` holds the `Sample.kept` of each sequence, for its last
+    tokens; it is empty where nothing was filtered. `unit` consecutive sequences are never split
+    over ranks or micro-batches: 2 for pairs.
 
     Shape: `tokens`, `mask`, `weight`, `advantages`, `rollout_logprobs`, `versions` are [T];
     `lengths`, `temperature`, `index`, `kept` are [N]; `columns` are [T] or [T, K].
@@ -55,7 +55,7 @@ class Batch:
     index: NDArray[np.int32]
     denominator: float
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
-    kept: list[bytes] = field(default_factory=list)
+    kept: list[NDArray[np.uint8]] = field(default_factory=list)
     unit: int = 1
 
     @property

@@ -28,10 +28,13 @@ FinishReason = Literal["stop", "length", "abort"]
 class Sample:
     """One response to one prompt.
 
-    `logprobs` are those of the engine at decode time, at the sampling temperature, over the
-    unmasked vocabulary. `versions` holds the version of the weights that drew each token. `parts`
-    holds all values of a reward function that returns a dict. Samples of one prompt that come from
-    one run of it share its `execution`; -1 says that the sample is a run of its own.
+    `logprobs` are those of the engine at decode time, at the sampling temperature. `kept` holds the
+    tokens from which each token was drawn, where top-k, top-p or min-p left out others
+    (`kept_sets.py`); `logprobs` are then those over these tokens. It is empty where nothing was
+    filtered, or the engine returns no sets. `versions` holds the version of the weights that drew
+    each token. `parts` holds all values of a reward function that returns a dict. Samples of one
+    prompt that come from one run of it share its `execution`; -1 says that the sample is a run of
+    its own.
 
     Shape: `tokens`, `logprobs`, `versions` are [R].
     """
@@ -47,6 +50,7 @@ class Sample:
     reward: float = float("nan")
     parts: dict[str, float] = field(default_factory=dict)
     execution: int = -1
+    kept: bytes = b""
 
     def replace(self, **values: Any) -> Sample:
         """Return a copy with these fields changed, like `Prompt.replace`."""
@@ -78,6 +82,7 @@ class Sample:
             reward=np.array([sample.reward for sample in samples], np.float64),
             parts=[sample.parts for sample in samples],
             execution=np.array([sample.execution for sample in samples], np.int64),
+            kept=[np.frombuffer(sample.kept, np.uint8) for sample in samples],
         )
 
 
@@ -181,7 +186,7 @@ def _consecutive_rows(rows: list[_Row]) -> list[tuple[GroupColumns, int, int]]:
 
 @dataclass(frozen=True)
 class SampleColumns(Columns):
-    """Samples in columns; `lengths` counts tokens."""
+    """Samples in columns; `lengths` counts tokens. `kept` are arrays, which travel as raw bytes."""
 
     RAGGED = ("tokens", "logprobs", "versions")
 
@@ -196,6 +201,7 @@ class SampleColumns(Columns):
     reward: NDArray[np.float64]
     parts: list[dict[str, float]]
     execution: NDArray[np.int64]
+    kept: list[NDArray[np.uint8]]
 
     def rows(self) -> list[Sample]:
         """Return the samples as objects. Raises: ValueError, as `check` does."""
@@ -212,6 +218,7 @@ class SampleColumns(Columns):
             self.reward.tolist(),
             self.parts,
             self.execution.tolist(),
+            self.kept,
             strict=True,
         )
         return [
@@ -229,6 +236,7 @@ class SampleColumns(Columns):
                     "reward": reward,
                     "parts": parts,
                     "execution": execution,
+                    "kept": kept.tobytes(),
                 },
             )
             for (
@@ -243,6 +251,7 @@ class SampleColumns(Columns):
                 reward,
                 parts,
                 execution,
+                kept,
             ) in columns
         ]
 

@@ -58,13 +58,13 @@ def gradients(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, Tenso
 
 
 def shards(
-    shapes: Mapping[str, tuple[int, ...]], rank: int, num_ranks: int
+    shapes: Mapping[str, tuple[int, ...]], rank: int, num_ranks: int, device: str | torch.device
 ) -> dict[str, LocalTensor]:
     """The first weights, sharded as FSDP2 shards them."""
     found = {}
     for name, whole in weights(shapes).items():
         box = chunk_box(shapes[name], rank, num_ranks)
-        local = nn.Parameter(rows(whole, rank, num_ranks).clone())
+        local = nn.Parameter(rows(whole, rank, num_ranks).to(device, copy=True))
         found[name] = LocalTensor(shapes[name], box, local)
     return found
 

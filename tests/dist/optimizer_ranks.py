@@ -35,22 +35,24 @@ FREEZES = {
 }
 
 
-def updated(kind: str, group: dist.ProcessGroup) -> tuple[dict[str, str], int]:
+def updated(
+    kind: str, group: dist.ProcessGroup, device: torch.device
+) -> tuple[dict[str, str], int]:
     """Return the digests of whole weights after some steps, and the moments' most bytes."""
     rank, size = group.rank(), group.size()
     cfg = config(kind)
-    held = shards(SHAPES, rank, size)
+    held = shards(SHAPES, rank, size, device)
     rules = update_rules(SHAPES, cfg, size)
     optimizer = build_optimizer(held, rules, cfg, group)
     for step, grads in enumerate(gradients(SHAPES)):
         for name, shard in held.items():
             if shard.local.numel():
-                shard.local.grad = rows(grads[name], rank, size).clone()
+                shard.local.grad = rows(grads[name], rank, size).to(device, copy=True)
         optimizer.step(rate(step))
     found = {}
     for name, shard in held.items():
         parts: list[torch.Tensor] = [torch.empty(0)] * size
-        dist.all_gather_object(parts, shard.local.detach(), group)
+        dist.all_gather_object(parts, shard.local.detach().cpu(), group)
         found[name] = hashlib.sha256(torch.cat(parts).numpy().tobytes()).hexdigest()
     own = sum(one.local.nbytes for tensors in optimizer.state().values() for _, one in tensors)
     sizes = [0] * size
@@ -78,7 +80,7 @@ def main(model: Path, dp: int, out: Path, saved: Path, saved_by_others: str = ""
     group = context.mesh.get_group("fsdp")
     report: dict[str, object] = {}
     for kind in ("adamw", "muon"):
-        found, num_bytes = updated(kind, group)
+        found, num_bytes = updated(kind, group, context.device)
         rules = update_rules(SHAPES, config(kind), group.size())
         planned = moment_bytes(SHAPES, rules, group.size())
         report[kind] = {"digests": found, "bytes": num_bytes, "planned": planned}

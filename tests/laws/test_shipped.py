@@ -4,6 +4,7 @@ README exists.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import sys
@@ -14,6 +15,7 @@ from types import ModuleType
 import pytest
 
 from spmd_rl.config.load import load
+from spmd_rl.controller.run.recipe import shipped_recipes
 from spmd_rl.errors import ConfigError
 from spmd_rl.recipes import grpo
 from tests.laws.source import ROOT
@@ -36,9 +38,11 @@ def foreign_snippets(page: str, source: str) -> list[str]:
     return [snippet for snippet in _SNIPPET.findall(page) if f"\n{snippet}" not in source]
 
 
-def recipe_beside(config: Path) -> ModuleType:
-    """The recipe.py in the folder of an example's TOML."""
+def recipe_of(config: Path) -> ModuleType:
+    """The recipe.py in the folder of an example's TOML, else the shipped recipe of its name."""
     path = config.parent / "recipe.py"
+    if not path.exists():
+        return importlib.import_module(f"spmd_rl.recipes.{config.stem}")
     spec = importlib.util.spec_from_file_location(f"shipped_{config.parent.name}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -58,13 +62,21 @@ def missing_links(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("config", EXAMPLE_CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_config_fits_its_recipe(config: Path) -> None:
-    assert load(recipe_beside(config).Config, config)
+    assert load(recipe_of(config).Config, config)
 
 
 @pytest.mark.parametrize("config", EXAMPLE_CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_stale_key_is_seen(config: Path) -> None:
     with pytest.raises(ConfigError, match="no_such_key"):
-        load(recipe_beside(config).Config, config, ["no_such_key=1"])
+        load(recipe_of(config).Config, config, ["no_such_key=1"])
+
+
+def test_most_recipes_have_an_example() -> None:
+    """Each shipped recipe has a TOML of its name, but for GRPO: its example is a recipe itself."""
+    shipped = set(shipped_recipes())
+    examples = {path.stem for path in (ROOT / "examples/recipes").glob("*.toml")}
+    assert shipped - examples <= {"grpo", "grpo_async"}
+    assert examples <= shipped
 
 
 def test_the_settings_of_the_first_job_fit_the_recipe(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def make_importable(recipe: str) -> str:
 
 def _shipped_hint(recipe: str) -> str:
     """Return a clause that names the shipped recipe most like `recipe`, else all of them."""
-    shipped = _shipped_recipes()
+    shipped = shipped_recipes()
     if near := difflib.get_close_matches(recipe, shipped, 1):
         return f"did you mean {near[0]}?"
     return f"shipped ones are {', '.join(shipped) or 'none'}"
@@ -175,7 +175,7 @@ def _require_at_least(flag: str, count: int | None, least: int) -> None:
         raise ConfigError(f"{flag}={count}: expected {least} or more")
 
 
-def _shipped_recipes() -> list[str]:
+def shipped_recipes() -> list[str]:
     """Return the names of the package's recipes: its modules that have a Config."""
     package = importlib.import_module(SHIPPED)
     names = [module.name for module in pkgutil.iter_modules(package.__path__)]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.runtime.padding import dense
 from spmd_rl.kernels.runtime.pdl import overlapping, wait
+from spmd_rl.kernels.vocab import kept_words
 from spmd_rl.kernels.vocab.threshold_triton import (
     MOST_SPLITS,
     QUARTERS,
@@ -34,6 +35,7 @@ from spmd_rl.kernels.vocab.threshold_triton import (
 )
 
 BLOCK, NUM_WARPS = 256, 1
+WORD_BITS = tl.constexpr(kept_words.WORD_BITS)
 NUM_PROGRAMS = 8192
 COUNT_TURNS = 15  # 30 bits: from 1 to the greatest distance that is finite
 SHARE_TURNS = 13  # 26 bits: to 256, far beyond the last entry with a share
@@ -77,9 +79,11 @@ def filtered(
     top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
+    kept: kept_words.KeptRows | None = None,
 ) -> Tensor:
     """Return logits * inv_temperature, minus infinity where filters reject; greedy rows unchanged.
 
+    What each row keeps is also written to `kept`.
     Shape: logits [M, V] fp32, all else [M]; returns [M, V] fp32.
     """
     logits = dense(logits)
@@ -99,7 +103,7 @@ def filtered(
         by_share = _head(rows, torch.where(top_p < 1, enough, 0), counted=False)
     out = torch.empty_like(logits)
     heads = (*(by_count or (None, None)), *(by_share or (None, None)))
-    rows.launch(_keep, rows.splits, greedy, *heads, min_p, out)
+    rows.launch(_keep, rows.splits, greedy, *heads, min_p, out, *(kept or (None, None)))
     return out
 
 
@@ -153,7 +157,7 @@ def _shares(
 @triton.jit(do_not_specialize=["each"])
 def _keep(
     logits, inv_temperature, maxima, top, greedy, count_threshold, count_last,
-    share_threshold, share_last, min_p, out, vocab, each, BLOCK: tl.constexpr,
+    share_threshold, share_last, min_p, out, replays, words, vocab, each, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
@@ -171,3 +175,15 @@ def _keep(
         if is_greedy:
             result = tl.load(logits + row * vocab + column, mask=column < vocab)
         tl.store(out + row * vocab + column, result, mask=column < vocab)
+        if words is not None:
+            is_bit = (kept & (column < vocab)) | (tl.load(replays + row) == 0)
+            _store_bits(words, is_bit, row, block, tl.cdiv(vocab, WORD_BITS), BLOCK)
+
+
+@triton.jit
+def _store_bits(words, is_bit, row, block, num_words, BLOCK: tl.constexpr) -> None:
+    """Store a block of a row's set, one bit an entry."""
+    bits = tl.reshape(is_bit, (BLOCK // WORD_BITS, WORD_BITS)).to(tl.int32)
+    word = tl.sum(bits << tl.arange(0, WORD_BITS)[None, :], axis=1)
+    column = block * (BLOCK // WORD_BITS) + tl.arange(0, BLOCK // WORD_BITS)
+    tl.store(words + row * num_words + column, word, mask=column < num_words)

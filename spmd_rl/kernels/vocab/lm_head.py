@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.vocab.kept_sets import KeptSets
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK, score_gradients
 from spmd_rl.kernels.vocab.scores import ScoreGradients, Scores
 
@@ -34,17 +35,19 @@ def head_logprobs(
     *,
     entropy_grad: bool = False,
     candidates: Tensor | None = None,
+    kept: KeptSets | None = None,
 ) -> Scores:
     """Return `token_scores` of the head's logits, on NVIDIA GPUs.
 
-    The entropy is differentiable with `entropy_grad`. At most `num_rows` rows of logits exist at
-    once. `logits` multiplies rows of `hidden` with `weight` (`linear_fp32`); the backward pass
-    assumes that product. It keeps [M, V] elements of the weight's size.
+    The entropy is differentiable with `entropy_grad`. With `kept`, scores are those over each
+    token's set. At most `num_rows` rows of logits exist at once. `logits` multiplies rows of
+    `hidden` with `weight` (`linear_fp32`); the backward pass assumes that product. It keeps [M, V]
+    elements of the weight's size.
 
     Shape: hidden [M, C], weight [V, C], targets [M] int64, inv_temperature [M] fp32, candidates
     [M, K] int64.
     """
-    head = _HeadInputs(logits, targets, inv_temperature, num_rows, torch.is_grad_enabled())
+    head = _HeadInputs(logits, targets, inv_temperature, num_rows, kept, torch.is_grad_enabled())
     if not entropy_grad and candidates is None:
         logprobs, entropy = _HeadLogprobs.apply(hidden, weight, head)
         return Scores(logprobs, entropy, None)
@@ -59,13 +62,25 @@ class _HeadInputs(NamedTuple):
     targets: Tensor
     inv_temperature: Tensor
     num_rows: int
+    kept: KeptSets | None
     keeps: bool
 
-    def chunks(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Return rows at a time, with their logits, targets and inverse temperatures."""
+    def chunks(self, hidden: Tensor) -> Iterator[_HeadChunk]:
         for start in range(0, len(hidden), self.num_rows):
-            part = slice(start, start + self.num_rows)
-            yield part, self.logits(hidden[part]), self.targets[part], self.inv_temperature[part]
+            rows = slice(start, start + self.num_rows)
+            logits = self.logits(hidden[rows])
+            words = None if self.kept is None else self.kept.words(rows, logits.shape[1])
+            yield _HeadChunk(rows, logits, self.targets[rows], self.inv_temperature[rows], words)
+
+
+class _HeadChunk(NamedTuple):
+    """Some rows with their logits; `words` are their sets, None for the whole vocabulary."""
+
+    rows: slice
+    logits: Tensor
+    targets: Tensor
+    inv_temperature: Tensor
+    words: Tensor | None
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -80,16 +95,17 @@ class _HeadLogprobs(torch.autograd.Function):
         one = torch.ones_like(head.inv_temperature)
         shape = len(hidden) if head.keeps else 0, len(weight)
         slopes = hidden.new_empty(shape, dtype=weight.dtype)
-        for part, logits, targets, inv_temperature in head.chunks(hidden):
+        for part, logits, targets, inv_temperature, words in head.chunks(hidden):
             logprob[part], entropy[part], norms = logprob_forward(
-                logits, targets, inv_temperature, NUM_VOCAB_SHARDS, VOCAB_CHUNK
+                logits, targets, inv_temperature, NUM_VOCAB_SHARDS, VOCAB_CHUNK, words
             )
             if head.keeps:
                 scores = Scores(logprob[part], entropy[part], None)
                 grads = ScoreGradients(one[part], None, None)
                 logprob_backward(
-                    grads, scores, logits, targets, None, inv_temperature, norms, slopes[part]
-                )
+                    grads, scores, logits, targets, None, inv_temperature, norms, slopes[part],
+                    words=words,
+                )  # fmt: skip
         ctx.save_for_backward(hidden, weight, slopes)
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
@@ -117,16 +133,16 @@ class _HeadScores(torch.autograd.Function):
         found: list[Tensor] = []
         shape = len(hidden) if head.keeps else 0, len(weight)
         kept = hidden.new_empty(shape, dtype=_same_size_float(weight.dtype))
-        for part, logits, targets, inv_temperature in head.chunks(hidden):
+        for part, logits, targets, inv_temperature, words in head.chunks(hidden):
             logprob[part], entropy[part], norms[:, part] = logprob_forward(
-                logits, targets, inv_temperature, NUM_VOCAB_SHARDS, VOCAB_CHUNK
+                logits, targets, inv_temperature, NUM_VOCAB_SHARDS, VOCAB_CHUNK, words
             )
             if candidates is not None:
                 found.append(
                     candidates_forward(logits, candidates[part], inv_temperature, norms[:, part])
                 )
             if head.keeps:
-                shift_logits(logits, inv_temperature, norms[:, part], kept[part])
+                shift_logits(logits, inv_temperature, norms[:, part], kept[part], words)
         of_candidates = None if candidates is None else torch.cat(found)
         inputs = head.targets, head.inv_temperature, candidates
         ctx.save_for_backward(hidden, weight, kept, norms, *inputs, logprob, entropy, of_candidates)

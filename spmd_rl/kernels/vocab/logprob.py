@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.runtime.differentiable import call
 from spmd_rl.kernels.runtime.padding import dense
+from spmd_rl.kernels.vocab.kept_words import unpack_bits
 from spmd_rl.kernels.vocab.scores import ScoreGradients, Scores
 
 NUM_VOCAB_SHARDS = 8
@@ -26,17 +27,18 @@ TEMPERATURE_RULE = "logits * (1 / T), rounded to float32"  # rename it when the 
 
 
 def token_logprobs(
-    logits: Tensor, targets: Tensor, inv_temperature: Tensor
+    logits: Tensor, targets: Tensor, inv_temperature: Tensor, words: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of `targets` and the entropy of each row, at its temperature.
 
     Both are differentiable in `logits`. An entropy that the loss ignores costs nothing in the
-    backward pass.
+    backward pass. With `words`, both are those of the distribution over each row's set
+    (`kept_words.py`): the other logits count as minus infinity.
 
-    Shape: logits [M, V] fp32, targets [M] int64, inv_temperature [M] fp32; returns two tensors [M]
-    fp32.
+    Shape: logits [M, V] fp32, targets [M] int64, inv_temperature [M] fp32, words [M, W] int32;
+    returns two tensors [M] fp32.
     """
-    logprobs, entropy, _ = call(_TokenScores, logits, targets, inv_temperature, None)
+    logprobs, entropy, _ = call(_TokenScores, logits, targets, inv_temperature, None, words)
     return logprobs, entropy
 
 
@@ -49,18 +51,25 @@ def candidate_logprobs(logits: Tensor, candidates: Tensor, inv_temperature: Tens
     fp32.
     """
     targets = candidates[:, 0].contiguous()
-    logprobs: Tensor = call(_TokenScores, logits, targets, inv_temperature, candidates)[2]
+    logprobs: Tensor = call(_TokenScores, logits, targets, inv_temperature, candidates, None)[2]
     return logprobs
 
 
 def token_scores(
-    logits: Tensor, targets: Tensor, inv_temperature: Tensor, candidates: Tensor | None
+    logits: Tensor,
+    targets: Tensor,
+    inv_temperature: Tensor,
+    candidates: Tensor | None,
+    words: Tensor | None = None,
 ) -> Scores:
     """Return `token_logprobs` and `candidate_logprobs` of one pass over the logits.
 
-    Shape: logits [M, V] fp32, targets [M] int64, inv_temperature [M] fp32, candidates [M, K] int64.
+    With `words`, candidates outside of a row's set have a log-prob of minus infinity.
+
+    Shape: logits [M, V] fp32, targets [M] int64, inv_temperature [M] fp32, candidates [M, K] int64,
+    words [M, W] int32.
     """
-    return Scores(*call(_TokenScores, logits, targets, inv_temperature, candidates))
+    return Scores(*call(_TokenScores, logits, targets, inv_temperature, candidates, words))
 
 
 def _sum_exp(terms: Tensor) -> Tensor:
@@ -85,6 +94,7 @@ class _TokenScores(torch.autograd.Function):
         targets: Tensor,
         inv_temperature: Tensor,
         candidates: Tensor | None,
+        words: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         inputs = targets, inv_temperature, candidates
@@ -94,13 +104,16 @@ class _TokenScores(torch.autograd.Function):
 
             logits = dense(logits)
             logprob, entropy, norms = logprob_forward(
-                logits, targets, inv_temperature, NUM_VOCAB_SHARDS, VOCAB_CHUNK
+                logits, targets, inv_temperature, NUM_VOCAB_SHARDS, VOCAB_CHUNK, words
             )
             if candidates is not None:
                 of_candidates = candidates_forward(logits, candidates, inv_temperature, norms)
-            ctx.save_for_backward(logits, norms, *inputs, logprob, entropy, of_candidates)
+            ctx.save_for_backward(logits, norms, words, *inputs, logprob, entropy, of_candidates)
             return logprob, entropy, of_candidates
         shifted = logits * inv_temperature.unsqueeze(1)
+        dropped = None if words is None else ~unpack_bits(words, logits.shape[1])
+        if dropped is not None:
+            shifted.masked_fill_(dropped, -torch.inf)
         shifted -= shifted.amax(dim=1, keepdim=True)
         terms = shifted.exp()
         total = _sum_exp(terms)
@@ -109,23 +122,26 @@ class _TokenScores(torch.autograd.Function):
         if candidates is not None:
             of_candidates = shifted.gather(1, candidates) - log_total.unsqueeze(1)
         probs = terms.div_(total.unsqueeze(1))
+        if dropped is not None:
+            shifted.masked_fill_(dropped, 0.0)
         entropy = log_total - shifted.mul_(probs).sum(-1)
-        ctx.save_for_backward(probs, None, *inputs, logprob, entropy, of_candidates)
+        ctx.save_for_backward(probs, None, None, *inputs, logprob, entropy, of_candidates)
         return logprob, entropy, of_candidates
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
-        kept, norms, targets, inv_temperature, candidates, *results = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        kept, norms, words, targets, inv_temperature, candidates, *results = ctx.saved_tensors
         scores = Scores(*results)
         upstream = score_gradients(grads, scores)
         if not kept.is_cuda:
             inputs = targets, inv_temperature, candidates
-            return _logit_gradient(upstream, scores, kept, *inputs), None, None, None
+            return _logit_gradient(upstream, scores, kept, *inputs), *(None,) * 4
         from spmd_rl.kernels.vocab.logprob_backward_triton import logprob_backward
 
         out = torch.empty_like(kept)
-        logprob_backward(upstream, scores, kept, targets, candidates, inv_temperature, norms, out)
-        return out, None, None, None
+        inputs = targets, candidates, inv_temperature
+        logprob_backward(upstream, scores, kept, *inputs, norms, out, words=words)
+        return out, *(None,) * 4
 
 
 def score_gradients(grads: tuple[Tensor | None, ...], scores: Scores) -> ScoreGradients:

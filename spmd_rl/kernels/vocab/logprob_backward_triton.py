@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels.vocab.logprob_triton import is_kept
 from spmd_rl.kernels.vocab.scores import ScoreGradients, Scores
 
 GRADIENT_BLOCK = 4096
@@ -26,11 +27,14 @@ def logprob_backward(
     norms: Tensor,
     out: Tensor,
     *,
+    words: Tensor | None = None,
     is_shifted: bool = False,
 ) -> None:
     """Write the gradient of the logits [M, V] to `out`, which is contiguous.
 
-    With `is_shifted`, `logits` are what `shift_logits` wrote, and `out` may be their memory.
+    With `words` [M, W] int32, the scores were those of each row's set, outside of which the
+    gradient is 0. With `is_shifted`, `logits` are what `shift_logits` wrote, and `out` may be their
+    memory. Then sets are not needed again.
     """
     num_rows, vocab = logits.shape
     grad, total, entropy, entropy_grad = grads.logprobs.contiguous(), None, None, None
@@ -48,6 +52,7 @@ def logprob_backward(
         None if is_shifted else norms[0],
         norms[1],
         entropy,
+        words,
         out,
         vocab,
         GRADIENT_BLOCK,
@@ -63,34 +68,45 @@ def logprob_backward(
     )  # fmt: skip
 
 
-def shift_logits(logits: Tensor, inv_temperature: Tensor, norms: Tensor, out: Tensor) -> None:
+def shift_logits(
+    logits: Tensor,
+    inv_temperature: Tensor,
+    norms: Tensor,
+    out: Tensor,
+    words: Tensor | None = None,
+) -> None:
     """Write logits * inv_temperature, less the row's maximum, to `out`, which is contiguous.
 
     Half precision keeps the distance of likely tokens to the likeliest one best. What is too far
-    away for it has a probability of 0.
-    Shape: logits, out [M, V]; norms [2, M] as of `logprob_forward`.
+    away for it has a probability of 0, and so is what lies outside of a row's set.
+    Shape: logits, out [M, V]; norms [2, M] as of `logprob_forward`; words [M, W] int32.
     """
     num_rows, vocab = logits.shape
     _shift[(num_rows, triton.cdiv(vocab, GRADIENT_BLOCK))](
-        logits, inv_temperature, norms[0], out, vocab, GRADIENT_BLOCK, num_warps=8
+        logits, inv_temperature, norms[0], words, out, vocab, GRADIENT_BLOCK, num_warps=8
     )
 
 
 @triton.jit
-def _shift(logits, inv_temperature, row_max, out, vocab, BLOCK: tl.constexpr) -> None:
+def _shift(logits, inv_temperature, row_max, words, out, vocab, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
-    score = tl.load(logits + row * vocab + column, mask=inside, other=0.0)
+    kept = inside
+    if words is not None:
+        kept = inside & is_kept(words, row, column, vocab)
+    score = tl.load(logits + row * vocab + column, mask=kept, other=0.0)
     shifted = score * tl.load(inv_temperature + row) - tl.load(row_max + row)
     shifted = tl.maximum(shifted, LEAST_SHIFTED)
+    if words is not None:
+        shifted = tl.where(kept, shifted, LEAST_SHIFTED)
     tl.store(out + row * vocab + column, shifted.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _gradient(
-    grad, total, entropy_grad, logits, targets, inv_temperature, row_max, row_sum, entropy, out,
-    vocab, BLOCK: tl.constexpr,
+    grad, total, entropy_grad, logits, targets, inv_temperature, row_max, row_sum, entropy, words,
+    out, vocab, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store a row's gradient, of the log-prob alone without `total`.
 
@@ -99,8 +115,11 @@ def _gradient(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
+    kept = inside
+    if words is not None:
+        kept = inside & is_kept(words, row, column, vocab)
     scale = tl.load(inv_temperature + row)
-    shifted = tl.load(logits + row * vocab + column, mask=inside, other=0.0).to(tl.float32)
+    shifted = tl.load(logits + row * vocab + column, mask=kept, other=0.0).to(tl.float32)
     if row_max is not None:
         shifted = shifted * scale - tl.load(row_max + row)
     hit = tl.where(column == tl.load(targets + row), 1.0, 0.0)
@@ -111,6 +130,8 @@ def _gradient(
         logprob = shifted - tl.log(tl.load(row_sum + row))
         common = _common_term(logprob, total, entropy_grad, entropy, row)
         result = scale * (tl.load(grad + row) * hit - common)
+    if words is not None:
+        result = tl.where(kept, result, 0.0)
     tl.store(out + row * vocab + column, result.to(out.dtype.element_ty), mask=inside)
 
 

@@ -18,16 +18,24 @@ UNROLLED = tl.constexpr(2)
 
 
 def logprob_forward(
-    logits: Tensor, targets: Tensor, inv_temperature: Tensor, num_shards: int, chunk: int
+    logits: Tensor,
+    targets: Tensor,
+    inv_temperature: Tensor,
+    num_shards: int,
+    chunk: int,
+    words: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probability [M], entropy [M], and each row's maximum and sum [2, M]."""
+    """Return log-probability [M], entropy [M], and each row's maximum and sum [2, M].
+
+    With `words` [M, W] int32 (`kept_words.py`), all are those of each row's set.
+    """
     num_rows, vocab = logits.shape
     shape = shard_shape(vocab, num_shards, chunk)
     maxima = logits.new_empty(num_rows, num_shards)
-    _shard_maxima[(num_rows, num_shards)](logits, inv_temperature, maxima, vocab, **shape)
+    _shard_maxima[(num_rows, num_shards)](logits, inv_temperature, words, maxima, vocab, **shape)
     sums = logits.new_empty(2, num_rows, num_shards)
     _shard_sums[(num_rows, num_shards)](
-        logits, inv_temperature, maxima, sums[0], sums[1], vocab, num_shards,
+        logits, inv_temperature, words, maxima, sums[0], sums[1], vocab, num_shards,
         BLOCK=triton.next_power_of_2(num_shards), **shape,
     )  # fmt: skip
     return combined(logits, targets, inv_temperature, maxima, sums)
@@ -89,7 +97,7 @@ def candidates_forward(
 
 @triton.jit
 def _shard_maxima(
-    logits, inv_temperature, maxima, vocab, SHARD: tl.constexpr, CHUNK: tl.constexpr
+    logits, inv_temperature, words, maxima, vocab, SHARD: tl.constexpr, CHUNK: tl.constexpr
 ) -> None:
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
@@ -99,10 +107,19 @@ def _shard_maxima(
         within = start + tl.arange(0, CHUNK)
         column = shard * SHARD + within
         inside = (within < SHARD) & (column < vocab)
+        if words is not None:
+            inside &= is_kept(words, row, column, vocab)
         best = tl.maximum(
             best, tl.load(logits + row * vocab + column, mask=inside, other=float("-inf")) * scale
         )
     tl.store(maxima + row * tl.num_programs(1) + shard, tl.max(best, axis=0))
+
+
+@triton.jit
+def is_kept(words, row, column, vocab) -> tl.tensor:
+    """Return whether the entries `column` belong to the row's set."""
+    word = tl.load(words + row * tl.cdiv(vocab, 32) + column // 32, mask=column < vocab, other=0)
+    return ((word >> (column % 32)) & 1) != 0
 
 
 @triton.jit
@@ -115,21 +132,21 @@ def _maximum(maxima, row, splits, BLOCK: tl.constexpr) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["splits"])
 def _shard_sums(
-    logits, inv_temperature, maxima, sums, weighted, vocab, splits,
+    logits, inv_temperature, words, maxima, sums, weighted, vocab, splits,
     BLOCK: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
     at = row * tl.num_programs(1) + shard
     sum_shard(
-        logits, inv_temperature, maxima, sums + at, weighted + at, row, shard, vocab, splits,
-        BLOCK, SHARD, CHUNK,
+        logits, inv_temperature, words, maxima, sums + at, weighted + at, row, shard, vocab,
+        splits, BLOCK, SHARD, CHUNK,
     )  # fmt: skip
 
 
 @triton.jit
 def sum_shard(
-    logits, inv_temperature, maxima, summed, weighted, row, shard, vocab, splits,
+    logits, inv_temperature, words, maxima, summed, weighted, row, shard, vocab, splits,
     BLOCK: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store a shard's sums of exp(z - m) and exp(z - m) * (z - m); m is the row's maximum."""
@@ -140,6 +157,8 @@ def sum_shard(
         within = start + tl.arange(0, CHUNK)
         column = shard * SHARD + within
         inside = (within < SHARD) & (column < vocab)
+        if words is not None:
+            inside &= is_kept(words, row, column, vocab)
         score = tl.load(
             logits + row * vocab + column, mask=inside, other=0.0, eviction_policy="evict_first"
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.runtime.splitmix import GAMMA, mix_, next64, shift_right, signed
 from spmd_rl.kernels.vocab.filters import filter_scores_
+from spmd_rl.kernels.vocab.kept_words import KeptRows, pack_bits
 from spmd_rl.kernels.vocab.logprob import token_logprobs
 
 # rename it when draws change
@@ -76,11 +77,13 @@ def sample_and_score(
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
     given: Tensor | None = None,
+    kept: KeptRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw tokens with the keys of `positions`, and return them with their log-probabilities.
 
     On NVIDIA GPUs without filters the logits are read twice, and nothing depends on the host.
-    Tokens that are `given` replace what was drawn, and go through the same kernels.
+    Tokens that are `given` replace what was drawn, and go through the same kernels. With filters
+    and `kept`, what they keep is written there, and log-probabilities are those over these sets.
 
     Shape: as `sample_tokens` and `token_logprobs`; bases, positions and given [M] int64; returns
     tokens [M] int64 and log-probabilities [M] fp32.
@@ -89,14 +92,13 @@ def sample_and_score(
         from spmd_rl.kernels.vocab.sampling_triton import gumbel_argmax_and_logprob
 
         return gumbel_argmax_and_logprob(logits, inv_temperature, bases, positions, greedy, given)
-    keys = position_keys(bases, positions)
-    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    drawn = (
-        sample_tokens(logits, inv_temperature, keys, greedy=greedy, **filters)
-        if given is None
-        else given
-    )
-    return drawn, token_logprobs(logits, drawn, inv_temperature)[0]
+    filters = top_k, top_p, min_p
+    if given is None or kept is not None:
+        scores, scale = _filtered(logits, inv_temperature, greedy, filters, kept)
+    if given is None:
+        given = _draw(scores, scale, position_keys(bases, positions), greedy)
+    words = None if kept is None else kept.words
+    return given, token_logprobs(logits, given, inv_temperature, words)[0]
 
 
 def sample_tokens(
@@ -118,15 +120,17 @@ def sample_tokens(
     Shape: logits [M, V] fp32; all else [M] (`keys` int64, `greedy` bool, `top_k` int64); returns
     [M] int64.
     """
-    scores, filters = logits, (top_k, top_p, min_p)
-    if any(one is not None for one in filters):
-        scores = _filtered(logits, inv_temperature, greedy, filters)
-        inv_temperature = torch.ones_like(inv_temperature)
-    if logits.is_cuda:
+    filters = top_k, top_p, min_p
+    return _draw(*_filtered(logits, inv_temperature, greedy, filters, None), keys, greedy)
+
+
+def _draw(scores: Tensor, inv_temperature: Tensor, keys: Tensor, greedy: Tensor | None) -> Tensor:
+    """Return the argmax of scores * inv_temperature + noise(keys), or of scores in greedy rows."""
+    if scores.is_cuda:
         from spmd_rl.kernels.vocab.sampling_triton import gumbel_argmax
 
         return gumbel_argmax(scores, inv_temperature, keys, greedy)
-    noise = gumbel_noise(keys, logits.shape[1])
+    noise = gumbel_noise(keys, scores.shape[1])
     if greedy is not None:
         inv_temperature = inv_temperature.masked_fill(greedy, 1.0)
         noise = noise.masked_fill(greedy.unsqueeze(1), 0.0)
@@ -137,12 +141,23 @@ def _filtered(
     logits: Tensor,
     inv_temperature: Tensor,
     greedy: Tensor | None,
-    filters: tuple[Tensor | None, ...],
-) -> Tensor:
-    """Return logits * inv_temperature, minus infinity where filters reject; greedy rows as is."""
+    filters: tuple[Tensor | None, Tensor | None, Tensor | None],
+    kept: KeptRows | None,
+) -> tuple[Tensor, Tensor]:
+    """Return scores to draw from and their inverse temperature: the inputs without filters.
+
+    With filters, scores are at their temperature, and minus infinity where filters reject. Greedy
+    rows stay as they are. What filters keep is also written to `kept`.
+    """
+    if all(one is None for one in filters):
+        return logits, inv_temperature
+    one = torch.ones_like(inv_temperature)
     if logits.is_cuda:
         from spmd_rl.kernels.vocab.filter_triton import filtered
 
-        return filtered(logits, inv_temperature, greedy, *filters)
+        return filtered(logits, inv_temperature, greedy, *filters, kept), one
     scores = filter_scores_(logits * inv_temperature.unsqueeze(1), *filters)
-    return scores if greedy is None else torch.where(greedy.unsqueeze(1), logits, scores)
+    if kept is not None:
+        is_kept = (scores != -torch.inf) | ~kept.replays.unsqueeze(1)
+        kept.words.copy_(pack_bits(is_kept))
+    return scores if greedy is None else torch.where(greedy.unsqueeze(1), logits, scores), one

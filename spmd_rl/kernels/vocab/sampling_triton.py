@@ -148,8 +148,8 @@ def _draw_and_sum(
     else:
         at = row * NUM_SHARDS + shard
         sum_shard(
-            logits, inv_temperature, maxima, sums + at, weighted + at, row, shard, vocab, splits,
-            BLOCKS, SHARD, CHUNK,
+            logits, inv_temperature, None, maxima, sums + at, weighted + at, row, shard, vocab,
+            splits, BLOCKS, SHARD, CHUNK,
         )  # fmt: skip
 
 

@@ -172,7 +172,10 @@ def request_name(case: ReplayCase, number: int) -> tuple[int, int]:
 
 
 def requests(case: ReplayCase) -> Iterator[Request]:
-    """Yield requests as a rollout submits them; each ends with its sample's last token."""
+    """Yield requests as a rollout submits them; each ends with its sample's last token.
+
+    Log-probs are compared over the whole vocabulary, whatever was filtered.
+    """
     for number, sequence in enumerate(case.sequences):
         sampling = replace(
             sequence.sampling,
@@ -180,6 +183,7 @@ def requests(case: ReplayCase) -> Iterator[Request]:
             ignore_eos=True,
             stop=(),
             stop_ids=(),
+            replay_filters=False,
         )
         name, prompt = request_name(case, number), sequence.prompt.astype(np.int32)
         yield Request(*name, prompt, sampling, seed=sequence.seed)

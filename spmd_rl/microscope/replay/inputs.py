@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index as exact_int
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,11 @@ def case_of_samples(
     tokenizer = load_tokenizer(model)
     special = not settings.get("prompts", {}).get("chat_template", False)
     seed = settings.get("run", {}).get("seed", 0)
-    sampling = _sampling_config(settings.get("sampling", {}))
+    drawn = settings.get("sampling", {})
+    sampling = _sampling_config(drawn)
+    if replace(sampling, replay_filters=drawn.get("replay_filters", False)).replays:
+        # they are those over kept sets, and a replay scores over the whole vocabulary
+        samples = [replace(sample, logprobs=None) for sample in samples]
     prompts = _encoded(tokenizer, [sample.prompt for sample in samples], model, special)
     sequences = [
         _recorded_sequence(sample, prompt, sampling, seed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,10 @@ from torch import Tensor
 from spmd_rl.kernels import KvCache, PagedAttention
 from spmd_rl.kernels.runtime.cuda_graph import GraphMemory, record
 from spmd_rl.kernels.runtime.upload import upload
+from spmd_rl.kernels.vocab.kept_words import EncodedRows, KeptRows
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.graph_inputs import GraphInputs, InputFields
+from spmd_rl.rollout.native.sampled_tokens import SampledOnDevice
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 
 Sampler = Callable[..., tuple[Tensor, Tensor]]  # has the signature of `sample_and_score`
@@ -59,6 +61,19 @@ class _OutputBuffers:
         self.logprobs = torch.empty(shape, dtype=torch.float32, pin_memory=True)
 
 
+class _Variant(NamedTuple):
+    """A kind of batch that has a graph of its own.
+
+    `width` is the number of pages that a row may have, `filters` are the names of those in use.
+    With `replays`, the sets that they keep are written to the host too.
+    """
+
+    size: int
+    width: int
+    filters: tuple[str, ...]
+    replays: bool
+
+
 class DecodeGraphs:
     """Graphs over one cache. Ranks: any, each on its own."""
 
@@ -83,8 +98,9 @@ class DecodeGraphs:
         # The sequence in each row when its newest token was stored.
         self._newest_sequence_id = np.zeros(table.num_rows, dtype=np.int64)
         self._output_buffers = _OutputBuffers(table.num_rows)
+        self._encoded: EncodedRows | None = None  # pinned too, once a batch replays its filters
         self._next_buffer = 0
-        self._graphs: dict[tuple[int, int, tuple[str, ...]], _DecodeGraph] = {}
+        self._graphs: dict[_Variant, _DecodeGraph] = {}
         self._last_graph: _DecodeGraph | None = None
         self._memory = memory
 
@@ -92,12 +108,12 @@ class DecodeGraphs:
     def num_recorded(self) -> int:
         return len(self._graphs)
 
-    def launch(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def launch(self, rows: NDArray[np.int64]) -> SampledOnDevice:
         """Queue one decoding step of `rows`; the host need not have their newest tokens.
 
         The results are views of host memory. They are valid once the step has run, until the
         second launch after this one.
-        Shape: rows [M]; returns tokens [M] int64 and log-probs [M] fp32.
+        Shape: rows [M].
         """
         table = self._table
         new = rows[self._newest_sequence_id[rows] != table.sequence_id[rows]]
@@ -111,8 +127,12 @@ class DecodeGraphs:
         graph.replay(rows, self._next_buffer)
         buffer = self._next_buffer
         self._next_buffer = (buffer + 1) % NUM_OUTPUT_BUFFERS
-        output = self._output_buffers
-        return output.tokens[buffer, : len(rows)], output.logprobs[buffer, : len(rows)]
+        output, kept, num_rows = self._output_buffers, None, len(rows)
+        if graph.variant.replays and self._encoded is not None:
+            kept = self._encoded.step(buffer, num_rows)
+        return SampledOnDevice(
+            output.tokens[buffer, :num_rows], output.logprobs[buffer, :num_rows], kept
+        )
 
     def set_newest_tokens(self, rows: NDArray[np.int64], tokens: Tensor) -> None:
         """Store `tokens` [M] as the newest of `rows` [M], for the next replay."""
@@ -126,22 +146,28 @@ class DecodeGraphs:
         split_pages = self._cache.split // self._cache.page_size
         num_pages, max_pages = int(table.num_pages[rows].max()), table.pages.shape[1]
         width = page_table_width(num_pages, max_pages, split_pages)
-        key = size, width, table.active_filters(rows)
-        if key not in self._graphs:
-            self._graphs[key] = self._record(*key)
-        return self._graphs[key]
+        filters = table.active_filters(rows)
+        replays = bool(filters) and bool(table.replays[rows].any())
+        variant = _Variant(size, width, filters, replays)
+        if variant not in self._graphs:
+            self._graphs[variant] = self._record(variant)
+        return self._graphs[variant]
 
-    def _record(self, size: int, width: int, filters: tuple[str, ...]) -> _DecodeGraph:
-        graph = _DecodeGraph(self._table, size, width, self._device)
+    def _record(self, variant: _Variant) -> _DecodeGraph:
+        graph = _DecodeGraph(self._table, variant, self._device)
         graph.upload(np.zeros(0, dtype=np.int64), self._next_buffer)
         inputs = graph.inputs.tensors
-        graph.cuda_graph = record(lambda: self._compute(inputs, filters), self._memory)[0]
+        if variant.replays and self._encoded is None:
+            shape = NUM_OUTPUT_BUFFERS, self._table.num_rows
+            self._encoded = EncodedRows.empty(shape, self._model.spec.vocab_size, None)
+        graph.cuda_graph = record(lambda: self._compute(inputs, variant), self._memory)[0]
         return graph
 
-    def _compute(self, inputs: dict[str, Tensor], filters: tuple[str, ...]) -> None:
+    def _compute(self, inputs: dict[str, Tensor], variant: _Variant) -> None:
         """Do the work of one step, as it is recorded."""
         from spmd_rl.kernels.attention.decode_inputs_triton import decode_inputs
         from spmd_rl.kernels.vocab.decode_outputs_triton import decode_outputs
+        from spmd_rl.kernels.vocab.kept_sets_triton import encode_rows
 
         batch = decode_inputs(
             self._newest_tokens,
@@ -154,15 +180,20 @@ class DecodeGraphs:
         attend = PagedAttention.decode(
             self._cache, pages=inputs["pages"], num_keys=batch.num_keys, slots=batch.slots
         )
-        hidden = self._model(batch.tokens, batch.positions, attend)
+        hidden, kept = self._model(batch.tokens, batch.positions, attend), None
+        if variant.replays:
+            kept = KeptRows.empty(inputs["replays"], self._model.spec.vocab_size)
         tokens, logprobs = self._sampler(
             self._model.logits(hidden),
             inputs["inv_temperature"],
             inputs["random_bases"],
             batch.within,
             greedy=inputs["greedy"],
-            **{name: inputs[name] for name in filters},
+            **{name: inputs[name] for name in variant.filters},
+            kept=kept,
         )
+        if kept is not None and self._encoded is not None:
+            encode_rows(kept, self._encoded, inputs["buffer"])
         decode_outputs(
             tokens,
             logprobs,
@@ -179,10 +210,10 @@ class _DecodeGraph:
 
     cuda_graph: torch.cuda.CUDAGraph
 
-    def __init__(self, table: SequenceTable, size: int, width: int, device: torch.device) -> None:
-        """`width` is the number of pages that a row may have."""
+    def __init__(self, table: SequenceTable, variant: _Variant, device: torch.device) -> None:
         self._table = table
-        self._width = width
+        self.variant = variant
+        size, width = variant.size, variant.width
         fields: InputFields = {
             "buffer": ((1,), np.int64),  # of the output; each replay counts it on
             "rows": ((size,), np.int64),
@@ -194,6 +225,7 @@ class _DecodeGraph:
             "min_p": ((size,), np.float32),
             "inv_temperature": ((size,), np.float32),
             "greedy": ((size,), np.bool_),
+            "replays": ((size,), np.bool_),
             "pages": ((size, width), np.int32),
         }
         self._uploaded: tuple[bytes, ...] = ()
@@ -218,7 +250,8 @@ class _DecodeGraph:
 
     def upload(self, rows: NDArray[np.int64], buffer: int) -> None:
         table = self._table
-        pages = table.pages[rows, : self._width]
+        width = self.variant.width
+        pages = table.pages[rows, :width]
         arrays: dict[str, NDArray[Any]] = {
             "buffer": np.array([buffer]),
             "rows": rows,
@@ -230,6 +263,7 @@ class _DecodeGraph:
             "min_p": table.min_p[rows],
             "inv_temperature": table.inv_temperature[rows],
             "greedy": table.greedy[rows],
-            "pages": np.pad(pages, ((0, 0), (0, self._width - pages.shape[1]))),
+            "replays": table.replays[rows],
+            "pages": np.pad(pages, ((0, 0), (0, width - pages.shape[1]))),
         }
         self.inputs.upload(arrays, {"rows": table.num_rows, "inv_temperature": 1, "top_p": 1})

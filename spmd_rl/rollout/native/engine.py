@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import compress
 
 import numpy as np
 import torch
@@ -17,9 +18,10 @@ from spmd_rl.rollout.engine import NativeEngineConfig, Request, StepOutput
 from spmd_rl.rollout.native.auto_sizes import choose_sizes
 from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.kv_memory import KvMemory
-from spmd_rl.rollout.native.model_runner import ModelRunner, SampledTokens
+from spmd_rl.rollout.native.model_runner import ModelRunner
 from spmd_rl.rollout.native.pages import PagePool
 from spmd_rl.rollout.native.request_validator import RequestValidator
+from spmd_rl.rollout.native.sampled_tokens import SampledTokens
 from spmd_rl.rollout.native.scheduler import Scheduler
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.native.step_plan import StepPlan
@@ -229,11 +231,12 @@ class NativeEngine:
         if step is None:
             nothing = np.zeros(0, np.int64)
             return StepOutput(nothing, nothing, nothing, np.zeros(0, np.float32), finished=[])
-        tokens, logprobs = step.sampled.wait()
+        tokens, logprobs, kept = step.sampled.wait()
         is_same = self.table.sequence_id[step.rows] == step.sequence_ids
         rows, tokens, logprobs = step.rows[is_same], tokens[is_same], logprobs[is_same]
         self._check_logprobs(rows, logprobs)
-        self.table.write_sampled(rows, tokens, logprobs, step.version)
+        kept = list(compress(kept, is_same.tolist()))
+        self.table.write_sampled(rows, tokens, logprobs, step.version, kept)
         self._num_generated += len(rows)
         uids, indices = self.table.uid[rows], self.table.index[rows]
         return StepOutput(uids, indices, tokens, logprobs, finished=self._finish(rows, tokens))

@@ -11,30 +11,14 @@ from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PagedAttention
 from spmd_rl.kernels.runtime.upload import upload
+from spmd_rl.kernels.vocab.kept_sets import encoded_rows
+from spmd_rl.kernels.vocab.kept_words import KeptRows
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.decode_graphs import DecodeGraphs, Sampler
 from spmd_rl.rollout.native.prefill_graphs import PrefillChunks, PrefillGraphs
+from spmd_rl.rollout.native.sampled_tokens import SampledOnDevice, SampledTokens
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.native.step_plan import StepPlan
-
-
-class SampledTokens:
-    """Tokens and log-probs of one step, on their way to the host."""
-
-    def __init__(self, tokens: Tensor, logprobs: Tensor, device: torch.device) -> None:
-        """`tokens` and `logprobs` are on the device, or in host memory that it will write."""
-        self._tokens = tokens.to("cpu", non_blocking=True)
-        self._logprobs = logprobs.to("cpu", non_blocking=True)
-        self._arrived: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def wait(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return tokens and log-probs. Shape: both [M]. Blocks: until the step has run."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._tokens.numpy(), self._logprobs.numpy()
 
 
 class ModelRunner:
@@ -76,7 +60,7 @@ class ModelRunner:
         if plan.copies_before:
             self.cache.copy_pages(*zip(*plan.copies_before, strict=True))
         if self._decode_graphs is not None and samples.all() and (plan.lengths == 1).all():
-            return SampledTokens(*self._decode_graphs.launch(plan.rows), self._device)
+            return SampledTokens(self._decode_graphs.launch(plan.rows), self._device)
         chunks = self._chunks(plan)
         hidden = None
         if self._prefill_graphs is not None:
@@ -86,7 +70,8 @@ class ModelRunner:
         if plan.copies_after:
             self.cache.copy_pages(*zip(*plan.copies_after, strict=True))
         if not samples.any():
-            return SampledTokens(torch.empty(0, dtype=torch.int64), torch.empty(0), self._device)
+            nothing = SampledOnDevice(torch.empty(0, dtype=torch.int64), torch.empty(0))
+            return SampledTokens(nothing, self._device)
         # A fork adds no token, so its last token is that of the row before it.
         last_tokens = self._tensor(np.cumsum(plan.lengths)[samples] - 1)
         logits = self._model.logits(hidden.index_select(0, last_tokens))
@@ -121,7 +106,9 @@ class ModelRunner:
     def _sample(self, rows: NDArray[np.int64], logits: Tensor) -> SampledTokens:
         table = self._table
         greedy = table.greedy[rows]
-        filters = table.active_filters(rows)
+        filters, kept = table.active_filters(rows), None
+        if filters and table.replays[rows].any():
+            kept = KeptRows.empty(self._tensor(table.replays[rows]), logits.shape[1])
         tokens, logprobs = self._sampler(
             logits,
             self._tensor(table.inv_temperature[rows]),
@@ -129,10 +116,12 @@ class ModelRunner:
             self._tensor(table.length[rows] - table.prompt_length[rows]),
             greedy=self._tensor(greedy) if greedy.any() else None,
             **{name: self._tensor(getattr(table, name)[rows]) for name in filters},
+            kept=kept,
         )
         if self._decode_graphs is not None:
             self._decode_graphs.set_newest_tokens(rows, tokens)
-        return SampledTokens(tokens, logprobs, self._device)
+        encoded = None if kept is None else encoded_rows(kept, logits.shape[1])
+        return SampledTokens(SampledOnDevice(tokens, logprobs, encoded), self._device)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return upload(array, self._device)

@@ -5,6 +5,7 @@ A sequence that is removed, for whatever reason, becomes the `Request` that woul
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, count, pairwise
 from typing import Any, NamedTuple
 
@@ -33,12 +34,13 @@ _INTEGERS = (
     "max_length",
 )
 _FLOATS = ("inv_temperature", "top_p", "min_p")
-_COLUMNS = (*_INTEGERS, *_FLOATS, "greedy")
+_FLAGS = ("greedy", "replays")
+_COLUMNS = (*_INTEGERS, *_FLOATS, *_FLAGS)
 _STATE = np.dtype(
     [
         *((name, np.int64) for name in _INTEGERS),
         *((name, np.float32) for name in _FLOATS),
-        ("greedy", np.bool_),
+        *((name, np.bool_) for name in _FLAGS),
     ]
 )
 
@@ -60,6 +62,7 @@ class SequenceTable:
     `length` counts a row's tokens. The last `num_pending` of them are being sampled by steps in
     flight, and the host does not have them yet. `num_computed` tokens have K/V in the cache. A
     sequence ends at `max_length`. `sequence_id` differs between all sequences that a row ever had.
+    `kept` holds the encoded sets of a row that `replays`, for the tokens that the host has.
     Shape: `tokens`, `logprobs`, `versions` [num_rows, max_tokens], prompt first (its log-probs and
     versions are unset); `pages` [num_rows, P]; `stop_ids` [num_rows, S]; all else [num_rows].
     """
@@ -80,12 +83,14 @@ class SequenceTable:
     top_p: NDArray[np.float32]
     min_p: NDArray[np.float32]
     greedy: NDArray[np.bool_]
+    replays: NDArray[np.bool_]
 
     def __init__(self, num_rows: int, max_tokens: int, page_size: int) -> None:
         self.num_rows = num_rows
         self.page_size = page_size
         self.max_tokens = max_tokens
         self.requests: list[Request | None] = [None] * num_rows
+        self.kept = [bytearray() for _ in range(num_rows)]
         self._free = list(range(num_rows - 1, -1, -1))
         self._sequence_ids = count(NO_SEQUENCE + 1)
 
@@ -131,6 +136,9 @@ class SequenceTable:
         self.tokens[row, prompt:length] = request.tokens
         self.logprobs[row, prompt:length] = request.logprobs
         self.versions[row, prompt:length] = request.versions
+        # an answer that came without sets was not filtered, or its engine returned none
+        num_unknown = len(request.tokens) if request.sampling.replays else 0
+        self.kept[row] = bytearray(request.kept or bytes(num_unknown))
         self.prompt_length[row] = prompt
         self.length[row] = length
         self.max_length[row] = min(prompt + request.sampling.max_tokens, self.max_tokens)
@@ -140,6 +148,7 @@ class SequenceTable:
         self.seed[row] = request.seed
         self.inv_temperature[row] = np.float32(1) / np.float32(sampling.scored_temperature)
         self.greedy[row] = sampling.temperature == 0
+        self.replays[row] = sampling.replays
         self.top_k[row] = sampling.top_k
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
@@ -156,6 +165,7 @@ class SequenceTable:
         rows = [self._free.pop() for _ in requests]
         for row, request in zip(rows, requests, strict=True):
             self.requests[row] = request
+            self.kept[row] = bytearray()
         return rows
 
     def fill_forks(self, forks: list[Fork]) -> None:
@@ -188,13 +198,19 @@ class SequenceTable:
         tokens: NDArray[np.int64],
         logprobs: NDArray[np.float32],
         version: int,
+        kept: Sequence[bytes] = (),
     ) -> None:
-        """Write the oldest pending token of each of `rows`, which has reached the host."""
+        """Write the oldest pending token of each of `rows`, which has reached the host.
+
+        `kept` are the encoded sets of these tokens, empty for a row that does not replay.
+        """
         position = self.host_length(rows)
         self.tokens[rows, position] = tokens
         self.logprobs[rows, position] = logprobs
         self.versions[rows, position] = version
         self.num_pending[rows] -= 1
+        for row, encoded in zip(rows.tolist() if kept else (), kept, strict=True):
+            self.kept[row] += encoded
 
     def host_length(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many tokens of each of `rows` the host has."""
@@ -242,5 +258,6 @@ class SequenceTable:
             assert old is not None
             self.requests[row] = None
             answer = tokens[start:end], logprobs[start:end], versions[start:end]
-            removed.append(Request(old.uid, old.index, old.prompt, old.sampling, *answer, old.seed))
+            settings = old.uid, old.index, old.prompt, old.sampling
+            removed.append(Request(*settings, *answer, old.seed, bytes(self.kept[row])))
         return removed

@@ -19,7 +19,7 @@ WORDS = [
     f"--held_out={EXAMPLES / 'arithmetic/eval.jsonl'}@[:20]",
     f"--reward={TOUR}:reward",
     "--eval_every=2",
-    "--kl=0.1",
+    "--distance_cost=0.1",
 ]
 
 

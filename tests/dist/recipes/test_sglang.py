@@ -26,7 +26,7 @@ def test_two_ranks_learn_from_their_children(run: Run, engine: list[str]) -> Non
     for row in ended.metrics:
         assert row["onpolicy/compared_tokens"] > 0
         assert row["onpolicy/max_abs_dlogp"] >= row["onpolicy/mean_abs_dlogp"] > 0
-    assert "correction: none (tis_cap = 0)" in ended.output
+    assert "correction: none (correction.mode = none)" in ended.output
 
 
 def test_an_exact_run_refuses_the_pair(run: Run, engine: list[str]) -> None:

@@ -17,7 +17,9 @@ from spmd_rl.kernels import PackedAttention, token_logprobs
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.decode_graphs import DecodeGraphs
 from spmd_rl.rollout.native.graph_inputs import GraphInputs
-from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, unequal, workload
+from spmd_rl.rollout.native.sampled_tokens import SampledOnDevice
+from spmd_rl.types.kept_sets import decode_sets
+from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, unequal, words_of, workload
 from tests.samples import Samples, finish
 
 
@@ -83,8 +85,35 @@ def test_attention_in_splits(model: CausalLM, alone: Samples) -> None:
         inverse = torch.full(
             (len(scored),), np.float32(1) / np.float32(sample.temperature), device=DEVICE
         )
-        logprobs, _ = token_logprobs(logits, tokens[scored + 1], inverse)
+        logprobs, _ = token_logprobs(logits, tokens[scored + 1], inverse, words_of(sample))
         assert logprobs.cpu().numpy().tobytes() == sample.logprobs.tobytes()
+
+
+def test_filtered_samples_have_the_log_probs_of_a_training_forward_over_their_sets(
+    model: CausalLM, alone: Samples
+) -> None:
+    """Most are small and encoded on the device, and some leave it as words."""
+    requests = [request for request in workload() if request.sampling.replays]
+    sizes, num_unmasked = [], 0
+    for request in requests:
+        sample = alone[request.uid, request.index]
+        tokens = torch.from_numpy(np.concatenate([request.prompt, sample.tokens])).long().to(DEVICE)
+        attend = PackedAttention(
+            np.array([len(tokens)]), num_heads=8, num_kv_heads=4, device=DEVICE
+        )
+        scored = torch.arange(len(request.prompt) - 1, len(tokens) - 1, device=DEVICE)
+        logits = model(tokens, torch.arange(len(tokens), device=DEVICE), attend, scored)
+        inverse = torch.full(
+            (len(scored),), np.float32(1) / np.float32(sample.temperature), device=DEVICE
+        )
+        inputs = logits, tokens[scored + 1], inverse
+        logprobs, _ = token_logprobs(*inputs, words_of(sample))
+        assert logprobs.cpu().numpy().tobytes() == sample.logprobs.tobytes()
+        num_unmasked += int((token_logprobs(*inputs)[0] == logprobs).sum())
+        sizes += decode_sets(np.frombuffer(sample.kept, np.uint8))[0].tolist()
+    assert len(sizes) > 500
+    assert num_unmasked < len(sizes) / 10
+    assert 0 < sum(size > SPEC.vocab_size // 8 for size in sizes) < len(sizes)
 
 
 def test_preemption_changes_nothing(model: CausalLM, alone: Samples) -> None:
@@ -110,7 +139,7 @@ def fill_up_with(token: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int]
     of_decoding: list[int] = []
     of_prompts: list[int] = []
 
-    def launches(graphs: DecodeGraphs, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def launches(graphs: DecodeGraphs, rows: np.ndarray) -> SampledOnDevice:
         graphs._newest_tokens[-1] = token
         of_decoding.append(
             min(size for size in graphs._batch_sizes if size >= len(rows)) - len(rows)

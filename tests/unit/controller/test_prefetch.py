@@ -40,8 +40,9 @@ class LocalEndpoint(BoundEndpoint[..., Any]):
 def sample(uid: int, version: int) -> Sample:
     tokens = np.arange(uid + 1, dtype=np.int32)
     logprobs = np.array([-0.1] * len(tokens), np.float32)
+    versions = np.full_like(tokens, version)
     return Sample(
-        uid, 0, tokens, logprobs, np.full_like(tokens, version), "stop", text="é", parts={"a": 0.1}
+        uid, 0, tokens, logprobs, versions, "stop", text="é", parts={"a": 0.1}, kept=b"\5\0"
     )
 
 

@@ -34,7 +34,7 @@ def asked(name: str) -> list[tuple[int, int, int]]:
 def test_the_shipped_files_are_the_generators(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.arithmetic.generate", "--out", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True)
-    for name in NAMES:
+    for name in (*NAMES, "pairs", "eval_pairs"):
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (EXAMPLE / f"{name}.jsonl").read_bytes()
 
 
@@ -45,6 +45,14 @@ def test_answers_are_right_and_held_out_prompts_are_held_out() -> None:
     assert trained_on.isdisjoint((a, b) for a, b, _ in held_out)
     # the teacher is careless
     assert 0.4 < np.mean([a + b == answer for a, b, answer in warmup]) < 0.5
+
+
+def test_the_right_answer_is_chosen() -> None:
+    for name, answers in {"pairs": "train", "eval_pairs": "eval"}.items():
+        rows = [record.row for record in read_records(str(EXAMPLE / f"{name}.jsonl"))]
+        right = {f"{a}+{b}=": str(answer) for a, b, answer in asked(answers)}
+        assert {row["prompt"] for row in rows} == right.keys()
+        assert all(row["chosen"] == right[row["prompt"]] != row["rejected"] for row in rows)
 
 
 @pytest.mark.parametrize(

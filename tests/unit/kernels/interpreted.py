@@ -79,23 +79,28 @@ def _call(function: Any, *given: Any, **named: Any) -> Any:
     return function.rewrite()(*given, **named)
 
 
-def _prepare(module: ModuleType) -> None:
+def _prepare() -> None:
     """Supply what the interpreter lacks: CUDA's library, and a driver for overlapping launches."""
     from triton.runtime import interpreter
 
     interpreter.int = _Int
     interpreter.InterpreterBuilder.create_dot = _dot
     interpreter.InterpretedFunction.__call__ = _call
-    module.overlapping = dict  # type: ignore[attr-defined]
     for name, one in sys.modules.items():
-        if name.startswith("spmd_rl.kernels.") and hasattr(one, "libdevice"):
-            one.libdevice = SimpleNamespace(exp=_exp)
+        if name.startswith("spmd_rl.kernels."):
+            _replace(one, "overlapping", dict)
+            _replace(one, "libdevice", SimpleNamespace(exp=_exp))
+
+
+def _replace(module: ModuleType, name: str, value: Any) -> None:
+    if hasattr(module, name):
+        setattr(module, name, value)
 
 
 def main(given: str, found: str) -> None:
     calls = Calls(*torch.load(given))
     module = importlib.import_module(calls.module)
-    _prepare(module)
+    _prepare()
     for name, value in calls.constants.items():
         setattr(module, name, value)
     torch.save([getattr(module, calls.function)(*each) for each in calls.arguments], found)

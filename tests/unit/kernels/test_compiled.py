@@ -36,10 +36,12 @@ from spmd_rl.kernels.rowwise import activation_triton, norm_triton, rope_triton,
 from spmd_rl.kernels.vocab import (
     decode_outputs_triton,
     filter_triton,
+    kept_sets_triton,
     logprob_backward_triton,
     logprob_triton,
     sampling_triton,
 )
+from spmd_rl.kernels.vocab.kept_words import EncodedRows, KeptRows
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
 from spmd_rl.kernels.vocab.scores import ScoreGradients, Scores
 from tests.unit.kernels.compiled import compiled_of, instructions, ptx_of, shuffles
@@ -223,12 +225,13 @@ def silu(num_rows: int) -> str:
     return ptx_of(activation_triton._forward, lambda: activation_triton.silu_mul_forward(gate, up))
 
 
-def shards(num_rows: int) -> str:
+def shards(num_rows: int, kept: bool = False) -> str:
     logits, ones = rows(num_rows, 151936, torch.float32), torch.ones(num_rows)
     targets = torch.zeros(num_rows, dtype=torch.int64)
+    words = torch.zeros(num_rows, 4748, dtype=torch.int32) if kept else None
     return ptx_of(
         logprob_triton._shard_sums,
-        lambda: logprob_triton.logprob_forward(logits, targets, ones, *VOCAB),
+        lambda: logprob_triton.logprob_forward(logits, targets, ones, *VOCAB, words),
     )
 
 
@@ -353,6 +356,37 @@ def test_what_frames_a_step_compiles() -> None:
         lambda: decode_outputs_triton.decode_outputs(ids, torch.zeros(40), ids, ids, *host, one),
     )
     assert all("griddepcontrol.wait" in ptx for ptx in (inputs, outputs))
+
+
+def test_sums_over_a_set_are_the_tree_of_all_sums() -> None:
+    over_all, over_sets = shards(17), shards(17, kept=True)
+    assert shuffles(over_sets) == shuffles(over_all)
+    assert added(over_sets) == added(over_all)
+
+
+def test_filters_write_their_sets_as_bits() -> None:
+    logits, ones = rows(17, 151936, torch.float32), torch.ones(17)
+    kept = KeptRows.empty(ones > 0, 151936)
+    filters = None, None, ones * 0.1, kept
+    ptx = ptx_of(filter_triton._keep, lambda: filter_triton.filtered(logits, ones, None, *filters))
+    assert "fma.rn.f32" not in instructions(ptx)
+
+
+@pytest.mark.parametrize("name", ["_collect", "_encode", "_decode"])
+def test_kept_sets_are_encoded_and_decoded_without_floats(name: str) -> None:
+    vocab, rows, cpu = 151936, torch.arange(17), torch.device("cpu")
+    kept = KeptRows.empty(rows > 0, vocab)
+    out = EncodedRows.empty((2, 17), vocab, cpu)
+
+    def run() -> None:
+        if name == "_decode":
+            kept_sets_triton.decoded(torch.zeros(99, dtype=torch.uint8), rows, rows + 2, vocab)
+        else:
+            kept_sets_triton.encode_rows(kept, out, rows[:1])
+
+    ptx = ptx_of(getattr(kept_sets_triton, name), run)
+    assert "griddepcontrol.wait" in ptx
+    assert not [one for one in instructions(ptx) if "f32" in one]
 
 
 def test_candidates_round_as_chosen_tokens() -> None:

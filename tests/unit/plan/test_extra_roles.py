@@ -39,15 +39,15 @@ BF16 = ("trainer.dtype=bfloat16", "engine.dtype=bfloat16", "engine.num_pages=9")
 @dataclass(frozen=True)
 class Config(grpo.Config):
     split: PolicySplit = field(default_factory=PolicySplit)
-    critic: TrainerConfig | None = None
+    judge: TrainerConfig | None = None
     frozen: FrozenConfig | None = None
 
     def extra_roles(self) -> list[ExtraRole]:
         roles = []
         if self.frozen is not None:
             roles.append(ExtraRole("reference", self.frozen, self.model, is_refreshed=True))
-        if self.critic is not None:
-            roles.append(ExtraRole("critic", self.critic, self.model))
+        if self.judge is not None:
+            roles.append(ExtraRole("critic", self.judge, self.model))
         return roles
 
 
@@ -80,7 +80,7 @@ def test_a_frozen_model_holds_weights_alone_in_the_dtype_of_its_forward_pass(mod
 
 
 def test_a_critic_is_a_trainer_without_the_head_of_a_language_model(model: Path) -> None:
-    found = entries(planned(model, 2, *BF16, critic=TrainerConfig()).ledgers[0])
+    found = entries(planned(model, 2, *BF16, judge=TrainerConfig()).ledgers[0])
     own = PARAMETERS - HEAD + 64
     assert found["critic master"] == (own // 2 * 4, 3)
     assert found["critic moments"] == (own // 2 * 8, 3)
@@ -89,12 +89,12 @@ def test_a_critic_is_a_trainer_without_the_head_of_a_language_model(model: Path)
 def test_roles_compute_in_turn(model: Path) -> None:
     """What a role needs only while it computes counts beyond the largest before it."""
     plain = planned(model, 2, *BF16).ledgers[0]
-    same = planned(model, 2, *BF16, critic=TrainerConfig()).ledgers[0]
+    same = planned(model, 2, *BF16, judge=TrainerConfig()).ledgers[0]
     assert entries(same)["critic working"] == (0, 1), "the trainer of the policy needs more"
     larger = TrainerConfig(max_tokens=10 * 16384)
-    found = planned(model, 2, *BF16, critic=larger, frozen=FrozenConfig()).ledgers[0]
+    found = planned(model, 2, *BF16, judge=larger, frozen=FrozenConfig()).ledgers[0]
     working = entries(found)["critic working"][0]
-    own = entries(planned(model, 2, *BF16, critic=larger).ledgers[0])["critic working"][0]
+    own = entries(planned(model, 2, *BF16, judge=larger).ledgers[0])["critic working"][0]
     assert working == own > 0
     most = plain.only_in("train") + working
     assert most == found.only_in("train")
@@ -133,7 +133,7 @@ def test_an_optional_role_has_the_trainers_ranks_or_its_own(model: Path) -> None
 
 def test_the_ranks_of_each_role_are_printed(model: Path) -> None:
     words = ("split.train.ranks=2", "split.infer.ranks=1", "split.critic.ranks=1")
-    roles = {"critic": TrainerConfig(), "frozen": FrozenConfig()}
+    roles = {"judge": TrainerConfig(), "frozen": FrozenConfig()}
     found = planned(model, 4, *BF16, *words, **roles)
     said = list(lines(found))
     assert said[:6] == [
@@ -152,11 +152,11 @@ def test_an_engine_leaves_room_for_roles_on_its_ranks(model: Path) -> None:
     def reserved(*words: str, **roles: object) -> int:
         return planned_settings(configured(model, *words, **roles), 2)["infer"]["reserved_bytes"]
 
-    more = reserved(critic=TrainerConfig(), frozen=FrozenConfig()) - reserved()
+    more = reserved(judge=TrainerConfig(), frozen=FrozenConfig()) - reserved()
     own = PARAMETERS - HEAD + 64
     assert more >= own // 2 * 12 + PARAMETERS // 2 * 2
     everywhere = ("split.critic.ranks=all",)
-    assert reserved(*everywhere, critic=TrainerConfig()) > reserved()
+    assert reserved(*everywhere, judge=TrainerConfig()) > reserved()
     assert planned_settings(configured(model, *everywhere), 2) == {}, "nobody says what is there"
 
 
@@ -172,9 +172,9 @@ def test_links_and_rings_of_roles_on_ranks_of_their_own(model: Path) -> None:
     ring = 250 + 24 * 12
     assert communicators(*words) == alone * mib
     assert communicators(*words, frozen=FrozenConfig()) == (alone + ring + 3 * 196) * mib
-    assert communicators(*critics, critic=TrainerConfig()) == (alone + ring) * mib
+    assert communicators(*critics, judge=TrainerConfig()) == (alone + ring) * mib
     ordered = TrainerConfig(deterministic=True)
-    assert communicators(*critics, critic=ordered) == (alone + ring + 32 * 12) * mib
+    assert communicators(*critics, judge=ordered) == (alone + ring + 32 * 12) * mib
 
 
 def test_a_reward_model_is_planned_by_the_head_of_its_folder(model: Path) -> None:

@@ -17,7 +17,8 @@ from spmd_rl.errors import ConfigError, DataError, SpmdError
 from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.recipes import grpo, grpo_async, sft
 from spmd_rl.report.recorder import Recorder
-from spmd_rl.rollout.engine import SamplingConfig
+from spmd_rl.rollout.engine import NativeEngineConfig, SamplingConfig
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
 
@@ -153,23 +154,37 @@ def test_supervised_learning_has_a_rate_of_its_own() -> None:
     assert load(sft.Config, None, [*words, "trainer.lr=1e-6"]).trainer.lr == 1e-6
 
 
+NO_REPLAY = SamplingConfig(replay_filters=False)
+
+
 @pytest.mark.parametrize(
-    ("sampling", "named"),
+    ("sampling", "engine", "named"),
     [
-        (SamplingConfig(), []),
-        (SamplingConfig(temperature=0.7, stop=("end",)), []),
-        (SamplingConfig(top_p=0.9), ["sampling.top_p = 0.9"]),
-        (SamplingConfig(top_k=5, min_p=0.1), ["sampling.top_k = 5", "sampling.min_p = 0.1"]),
+        (NO_REPLAY, NativeEngineConfig(), []),
+        (replace(NO_REPLAY, temperature=0.7, stop=("end",)), NativeEngineConfig(), []),
+        (SamplingConfig(top_p=0.9), NativeEngineConfig(), []),
+        (replace(NO_REPLAY, top_p=0.9), NativeEngineConfig(), ["sampling.top_p = 0.9"]),
+        (
+            replace(NO_REPLAY, top_k=5, min_p=0.1),
+            NativeEngineConfig(),
+            ["sampling.top_k = 5", "sampling.min_p = 0.1"],
+        ),
+        (SamplingConfig(top_p=0.9), SglangEngineConfig(), ["sampling.top_p = 0.9"]),
     ],
 )
-def test_a_run_that_truncates_what_is_drawn_says_so_once_and_keeps_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], sampling: SamplingConfig, named: list[str]
+def test_a_run_that_trains_over_other_tokens_than_it_draws_from_says_so_once_and_keeps_it(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sampling: SamplingConfig,
+    engine: NativeEngineConfig | SglangEngineConfig,
+    named: list[str],
 ) -> None:
     cfg = grpo.Config(
         "m",
         "d",
         run=RunConfig(folder=str(tmp_path), name="r"),
         sampling=replace(sampling, num_samples=2),
+        engine=engine,
     )
     take(Recorder(cfg.run, cfg, 1), [])
     notes = json.loads((tmp_path / "r/plan.json").read_text())["notes"]

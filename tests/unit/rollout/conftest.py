@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from spmd_rl.kernels import PackedAttention, sample_and_score, token_logprobs
+from spmd_rl.kernels.vocab.kept_sets import KeptSets
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.rope_spec import RopeSpec
@@ -18,10 +19,21 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig, Request
 from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.types.kept_sets import set_ends
+from spmd_rl.types.samples import Sample
 from tests import samples
 from tests.samples import Samples
 
 CPU = torch.device("cpu")
+
+
+def _kept_sets(drawn: Sequence[Sample]) -> KeptSets:
+    """The sets of all tokens, as the samples carry them."""
+    data = b"".join(one.kept or bytes(len(one.tokens)) for one in drawn)
+    array = np.frombuffer(bytearray(data), np.uint8)
+    ends = set_ends(array)
+    starts = np.concatenate([[0], ends[:-1]])
+    return KeptSets(*map(torch.from_numpy, (array, starts, ends)))
 
 
 def _spec(family: str, num_heads: int, num_kv_heads: int) -> ModelSpec:
@@ -131,7 +143,10 @@ def mismatched_tokens() -> Callable[..., int]:
                 torch.from_numpy(rows),
             )
             scored, _ = token_logprobs(
-                logits, torch.from_numpy(targets), 1 / torch.from_numpy(warm)
+                logits,
+                torch.from_numpy(targets),
+                1 / torch.from_numpy(warm),
+                _kept_sets([s for _, s in pairs]).words(slice(None), spec.vocab_size),
             )
         recorded = torch.from_numpy(np.concatenate([s.logprobs for _, s in pairs]))
         return int((scored.view(torch.int32) != recorded.view(torch.int32)).sum())

@@ -56,6 +56,7 @@ def unequal(samples, reference) -> int:
     return sum(
         samples[name].tokens.tobytes() != reference[name].tokens.tobytes()
         or samples[name].logprobs.tobytes() != reference[name].logprobs.tobytes()
+        or samples[name].kept != reference[name].kept
         or samples[name].finish != reference[name].finish
         for name in reference
     )
@@ -206,20 +207,37 @@ def test_samples_of_one_prompt_differ_and_seeds_matter(model, new_engine, finish
     assert unequal(other, alone) >= len(alone) - 2  # greedy samples have no randomness
 
 
+@pytest.mark.parametrize("number", [0, 6])
 def test_resume_under_the_same_weights_is_the_uninterrupted_sample(
-    model, new_engine, finish, alone
+    model, new_engine, finish, alone, number
 ):
-    request = workload()[0]
-    for pause in range(1, 14):
-        first, second = new_engine(model), new_engine(model, page_size=2, prefix_cache=False)
+    request = workload()[number]
+    name = request.uid, request.index
+    for pause in range(1, len(alone[name].tokens)):
+        first = new_engine(model, max_step_tokens=128)  # for the whole prompt in one step
+        second = new_engine(model, page_size=2, prefix_cache=False)
         first.submit(request)
         for _ in range(pause):
             first.step()
         (partial,) = first.abort()
         assert len(partial.tokens) == pause
+        assert partial.kept.count(0) == (pause if request.sampling.replays else 0)
+        assert alone[name].kept.startswith(partial.kept)
         resumed = finish(second, [request.resumed(partial)])
-        assert resumed[0, 0].logprobs.tobytes() == alone[0, 0].logprobs.tobytes()
-        assert resumed[0, 0].tokens.tobytes() == alone[0, 0].tokens.tobytes()
+        assert unequal(resumed, {name: alone[name]}) == 0
+
+
+def test_sets_that_an_answer_lacks_are_of_all_tokens(model, new_engine, finish):
+    """Such as one of an engine that returns none."""
+    request = workload()[6]
+    engine = new_engine(model, max_step_tokens=128)
+    engine.submit(request)
+    for _ in range(3):
+        engine.step()
+    (partial,) = engine.abort()
+    resumed = finish(engine, [request.resumed(partial.replace(kept=b""))])[request.uid, 0]
+    assert resumed.kept.startswith(bytes(3))
+    assert resumed.kept.count(0) == len(resumed.tokens)
 
 
 # Negative controls: each plants one fault, and the checkers above must see it.

@@ -1,5 +1,5 @@
-"""What the engine draws follows the distribution it was asked for; what it records never does but
-the unmasked one.
+"""What the engine draws follows the distribution it was asked for. What it records is that one too,
+or the unmasked one where filters are not replayed.
 """
 
 from __future__ import annotations
@@ -62,18 +62,20 @@ def support(probs: np.ndarray, sampling: dict) -> set[int]:
     return set(order.tolist())
 
 
+@pytest.mark.parametrize("replay", [True, False])
 @pytest.mark.parametrize(
     "sampling", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 8, "top_p": 0.7}]
 )
-def test_filters_draw_from_their_support_and_record_the_unmasked_logprob(draw, logits, sampling):
-    tokens, logprobs = draw(**sampling)
+def test_filters_draw_from_their_support_and_record_its_logprob(draw, logits, sampling, replay):
+    tokens, logprobs = draw(**sampling, replay_filters=replay)
     unmasked = torch.log_softmax(logits, 0).numpy()
     kept = support(np.exp(unmasked), sampling)
     assert 1 < len(kept) < 37
     assert set(tokens.tolist()) <= kept
     likely = {token for token in kept if np.exp(unmasked[token]) > 0.01}
     assert likely <= set(tokens.tolist())
-    assert np.allclose(logprobs, unmasked[tokens], atol=1e-5)
+    mass = np.exp(unmasked[sorted(kept)]).sum() if replay else 1.0
+    assert np.allclose(logprobs, unmasked[tokens] - np.log(mass), atol=1e-5)
     drawn, kept_tokens = np.bincount(tokens, minlength=37), sorted(kept)
     means = np.exp(unmasked[kept_tokens])
     means *= NUM_DRAWS / means.sum()

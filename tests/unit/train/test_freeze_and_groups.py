@@ -27,6 +27,11 @@ FREEZES = {
     "a prefix": ("model.embed_tokens.*", "model.layers.0.*", "model.layers.1.*"),
     "all but the head": ("model.*",),
     "within a unit": ("*mlp*",),
+    "queries without a gradient": (
+        "model.embed_tokens.*",
+        "model.layers.0.input_layernorm.*",
+        "model.layers.0.self_attn.q_*",
+    ),
     "the head": ("lm_head.weight",),
     "in the middle": ("model.layers.1.*",),
 }
@@ -165,6 +170,14 @@ def test_patterns_that_cannot_be_meant(options: dict[str, object], sentence: str
     with pytest.raises(ConfigError) as raised:
         update_rules(SHAPES, TrainerConfig(**options), 1)
     assert str(raised.value) == sentence
+
+
+def test_a_tied_head_is_named() -> None:
+    shapes = {name: shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
+    with pytest.raises(
+        ConfigError, match="'lm_head.*'; the head of this model is tied to 'model.embed_tokens.w"
+    ):
+        update_rules(shapes, TrainerConfig(freeze=("lm_head.*",)), 1)
 
 
 def test_muon_is_for_the_matrices_of_layers() -> None:

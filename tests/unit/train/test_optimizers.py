@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("context")
 
 
 def built(cfg: TrainerConfig, shapes=SHAPES) -> tuple[ShardOptimizer, dict[str, Tensor]]:
-    held = shards(shapes, 0, 1)
+    held = shards(shapes, 0, 1, "cpu")
     rules = update_rules(shapes, cfg, 1)
     optimizer = build_optimizer(held, rules, cfg, dist.group.WORLD)
     return optimizer, {name: shard.local for name, shard in held.items()}

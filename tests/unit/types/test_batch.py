@@ -35,13 +35,13 @@ def make(lengths: list[int], **given: Any) -> Batch:
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=12), st.integers(1, 4))
 def test_columns_and_kept_sets_follow_their_sequences(lengths: list[int], shards: int) -> None:
-    batch = make(lengths, kept=[bytes([number]) for number in range(len(lengths))])
+    batch = make(lengths, kept=[np.array([number], np.uint8) for number in range(len(lengths))])
     pairs = np.stack([batch.tokens, -batch.tokens], axis=1)
     batch = batch.with_columns(mine=batch.weight + 1, pairs=pairs)
     for shard in batch.shard(shards):
         np.testing.assert_array_equal(shard.columns["mine"], shard.weight + 1)
         np.testing.assert_array_equal(shard.columns["pairs"][:, 1], -shard.tokens)
-        assert shard.kept == [bytes([number]) for number in shard.index]
+        assert [kept.tolist() for kept in shard.kept] == shard.index[:, None].tolist()
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 4))

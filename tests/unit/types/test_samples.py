@@ -35,6 +35,7 @@ def made(uid: int, sizes: list[int]) -> Group:
             f"{uid}",
             reward,
             {"a": reward},
+            kept=bytes(size) if index % 2 else b"",
         )
 
     prompt = Prompt(
@@ -49,8 +50,12 @@ def sent(groups: list[Group]) -> list[Group]:
 
 
 def same_batch(one: Batch, other: Batch) -> bool:
-    values = [[getattr(batch, entry.name) for entry in fields(batch)] for batch in (one, other)]
-    return all(
+    values = [
+        [getattr(batch, entry.name) for entry in fields(batch) if entry.name != "kept"]
+        for batch in (one, other)
+    ]
+    kept = [[sets.tobytes() for sets in batch.kept] for batch in (one, other)]
+    return kept[0] == kept[1] and all(
         np.asarray(a).dtype == np.asarray(b).dtype and np.array_equal(a, b)
         for a, b in zip(*values, strict=True)
     )

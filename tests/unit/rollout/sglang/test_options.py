@@ -118,14 +118,16 @@ def test_options_are_set_in_files_and_on_the_command_line(tmp_path: Path) -> Non
     path.write_text(
         'model = "m"\ndata = "d"\n[engine]\nkind = "sglang"\n[engine.options]\nchunk = [1, 2]\n'
     )
-    cfg = load(grpo.Config, path, ["engine.options.attention_backend=triton", "tis_cap=2"])
+    cfg = load(
+        grpo.Config, path, ["engine.options.attention_backend=triton", "correction.mode=truncate"]
+    )
     assert isinstance(cfg.engine, SglangEngineConfig)
     assert cfg.engine.options == {"chunk": [1, 2], "attention_backend": "triton"}
 
 
 def test_the_async_recipe_corrects_in_one_way(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tis_cap = 0 is all that this recipe can do"):
-        load(grpo_async.Config, None, ["model=m", "data=d", "tis_cap=2"])
+    with pytest.raises(ConfigError, match="correction.mode = 'truncate' would correct twice"):
+        load(grpo_async.Config, None, ["model=m", "data=d", "correction.mode=truncate"])
 
 
 @pytest.mark.parametrize(

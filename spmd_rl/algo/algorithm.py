@@ -1,0 +1,79 @@
+"""Algorithm: how graded groups become a batch with advantages, and the loss that learns from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.algo.losses import Loss, Needs
+from spmd_rl.algo.packing import Aggregation, pack
+from spmd_rl.types.batch import Batch
+from spmd_rl.types.samples import Group
+
+ENTROPY = "entropy"
+REFERENCE_LOGPROBS = "reference_logprobs"
+OLD_LOGPROBS = "old_logprobs"
+VALUES = "values"
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A way to learn from graded groups. Each part is a function that also works alone.
+
+    advantage: a number for each sample of each group, from the rewards.
+    credit: a second stage on the whole batch, which gives each token its advantage.
+    loss: crosses to the workers, so it is a function of a module, or a partial of one by keywords.
+    needs: of "entropy" (with its gradient), "reference_logprobs", "old_logprobs" and "values".
+        All but the first are columns of the batch that `credit` or the loss reads.
+    keeps: whether a group is learned from; all are if it would keep none.
+    mask_truncated: whether samples that were cut have weight 0.
+    max_response_tokens: what the aggregation "const" divides by.
+    """
+
+    advantage: Callable[[list[Group]], Sequence[NDArray[np.floating]]]
+    loss: Loss
+    aggregation: Aggregation = "token"
+    credit: Callable[[Batch], Batch] | None = None
+    needs: frozenset[str] = frozenset()
+    keeps: Callable[[Group], bool] | None = None
+    mask_truncated: bool = False
+    max_response_tokens: int | None = None
+
+    @property
+    def loss_needs(self) -> Needs:
+        """What the forward pass computes for the loss beyond log-probs."""
+        return Needs(entropy=ENTROPY in self.needs)
+
+    def pack(self, groups: list[Group]) -> Batch:
+        """Return the groups as a batch with the advantages of the first stage.
+
+        Raises: ContractError, DataError, ConfigError, as `pack` and `advantage` do.
+        """
+        if self.keeps is not None:
+            groups = [group for group in groups if self.keeps(group)] or groups
+        batch = pack(
+            groups,
+            self.advantage(groups),
+            aggregation=self.aggregation,
+            max_response_tokens=self.max_response_tokens,
+        )
+        return without_truncated(batch, groups) if self.mask_truncated else batch
+
+
+def without_truncated(batch: Batch, groups: list[Group]) -> Batch:
+    """Return the batch of these groups in which samples cut at the length limit have weight 0.
+
+    The denominator stays, so that the other samples weigh what they did.
+    """
+    finish = Group.to_columns(groups).samples.finish
+    ended = np.array([reason != "length" for reason in finish])
+    return replace(batch, weight=batch.weight * np.repeat(ended, batch.lengths))
+
+
+def rewards_differ(group: Group) -> bool:
+    """Return whether the samples of a group have different rewards."""
+    rewards = group.rewards
+    return len(rewards) > 0 and bool((rewards != rewards[0]).any())

@@ -1,0 +1,107 @@
+"""Refusals of policy settings that do not go together, or that the algorithm does not read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from spmd_rl.algo.config import PolicyConfig
+from spmd_rl.config.rules import require
+from spmd_rl.config.schema import default_of
+from spmd_rl.errors import ConfigError
+
+# the algorithms that read a setting, where few do, and those that do not, where most do
+READ_BY = {
+    "reward_weights": ("gdpo",),
+    "discount": ("reinforce_pp", "ppo"),
+    "gae_lambda": ("ppo",),
+    "value_clip": ("ppo",),
+    "critic_warmup_steps": ("ppo",),
+    "critic": ("ppo",),
+}
+NO_GROUPS = ("reinforce_pp", "ppo")  # which do not compare the samples of a prompt
+IGNORED_BY = {
+    "dual_clip": ("gspo", "cispo"),
+    "overlong": ("gdpo",),  # it learns from the parts of the reward
+    "drop_equal_groups": NO_GROUPS,
+}
+MAX_GSPO_CLIP = 0.1
+
+
+def refuse_wrong_settings(cfg: PolicyConfig, num_samples: int | None) -> None:
+    """Raises: ConfigError for the first setting that does not fit the others."""
+    if num_samples is not None and cfg.algorithm not in NO_GROUPS:
+        require(num_samples >= 2, "sampling.num_samples", num_samples, "2 or more")
+    for key in _set_keys(cfg):
+        name = key.partition(".")[0]
+        readers = READ_BY.get(name, (cfg.algorithm,))
+        if cfg.algorithm not in readers:
+            raise ConfigError(
+                f"{key} is set, but algorithm = {cfg.algorithm!r} does not read it: leave it out, "
+                f"or set algorithm to {' or '.join(readers)}"
+            )
+        if cfg.algorithm in IGNORED_BY.get(name, ()):
+            raise ConfigError(
+                f"{key} is set, but algorithm = {cfg.algorithm!r} does not read it: leave it out"
+            )
+    _refuse_correcting_twice(cfg)
+    _refuse_wrong_kl(cfg)
+    if cfg.algorithm == "gspo":
+        for name in ("clip_low", "clip_high"):
+            value = getattr(cfg, name)
+            holds = value is None or value < MAX_GSPO_CLIP
+            expected = "less than 0.1, as the ratio is that of whole answers (3e-4 and 4e-4)"
+            require(holds, name, value, expected)
+
+
+def _set_keys(cfg: Any) -> Iterator[str]:
+    """Yield the keys whose values differ from their defaults."""
+    for field in fields(cfg):
+        yield from _differing(field.name, getattr(cfg, field.name), default_of(field))
+
+
+def _differing(key: str, value: Any, default: Any) -> Iterator[str]:
+    """Yield the key, or those within its table, whose values differ from the default."""
+    if is_dataclass(value) and type(value) is type(default):
+        for field in fields(value):
+            name = field.name
+            yield from _differing(f"{key}.{name}", getattr(value, name), getattr(default, name))
+    elif value != default:
+        yield key
+
+
+def _refuse_correcting_twice(cfg: PolicyConfig) -> None:
+    """Raises: ConfigError where the ratio against the engine would be corrected again."""
+    if cfg.behaviour != "rollout" or not cfg.correction.corrects:
+        return
+    names = ("mode", "reject", "veto")
+    settings = {name: getattr(cfg.correction, name) for name in names}
+    name, value = next(item for item in settings.items() if item[1] not in ("none", 0.0))
+    raise ConfigError(
+        f"correction.{name} = {value!r} would correct twice: behaviour = 'rollout' takes the ratio "
+        "against the engine's log-probs already; leave it out, or set behaviour = 'old'"
+    )
+
+
+def _refuse_wrong_kl(cfg: PolicyConfig) -> None:
+    """Raises: ConfigError for an estimator whose gradient is not that of a divergence."""
+    kl = cfg.kl
+    if not kl.coef:
+        return
+    if cfg.kl_place == "reward":
+        expected = "auto or k1, because a KL divergence as a reward is k1"
+        require(kl.estimator in ("auto", "k1"), "kl.estimator", kl.estimator, expected)
+        expected = "false, because kl.place = 'reward' has no gradient to correct"
+        require(not kl.unbiased, "kl.unbiased", kl.unbiased, expected)
+        return
+    if kl.estimator == "k1" and not kl.unbiased:
+        raise ConfigError(
+            "kl.estimator = 'k1' teaches nothing as a loss, because its expected gradient is 0: "
+            "set kl.unbiased = true, kl.estimator = low_var or kl.place = reward"
+        )
+    if kl.estimator == "k2" and kl.unbiased:
+        raise ConfigError(
+            "kl.unbiased = true is right for k1 and k3, but not for kl.estimator = 'k2': "
+            "set one of them"
+        )

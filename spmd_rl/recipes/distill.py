@@ -1,0 +1,94 @@
+"""On-policy distillation: a student learns from a teacher's log-probs of the student's samples.
+
+spmd-rl run distill --model STUDENT --teacher TEACHER --data prompts.jsonl
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar, Literal
+
+import spmd_rl as rl
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str  # Hugging Face folder of the student
+    teacher: str  # Hugging Face folder of a model with the same tokenizer
+    data: str  # .jsonl or .parquet of prompts; a slice as path@[a:b]
+    steps: int = 200  # training steps of the whole run
+    prompts_per_step: int = 32  # each with sampling.num_samples samples
+    # sampled: the teacher judges the tokens drawn; topk: the student learns its likeliest tokens
+    form: Literal["sampled", "topk"] = "sampled"
+    coef: float = 1.0  # weight of the divergence
+    top_k: int = 64  # topk: how many of the teacher's likeliest tokens are compared
+    # topk: forward covers all that the teacher may say, reverse keeps to what it finds likely
+    direction: Literal["forward", "reverse"] = "reverse"
+    clip_low: float = 0.2  # sampled: the ratio of new to old probability is clipped as in grpo
+    clip_high: float = 0.2
+    run: rl.RunConfig = field(default_factory=rl.RunConfig)
+    split: rl.Split = field(default_factory=rl.Split)
+    prompts: rl.PromptConfig = field(default_factory=lambda: rl.PromptConfig(answer_key=""))
+    sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=4))
+    engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
+        default_factory=rl.NativeEngineConfig
+    )
+    trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
+    frozen: rl.FrozenConfig = field(default_factory=rl.FrozenConfig)  # of the teacher
+    # `spmd-rl plan` counts on the engine's sleep while the trainer beside it trains
+    engine_sleeps: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        rl.at_least(self, {"steps": 0, "prompts_per_step": 1, "coef": 0, "top_k": 1})
+        rl.at_least(self, {"clip_low": 0, "clip_high": 0})
+        rl.refuse_greedy(self.sampling)
+
+
+def check(cfg: Config) -> None:
+    """Refuse bad input before anything starts."""
+    rl.check_inputs(
+        model=cfg.model,
+        data=cfg.data,
+        prompts=cfg.prompts,
+        trainer=cfg.trainer,
+        sampling=cfg.sampling,
+        teacher=cfg.teacher,
+    )
+    rl.check_engine(cfg.engine, cfg.run)
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    roles = ctl.world.split(cfg.split)
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    teacher = ctl.spawn(
+        rl.FrozenModel, cfg.frozen, on=roles.train, model=cfg.teacher, name="teacher"
+    )
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, seed=cfg.run.seed)
+    weights = ctl.link(trainer, rollout)
+    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+    rl.announce_correction(cfg.engine, "none")
+    if cfg.form == "sampled":
+        loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
+    else:
+        loss = partial(rl.topk_kl_loss, direction=cfg.direction, coef=cfg.coef)
+    needs = rl.Needs(candidates=cfg.form == "topk")
+
+    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts)):
+        with ctl.phase("sync", awake=[trainer, rollout]):
+            weights.push(version=step.index)
+        with ctl.phase("rollout", awake=[rollout]):
+            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
+        with ctl.phase("train", awake=[trainer]):
+            batch = rl.pack_samples(groups)
+            batch = batch.with_columns(teacher_logprobs=teacher.score.call(batch))
+            if cfg.form == "sampled":
+                batch = rl.distill_credit(batch, coef=cfg.coef)
+            else:
+                top = teacher.top_logprobs.call(batch, cfg.top_k)
+                batch = rl.with_candidates(batch, top.ids, top.logprobs)
+            stats = trainer.train_step.call(batch, loss, needs=needs)
+        # the reward of a sample is how much likelier the teacher finds it, per token
+        groups = rl.with_rewards(groups, rl.distill_gains(batch))
+        step.log(groups, stats, rl.distill_metrics(batch))
+    trainer.export_hf.call(str(ctl.run_folder / "hf"))

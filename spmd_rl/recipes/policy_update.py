@@ -1,0 +1,168 @@
+"""Policy update of a recipe: graded groups become one train step of the chosen algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+
+from spmd_rl.algo.algorithm import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, Algorithm
+from spmd_rl.algo.config import KlConfig, PolicyConfig
+from spmd_rl.algo.credit import mean_k1
+from spmd_rl.algo.make import make_algorithm
+from spmd_rl.algo.self_check import check_reference
+from spmd_rl.algo.value_loss import value_loss
+from spmd_rl.controller.controller import Controller
+from spmd_rl.controller.link import Link
+from spmd_rl.mesh.split import Placements
+from spmd_rl.rollout.engine import SamplingConfig
+from spmd_rl.train.config import FrozenConfig
+from spmd_rl.train.extra_role import ExtraRole
+from spmd_rl.train.frozen import FrozenModel
+from spmd_rl.train.trainer import Trainer
+from spmd_rl.train.value_trainer import Critic
+from spmd_rl.types.batch import Batch
+from spmd_rl.types.samples import Group
+
+REFERENCE, CRITIC = "reference", "critic"  # names of the roles, and of their ranks in a split
+
+
+def algorithm_of(cfg: PolicyConfig, sampling: SamplingConfig) -> Algorithm:
+    """Return the algorithm of a recipe. Raises: ConfigError for settings that do not fit."""
+    return make_algorithm(
+        cfg, num_samples=sampling.num_samples, max_response_tokens=sampling.max_tokens
+    )
+
+
+def extra_roles_of(cfg: Any) -> list[ExtraRole]:
+    """Return the roles that a recipe's algorithm needs besides its trainer and its engine.
+
+    Raises: ConfigError for settings that do not fit.
+    """
+    needs, roles = algorithm_of(cfg, cfg.sampling).needs, []
+    if REFERENCE_LOGPROBS in needs:
+        frozen = FrozenConfig.like(cfg.trainer)
+        if cfg.kl.reference:
+            frozen = replace(frozen, init="folder")
+        folder, is_refreshed = cfg.kl.reference or cfg.model, cfg.kl.refresh_every > 0
+        roles.append(ExtraRole(REFERENCE, frozen, folder, is_refreshed))
+    if VALUES in needs:
+        roles.append(ExtraRole(CRITIC, cfg.critic, cfg.model))
+    return roles
+
+
+class PolicyUpdate:
+    """The algorithm of a recipe at work: its settings, and the roles that it needs.
+
+    A reference model and a critic are spawned if the algorithm needs them: on ranks of their own if
+    `roles` has some for them, else on the trainer's. They take memory, so make this before the
+    engine. `savers` names what a checkpoint must hold.
+    """
+
+    def __init__(self, ctl: Controller, cfg: Any, trainer: Trainer, roles: Placements) -> None:
+        self.algorithm = algorithm_of(cfg, cfg.sampling)
+        self.trainer = trainer
+        spawned = {
+            role.name: ctl.spawn(
+                FrozenModel if isinstance(role.cfg, FrozenConfig) else Critic,
+                role.cfg,
+                on=role.placement(roles),
+                model=role.model,
+                name=role.name,
+            )
+            for role in extra_roles_of(cfg)
+        }
+        self.savers: dict[str, Any] = spawned
+        self._reference: _Reference | None = None
+        self._critic: _Critic | None = None
+        if REFERENCE in spawned:
+            self._reference = _Reference(
+                ctl, cfg.kl, trainer, cast(FrozenModel, spawned[REFERENCE])
+            )
+        if CRITIC in spawned:
+            self._critic = _Critic(cfg, cast(Critic, spawned[CRITIC]))
+
+    def refresh_reference(self, version: int) -> None:
+        """Give the reference model, if there is one, the weights of the trainer."""
+        if self._reference is not None:
+            self._reference.refresh(version)
+
+    def step(self, groups: list[Group], index: int) -> dict[str, float]:
+        """Learn from the groups of step `index`, and return the metrics.
+
+        Raises: what `Algorithm.pack` and the roles raise.
+        """
+        batch = self.algorithm.pack(groups)
+        metrics: dict[str, float] = {}
+        if OLD_LOGPROBS in self.algorithm.needs:
+            batch = batch.with_columns(old_logprobs=self.trainer.score.call(batch))
+        if self._reference is not None:
+            batch = self._reference.with_logprobs(batch, index)
+            metrics["train/kl"] = mean_k1(batch)
+        if self._critic is not None:
+            batch = batch.with_columns(values=self._critic.role.values.call(batch))
+        if self.algorithm.credit is not None:
+            batch = self.algorithm.credit(batch)
+        if self._critic is not None:
+            metrics |= self._critic.step(batch)
+            if index < self._critic.warmup_steps:
+                return metrics
+        loss, needs = self.algorithm.loss, self.algorithm.loss_needs
+        return metrics | self.trainer.train_step.call(batch, loss, needs=needs)
+
+
+class _Reference:
+    """The reference model, and when it takes the weights of the policy."""
+
+    def __init__(self, ctl: Controller, cfg: KlConfig, trainer: Trainer, role: FrozenModel) -> None:
+        self.role = role
+        self._cfg = cfg
+        self._trainer = trainer
+        self._make_link = partial(ctl.link, trainer, self.role)
+        self._link: Link | None = None
+
+    def refresh(self, version: int) -> None:
+        """Push the trainer's weights, which are called `version`."""
+        if self._link is None:
+            self._link = self._make_link()
+        self._link.push(version=version)
+
+    def with_logprobs(self, batch: Batch, index: int) -> Batch:
+        """Return the batch with the reference's log-probs, refreshed if step `index` is due.
+
+        Raises: ContractError if the reference is not the policy at the first step, where it must
+        be.
+        """
+        every = self._cfg.refresh_every
+        if every and index and index % every == 0:
+            self.refresh(index)
+        scores = self.role.score.call(batch)
+        if index == 0 and not self._cfg.reference:
+            check_reference(self._trainer.score.call(batch), scores)
+        return batch.with_columns(reference_logprobs=scores)
+
+
+class _Critic:
+    """The critic, and its loss."""
+
+    def __init__(self, cfg: PolicyConfig, role: Critic) -> None:
+        self.role = role
+        self.warmup_steps = cfg.critic_warmup_steps
+        self._loss = partial(value_loss, clip=cfg.value_clip)
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Learn from the returns of a batch, and return the metrics."""
+        stats = self.role.train_step.call(batch, self._loss)
+        renamed = {f"critic/{name}": stats[f"train/{name}"] for name in ("loss", "grad_norm", "lr")}
+        measured = {name: value for name, value in stats.items() if name.startswith("critic/")}
+        return renamed | measured | {"critic/explained_variance": explained_variance(batch)}
+
+
+def explained_variance(batch: Batch) -> float:
+    """Return the share of the returns' variance that the values explain: 1 if they are equal."""
+    returns = batch.columns["returns"][batch.mask].astype(np.float64)
+    left = returns - batch.columns["values"][batch.mask]
+    variance = returns.var()
+    return float(1 - left.var() / variance) if variance else 0.0

@@ -1,0 +1,91 @@
+"""Rejection sampling: samples of an engine are graded, and good ones become supervised data.
+
+spmd-rl run rejection_sampling --model PATH --data train.jsonl --reward module:function
+spmd-rl run sft --model PATH --data runs/rejection_sampling/sft.jsonl
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import spmd_rl as rl
+
+
+@dataclass(frozen=True)
+class InferSplit:
+    infer: rl.RoleSplit = field(default_factory=rl.RoleSplit)
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str  # Hugging Face folder with weights
+    data: str  # .jsonl or .parquet of prompts and answers; a slice as path@[a:b]
+    reward: str = "spmd_rl.rewards.match:exact"  # module:function or path/to/file.py:function
+    epochs: int = 1  # how often samples are drawn for each prompt
+    prompts_per_step: int = 128  # each with sampling.num_samples samples
+    # which samples become data; best: the best correct one of each prompt's step
+    keep: Literal["best", "correct"] = "correct"
+    threshold: float = 1.0  # least reward of a correct sample
+    run: rl.RunConfig = field(default_factory=rl.RunConfig)
+    split: InferSplit = field(default_factory=InferSplit)
+    prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
+    sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
+    engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
+        default_factory=rl.NativeEngineConfig
+    )
+
+    def __post_init__(self) -> None:
+        rl.at_least(self, {"epochs": 1, "prompts_per_step": 1})
+
+
+def check(cfg: Config) -> None:
+    """Refuse bad input before anything starts."""
+    rl.check_inputs(
+        model=cfg.model,
+        data=cfg.data,
+        reward=cfg.reward,
+        prompts=cfg.prompts,
+        trainer=rl.TrainerConfig(),  # nothing is trained, but the folder must hold weights
+        sampling=cfg.sampling,
+    )
+    rl.check_engine(cfg.engine, cfg.run)
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    rollout = ctl.spawn(
+        rl.Rollout,
+        cfg.engine,
+        on=ctl.world.split(cfg.split).infer,
+        model=cfg.model,
+        reward=cfg.reward,
+        seed=cfg.run.seed,
+    )
+    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+    file = rl.SftFile(ctl.run_folder / "sft.jsonl")
+    num_prompts = cfg.epochs * len(prompts)
+    num_steps = -(-num_prompts // cfg.prompts_per_step)
+
+    for step in ctl.steps(num_steps, ctl.resume(prompts=prompts, file=file)):
+        num_left = num_prompts - step.index * cfg.prompts_per_step
+        drawn = prompts.next(min(cfg.prompts_per_step, num_left))
+        with ctl.phase("rollout", awake=[rollout]):
+            groups = rollout.generate.call(drawn, cfg.sampling)
+        accepted = [
+            rl.accepted_samples(group, keep=cfg.keep, threshold=cfg.threshold) for group in groups
+        ]
+        file.add(
+            [
+                {
+                    "prompt": prompts.as_written(group.prompt),
+                    "answer": sample.text,
+                    "reward": sample.reward,
+                    "meta": group.prompt.meta,
+                }
+                for group, samples in zip(groups, accepted, strict=True)
+                for sample in samples
+            ]
+        )
+        step.log(groups, file.metrics())
+        step.log({"rejection/solved": sum(map(bool, accepted)) / len(groups)})
+    print(f"{file.path} holds {file.num_records} answers to {num_prompts} prompts", flush=True)

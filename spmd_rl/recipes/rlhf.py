@@ -1,0 +1,72 @@
+"""RLHF: GRPO, or another algorithm, with rewards from a trained reward model.
+
+spmd-rl run rlhf --model PATH --reward_model runs/reward_model/hf --data prompts.jsonl
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import spmd_rl as rl
+from spmd_rl.recipes import grpo
+
+
+@dataclass(frozen=True)
+class Config(grpo.Config):
+    reward: str = ""  # rewards come from reward_model
+    reward_model: str = ""  # Hugging Face folder that `spmd-rl run reward_model` has written
+    prompts: rl.PromptConfig = field(default_factory=lambda: rl.PromptConfig(answer_key=""))
+    frozen: rl.FrozenConfig = field(default_factory=rl.FrozenConfig)  # of the reward model
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reward:
+            raise rl.ConfigError("reward must be empty: rewards come from reward_model")
+
+    def extra_roles(self) -> list[rl.ExtraRole]:
+        """Return the reward model, and what the algorithm needs, for the plan."""
+        return [
+            rl.ExtraRole("reward_model", self.frozen, self.reward_model),
+            *super().extra_roles(),
+        ]
+
+
+def check(cfg: Config) -> None:
+    """Refuse bad input before anything starts."""
+    if not cfg.reward_model:
+        raise rl.ConfigError("--reward_model is missing: name a Hugging Face folder")
+    rl.check_inputs(
+        model=cfg.model,
+        data=cfg.data,
+        prompts=cfg.prompts,
+        trainer=cfg.trainer,
+        sampling=cfg.sampling,
+        reward_model=cfg.reward_model,
+    )
+    rl.check_engine(cfg.engine, cfg.run)
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    roles = ctl.world.split(cfg.split)
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
+    judge = ctl.spawn(
+        rl.FrozenModel, cfg.frozen, on=roles.train, model=cfg.reward_model, name="reward_model"
+    )
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, seed=cfg.run.seed)
+    weights = ctl.link(trainer, rollout)
+    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+    rl.announce_correction(cfg.engine, cfg.correction_in_words)
+    start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
+
+    for step in ctl.steps(cfg.steps, start):
+        with ctl.phase("sync", awake=[trainer, rollout]):
+            weights.push(version=step.index)
+        with ctl.phase("rollout", awake=[rollout]):
+            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
+        with ctl.phase("train", awake=[trainer]):
+            scores = judge.rewards.call(rl.pack_samples(groups))
+            groups = rl.with_rewards(groups, scores.values)
+            stats = update.step(groups, step.index)
+        step.log(groups, stats)
+    trainer.export_hf.call(str(ctl.run_folder / "hf"))

@@ -1,0 +1,156 @@
+"""Optimizers on a GPU against torch's own, and gradients beside frozen parameters."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spmd_rl.algo.losses import grpo_loss
+from spmd_rl.mesh.role_context import Meshes, RoleContext
+from spmd_rl.mesh.split import RoleSplit, plan_split
+from spmd_rl.mesh.world import World
+from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, TrainerConfig
+from spmd_rl.train.optimizers import build_optimizer
+from spmd_rl.train.parameter_groups import update_rules
+from spmd_rl.train.trainer import Trainer
+from spmd_rl.weights.layout import Box
+from spmd_rl.weights.local_tensors import LocalTensor
+from tests.dist.torchrun import torchrun
+from tests.dist.train_case import local_weights, make_batch, write_model_folder
+
+DEVICE = torch.device("cuda")
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+FREEZES = {
+    "nothing": (),
+    "a prefix": ("model.embed_tokens.*", "model.layers.0.*"),
+    "all but the head": ("model.*",),
+    "the head": ("lm_head.*",),
+    "queries without a gradient": (
+        "model.embed_tokens.*",
+        "model.layers.0.input_layernorm.*",
+        "model.layers.0.self_attn.q_*",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[RoleContext]:
+    """A world of one rank inside the test process."""
+    backends = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
+    world = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="test", restart=0)
+    meshes = Meshes(world)
+    placement = plan_split({"train": RoleSplit()}, 1).train
+    meshes.build([placement])
+    yield meshes.context(placement)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_model_folder(tmp_path_factory.mktemp("model"))
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | SIZES))
+    return folder
+
+
+def changes(trainer: Trainer) -> dict[str, Tensor]:
+    """What one step changes of each weight."""
+    before = {name: one.local.detach().clone() for name, one in local_weights(trainer).items()}
+    trainer.train_step(make_batch(0), grpo_loss)
+    return {name: one.local - before[name] for name, one in local_weights(trainer).items()}
+
+
+@pytest.mark.parametrize("wrap", ["layer", "model"])
+@pytest.mark.parametrize("freeze", FREEZES.values(), ids=FREEZES)
+def test_frozen_parameters_change_no_other_gradient(
+    context: RoleContext, model: Path, freeze: tuple[str, ...], wrap: str
+) -> None:
+    """With a large epsilon, AdamW's first step is in proportion to the gradient."""
+    free, frozen = (
+        changes(
+            Trainer(
+                TrainerConfig(
+                    init="random",
+                    lr=1e-2,
+                    eps=1.0,
+                    clip_norm=0.0,
+                    freeze=patterns,
+                    backend=Fsdp2Config(wrap=wrap),
+                ),
+                context,
+                str(model),
+            )
+        )
+        for patterns in ((), freeze)
+    )
+    for name, change in frozen.items():
+        if any(fnmatchcase(name, pattern) for pattern in freeze):
+            assert not change.any(), name
+        else:
+            assert change.any(), name
+            assert (change - free[name]).norm() <= 0.02 * free[name].norm(), name
+
+
+def steps(kind: str) -> tuple[Tensor, Tensor]:
+    """A matrix after five steps by the trainer's optimizer, and by the library's own."""
+    name, shape = "model.layers.0.mlp.up_proj.weight", (512, 256)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    first, *grads = (torch.randn(shape, device=DEVICE, generator=generator) for _ in range(6))
+    ours, theirs = nn.Parameter(first.clone()), nn.Parameter(first.clone())
+    cfg = TrainerConfig(lr=1e-2, weight_decay=0.1, optimizer=OptimizerConfig(kind))
+    shards = {name: LocalTensor(shape, Box((0, 0), shape), ours)}
+    rules = update_rules({name: shape}, cfg, 1)
+    optimizer = build_optimizer(shards, rules, cfg, dist.group.WORLD)
+    plain = library(kind, theirs)
+    for grad in grads:
+        ours.grad, theirs.grad = grad.clone(), grad.clone()
+        optimizer.step(cfg.lr)
+        plain.step()
+    return ours.detach(), theirs.detach()
+
+
+def library(kind: str, parameter: nn.Parameter) -> torch.optim.Optimizer:
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    if kind == "muon":
+        return torch.optim.Muon([parameter], adjust_lr_fn="match_rms_adamw", **options)
+    if kind == "adamw":
+        return torch.optim.AdamW([parameter], fused=True, **options)
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit([parameter], **options)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "adamw8bit"])
+def test_the_optimizers_are_the_libraries_bit_for_bit(context: RoleContext, kind: str) -> None:
+    if kind == "adamw8bit" and importlib.util.find_spec("torchao") is None:
+        pytest.skip("torchao is not installed")
+    ours, theirs = steps(kind)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
+    one, two = (
+        torchrun(
+            "../gpu/train/optimizer_ranks.py", size, tmp_path / f"{size}", f"{tmp_path}/{size}"
+        )
+        for size in (1, 2)
+    )
+    assert one == two
+    assert one["adamw"] != one["muon"]
