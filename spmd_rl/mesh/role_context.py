@@ -127,12 +127,25 @@ class RoleContext:
         """
         import torch.distributed as dist
 
+        self._make_equally_many_groups()
         ranks = list(self.placement.ranks)
         group = dist.new_group(
             ranks, COLLECTIVE_TIMEOUT, backend="gloo", use_local_synchronization=True
         )
         prove(self.world, group)
         return group
+
+    def _make_equally_many_groups(self) -> None:
+        """Have each rank of the role make groups of itself until it has as many as the others.
+
+        torch names a group that only some ranks make by the number of groups that a rank has. With
+        different names, the ranks would wait for each other until the deadline.
+        """
+        import torch.distributed as dist
+
+        names = dist.distributed_c10d._world.pg_names
+        for _ in range(self.all_reduce_max(len(names)) - len(names)):
+            dist.new_group([self.world.rank], backend="gloo", use_local_synchronization=True)
 
     def barrier(self) -> None:
         """Wait for all ranks of the role.
