@@ -45,6 +45,10 @@ class Config:
         rl.at_least(self, {"clip_low": 0, "clip_high": 0})
         rl.refuse_greedy(self.sampling)
 
+    def extra_roles(self) -> list[rl.ExtraRole]:
+        """Return the teacher, for the plan."""
+        return [rl.ExtraRole("teacher", self.frozen, self.teacher)]
+
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
