@@ -47,6 +47,10 @@ class Config:
         if self.form == "topk":
             rl.refuse_replay(self.sampling)
 
+    def extra_roles(self) -> list[rl.ExtraRole]:
+        """Return the teacher, for the plan."""
+        return [rl.ExtraRole("teacher", self.frozen, self.teacher)]
+
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""

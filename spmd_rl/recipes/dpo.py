@@ -40,6 +40,13 @@ class Config:
                 "loss_type other than sigmoid"
             )
 
+    def extra_roles(self) -> list[rl.ExtraRole]:
+        """Return the reference model, for the plan."""
+        frozen = rl.FrozenConfig.like(self.trainer)
+        if self.reference:
+            frozen = replace(frozen, init="folder")
+        return [rl.ExtraRole("reference", frozen, self.reference or self.model)]
+
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
@@ -50,13 +57,9 @@ def check(cfg: Config) -> None:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    frozen = rl.FrozenConfig.like(cfg.trainer)
+    (role,) = cfg.extra_roles()
     reference = ctl.spawn(
-        rl.FrozenModel,
-        replace(frozen, init="folder") if cfg.reference else frozen,
-        on=roles.train,
-        model=cfg.reference or cfg.model,
-        name="reference",
+        rl.FrozenModel, role.cfg, on=roles.train, model=role.model, name=role.name
     )
 
     def scored(batch: rl.Batch) -> rl.Batch:
