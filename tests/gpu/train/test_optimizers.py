@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -14,9 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.mesh.role_context import Meshes, RoleContext
-from spmd_rl.mesh.split import RoleSplit, plan_split
-from spmd_rl.mesh.world import World
+from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, TrainerConfig
 from spmd_rl.train.optimizers import build_optimizer
 from spmd_rl.train.parameter_groups import update_rules
@@ -24,17 +20,9 @@ from spmd_rl.train.trainer import Trainer
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor
 from tests.dist.torchrun import torchrun
-from tests.dist.train_case import local_weights, make_batch, write_model_folder
+from tests.dist.train_case import local_weights, make_batch
 
 DEVICE = torch.device("cuda")
-SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
 FREEZES = {
     "nothing": (),
     "a prefix": ("model.embed_tokens.*", "model.layers.0.*"),
@@ -46,27 +34,6 @@ FREEZES = {
         "model.layers.0.self_attn.q_*",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def context() -> Iterator[RoleContext]:
-    """A world of one rank inside the test process."""
-    backends = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
-    world = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="test", restart=0)
-    meshes = Meshes(world)
-    placement = plan_split({"train": RoleSplit()}, 1).train
-    meshes.build([placement])
-    yield meshes.context(placement)
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_model_folder(tmp_path_factory.mktemp("model"))
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | SIZES))
-    return folder
 
 
 def changes(trainer: Trainer) -> dict[str, Tensor]:
