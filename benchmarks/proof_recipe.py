@@ -30,6 +30,7 @@ def even(prompt: Prompt, sample: Sample) -> float:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
     rollout = ctl.spawn(
         Rollout,
         cfg.engine,
@@ -40,7 +41,6 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     )
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
-    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
     held: set[str] = set()
     for step in ctl.steps(cfg.steps):
         with ctl.phase("sync", awake=[trainer, rollout]):
