@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import spmd_rl as rl
 from spmd_rl.recipes.grpo import Config, check
 from spmd_rl.types.prompts import Prompt
@@ -32,6 +30,7 @@ def even(prompt: Prompt, sample: Sample) -> float:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
     rollout = ctl.spawn(
         Rollout,
         cfg.engine,
@@ -42,7 +41,6 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     )
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
-    loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
     held: set[str] = set()
     for step in ctl.steps(cfg.steps):
         with ctl.phase("sync", awake=[trainer, rollout]):
@@ -52,6 +50,6 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
             (counts,) = rollout.stats.call()
         with ctl.phase("train", awake=[trainer]):
-            stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)
+            stats = update.step(groups, step.index)
         counts["num_weights"] = len(held)
         step.log(groups, stats | {f"engine/{name}": float(count) for name, count in counts.items()})

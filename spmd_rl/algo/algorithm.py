@@ -47,13 +47,18 @@ class Algorithm:
         """What the forward pass computes for the loss beyond log-probs."""
         return Needs(entropy=ENTROPY in self.needs)
 
+    def kept(self, groups: list[Group]) -> list[Group]:
+        """Return the groups that are learned from: all if `keeps` would leave none."""
+        if self.keeps is None:
+            return groups
+        return [group for group in groups if self.keeps(group)] or groups
+
     def pack(self, groups: list[Group]) -> Batch:
         """Return the groups as a batch with the advantages of the first stage.
 
         Raises: ContractError, DataError, ConfigError, as `pack` and `advantage` do.
         """
-        if self.keeps is not None:
-            groups = [group for group in groups if self.keeps(group)] or groups
+        groups = self.kept(groups)
         batch = pack(
             groups,
             self.advantage(groups),

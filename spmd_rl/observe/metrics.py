@@ -120,6 +120,12 @@ METRICS = (
         "share of tokens that left the loss by their ratio trainer / engine",
     ),
     Metric(
+        "train/kept_groups",
+        "",
+        "Prompts learned from",
+        "share of prompts that were not left out, as dapo does where rewards are equal",
+    ),
+    Metric(
         "train/opsm_frac",
         "",
         "Tokens masked off-policy",

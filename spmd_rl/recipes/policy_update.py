@@ -98,6 +98,8 @@ class PolicyUpdate:
         """
         batch = self.algorithm.pack(groups)
         metrics: dict[str, float] = {}
+        if self.algorithm.keeps is not None:
+            metrics["train/kept_groups"] = len(self.algorithm.kept(groups)) / len(groups)
         if OLD_LOGPROBS in self.algorithm.needs:
             batch = batch.with_columns(old_logprobs=self.trainer.score.call(batch))
         # on ranks of its own the critic works at the same time as the others

@@ -36,6 +36,7 @@ const PANELS = [
       ["train/opsm_frac", "masked off-policy"],
     ],
   },
+  { title: "Prompts learned from", share: true, floor: 0, lines: [["train/kept_groups", "share"]] },
   { title: "Critic's loss", floor: 0, lines: [["critic/loss", "loss"]] },
   {
     title: "Critic's values",

@@ -163,6 +163,16 @@ def test_old_logprobs_are_scored_for_an_algorithm_that_needs_them() -> None:
     assert "old_logprobs" in ctl.trainer.batches[0].columns
 
 
+def test_the_share_of_groups_that_are_learned_from() -> None:
+    ctl = Ctl()
+    groups = groups_of(draw_case(0, equal_group=True))
+    stats = update(ctl, "algorithm=dapo").step(groups, 0)
+    assert stats["train/kept_groups"] == 3 / 4
+    (batch,) = ctl.trainer.batches
+    assert batch.num_sequences == sum(group.num_samples for group in groups[1:])
+    assert "train/kept_groups" not in update(Ctl()).step(groups, 0)
+
+
 def test_explained_variance() -> None:
     made = update(Ctl())
     batch = made.algorithm.pack(groups_of(draw_case(0)))
