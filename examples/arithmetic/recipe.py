@@ -49,7 +49,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             batch = rl.pack_sft(pairs.next(cfg.warmup_pairs))
             stats = trainer.train_step.call(batch, rl.sft_loss, lr=cfg.warmup_lr)
             step.log({"warmup/loss": stats["train/loss"], "train/tokens": stats["train/tokens"]})
-    if start == 0:  # the reference is the policy after the warm-up
+    if start == 0 and not cfg.kl.reference:  # it is the policy after the warm-up
         update.refresh_reference(version=0)
 
     for step in ctl.steps(cfg.steps, start):
@@ -57,7 +57,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             weights.push(version=step.index)
         with ctl.phase("rollout", awake=[rollout]):
             groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
-        with ctl.phase("train", awake=[trainer]):
+        with ctl.phase("train", awake=update.roles):
             stats = update.step(groups, step.index)
         step.log(groups, stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

@@ -26,6 +26,13 @@ IGNORED_BY = {
     "overlong": ("gdpo",),  # it learns from the parts of the reward
     "drop_equal_groups": NO_GROUPS,
 }
+# a setting without which others are not read, and those others
+SWITCHES = {
+    "kl.coef": ("kl.place", "kl.estimator", "kl.unbiased", "kl.reference", "kl.refresh_every"),
+    "correction.mode": ("correction.level", "correction.high", "correction.low"),
+    "correction.reject": ("correction.reject_high", "correction.reject_low"),
+    "overlong.buffer": ("overlong.penalty",),
+}
 MAX_GSPO_CLIP = 0.1
 
 
@@ -33,7 +40,9 @@ def refuse_wrong_settings(cfg: PolicyConfig, num_samples: int | None) -> None:
     """Raises: ConfigError for the first setting that does not fit the others."""
     if num_samples is not None and cfg.algorithm not in NO_GROUPS:
         require(num_samples >= 2, "sampling.num_samples", num_samples, "2 or more")
-    for key in _set_keys(cfg):
+    keys = list(_set_keys(cfg))
+    _refuse_without_effect(keys)
+    for key in keys:
         name = key.partition(".")[0]
         readers = READ_BY.get(name, (cfg.algorithm,))
         if cfg.algorithm not in readers:
@@ -69,6 +78,14 @@ def _differing(key: str, value: Any, default: Any) -> Iterator[str]:
             yield from _differing(f"{key}.{name}", getattr(value, name), getattr(default, name))
     elif value != default:
         yield key
+
+
+def _refuse_without_effect(keys: list[str]) -> None:
+    """Raises: ConfigError for a key that is read only where another is set, which is not."""
+    for switch, others in SWITCHES.items():
+        for key in others:
+            if key in keys and switch not in keys:
+                raise ConfigError(f"{key} has no effect without {switch}: set {switch} too")
 
 
 def _refuse_correcting_twice(cfg: PolicyConfig) -> None:

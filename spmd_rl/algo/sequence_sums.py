@@ -23,7 +23,9 @@ def over_sequences(
     """
     import torch
 
-    lengths = torch.bincount(sequence, minlength=num_sequences)
+    # `bincount` would make the host wait for the device
+    numbers = torch.arange(num_sequences + 1, device=sequence.device)
+    lengths = torch.searchsorted(sequence, numbers).diff()
     reduced = torch.segment_reduce(
         values.detach().contiguous(), reduction, lengths=lengths, unsafe=True
     )

@@ -19,9 +19,13 @@ UNIONS = (Union, types.UnionType)
 
 
 def key_fields(cls: Any) -> list[Field[Any]]:
-    """Return the fields of a config class that are keys, `kind` first."""
+    """Return the fields of a config class that are keys: `kind` first, then required ones."""
     keys = [field for field in fields(cls) if field.init]
-    return sorted(keys, key=lambda field: field.name != KIND)
+    return sorted(keys, key=lambda field: (field.name != KIND, not _is_required(field)))
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
 
 
 def default_of(field: Field[Any]) -> Any:

@@ -28,6 +28,7 @@ class Config(rl.PolicyConfig):
         default_factory=rl.NativeEngineConfig
     )
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
+    # a model that only algorithm = "ppo" trains
     critic: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
     # `spmd-rl plan` counts on the engine's sleep while the trainer beside it trains
     engine_sleeps: ClassVar[bool] = True
@@ -53,6 +54,8 @@ def check(cfg: Config) -> None:
         trainer=cfg.trainer,
         sampling=cfg.sampling,
     )
+    if cfg.kl.reference:
+        rl.check_inputs(model=cfg.kl.reference, data=cfg.data, trainer=rl.TrainerConfig())
     rl.check_engine(cfg.engine, cfg.run)
 
 
@@ -78,7 +81,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             weights.push(version=step.index)
         with ctl.phase("rollout", awake=[rollout]):
             groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
-        with ctl.phase("train", awake=[trainer]):
+        with ctl.phase("train", awake=update.roles):
             stats = update.step(groups, step.index)
         step.log(groups, stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

@@ -16,6 +16,7 @@ from spmd_rl.algo.self_check import check_reference
 from spmd_rl.algo.value_loss import value_loss
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.link import Link
+from spmd_rl.controller.pending import Pending
 from spmd_rl.mesh.split import Placements
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.train.config import FrozenConfig
@@ -58,7 +59,7 @@ class PolicyUpdate:
 
     A reference model and a critic are spawned if the algorithm needs them: on ranks of their own if
     `roles` has some for them, else on the trainer's. They take memory, so make this before the
-    engine. `savers` names what a checkpoint must hold.
+    engine. `savers` names what a checkpoint must hold, and `roles` are those that `step` calls.
     """
 
     def __init__(self, ctl: Controller, cfg: Any, trainer: Trainer, roles: Placements) -> None:
@@ -75,6 +76,7 @@ class PolicyUpdate:
             for role in extra_roles_of(cfg)
         }
         self.savers: dict[str, Any] = spawned
+        self.roles = [trainer, *spawned.values()]
         self._reference: _Reference | None = None
         self._critic: _Critic | None = None
         if REFERENCE in spawned:
@@ -98,19 +100,22 @@ class PolicyUpdate:
         metrics: dict[str, float] = {}
         if OLD_LOGPROBS in self.algorithm.needs:
             batch = batch.with_columns(old_logprobs=self.trainer.score.call(batch))
+        # on ranks of its own the critic works at the same time as the others
+        values = self._critic.role.values.start(batch) if self._critic else None
         if self._reference is not None:
             batch = self._reference.with_logprobs(batch, index)
             metrics["train/kl"] = mean_k1(batch)
-        if self._critic is not None:
-            batch = batch.with_columns(values=self._critic.role.values.call(batch))
+        if values is not None:
+            batch = batch.with_columns(values=values.wait())
         if self.algorithm.credit is not None:
             batch = self.algorithm.credit(batch)
-        if self._critic is not None:
-            metrics |= self._critic.step(batch)
-            if index < self._critic.warmup_steps:
-                return metrics
-        loss, needs = self.algorithm.loss, self.algorithm.loss_needs
-        return metrics | self.trainer.train_step.call(batch, loss, needs=needs)
+        critic_step = self._critic.start(batch) if self._critic else None
+        if self._critic is None or index >= self._critic.warmup_steps:
+            loss, needs = self.algorithm.loss, self.algorithm.loss_needs
+            metrics |= self.trainer.train_step.call(batch, loss, needs=needs)
+        if critic_step is not None:
+            metrics |= critic_metrics(critic_step.wait(), batch)
+        return metrics
 
 
 class _Reference:
@@ -152,12 +157,16 @@ class _Critic:
         self.warmup_steps = cfg.critic_warmup_steps
         self._loss = partial(value_loss, clip=cfg.value_clip)
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        """Learn from the returns of a batch, and return the metrics."""
-        stats = self.role.train_step.call(batch, self._loss)
-        renamed = {f"critic/{name}": stats[f"train/{name}"] for name in ("loss", "grad_norm", "lr")}
-        measured = {name: value for name, value in stats.items() if name.startswith("critic/")}
-        return renamed | measured | {"critic/explained_variance": explained_variance(batch)}
+    def start(self, batch: Batch) -> Pending[dict[str, float]]:
+        """Begin to learn from the returns of a batch."""
+        return self.role.train_step.start(batch, self._loss)
+
+
+def critic_metrics(stats: dict[str, float], batch: Batch) -> dict[str, float]:
+    """Return the metrics of a critic's train step on a batch, under names of their own."""
+    renamed = {f"critic/{name}": stats[f"train/{name}"] for name in ("loss", "grad_norm", "lr")}
+    measured = {name: value for name, value in stats.items() if name.startswith("critic/")}
+    return renamed | measured | {"critic/explained_variance": explained_variance(batch)}
 
 
 def explained_variance(batch: Batch) -> float:

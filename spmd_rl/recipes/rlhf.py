@@ -64,7 +64,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             weights.push(version=step.index)
         with ctl.phase("rollout", awake=[rollout]):
             groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
-        with ctl.phase("train", awake=[trainer]):
+        with ctl.phase("train", awake=update.roles):
             scores = judge.rewards.call(rl.pack_samples(groups))
             groups = rl.with_rewards(groups, scores.values)
             stats = update.step(groups, step.index)

@@ -20,6 +20,34 @@ const PANELS = [
   { title: "Entropy", unit: "nats", floor: 0, lines: [["train/entropy", "per token"]] },
   { title: "Clip fraction", floor: 0, lines: [["train/clip_frac", "of tokens"]] },
   {
+    title: "KL divergences of the policy",
+    unit: "nats",
+    lines: [
+      ["train/kl", "from the reference"],
+      ["train/ppo_kl", "from the behaviour"],
+    ],
+  },
+  { title: "Correction weight", floor: 0, lines: [["train/correction_weight", "trainer / engine"]] },
+  {
+    title: "Tokens left out of the loss",
+    floor: 0,
+    lines: [
+      ["train/rejected_frac", "rejected"],
+      ["train/opsm_frac", "masked off-policy"],
+    ],
+  },
+  { title: "Critic's loss", floor: 0, lines: [["critic/loss", "loss"]] },
+  {
+    title: "Critic's values",
+    lines: [
+      ["critic/value", "mean"],
+      ["critic/explained_variance", "explained variance"],
+      ["critic/clip_frac", "clipped share"],
+    ],
+  },
+  { title: "Critic's gradient norm", floor: 0, lines: [["critic/grad_norm", "before clipping"]] },
+  { title: "Critic's learning rate", floor: 0, lines: [["critic/lr", "rate"]] },
+  {
     title: "Samples and prompts left out",
     floor: 0,
     lines: [
