@@ -5,8 +5,12 @@ from __future__ import annotations
 from spmd_rl.observe.metric import Metric
 
 RECIPE_METRICS = (
-    Metric("eval/accuracy", "", "Held-out accuracy", "share of held-out pairs ranked as labelled"),
-    Metric("eval/margin", "", "Held-out margin", "mean reward of chosen minus rejected answers"),
+    Metric(
+        "held_out/accuracy", "", "Held-out accuracy", "share of held-out pairs ranked as labelled"
+    ),
+    Metric(
+        "held_out/margin", "", "Held-out margin", "mean reward of chosen minus rejected answers"
+    ),
     Metric("dpo/accuracy", "", "DPO accuracy", "share of pairs whose chosen answer gained more"),
     Metric("dpo/margin", "", "DPO margin", "mean implicit reward of chosen minus rejected answers"),
     Metric(
