@@ -8,11 +8,12 @@ from spmd_rl.weights.tensor_ends import TensorSink
 
 
 class FlippingSink(TensorSink):
-    """Changes a bit of what it received."""
+    """Changes a bit of what it received, after the last flush."""
 
-    def flush(self) -> None:
+    def digest(self) -> dict[tuple[str, Box], int]:
         for name, piece in self._pieces.named():
             flip_lowest_bit(self._pieces.memory(name, piece.box))
+        return super().digest()
 
 
 class BlindSink(TensorSink):

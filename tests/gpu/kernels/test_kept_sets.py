@@ -44,6 +44,9 @@ def words_of(kept: Tensor) -> Tensor:
     return pack_bits(kept).to(DEVICE)
 
 
+FILTERS = ("top-k", "top-p", "min-p", "all")
+
+
 def filters(rows: int) -> dict[str, dict[str, Tensor]]:
     one = torch.ones(rows, device=DEVICE)
     top_k, top_p, min_p = {"top_k": (one * 50).long()}, {"top_p": one * 0.95}, {"min_p": one * 0.05}
@@ -81,7 +84,7 @@ def test_the_trainer_gets_the_words_of_the_engine(vocab: int) -> None:
     assert torch.equal(unpack_bits(found.cpu(), vocab), sets(vocab))
 
 
-@pytest.mark.parametrize("name", filters(1))
+@pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("spread", [1.0, 8.0])
 def test_a_draw_is_scored_over_what_the_filters_keep(name: str, spread: float, unequal) -> None:
     """From a graph too; the bits are those of logits that hold minus infinity elsewhere."""
