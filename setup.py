@@ -41,6 +41,7 @@ setup(
         ],
         # in an environment of the child's own, which engine.python names (docs/sglang.md)
         "sglang": ["sglang==0.5.16"],
+        "torchao": ["torchao>=0.14"],  # trainer.optimizer.kind = "adamw8bit"
         "log": ["tensorboard>=2.18", "wandb>=0.19"],
         "parquet": ["pyarrow>=18"],
         "docs": ["pdoc==16.0.0"],  # `make api`

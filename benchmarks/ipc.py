@@ -7,7 +7,7 @@ buckets out and acknowledges them. It is timed on the host, from the first slot 
 acknowledgement. The floor is the same work within one process: the same buckets are filled from
 the same masters, and copied out into bf16 parameters, all queued on one stream that is waited for
 once. So floor and push both read 4 bytes and write 2 for each parameter, then read 2 and write 2.
-Both copy all tensors of a bucket with one call.
+Both use the copies that the runtime prepares, and the push is that of the runtime's executor.
 
 Two ways to share the memory take turns with the floor: a file descriptor of VMM memory, which is
 what the package uses, and a legacy handle (cuIpcGetMemHandle), which is here for comparison alone.
@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -51,10 +51,17 @@ from benchmarks.ipc_child import (
 from benchmarks.record import compared, counted, finish, gpu, gpu_machine, measured
 from benchmarks.table import Row
 from spmd_rl.offload import vmm
-from spmd_rl.weights.buckets import BucketWriter, cut_box
-from spmd_rl.weights.layout import Box, Dims
+from spmd_rl.weights.bucket_writer import BucketWriter
+from spmd_rl.weights.buckets import cut_box
+from spmd_rl.weights.delivery import Copies
+from spmd_rl.weights.ends import LocalEnds
+from spmd_rl.weights.executors import Executor
+from spmd_rl.weights.layout import Box, Dims, Layout, Piece
+from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.peer_socket import PeerSocket
+from spmd_rl.weights.plan import plan_moves
 from spmd_rl.weights.slab import Slab
+from spmd_rl.weights.tensor_ends import TensorSource
 
 PACKAGES = ("torch", "msgspec")
 BUCKETS_MIB = (8, 32, 64, 128, 256, 512)
@@ -104,38 +111,69 @@ class Owner:
         self.peer.close()
 
 
-def pieces(masters: dict[str, Tensor], max_bytes: int) -> list[tuple[str, Box, Dims, Tensor]]:
-    """Return the boxes of all masters that fit a bucket, made once as a sink would."""
-    return [
-        (name, box, tuple(tensor.shape), part(tensor, box))
-        for name, tensor in masters.items()
-        for box in cut_box(Box((0,) * tensor.ndim, tuple(tensor.shape)), BF16_BYTES, max_bytes)
-    ]
+class SlabSink:
+    """The sink of a push through a slab, without an engine."""
+
+    def __init__(self, writer: BucketWriter, shapes: dict[str, Dims]) -> None:
+        self.writer = writer
+        self.shapes = shapes
+        self.in_flush_s = 0.0
+
+    def layout(self, rank: int) -> Layout:
+        return Layout(
+            rank,
+            tuple(
+                Piece(name, shape, "bfloat16", whole(shape)) for name, shape in self.shapes.items()
+            ),
+        )
+
+    def share(self, name: str, box: Box, memory: Tensor) -> bool:
+        return False
+
+    def open(self) -> None:
+        self.in_flush_s = 0.0
+
+    def slot(self, name: str, box: Box) -> Tensor | None:
+        if BF16_BYTES * box.num_elements > self.writer.max_bytes:
+            return None
+        return self.writer.slot(name, box, self.shapes[name], "bfloat16")
+
+    def cut(self, name: str, box: Box) -> Iterable[Box]:
+        return cut_box(box, BF16_BYTES, self.writer.max_bytes)
+
+    def flush(self) -> int | None:
+        began = time.perf_counter()
+        slots = self.writer.flush()
+        self.in_flush_s += time.perf_counter() - began
+        return slots
+
+    def repeat(self, slots: int) -> bool:
+        return self.writer.repeat(slots)
+
+    def digest(self) -> dict[tuple[str, Box], int]:
+        return {}
+
+    def commit(self, version: int) -> None:
+        self.writer.finish()
 
 
 class Push:
-    """Pushes over one slab, and the floor over memory of the same size."""
+    """Pushes over one slab."""
 
     def __init__(self, owner: Owner, slab: Slab, masters: dict[str, Tensor]) -> None:
         self.owner = owner
-        self.writer = BucketWriter(slab, owner.peer, DEADLINE_S)
-        self.boxes = pieces(masters, self.writer.max_bytes)
-        self.in_flush_s = 0.0
+        source = TensorSource(LocalTensors.whole(masters).items())
+        writer = BucketWriter(slab, owner.peer, DEADLINE_S)
+        self.sink = SlabSink(writer, {name: tuple(one.shape) for name, one in masters.items()})
+        ends = LocalEnds(0, source, self.sink, owner.device)
+        moves = plan_moves([source.layout(0)], [self.sink.layout(0)], None, 0).moves
+        self.executor = Executor(moves, ends)
 
     def run(self) -> None:
         """Push once, to a child that was told to read a push."""
-        self.in_flush_s = 0.0
-        slots: list[Tensor] = []
-        sources: list[Tensor] = []
-        for name, box, shape, source in self.boxes:
-            slot = self.writer.slot(name, box, shape, "bfloat16")
-            if slot is None:
-                self.flush(slots, sources, self.writer.flush)
-                slots, sources = [], []
-                slot = self.writer.slot(name, box, shape, "bfloat16")
-            slots.append(slot)
-            sources.append(source)
-        self.flush(slots, sources, self.writer.finish)
+        self.sink.open()
+        self.executor.run(None)
+        self.sink.commit(0)
 
     def run_s(self) -> float:
         """Return how long a push takes."""
@@ -143,12 +181,6 @@ class Push:
         push_s = seconds(self.run, self.owner.device)
         self.owner.figures()
         return push_s
-
-    def flush(self, slots: list[Tensor], sources: list[Tensor], do: Callable[[], None]) -> None:
-        torch._foreach_copy_(slots, sources)
-        began = time.perf_counter()
-        do()
-        self.in_flush_s += time.perf_counter() - began
 
 
 class Floor:
@@ -159,25 +191,34 @@ class Floor:
     ) -> None:
         device = next(iter(masters.values())).device
         halves = torch.empty(2, bucket_bytes // BF16_BYTES, dtype=torch.bfloat16, device=device)
-        self.buckets: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = [([], [], [])]
+        buckets: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = [([], [], [])]
         used = 0
-        for name, box, _, source in pieces(masters, bucket_bytes):
-            size = -(-source.numel() // 128) * 128
-            if used + source.numel() > halves.shape[1]:
-                self.buckets.append(([], [], []))
-                used = 0
-            half = halves[(len(self.buckets) - 1) % 2]
-            slot = half[used : used + source.numel()].view(source.shape)
-            for to, tensor in zip(
-                self.buckets[-1], (source, slot, part(parameters[name], box)), strict=True
-            ):
-                to.append(tensor)
-            used += size
+        for name, tensor in masters.items():
+            for box in cut_box(whole(tuple(tensor.shape)), BF16_BYTES, bucket_bytes):
+                source = part(tensor, box)
+                if used + source.numel() > halves.shape[1]:
+                    buckets.append(([], [], []))
+                    used = 0
+                half = halves[(len(buckets) - 1) % 2]
+                slot = half[used : used + source.numel()].view(source.shape)
+                for to, one in zip(
+                    buckets[-1], (source, slot, part(parameters[name], box)), strict=True
+                ):
+                    to.append(one)
+                used += -(-source.numel() // 128) * 128
+        self.copies = [
+            copies
+            for sources, slots, targets in buckets
+            for copies in (Copies(slots, sources), Copies(targets, slots))
+        ]
 
     def run(self) -> None:
-        for sources, slots, targets in self.buckets:
-            torch._foreach_copy_(slots, sources)
-            torch._foreach_copy_(targets, slots)
+        for copies in self.copies:
+            copies.run()
+
+
+def whole(shape: Dims) -> Box:
+    return Box((0,) * len(shape), shape)
 
 
 def push_rows(
@@ -193,7 +234,7 @@ def push_rows(
         for _ in range(WARM_UPS + TURNS):
             times["floor"].append(seconds(floor.run, owner.device))
             times["push"].append(push.run_s())
-            times["flush"].append(push.in_flush_s)
+            times["flush"].append(push.sink.in_flush_s)
         found[mib] = {what: statistics.median(each[WARM_UPS:]) for what, each in times.items()}
         right.append(owner.ask("sum")["sum"] == checksum(parameters))
         owner.ask("close")

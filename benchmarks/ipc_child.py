@@ -23,9 +23,9 @@ from torch import Tensor
 
 from benchmarks.shapes import write_config
 from spmd_rl.offload import vmm
-from spmd_rl.weights.buckets import BucketReader
+from spmd_rl.weights.bucket_reader import BucketReader
 from spmd_rl.weights.layout import Box, Dims
-from spmd_rl.weights.peer_socket import PeerMessage, PeerSocket
+from spmd_rl.weights.peer_socket import BucketEntry, PeerMessage, PeerSocket
 from spmd_rl.weights.slab import MappedSlab
 
 WARM_UPS, TURNS = 3, 10
@@ -143,8 +143,8 @@ class Child:
         self.peer = peer
         self.device = device
         self.parameters = new_parameters(all_shapes, device)
-        self.targets: dict[tuple[str, Box], Tensor] = {}
         self.mapped: MappedSlab | None = None
+        self.reader: BucketReader | None = None
 
     def serve(self) -> None:
         """Follow orders until the order to leave."""
@@ -166,23 +166,20 @@ class Child:
         return {"slab_s": copy_s(own, self.mapped.memory), "own_s": copy_s(own, other)}
 
     def push(self) -> dict[str, float]:
-        reader = BucketReader(self.mapped, self.peer, DEADLINE_S)
-        for bucket in reader:
-            targets = [self.target(entry.name, entry.box) for entry in bucket.entries]
-            torch._foreach_copy_(targets, bucket.tensors)
-            reader.ack(bucket)
+        self.reader = self.reader or BucketReader(self.mapped, self.peer, DEADLINE_S)
+        for bucket in self.reader:
+            bucket.copy(self.target)
+            self.reader.ack(bucket)
         return {}
 
-    def target(self, name: str, box: Box) -> Tensor:
-        found = self.targets.get((name, box))
-        if found is None:
-            found = self.targets[name, box] = part(self.parameters[name], box)
-        return found
+    def target(self, entry: BucketEntry) -> Tensor:
+        return part(self.parameters[entry.name], entry.box)
 
     def sum(self) -> dict[str, float]:
         return {"sum": checksum(self.parameters)}
 
     def close(self) -> dict[str, float]:
+        self.reader = None
         self.mapped.close()
         return {}
 

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from spmd_rl.rollout.rollout import Rollout as Rollout
     from spmd_rl.rollout.sglang.config import SglangEngineConfig as SglangEngineConfig
     from spmd_rl.train.config import Fsdp2Config as Fsdp2Config
+    from spmd_rl.train.config import OptimizerConfig as OptimizerConfig
+    from spmd_rl.train.config import ParameterGroup as ParameterGroup
     from spmd_rl.train.config import TrainerConfig as TrainerConfig
     from spmd_rl.train.trainer import Trainer as Trainer
     from spmd_rl.types.batch import Batch as Batch
@@ -97,7 +99,7 @@ _HOMES = {
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy"),
     "rollout.rollout": ("Rollout",),
     "rollout.sglang.config": ("SglangEngineConfig",),
-    "train.config": ("Fsdp2Config", "TrainerConfig"),
+    "train.config": ("Fsdp2Config", "OptimizerConfig", "ParameterGroup", "TrainerConfig"),
     "train.trainer": ("Trainer",),
     "types.prompts": ("Prompt",),
     "types.samples": ("Group", "Sample"),

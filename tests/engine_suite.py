@@ -20,9 +20,12 @@ from torch import Tensor
 from spmd_rl.errors import DataError, ResidencyError, SpmdError
 from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
 from spmd_rl.types.samples import Sample
+from spmd_rl.weights.delivery import Delivery
 from spmd_rl.weights.digest import digest
+from spmd_rl.weights.ends import WeightSink
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensors
+from spmd_rl.weights.plan import Move
 from tests.samples import Samples, finish
 
 NUM_TOKENS = 24  # of a whole sample
@@ -78,21 +81,21 @@ class EngineCase:
         return Request(uid, index, prompt, replace(GREEDY, **given))
 
 
+def put(sink: WeightSink, weights: Mapping[str, Tensor]) -> None:
+    """Put whole tensors into a sink, in boxes for which it has room."""
+    delivery = Delivery(sink)
+    for name, tensor in weights.items():
+        box = Box((0,) * tensor.ndim, tuple(tensor.shape))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        delivery.put(Move(name, box, dtype, 0, 0, box), tensor)
+    delivery.flush()
+
+
 def push(engine: Engine, weights: Mapping[str, Tensor], version: int) -> None:
     """Push whole tensors, with a check of the digests."""
     sink = engine.sink()
     sink.open()
-    for name, tensor in weights.items():
-        box = Box((0,) * tensor.ndim, tuple(tensor.shape))
-        slot = sink.slot(name, box)
-        if slot is None:
-            sink.flush()
-            slot = sink.slot(name, box)
-        if slot is None:
-            sink.write(name, box, tensor)
-        else:
-            slot.copy_(tensor)
-    sink.flush()
+    put(sink, weights)
     own = digest(LocalTensors.whole(dict(weights)))
     assert {name: value for (name, _), value in sink.digest().items()} == own
     sink.commit(version)

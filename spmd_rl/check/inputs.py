@@ -14,6 +14,7 @@ from spmd_rl.model.weight_files import stored_weights
 from spmd_rl.rewards.load import resolve_reward
 from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
 from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.parameter_groups import update_rules
 
 
 def check_inputs(
@@ -29,7 +30,8 @@ def check_inputs(
 
     With `prompts`, each record must have their keys, and a prompt of the right form; the first ones
     are tokenised. With `trainer`, the model folder must have the weights that it starts from, by
-    their headers. With `sampling`, the stop ids must be tokens of the model.
+    their headers, and a parameter for each pattern of names. With `sampling`, the stop ids must be
+    tokens of the model.
     Raises: ConfigError or DataError, which names the first thing to correct.
     """
     if not model:
@@ -41,6 +43,8 @@ def check_inputs(
         check_stop_ids(sampling, spec.vocab_size)
     check_has_tokenizer(model)
     tokenizer = light_tokenizer(Path(model))
+    if trainer:
+        update_rules(spec.parameter_shapes(), trainer, num_shards=1)
     if trainer and trainer.init == "folder":
         stored_weights(model, spec.parameter_shapes())
     records = read_records(data)

@@ -105,22 +105,26 @@ def trainer_ledger(
     num_shards: int,
     compute_bytes: int,
     *,
+    num_trained: int,
+    moments: int,
     num_gathered: int = 0,
     activations: int = 0,
 ) -> Ledger:
-    """Return the ledger of a trainer: fp32 master weights, gradients and two Adam moments, in
-    `num_shards` shards each; gathered parameters; and what the backward pass keeps.
+    """Return the ledger of a trainer: fp32 master weights and gradients in `num_shards` shards
+    each; `moments`, the optimizer's bytes; gathered parameters; and what the backward pass keeps.
 
-    `num_gathered` is the number of parameters that are gathered at once. They take no memory where
-    the gathered tensor is the master itself.
+    `num_trained` parameters have gradients. `num_gathered` is the number of parameters that are
+    gathered at once. They take no memory where the gathered tensor is the master itself.
     """
-    shard = -(-num_parameters // num_shards) * FP32_BYTES
+    shard, gradients = (
+        -(-number // num_shards) * FP32_BYTES for number in (num_parameters, num_trained)
+    )
     gathered = num_gathered * compute_bytes if num_shards > 1 or compute_bytes != FP32_BYTES else 0
     return Ledger(
         (
             Entry("master", shard),
-            Entry("moments", 2 * shard),
-            Entry("grads", shard, ("train",)),
+            Entry("moments", moments),
+            Entry("grads", gradients, ("train",)),
             Entry("gathered", gathered, ("train",)),
             Entry("activations", activations, ("train",)),
         )

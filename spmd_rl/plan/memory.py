@@ -28,6 +28,7 @@ from spmd_rl.plan.routes import Routes
 from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.parameter_groups import moment_bytes, update_rules
 from spmd_rl.weights.layout import ITEM_BYTES
 
 EngineConfig = NativeEngineConfig | SglangEngineConfig
@@ -50,7 +51,7 @@ def rank_ledgers(
         ledger = ledger_of_roles(roles) + buckets_ledger(routes.bucket_bytes(rank))
         if on_gpu:
             axes = placements.train.axes if "train" in roles else {}
-            summed_by_peers = axes["fsdp"] - 1 if axes and cfg.trainer.deterministic else 0
+            summed_by_peers = axes["fsdp"] - 1 if axes and _exchanges(cfg.trainer) else 0
             num_rings = sum(size > 1 for size in axes.values())
             num_peers = routes.num_peers(rank) + summed_by_peers
             ledger += device_ledger(num_communicators, num_rings, num_peers)
@@ -138,13 +139,23 @@ def _trainer_ledger(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -
         element_bytes=element_bytes,
         recompute=cfg.backend.recompute,
     )
+    num_shards = placement.axes["fsdp"]
+    shapes = spec.parameter_shapes()
+    rules = update_rules(shapes, cfg, num_shards)
     return trainer_ledger(
         spec.num_parameters,
-        placement.axes["fsdp"],
+        num_shards,
         element_bytes,
+        num_trained=sum(prod(shapes[name]) for name in rules),
+        moments=moment_bytes(shapes, rules, num_shards),
         num_gathered=_num_gathered(spec, cfg, placement),
         activations=activations,
     )
+
+
+def _exchanges(cfg: TrainerConfig) -> bool:
+    """Return whether a train step sends rows of gradients or weights to each rank that shards."""
+    return cfg.deterministic or cfg.optimizer.kind == "muon"
 
 
 def _num_communicators(placements: Placements, routes: Routes) -> int:

@@ -38,7 +38,8 @@ from spmd_rl.train.shards import ShardReader, write_shards
 from spmd_rl.train.trainer_state import TrainerState
 from spmd_rl.weights.layout import Piece
 
-NO_OPTIMIZER = "the checkpoint holds no optimizer state, and AdamW begins anew"
+NO_OPTIMIZER = "the checkpoint holds no optimizer state, and the optimizer begins anew"
+SAME_SETTINGS = "set trainer.optimizer.kind and trainer.freeze as in the run that wrote it"
 
 
 class CheckpointWriter:
@@ -146,9 +147,9 @@ def load(folder: str, backend: Backend, context: RoleContext) -> tuple[TrainerSt
     check(path, index.files, context.rank, context.size)
     context.barrier()  # until every rank has found its files undamaged
     state = backend.state()
+    _check_weights(path, index, state)
     if not index.weights_alone:
-        _check_kinds(folder, index, state)
-    _check_names(path, index, state)
+        _check_optimizer(path, index, state)
     _fill(state, path, index)
     backend.on_loaded(0 if index.weights_alone else index.progress.optimizer_steps)
     return index.progress, _caveats(backend.contract(), index)
@@ -174,24 +175,40 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _check_kinds(folder: str, index: Index, state: State) -> None:
-    """Raise a ConfigError unless the checkpoint holds the same kinds of tensors as the backend."""
+def _check_optimizer(folder: Path, index: Index, state: State) -> None:
+    """Raise a ConfigError unless the checkpoint is of the same optimizer of the same parameters."""
     if set(index.tensors) != set(state):
         raise ConfigError(
-            f"{folder} is of another trainer: it holds {_listed(index.tensors)}, "
-            f"not {_listed(state)}"
+            f"{folder} is of another optimizer: it holds {_listed(index.tensors)}, "
+            f"not {_listed(state)}; {SAME_SETTINGS}"
+        )
+    for kind in sorted(state.keys() - {WEIGHTS}):
+        names = _names(state, kind)
+        if different := sorted(names.symmetric_difference(index.tensors[kind])):
+            owner, other = ("the trainer", "it") if different[0] in names else ("it", "the trainer")
+            raise ConfigError(
+                f"{folder} is of another optimizer: {owner} has {kind} of '{different[0]}', and "
+                f"{other} has not; {SAME_SETTINGS}"
+            )
+
+
+def _check_weights(folder: Path, index: Index, state: State) -> None:
+    """Raise a ConfigError that names a weight which only the checkpoint has, or only the model."""
+    saved, own = index.tensors[WEIGHTS].keys(), _names(state, WEIGHTS)
+    if unknown := sorted(saved - own):
+        raise ConfigError(
+            f"{folder} is of another model: it has {WEIGHTS} of '{unknown[0]}', "
+            "which the model lacks"
+        )
+    if missing := sorted(own - saved):
+        raise ConfigError(
+            f"{folder} is of another model: it has no {WEIGHTS} of '{missing[0]}', "
+            "which the model has"
         )
 
 
-def _check_names(folder: Path, index: Index, state: State) -> None:
-    """Raise a ConfigError that names a tensor of the checkpoint that the backend lacks, if any."""
-    names = {kind: {name for name, _ in tensors} for kind, tensors in state.items()}
-    for kind, tensors in index.tensors.items():
-        if unknown := sorted(tensors.keys() - names[kind]):
-            raise ConfigError(
-                f"{folder} is of another model: it has {kind} of '{unknown[0]}', "
-                "which the model lacks"
-            )
+def _names(state: State, kind: str) -> set[str]:
+    return {name for name, _ in state[kind]}
 
 
 def _fill(state: State, folder: Path, index: Index) -> None:

@@ -30,6 +30,35 @@ class Fsdp2Config:
 
 
 @dataclass(frozen=True)
+class OptimizerConfig:
+    """Settings of the optimizer besides `lr`, `betas`, `eps` and `weight_decay` of the trainer."""
+
+    # muon: Muon for the layers' matrices and AdamW for the rest; adamw8bit: moments in 8 bits
+    kind: Literal["adamw", "muon", "adamw8bit"] = "adamw"
+    momentum: float = 0.95  # Muon's
+    # how Muon scales its rate by a matrix's shape; match_rms_adamw: to updates as large as AdamW's
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+
+    def __post_init__(self) -> None:
+        require(0 <= self.momentum < 1, "momentum", self.momentum, "a number in [0, 1)")
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Settings of the parameters whose names match a pattern."""
+
+    pattern: str  # of Hugging Face names, with * and ?
+    lr_scale: float = 1.0  # times the schedule's rate
+    weight_decay: float | None = None  # None: as without the group
+
+    def __post_init__(self) -> None:
+        for name in ("lr_scale", "weight_decay"):
+            value = getattr(self, name)
+            is_fine = value is None or (math.isfinite(value) and value >= 0)
+            require(is_fine, name, value, "0 or more, and finite")
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     """Settings of a trainer with any backend."""
 
@@ -43,6 +72,12 @@ class TrainerConfig:
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW's
     eps: float = 1e-8  # AdamW's
     weight_decay: float = 0.0  # on matrices only, not on norms and biases
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    # patterns of Hugging Face names: parameters that stay as they are, such as "model.layers.0.*"
+    freeze: tuple[str, ...] = ()
+    # rates and decay of some parameters, such as {pattern = "lm_head.*", lr_scale = 0.1}; the
+    # first group whose pattern matches a parameter holds
+    groups: tuple[ParameterGroup, ...] = ()
     clip_norm: float = 1.0  # largest gradient norm; 0 leaves gradients as they are
     minibatches: int = 1  # optimizer steps a train step takes, each on a share of the batch
     # tokens of a micro-batch on one rank; a longer sequence raises it to its own length
@@ -52,7 +87,7 @@ class TrainerConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # tokens whose keys are attended to at once, as in the engine; 0: all (docs/numerics.md)
     attention_split: int = 0
-    # whether checkpoints hold AdamW's moments; without them they take a third of the room
+    # whether checkpoints hold the optimizer's state; without AdamW's they take a third of the room
     save_optimizer: bool = True
     # the same weights and batch give the same bits; on GPUs, at some cost in speed
     deterministic: bool = False

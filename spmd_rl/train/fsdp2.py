@@ -1,13 +1,12 @@
 """FSDP2 backend: float32 master weights sharded over the mesh, compute in float32 or bfloat16.
 
 One mesh axis of size one is plain FSDP. dp x fsdp is HSDP, which shards within fsdp and replicates
-over dp. The optimizer works on the local shards as plain tensors, because AdamW is elementwise.
+over dp. The optimizer works on the local shards as plain tensors (optimizers.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -31,13 +30,15 @@ from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch
+from spmd_rl.train.optimizers import build_optimizer
+from spmd_rl.train.parameter_groups import UpdateRule, update_rules
 from spmd_rl.weights.layout import chunk_box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.tensor_ends import TensorSource
 
 
 class Fsdp2:
-    """A model sharded over `mesh`, whose axes are dp and fsdp, with its AdamW.
+    """A model sharded over `mesh`, whose axes are dp and fsdp, with its optimizer.
 
     Weights are unset until `fill`.
     """
@@ -59,16 +60,17 @@ class Fsdp2:
             model, cfg.logit_rows, cfg.backend.recompute == "all", cfg.attention_split
         )
         _recompute(model, cfg.backend.recompute)
+        rules = _freeze(model, cfg, self.num_shards)
         self.units = _shard(self.scorer, mesh, cfg)
         self.scorer.to_empty(device=device)
         self.parameters = {
             name: cast(DTensor, parameter) for name, parameter in model.named_parameters()
         }
         self.local = {
-            name: nn.Parameter(parameter.to_local().detach())
+            name: nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
             for name, parameter in self.parameters.items()
         }
-        self.optimizer = _adamw(self.local, cfg)
+        self.optimizer = build_optimizer(self._weights(), rules, cfg, mesh.get_group("fsdp"))
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Set the weights from whole tensors by name, of which each rank keeps its rows."""
@@ -124,9 +126,7 @@ class Fsdp2:
     def step(self, lr: float, grad_scale: float) -> None:
         if grad_scale != 1.0:
             torch._foreach_mul_(self._gradients(), grad_scale)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        self.optimizer.step(lr)
         self.discard()
 
     def discard(self) -> None:
@@ -134,21 +134,10 @@ class Fsdp2:
             parameter.grad = None
 
     def state(self) -> State:
-        weights = list(self._weights().items())
-        moments = {kind: self._moments(weights, kind) for kind in ("exp_avg", "exp_avg_sq")}
-        return {"weights": weights, **moments}
-
-    def _moments(
-        self, weights: Sequence[tuple[str, LocalTensor]], kind: str
-    ) -> list[tuple[str, LocalTensor]]:
-        return [
-            (name, replace(weight, local=self.optimizer.state[weight.local][kind]))
-            for name, weight in weights
-        ]
+        return {"weights": list(self._weights().items()), **self.optimizer.state()}
 
     def on_loaded(self, optimizer_steps: int) -> None:
-        for moments in self.optimizer.state.values():
-            moments["step"].fill_(optimizer_steps)
+        self.optimizer.on_loaded(optimizer_steps)
 
     def source(self) -> TensorSource:
         return TensorSource(self._weights().items())
@@ -180,6 +169,15 @@ def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
             layer.forward = recomputing()(layer.forward)
         elif what == "all":
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _freeze(model: CausalLM, cfg: TrainerConfig, num_shards: int) -> dict[str, UpdateRule]:
+    """Have trained parameters alone take gradients, and return how each of them is updated."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    rules = update_rules(shapes, cfg, num_shards)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in rules)
+    return rules
 
 
 def _shard(scorer: Scorer, mesh: DeviceMesh, cfg: TrainerConfig) -> list[FSDPModule]:
@@ -219,26 +217,3 @@ def _units(scorer: Scorer, mesh: DeviceMesh, cfg: TrainerConfig) -> list[nn.Modu
     if cfg.backend.gathers_whole(num_bytes, mesh.size()):
         return [scorer]
     return [*scorer.model.model.layers, scorer]
-
-
-def _adamw(local: dict[str, nn.Parameter], cfg: TrainerConfig) -> torch.optim.AdamW:
-    """Return AdamW with its state allocated, so that a checkpoint can be loaded before a step."""
-    matrices = [shard for shard in local.values() if shard.dim() > 1]
-    vectors = [shard for shard in local.values() if shard.dim() <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": cfg.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
-    for shard in local.values():
-        optimizer.state[shard] = _initial_state(shard)
-    return optimizer
-
-
-def _initial_state(shard: nn.Parameter) -> dict[str, Tensor]:
-    """Return what AdamW keeps of a parameter, as it is before the first step."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=shard.device),
-        "exp_avg": torch.zeros_like(shard, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(shard, requires_grad=False),
-    }

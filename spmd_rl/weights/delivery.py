@@ -3,70 +3,107 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from spmd_rl.errors import WeightsError
 from spmd_rl.weights.ends import WeightSink, WeightSource
 from spmd_rl.weights.plan import Move
 
 
+@dataclass(frozen=True)
+class DeliveredMoves:
+    """Moves within one process between two flushes of its sink.
+
+    Where they can be repeated at once, `prepared` holds the sink's number for their slots, and
+    their copies.
+    """
+
+    moves: Sequence[Move]
+    prepared: tuple[int, Copies] | None = None
+
+
 class Delivery:
-    """Puts boxes into one sink. Tensors that wait to be copied are kept until `copy`."""
+    """Puts boxes into one sink. Tensors that wait to be copied are kept until `copy`.
+
+    `delivered` are the moves of this process that were flushed, for `repeat` in the next push.
+    """
 
     def __init__(self, sink: WeightSink) -> None:
         self._sink = sink
         self._slots: list[Tensor] = []
         self._tensors: list[Tensor] = []
         self._has_slots = False  # some were given since the last flush
-        self._is_whole = True  # every box so far is copied by the next `copy`
+        self._moves: list[Move] = []  # of `put_from` since the last flush
+        self._is_whole = True  # these are all boxes since then, and the next `copy` copies them
+        self.delivered: list[DeliveredMoves] = []
 
     def put(self, move: Move, tensor: Tensor) -> None:
         """Have `tensor`, which holds the box of a move, copied to where the sink wants it."""
-        slot = self._slot(move)
-        if slot is None:
+        for part, slot in self._parts(move):
+            self._slots.append(slot)
+            self._tensors.append(tensor[part.box.within(move.box)])
             self._is_whole = False
-            self._sink.write(move.name, move.box, tensor)
-        else:
-            self._slots.append(slot)
-            self._tensors.append(tensor)
 
-    def put_from(self, source: WeightSource, move: Move, device: torch.device) -> None:
+    def put_from(self, source: WeightSource, move: Move) -> None:
         """Have the box of a move within this process copied to where the sink wants it."""
-        view = source.view(move.name, move.box)
-        slot = self._slot(move)
-        self._is_whole &= slot is not None and view is not None
-        if slot is None:
-            whole = torch.empty(move.box.extent, dtype=getattr(torch, move.dtype), device=device)
-            source.read(move.name, move.box, whole)
-            self._sink.write(move.name, move.box, whole)
-        elif view is None:
-            source.read(move.name, move.box, slot)
-        else:
-            self._slots.append(slot)
-            self._tensors.append(view)
+        for part, slot in self._parts(move):
+            view = source.view(part.name, part.box)
+            if view is None:
+                source.read(part.name, part.box, slot)
+                self._is_whole = False
+            else:
+                self._slots.append(slot)
+                self._tensors.append(view)
+            self._moves.append(part)
 
-    def copy(self) -> tuple[Copies, bool]:
-        """Copy everything that waits; return the copies, and whether they were all boxes so far."""
-        copies, is_whole = Copies(self._slots, self._tensors), self._is_whole
+    def repeat(self, source: WeightSource, delivered: DeliveredMoves) -> None:
+        """Carry out moves as in an earlier push, at once if the sink gives the same slots."""
+        if delivered.prepared is not None:
+            slots, copies = delivered.prepared
+            self.flush()
+            if self._sink.repeat(slots):
+                copies.run()
+                self._sink.flush()
+                self.delivered.append(delivered)
+                return
+        for move in delivered.moves:
+            self.put_from(source, move)
+
+    def copy(self) -> Copies:
+        """Copy everything that waits."""
+        copies = Copies(self._slots, self._tensors)
         copies.run()
         self._is_whole &= not self._slots
         self._slots, self._tensors = [], []
-        return copies, is_whole
-
-    def repeat(self, copies: Copies) -> None:
-        """Copy again what `copy` has copied, to a sink that keeps its slots."""
-        copies.run()
-        self._has_slots = True
+        return copies
 
     def flush(self) -> None:
         """Copy everything that waits, and have the sink use it."""
-        self.copy()
-        if self._has_slots:
-            self._sink.flush()
-            self._has_slots = False
+        is_whole = self._is_whole
+        copies = self.copy()
+        slots = self._sink.flush() if self._has_slots else None
+        if self._moves:
+            prepared = (slots, copies) if is_whole and slots is not None else None
+            self.delivered.append(DeliveredMoves(self._moves, prepared))
+        self._moves, self._is_whole, self._has_slots = [], True, False
+
+    def _parts(self, move: Move) -> Iterator[tuple[Move, Tensor]]:
+        """Yield the move and its slot, or smaller moves and theirs where a box is too large."""
+        slot = self._slot(move)
+        if slot is not None:
+            yield move, slot
+            return
+        for box in self._sink.cut(move.name, move.box):
+            part = replace(move, box=box)
+            slot = self._slot(part)
+            if slot is None:
+                raise WeightsError(f"there is no room for {box} of '{move.name}', which was cut")
+            yield part, slot
 
     def _slot(self, move: Move) -> Tensor | None:
         """Return the slot of a box, after a flush if there is no room before."""

@@ -12,6 +12,7 @@ boxes at a time, and makes room in `flush`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,12 +45,7 @@ class WeightSource(Protocol):
 
 
 class WeightSink(Protocol):
-    """One rank's share of the weights that a push replaces.
-
-    `keeps_slots` says that a box has the same slot at every push, so that its copy can be prepared.
-    """
-
-    keeps_slots: bool
+    """One rank's share of the weights that a push replaces."""
 
     def layout(self, rank: int) -> Layout:
         """Return the pieces that a push has to fill on this rank, `rank` of the world."""
@@ -67,12 +63,25 @@ class WeightSink(Protocol):
         """Return where the bytes of `box` are to be put; None while there is no room."""
         ...
 
-    def flush(self) -> None:
-        """Use all slots given so far: they hold their bytes, or do on the current CUDA stream."""
+    def cut(self, name: str, box: Box) -> Iterable[Box]:
+        """Return smaller boxes that together are `box`, which had no slot even after a `flush`.
+
+        Each of them has one.
+        """
         ...
 
-    def write(self, name: str, box: Box, tensor: Tensor) -> None:
-        """Use `tensor` as `box`, for which there was no slot even after a `flush`."""
+    def flush(self) -> int | None:
+        """Use all slots given so far: they hold their bytes, or do on the current CUDA stream.
+
+        Return a number for `repeat`; None where the same slots cannot be given again.
+        """
+        ...
+
+    def repeat(self, slots: int) -> bool:
+        """Give all slots of an earlier `flush`, which returned `slots`, again and in their order.
+
+        Return False, and give none, where a box might have another slot now.
+        """
         ...
 
     def digest(self) -> dict[tuple[str, Box], int]:

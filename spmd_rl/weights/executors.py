@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd_rl.weights.delivery import Copies, Delivery, copy_all
+from spmd_rl.weights.delivery import DeliveredMoves, Delivery, copy_all
 from spmd_rl.weights.ends import LocalEnds, Shared, WeightSink, WeightSource
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.plan import BUCKET_BYTES, Move, Traffic
@@ -45,7 +45,7 @@ class Executor:
     """Carries out this rank's moves of a plan, which replace the weights of its sink.
 
     Copies within the process are prepared in the first run, where sink and source allow it: a later
-    run is then a few launches, however many tensors there are.
+    run is then a few launches for each flush, however many tensors there are.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Executor:
         self._outgoing = _buckets([move for move in moves if move.dst != rank], "dst", bucket_bytes)
         self._incoming = _buckets([move for move in moves if move.src != rank], "src", bucket_bytes)
         local = [move for move in moves if move.src == rank == move.dst]
-        self._copied = [move for move in local if (move.name, move.into) not in ends.shared]
-        self._prepared: Copies | None = None
-        num_copied = _num_bytes(self._copied)
+        copied = [move for move in local if (move.name, move.into) not in ends.shared]
+        self._copied = [DeliveredMoves(copied)] if copied else []  # as the last run delivered them
+        num_copied = _num_bytes(copied)
         self._traffic = Traffic(
             _num_bytes(local) - num_copied,
             num_copied,
@@ -85,15 +85,11 @@ class Executor:
         return self._traffic
 
     def _copy(self, delivery: Delivery) -> None:
-        """Copy the boxes that both ends of this process hold."""
-        if self._prepared is not None:
-            delivery.repeat(self._prepared)
-            return
-        for move in self._copied:
-            delivery.put_from(self._ends.the_source(), move, self._ends.device)
-        copies, is_whole = delivery.copy()
-        if is_whole and self._ends.the_sink().keeps_slots:
-            self._prepared = copies
+        """Copy the boxes that both ends of this process hold, and flush them."""
+        for delivered in self._copied:
+            delivery.repeat(self._ends.the_source(), delivered)
+        delivery.flush()
+        self._copied = delivery.delivered
 
 
 def execute(

@@ -61,12 +61,25 @@ class BucketEntry(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tr
 
 
 class BucketTable(PeerMessage, frozen=True):
-    """The boxes that lie in half `half` of the slab now. Buckets of a push are numbered from 0."""
+    """The boxes that lie in half `half` of the slab now. Buckets of a push are numbered from 0.
+
+    The reader keeps the table of each bucket under `table_id`, until another comes for the bucket.
+    """
 
     generation: Count
     number: Count
     half: Literal[0, 1]
+    table_id: Count
     entries: list[BucketEntry]
+
+
+class RepeatedBucket(PeerMessage, frozen=True):
+    """The boxes of the table `table_id`, which came for this bucket before, lie in the slab now."""
+
+    generation: Count
+    number: Count
+    half: Literal[0, 1]
+    table_id: Count
 
 
 class BucketAck(PeerMessage, frozen=True):
@@ -88,7 +101,14 @@ class Failure(PeerMessage, frozen=True):
     sentence: str
 
 
-MESSAGES: tuple[type[PeerMessage], ...] = (SlabHeader, BucketTable, BucketAck, EndOfPush, Failure)
+MESSAGES: tuple[type[PeerMessage], ...] = (
+    SlabHeader,
+    BucketTable,
+    RepeatedBucket,
+    BucketAck,
+    EndOfPush,
+    Failure,
+)
 
 
 class PeerSocket:

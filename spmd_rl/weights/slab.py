@@ -20,7 +20,6 @@ from spmd_rl.weights.peer_socket import MAX_SLAB_BYTES, PeerSocket, SlabHeader
 
 ALIGN_BYTES = 256  # of every offset, so that a GPU copies in its widest words
 MAX_DIMS = 8
-MAX_KEPT_VIEWS = 1 << 17
 RECEIVE_DEADLINE_S = 60.0
 _generations = itertools.count(1)
 
@@ -33,7 +32,6 @@ class _SharedSlab:
         self.num_bytes = memory.bytes.numel()
         self.device = memory.bytes.device
         self._memory = memory
-        self._views: dict[tuple[int, str, Dims], Tensor] = {}
 
     @property
     def memory(self) -> Tensor:
@@ -41,8 +39,7 @@ class _SharedSlab:
         return self._memory.bytes
 
     def view(self, generation: int, offset: int, dtype: str, shape: Dims) -> Tensor:
-        """Return the bytes from `offset` on as a tensor. A view that was made once is kept,
-        because every push asks for the same ones.
+        """Return the bytes from `offset` on as a tensor.
 
         Raises: StaleSlabError when `generation` is that of another slab; WeightsError when the
         view would leave the slab or is not aligned.
@@ -52,21 +49,6 @@ class _SharedSlab:
                 f"slab {generation} is asked for, and slab {self.generation} is mapped: "
                 "send the new slab first"
             )
-        key = (offset, dtype, shape)
-        view = self._views.get(key)
-        if view is None:
-            if len(self._views) >= MAX_KEPT_VIEWS:
-                self._views.clear()
-            view = self._views[key] = self._new_view(offset, dtype, shape)
-        return view
-
-    def close(self) -> None:
-        """Unmap the slab. On a GPU no view of it may be used afterwards."""
-        self._views.clear()
-        self._memory.close()
-        self.generation, self.num_bytes = -1, 0
-
-    def _new_view(self, offset: int, dtype: str, shape: Dims) -> Tensor:
         if dtype not in ITEM_BYTES:
             raise WeightsError(f"a view of a slab has no dtype '{dtype}'")
         if len(shape) > MAX_DIMS or min(shape, default=0) < 0:
@@ -79,6 +61,11 @@ class _SharedSlab:
                 f"bytes {offset} to {end} are asked for, and the slab has {self.num_bytes}"
             )
         return self.memory[offset:end].view(getattr(torch, dtype)).view(shape)
+
+    def close(self) -> None:
+        """Unmap the slab. On a GPU no view of it may be used afterwards."""
+        self._memory.close()
+        self.generation, self.num_bytes = -1, 0
 
 
 class Slab(_SharedSlab):

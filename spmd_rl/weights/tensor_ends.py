@@ -65,8 +65,6 @@ class TensorSink:
     `on_open` and `on_commit` tell the engine when its weights change, and their new version.
     """
 
-    keeps_slots = True
-
     def __init__(
         self,
         tensors: NamedPieces,
@@ -98,10 +96,15 @@ class TensorSink:
     def slot(self, name: str, box: Box) -> Tensor | None:
         return self._pieces.memory(name, box)
 
-    def flush(self) -> None: ...
+    def cut(self, name: str, box: Box) -> Iterable[Box]:
+        return [box]
 
-    def write(self, name: str, box: Box, tensor: Tensor) -> None:
-        self._pieces.memory(name, box).copy_(tensor)
+    def flush(self) -> int:
+        return 0
+
+    def repeat(self, slots: int) -> bool:
+        """Return True: every slot is memory of a parameter."""
+        return True
 
     def digest(self) -> dict[tuple[str, Box], int]:
         named = [

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import time
 from array import array
 from collections import deque
@@ -44,6 +46,7 @@ class ServerArgs:
     fake_steps: int = -1  # -1: as many as there is work for
     fake_failure: str = ""  # what the scheduler raises while it is built
     fake_wrong_byte: bool = False  # flip a bit of the first parameter after each push
+    fake_death_in_push: bool = False  # the child is killed when it is told to receive weights
 
 
 @dataclasses.dataclass
@@ -335,6 +338,8 @@ class Scheduler:
 
     def _answer_call(self, message: RpcReqInput) -> None:
         success, text = True, ""
+        if self.server_args.fake_death_in_push and message.method == "spmd_receive_weights":
+            os.kill(os.getpid(), signal.SIGKILL)
         try:
             getattr(self, message.method)(**(message.parameters or {}))
         except Exception as error:

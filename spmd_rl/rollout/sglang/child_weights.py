@@ -7,6 +7,7 @@ are collected, and loaded by SGLang's own `load_weights`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +18,11 @@ from torch import Tensor
 from spmd_rl.errors import WeightsError
 from spmd_rl.rollout.sglang.child_calls import ATTACH, DIGEST, RECEIVE, ChildContext, call
 from spmd_rl.rollout.sglang.messages import TensorShapes, WeightDigests
-from spmd_rl.weights.buckets import Bucket, BucketReader
+from spmd_rl.weights.bucket_reader import Bucket, BucketReader
 from spmd_rl.weights.digest import digest
 from spmd_rl.weights.layout import Box, Dims
 from spmd_rl.weights.local_tensors import LocalTensors
+from spmd_rl.weights.peer_socket import BucketEntry
 from spmd_rl.weights.slab import MappedSlab
 
 DEADLINE_S = 600.0
@@ -73,10 +75,12 @@ def _views_of(name: str, parameter: Tensor, shapes: Shapes) -> Iterator[tuple[st
 
 @dataclass
 class WeightReceiver:
-    """Reads the buckets of each push. `staged` are the tensors for `load_weights`, in the making.
+    """Reads the buckets of each push. `staged` are the tensors for `load_weights`, in the making,
+    and `missing` says how many of their elements have not come.
 
     `received` are their digests, since no view of them is known afterwards. `loaded` are the names
-    of all tensors that a push has brought; a later one may bring some of them alone.
+    of all tensors that a push has brought; a later one may bring some of them alone. `complete` are
+    the buckets of the last push that brought all it had to.
     """
 
     context: ChildContext
@@ -87,25 +91,33 @@ class WeightReceiver:
     missing: dict[str, int] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
     loaded: set[str] = field(default_factory=set)
+    complete: list[Bucket] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._reader = BucketReader(self.mapped, self.context.socket, DEADLINE_S)
 
     @torch.no_grad()
     def receive(self) -> None:
         """Load the buckets of one push. Blocks: until the last has come; the rank sends it."""
-        self.missing = {
-            name: _whole(shape).num_elements for name, (shape, _) in self.shapes.items()
-        }
-        self.staged = {}
-        reader = BucketReader(self.mapped, self.context.socket, DEADLINE_S)
-        for bucket in reader:
+        self.staged, self.missing = {}, {}
+        buckets = []
+        for bucket in self._reader:
             self._load(bucket)
-            reader.ack(bucket)
-        self._check_complete()
+            self._reader.ack(bucket)
+            buckets.append(bucket)
+        if buckets != self.complete:  # a push that repeats a complete one is complete
+            self._check_complete(buckets)
+            self.complete = buckets
 
-    def _check_complete(self) -> None:
+    def _check_complete(self, buckets: list[Bucket]) -> None:
         """Raises: WeightsError unless each tensor came whole, or came before and not now."""
-        for name, count in self.missing.items():
-            is_new = count < _whole(self.shapes[name][0]).num_elements
-            if count if is_new else name not in self.loaded:
+        counts: Counter[str] = Counter()
+        for bucket in buckets:
+            for entry in bucket.entries:
+                counts[entry.name] += entry.box.num_elements
+        for name, (shape, _) in self.shapes.items():
+            is_whole = counts[name] == _whole(shape).num_elements
+            if not is_whole if name in counts else name not in self.loaded:
                 raise WeightsError(f"a push brought only a part of '{name}'")
             self.loaded.add(name)
 
@@ -116,18 +128,23 @@ class WeightReceiver:
         return WeightDigests(triples, sorted(self.received))
 
     def _load(self, bucket: Bucket) -> None:
-        slots, tensors = [], []
-        for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
-            target = self._target(entry.name)
-            slots.append(target[entry.box.within(_whole(entry.shape))])
-            tensors.append(tensor)
-            self.missing[entry.name] -= entry.box.num_elements
-        torch._foreach_copy_(slots, tensors)
+        if len(self.views) == len(self.shapes):
+            bucket.copy(self._part)
+            return
+        parts = [self._part(entry) for entry in bucket.entries]
+        torch._foreach_copy_(parts, bucket.tensors)
+        for entry in bucket.entries:
+            if entry.name in self.staged:
+                self.missing[entry.name] -= entry.box.num_elements
         complete = [name for name in self.staged if self.missing[name] <= 0]
         for name in complete:
             whole = self.staged.pop(name)
             self.received |= digest(LocalTensors.whole({name: whole}))
             self.context.model.load_weights([(name, whole)])
+
+    def _part(self, entry: BucketEntry) -> Tensor:
+        """Return what a box is copied into."""
+        return self._target(entry.name)[entry.box.within(_whole(entry.shape))]
 
     def _target(self, name: str) -> Tensor:
         """Return the tensor that boxes of `name` are copied into."""
@@ -139,6 +156,7 @@ class WeightReceiver:
             shape, dtype = self.shapes[name]
             device = self.mapped.device
             self.staged[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            self.missing[name] = _whole(shape).num_elements
         return self.staged[name]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -14,7 +14,8 @@ from spmd_rl.rollout.sglang.child_calls import ATTACH, DIGEST, RECEIVE
 from spmd_rl.rollout.sglang.client import SchedulerClient
 from spmd_rl.rollout.sglang.launch import Child
 from spmd_rl.rollout.sglang.messages import TensorShapes, WeightDigests
-from spmd_rl.weights.buckets import BucketWriter, cut_box
+from spmd_rl.weights.bucket_writer import BucketWriter
+from spmd_rl.weights.buckets import cut_box
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Dims, Layout, Piece
 from spmd_rl.weights.slab import Slab
 
@@ -32,8 +33,6 @@ class SglangSink:
 
     The slab is made at the first push, when the memory that it takes is known to be there.
     """
-
-    keeps_slots = False
 
     def __init__(
         self,
@@ -81,20 +80,14 @@ class SglangSink:
             return None
         return writer.slot(name, box, self._shapes[name], self._dtype)
 
-    def flush(self) -> None:
-        self._receiving().flush()
+    def cut(self, name: str, box: Box) -> Iterable[Box]:
+        return cut_box(box, ITEM_BYTES[self._dtype], self._receiving().max_bytes)
 
-    def write(self, name: str, box: Box, tensor: Tensor) -> None:
-        """Send `tensor` in parts that fit a bucket."""
-        writer = self._receiving()
-        for part in cut_box(box, ITEM_BYTES[self._dtype], writer.max_bytes):
-            slot = writer.slot(name, part, self._shapes[name], self._dtype)
-            if slot is None:
-                writer.flush()
-                slot = writer.slot(name, part, self._shapes[name], self._dtype)
-            if slot is None:
-                raise WeightsError(f"an empty bucket has no room for {part} of '{name}'")
-            slot.copy_(tensor[part.within(box)])
+    def flush(self) -> int | None:
+        return self._receiving().flush()
+
+    def repeat(self, slots: int) -> bool:
+        return self._receiving().repeat(slots)
 
     def digest(self) -> dict[tuple[str, Box], int]:
         """Return the digests of what the child's parameters hold. Blocks: until it has answered."""

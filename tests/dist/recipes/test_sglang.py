@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,21 @@ def test_a_misspelt_option_names_the_nearest(run: Run, engine: list[str]) -> Non
     ended = run("grpo", "--steps=3", *engine, "--engine.options.atention_backend=triton")
     assert ended.code == 2
     assert "'attention_backend'" in ended.sentence
+
+
+def test_a_wrong_byte_in_a_child_ends_the_run_with_the_tensors_name(
+    run: Run, engine: list[str]
+) -> None:
+    ended = run("grpo", "--steps=3", *engine, "--engine.options.fake_wrong_byte=true", nproc=2)
+    assert ended.code != 0
+    assert "'model.embed_tokens.weight'" in ended.sentence
+    assert "does not hold the bits of train" in ended.sentence
+    assert "generates nothing with it" in ended.sentence
+
+
+def test_a_child_that_dies_in_a_push_ends_the_run_with_one_sentence(
+    run: Run, engine: list[str]
+) -> None:
+    ended = run("grpo", "--steps=3", *engine, "--engine.options.fake_death_in_push=true", nproc=2)
+    assert ended.code != 0
+    assert re.search(r"the SGLang process of rank [01] \(pid \d+\)", ended.sentence)

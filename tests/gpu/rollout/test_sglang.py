@@ -17,9 +17,8 @@ from spmd_rl.rollout.sglang.build import build
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
 from spmd_rl.weights.digest import digest
-from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensors
-from tests.engine_suite import EngineCase, EngineSuite
+from tests.engine_suite import EngineCase, EngineSuite, put
 
 PYTHON = os.environ.get("SPMD_RL_SGLANG", "/tmp/sgl" if Path("/tmp/sgl/sglang").is_dir() else "")
 DEVICE = torch.device("cuda", 0)
@@ -91,8 +90,7 @@ def push_as(case: EngineCase, sent: dict[str, torch.Tensor]) -> None:
     """Push `sent`, and compare with the digests of the case's weights."""
     sink = case.engine.sink()
     sink.open()
-    for name, tensor in sent.items():
-        sink.write(name, Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor)
+    put(sink, sent)
     held = {name: value for (name, _), value in sink.digest().items()}
     assert held == digest(LocalTensors.whole(dict(case.weights)))
 

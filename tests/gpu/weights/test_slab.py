@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from spmd_rl.errors import LostRankError, WeightsError
-from spmd_rl.weights import buckets
-from spmd_rl.weights.buckets import BucketWriter
+from spmd_rl.weights import bucket_writer
+from spmd_rl.weights.bucket_writer import BucketWriter
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.peer_socket import PeerSocket, SlabHeader
 from spmd_rl.weights.slab import MappedSlab, Slab
@@ -76,7 +76,7 @@ def test_a_table_is_sent_when_the_stream_is_done(
     slab.memory.zero_()
     torch.cuda.synchronize()
     if not waits:
-        monkeypatch.setattr(buckets, "_synchronize", lambda device: None)
+        monkeypatch.setattr(bucket_writer, "wait_for_stream", lambda device: None)
     value = torch.full((1 << 20,), 3.0, device=device)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):

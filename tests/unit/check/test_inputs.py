@@ -74,6 +74,12 @@ def test_weights_that_do_not_fit_the_config(model: Path) -> None:
         _check(model, [{"prompt": "1+1="}], init="folder")
 
 
+def test_a_pattern_that_names_no_parameter(model: Path) -> None:
+    trainer = TrainerConfig(init="random", freeze=("model.embed.*",))
+    with pytest.raises(ConfigError, match="the nearest is 'model.embed_tokens.weight'"):
+        check_inputs(model=str(model), data=str(EXAMPLE / "train.jsonl"), trainer=trainer)
+
+
 def test_a_broken_token_file(model: Path) -> None:
     (model / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(ConfigError, match=r"tokenizer\.json does not load"):

@@ -22,14 +22,19 @@ from spmd_rl.offload.ledger import (
 
 def test_eight_billion_on_four_gpus() -> None:
     ledger = trainer_ledger(
-        8_000_000_000, num_shards=4, compute_bytes=2, num_gathered=1_000_000_000
+        8_000_000_000,
+        num_shards=4,
+        compute_bytes=2,
+        num_trained=8_000_000_000,
+        moments=2 * 8_000_000_000,
+        num_gathered=1_000_000_000,
     )
     assert ledger.resident_bytes("train") == 8_000_000_000 // 4 * 4 * 4 + 2_000_000_000
     assert ledger.resident_bytes("rollout") == 8_000_000_000 // 4 * 4 * 3
 
 
 def test_single_fp32_rank_has_no_gathered_copy() -> None:
-    assert trainer_ledger(10, 1, 4).resident_bytes("train") == 160
+    assert trainer_ledger(10, 1, 4, num_trained=10, moments=80).resident_bytes("train") == 160
 
 
 def test_kv_of_qwen3_8b() -> None:
@@ -38,7 +43,8 @@ def test_kv_of_qwen3_8b() -> None:
 
 
 def test_refusal_shows_the_sum() -> None:
-    ledger = total([trainer_ledger(1 << 30, 1, 4), engine_ledger(1 << 30, 2, 6 << 30)])
+    trainer = trainer_ledger(1 << 30, 1, 4, num_trained=1 << 30, moments=8 << 30)
+    ledger = total([trainer, engine_ledger(1 << 30, 2, 6 << 30)])
     ledger.require(ledger.peak_bytes())
     assert ledger.resident_bytes("sync") == ledger.resident_bytes("rollout"), (
         "a push finds the pages there"

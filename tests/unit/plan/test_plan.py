@@ -91,6 +91,37 @@ def test_eight_billion_split_four_and_four(model: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_moments_of_each_optimizer(model: Path, num_shards: int) -> None:
+    rest = 2 * 151936 * 4096 + 36 * (2 * 4096 + 2 * 128) + 4096
+    matrices = PARAMETERS - rest
+    found = {}
+    for kind in ("adamw", "muon", "adamw8bit"):
+        words = (f"split.train.fsdp={num_shards}", f"trainer.optimizer.kind={kind}")
+        found[kind] = _bytes(planned(model, num_shards, *words).ledgers[0])["moments"]
+    assert found["adamw"] == 8 * PARAMETERS // num_shards
+    assert found["muon"] == (8 * rest + 4 * matrices) // num_shards
+    bits = 2 * PARAMETERS / num_shards * (1 + 4 / 256)
+    assert bits <= found["adamw8bit"] < 1.001 * bits, "but for norms, which are small"
+
+
+def test_frozen_parameters_have_no_gradients_or_moments(model: Path) -> None:
+    words = ('trainer.freeze=["model.*"]', "engine.num_pages=100")
+    entries = _bytes(planned(model, 1, *words).ledgers[0])
+    head = 151936 * 4096
+    assert (entries["moments"], entries["grads"]) == (8 * head, 4 * head)
+    assert entries["master"] == 4 * PARAMETERS
+
+
+def test_muon_sends_rows_to_each_peer(model: Path) -> None:
+    words = ("engine.dtype=bfloat16", "engine.num_pages=100")
+    plain, muon = (
+        _bytes(planned(model, 2, *words, f"trainer.optimizer.kind={kind}").ledgers[0])
+        for kind in ("adamw", "muon")
+    )
+    assert muon["communicators"] - plain["communicators"] == 32 * 12 << 20
+
+
 def test_communicators_of_two_ranks_that_share_roles(model: Path) -> None:
     """One of seven sums gradients in a ring of 24 channels, another carries pushes over the 32 to
     the other rank.

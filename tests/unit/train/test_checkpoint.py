@@ -17,7 +17,7 @@ from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.observe import atomic_write
 from spmd_rl.train import checkpoint, shards
 from spmd_rl.train.checkpoint_index import INDEX_FILE
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import OptimizerConfig, TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import local_weights, make_batch
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_of_weights_alone_says_what_it_lacks(new_trainer, tmp_path:
     assert resumed.load(str(tmp_path / "False")) == 1
     assert _same_weights(resumed, trainer)
     assert resumed.resume_differences() == [
-        "the checkpoint holds no optimizer state, and AdamW begins anew"
+        "the checkpoint holds no optimizer state, and the optimizer begins anew"
     ]
     assert resumed.learner.state.optimizer_steps == 1, "the schedule goes on"
     anew = new_trainer()
@@ -139,6 +139,42 @@ def test_a_checkpoint_of_weights_alone_says_what_it_lacks(new_trainer, tmp_path:
     for one in (resumed, anew):
         one.train_step(make_batch(1), grpo_loss)
     assert _same_weights(resumed, anew)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"optimizer": OptimizerConfig("muon")},
+            "it holds exp_avg, exp_avg_sq, weights, not exp_avg, exp_avg_sq, momentum_buffer, "
+            "weights;",
+        ),
+        (
+            {"freeze": ("lm_head.*",)},
+            "it has exp_avg of 'lm_head.weight', and the trainer has not;",
+        ),
+    ],
+)
+def test_another_optimizer_is_refused(
+    saved: Path, new_trainer, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        new_trainer(**options).load(str(saved))
+    assert str(raised.value) == (
+        f"{saved} is of another optimizer: {sentence} "
+        "set trainer.optimizer.kind and trainer.freeze as in the run that wrote it"
+    )
+
+
+def test_moments_that_are_missing_are_named(new_trainer, tmp_path: Path) -> None:
+    trainer = new_trainer(freeze=("lm_head.*",))
+    trainer.save(str(tmp_path / "step_0"))
+    trainer.wait_until_saved()
+    with pytest.raises(
+        ConfigError, match="the trainer has exp_avg of 'lm_head.weight', and it has not;"
+    ):
+        new_trainer().load(str(tmp_path / "step_0"))
+    assert new_trainer(freeze=("lm_head.*",), seed=4).load(str(tmp_path / "step_0")) == 0
 
 
 @pytest.mark.parametrize("file", ["weights-00000-000", "exp_avg-00000-000", "exp_avg_sq-00000-000"])
@@ -200,7 +236,7 @@ CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "lacks a moment": (
         lambda index: index["tensors"].pop("exp_avg"),
-        "is of another trainer: it holds exp_avg_sq, we",
+        "is of another optimizer: it holds exp_avg_sq, we",
     ),
 }
 

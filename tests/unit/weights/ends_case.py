@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from spmd_rl.weights.buckets import cut_box
 from spmd_rl.weights.ends import LocalEnds, WeightSink, WeightSource
 from spmd_rl.weights.layout import Box, Layout
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
@@ -51,14 +52,21 @@ class ReadSource(TensorSource):
 
 
 class BucketSink:
-    keeps_slots = False
     """A sink of buckets: tensors take effect at the flush, in one small buffer of their own.
 
-    A box that is larger than the buffer has to be written.
+    A box that is larger than the buffer has to be cut. With `keeps_slots`, the slots of each flush
+    are given again, except those that are `lost`. `last` are the numbers of the flushes of a push.
     """
 
-    def __init__(self, engine: Mapping[str, Tensor], num_bytes: int) -> None:
+    def __init__(
+        self, engine: Mapping[str, Tensor], num_bytes: int, keeps_slots: bool = False
+    ) -> None:
         self.engine = dict(engine)
+        self.keeps_slots = keeps_slots
+        self.flushed: list[list[tuple[str, Box, Tensor]]] = []
+        self.lost: set[int] = set()
+        self.last: list[int] = []
+        self._repeated: int | None = None  # the flush whose slots were given again
         self.room = self.num_bytes = num_bytes
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8)
         self.pending: list[tuple[str, Box, Tensor]] = []
@@ -85,18 +93,29 @@ class BucketSink:
         self.pending.append((name, box, slot))
         return slot
 
-    def flush(self) -> None:
+    def cut(self, name: str, box: Box) -> Iterable[Box]:
+        self.events.append("cut")
+        return cut_box(box, self.engine[name].dtype.itemsize, self.num_bytes)
+
+    def flush(self) -> int | None:
         assert self.pending, "a flush without slots"
         for name, box, slot in self.pending:
-            self._target.write(name, box, slot)
-        self.room, self.pending = self.num_bytes, []
+            self._target.slot(name, box).copy_(slot)
+        if self._repeated is None:
+            self._repeated = len(self.flushed)
+            self.flushed.append(self.pending)
+        self.last.append(self._repeated)
+        self.room, self.pending, self._repeated = self.num_bytes, [], None
         self.events.append("flush")
+        return self.last[-1] if self.keeps_slots else None
 
-    def write(self, name: str, box: Box, tensor: Tensor) -> None:
+    def repeat(self, slots: int) -> bool:
         assert not self.pending, "slots wait for a flush"
-        assert tensor.dtype == self.engine[name].dtype
-        self._target.write(name, box, tensor)
-        self.events.append("write")
+        self.events.append("repeat")
+        if not self.keeps_slots or slots in self.lost:
+            return False
+        self.pending, self._repeated = self.flushed[slots], slots
+        return True
 
     def digest(self) -> dict[tuple[str, Box], int]:
         assert not self.pending, "slots wait for a flush"

@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from spmd_rl.errors import LostRankError, SpmdError
-from spmd_rl.weights.buckets import BucketReader, BucketWriter, cut_box
+from spmd_rl.weights.bucket_reader import BucketReader
+from spmd_rl.weights.bucket_writer import BucketWriter
+from spmd_rl.weights.buckets import cut_box
 from spmd_rl.weights.layout import ITEM_BYTES, Box
 from spmd_rl.weights.peer_socket import PeerMessage, PeerSocket
 from spmd_rl.weights.slab import MappedSlab, Slab
@@ -100,10 +102,9 @@ def push(writer: BucketWriter, tensors: dict[str, Tensor]) -> None:
     writer.finish()
 
 
-def read_push(mapped: MappedSlab, peer: PeerSocket) -> dict[str, Tensor]:
+def read_push(reader: BucketReader) -> dict[str, Tensor]:
     """Receive whole tensors. Bytes that no box wrote stay -1 or 255."""
     tensors: dict[str, Tensor] = {}
-    reader = BucketReader(mapped, peer, DEADLINE_S)
     for bucket in reader:
         for entry, piece in zip(bucket.entries, bucket.tensors, strict=True):
             if entry.name not in tensors:
@@ -138,6 +139,7 @@ class Server:
         self.peer = peer
         self.device = device
         self.mapped: MappedSlab | None = None
+        self.reader: BucketReader | None = None
         self.orders: dict[str, Callable[[], str]] = {
             "slab": self.map_slab,
             "push": self.read,
@@ -161,12 +163,14 @@ class Server:
     def map_slab(self) -> str:
         if self.mapped is not None:
             self.mapped.close()
+            self.reader = None
         self.mapped = MappedSlab.receive(self.peer, self.device, DEADLINE_S)
+        self.reader = BucketReader(self.mapped, self.peer, DEADLINE_S)
         return ""
 
     def read(self) -> str:
-        assert self.mapped is not None
-        return digest(read_push(self.mapped, self.peer))
+        assert self.reader is not None
+        return digest(read_push(self.reader))
 
     def die(self) -> str:
         self.stall()
@@ -175,8 +179,8 @@ class Server:
 
     def stall(self) -> str:
         """Receive one bucket, and keep it."""
-        assert self.mapped is not None
-        next(iter(BucketReader(self.mapped, self.peer, DEADLINE_S)))
+        assert self.reader is not None
+        next(iter(self.reader))
         return ""
 
     def own_and_die(self) -> str:

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmd_rl.errors import DeadlineError, LostRankError, WeightsError
-from spmd_rl.weights.buckets import BucketReader, BucketWriter, cut_box
+from spmd_rl.weights.bucket_reader import BucketReader
+from spmd_rl.weights.bucket_writer import BucketWriter
+from spmd_rl.weights.buckets import cut_box
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.peer_socket import (
     BucketAck,
@@ -70,6 +72,7 @@ class Pair:
         self.slab.send(self.rank)
         self.mapped = MappedSlab.receive(self.engine, CPU)
         self.writer = BucketWriter(self.slab, self.rank, DEADLINE_S)
+        self.reader = BucketReader(self.mapped, self.engine, DEADLINE_S)
 
     def close(self) -> None:
         self.rank.close()
@@ -144,7 +147,7 @@ def test_every_byte_of_every_box_arrives_once(
         for number, (shape, dtype) in enumerate(shapes)
     }
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read_push, pair.mapped, pair.engine)
+        reading = pool.submit(read_push, pair.reader)
         push(pair.writer, tensors)
         received = reading.result()
     assert received.keys() == tensors.keys()
@@ -293,7 +296,7 @@ def test_a_full_half_gives_no_slot(pair: Pair) -> None:
 
 
 def test_the_other_process_needs_no_heavy_package_but_torch() -> None:
-    _, modules = probe("import spmd_rl.weights.buckets")
+    _, modules = probe("import spmd_rl.weights.bucket_reader")
     assert modules & HEAVY == {"torch"}
 
 
@@ -326,7 +329,8 @@ def entry(**changes: object) -> BucketEntry:
 def test_a_wrong_table_is_refused_and_the_rank_is_told(
     pair: Pair, table: tuple[int, int, list[BucketEntry]], problem: str
 ) -> None:
-    pair.rank.send(BucketTable(pair.slab.generation, *table))  # type: ignore[arg-type]
+    number, half, entries = table
+    pair.rank.send(BucketTable(pair.slab.generation, number, half, 1, entries))  # type: ignore[arg-type]
     with pytest.raises(WeightsError, match=problem):
         next(iter(BucketReader(pair.mapped, pair.engine, DEADLINE_S)))
     with pytest.raises(WeightsError, match=f"engine of rank 3 reports: .*{problem}"):
@@ -335,7 +339,7 @@ def test_a_wrong_table_is_refused_and_the_rank_is_told(
 
 def test_a_bucket_before_its_half_is_free_is_refused(pair: Pair) -> None:
     for number in range(3):
-        pair.rank.send(BucketTable(pair.slab.generation, number, number % 2, []))  # type: ignore[arg-type]
+        pair.rank.send(BucketTable(pair.slab.generation, number, number % 2, 1, []))  # type: ignore[arg-type]
     buckets = iter(BucketReader(pair.mapped, pair.engine, DEADLINE_S))
     next(buckets), next(buckets)
     with pytest.raises(WeightsError, match="bucket 2 came before bucket 0 was free"):

@@ -6,15 +6,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spmd_rl.weights.ends import LocalEnds
-from spmd_rl.weights.executors import _buckets, alias, execute
+from spmd_rl.weights.executors import Executor, _buckets, alias, execute
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.plan import plan_moves
 from spmd_rl.weights.tensor_ends import TensorSource
-from tests.unit.weights.ends_case import ends_over, plan_of
+from tests.unit.weights.ends_case import (
+    BucketSink,
+    ReadSource,
+    ends_of,
+    ends_over,
+    plan_of,
+    whole,
+)
 
 
 def _trainer(seed: int = 0) -> dict[str, nn.Parameter]:
@@ -93,3 +100,73 @@ def test_buckets_keep_to_their_size_and_lose_nothing(limit: int) -> None:
         # A row of "a" is 20 bytes and may not be cut.
         assert len(bucket) == 1 or sum(move.num_bytes for move in bucket) <= limit
         assert sum(move.num_bytes for move in bucket) <= max(limit, 20)
+
+
+class CountingSource(TensorSource):
+    """A source that counts how often it is asked for memory."""
+
+    num_views = 0
+
+    def view(self, name: str, box: Box) -> Tensor | None:
+        self.num_views += 1
+        return super().view(name, box)
+
+
+def _change(source: dict[str, nn.Parameter], seed: int) -> None:
+    with torch.no_grad():
+        for name, other in _trainer(seed).items():
+            source[name].copy_(other)
+
+
+@pytest.mark.parametrize("num_bytes", [12, 40, 4096])
+@pytest.mark.parametrize("keeps_slots", [True, False])
+def test_a_second_run_repeats_the_flushes_of_the_first(num_bytes: int, keeps_slots: bool) -> None:
+    """A sink that does not keep slots is asked for each of them again."""
+    trainer = _trainer()
+    source = CountingSource(whole(trainer))
+    sink = BucketSink(_engine(torch.bfloat16), num_bytes, keeps_slots)
+    ends = ends_of(source, sink)
+    executor = Executor(plan_of(ends).moves, ends)
+    executor.run(None)
+    num_views, events = source.num_views, list(sink.events)
+    for seed in (1, 2):
+        sink.events.clear()
+        _change(trainer, seed)
+        executor.run(None)
+        for name, one in sink.engine.items():
+            assert torch.equal(one, trainer[name].bfloat16())
+        assert sink.events.count("flush") == events.count("flush")
+        assert sink.events.count("repeat") == (events.count("flush") if keeps_slots else 0)
+    assert source.num_views == (num_views if keeps_slots else 3 * num_views)
+
+
+def test_a_flush_that_cannot_be_repeated_is_made_anew() -> None:
+    """The others are repeated all the same, and so is the new one after that."""
+    trainer = _trainer()
+    sink = BucketSink(_engine(torch.bfloat16), 40, keeps_slots=True)
+    ends = ends_of(TensorSource(whole(trainer)), sink)
+    executor = Executor(plan_of(ends).moves, ends)
+    executor.run(None)
+    assert len(sink.flushed) > 2
+    for seed, lost in enumerate(([1], [0, 1], [], [2]), start=1):
+        _change(trainer, seed)
+        sink.lost = {sink.last[number] for number in lost}
+        sink.last = []
+        num_flushes = len(sink.flushed)
+        executor.run(None)
+        assert len(sink.flushed) == num_flushes + len(lost)
+        for name, one in sink.engine.items():
+            assert torch.equal(one, trainer[name].bfloat16())
+
+
+def test_what_a_source_has_to_make_is_not_prepared() -> None:
+    trainer = _trainer()
+    sink = BucketSink(_engine(torch.bfloat16), 40, keeps_slots=True)
+    ends = ends_of(ReadSource(whole(trainer)), sink)
+    executor = Executor(plan_of(ends).moves, ends)
+    for seed in (1, 2):
+        _change(trainer, seed)
+        executor.run(None)
+        assert "repeat" not in sink.events
+        for name, one in sink.engine.items():
+            assert torch.equal(one, trainer[name].bfloat16())

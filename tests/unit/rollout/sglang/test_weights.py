@@ -19,9 +19,13 @@ from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.sglang.child_weights import parameter_views
 from spmd_rl.rollout.sglang.engine import SglangEngine
 from spmd_rl.weights.digest import digest
-from spmd_rl.weights.layout import Box
+from spmd_rl.weights.ends import LocalEnds
+from spmd_rl.weights.executors import Executor, execute
 from spmd_rl.weights.local_tensors import LocalTensors
-from tests.engine_suite import GREEDY, push
+from spmd_rl.weights.peer_socket import BucketTable, PeerMessage, RepeatedBucket
+from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.tensor_ends import TensorSource
+from tests.engine_suite import GREEDY, push, put
 
 New = Callable[..., SglangEngine]
 SHAPES = {
@@ -96,6 +100,65 @@ def test_a_push_in_small_buckets_arrives(
     assert output.finished[0].versions.tolist() == [2] * len(output.finished[0].tokens)
 
 
+def test_the_runtime_repeats_a_push_without_tables(
+    new_engine: New, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A push of one tensor in between replaces the tables of its own buckets alone."""
+    engine = new_engine(slab_bytes=4096)
+    sink, socket = engine.sink(), engine.child.socket
+    masters = {name: tensor.clone() for name, tensor in weights.items()}
+    source = TensorSource(LocalTensors.whole(masters).items())
+    ends = LocalEnds(0, source, sink, torch.device("cpu"))
+    moves = plan_moves([source.layout(0)], [sink.layout(0)], None, 0).moves
+    executor = Executor(moves, ends)
+    sent: list[object] = []
+    send = socket.send
+
+    def record(message: PeerMessage, *deadline_s: float) -> None:
+        sent.append(message)
+        send(message, *deadline_s)
+
+    def pushed(run: Callable[[], object]) -> tuple[int, int]:
+        """Push other values, and return the numbers of tables and of repeated buckets."""
+        sent.clear()
+        for tensor in masters.values():
+            tensor += 1
+        sink.open()
+        run()
+        sink.commit(1)
+        tables = sum(isinstance(message, BucketTable) for message in sent)
+        return tables, sum(isinstance(message, RepeatedBucket) for message in sent)
+
+    def verify() -> None:
+        held = {name: value for (name, _), value in sink.digest().items()}
+        assert held == digest(LocalTensors.whole(masters))
+
+    monkeypatch.setattr(socket, "send", record)
+    num_buckets, none = pushed(lambda: executor.run(None))
+    assert (num_buckets > 3, none) == (True, 0)
+    verify()
+    assert pushed(lambda: executor.run(None)) == (0, num_buckets)
+    verify()
+    last = [move for move in moves if move.name == moves[-1].name]
+    num_tables, none = pushed(lambda: execute(last, ends, None))
+    assert (0 < num_tables < num_buckets, none) == (True, 0)
+    assert pushed(lambda: executor.run(None)) == (num_tables, num_buckets - num_tables)
+    verify()
+    assert pushed(lambda: executor.run(None)) == (0, num_buckets)
+    verify()
+
+
+def test_a_repeated_push_of_a_part_is_refused_again(
+    new_engine: New, weights: dict[str, Tensor]
+) -> None:
+    engine = new_engine()
+    names = list(weights)
+    for _ in range(2):
+        _send(engine, {name: weights[name] for name in names[:-1]})
+        with pytest.raises(WeightsError, match=f"a push brought only a part of '{names[-1]}'"):
+            engine.sink().commit(1)
+
+
 def test_a_wrong_bit_in_a_parameter_is_seen(new_engine: New, weights: dict[str, Tensor]) -> None:
     """It is the parameters that are digested, not what came."""
     engine = new_engine(options={"fake_wrong_byte": True})
@@ -110,8 +173,7 @@ def test_a_wrong_bit_in_a_parameter_is_seen(new_engine: New, weights: dict[str, 
 def _send(engine: SglangEngine, weights: dict[str, Tensor]) -> None:
     sink = engine.sink()
     sink.open()
-    for name, tensor in weights.items():
-        sink.write(name, Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor)
+    put(sink, weights)
 
 
 def test_a_push_of_some_tensors_is_refused_at_first(
