@@ -75,9 +75,8 @@ def measure(shape: str, repeats: int) -> Iterator[Row]:
         peer_value=seconds[WITHOUT],
         at_most=BAR,
     )
-    ratios = [
-        ours / plain for (ours, _), (plain, _) in zip(*map(steps.get, (WITH, WITHOUT)), strict=True)
-    ]
+    pairs = zip(steps[WITH], steps[WITHOUT], strict=True)
+    ratios = [bonus[0] / plain[0] for bonus, plain in pairs]
     yield measured(
         f"{what}: median ratio of neighbouring steps", statistics.median(ratios), "", at_most=BAR
     )

@@ -102,6 +102,15 @@ def test_ranks_without_a_sequence_take_part(alone: Report, report: Report) -> No
         assert report["few"][name] == pytest.approx(alone["few"][name], rel=1e-3, abs=1e-5), name
 
 
+def test_gradients_of_entropy_and_candidates_do_not_depend_on_the_ranks(
+    alone: Report, report: Report
+) -> None:
+    """In the second step, some of four ranks have no token to score."""
+    for step, expected in zip(report["all_scores"], alone["all_scores"], strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/entropy"):
+            assert step[name] == pytest.approx(expected[name], rel=1e-4), name
+
+
 def test_a_nan_on_one_rank_is_named_by_all_and_moves_nothing(report: Report) -> None:
     last = len(report["poisoned"]) - 1
     sentence = (

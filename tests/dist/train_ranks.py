@@ -13,15 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 
-from spmd_rl.algo.losses import grpo_loss
+from spmd_rl.algo.losses import LossInput, Needs, grpo_loss
 from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
-from tests.dist.train_case import make_batch
+from spmd_rl.types.batch import Batch
+from tests.dist.train_case import VOCAB, make_batch
 
 STEPS = 3
 
@@ -38,6 +40,27 @@ def train(trainer: Trainer, first: int = 0) -> list[dict[str, float]]:
         trainer.train_step(make_batch(seed).shard(context.data_size)[context.data_rank], grpo_loss)
         for seed in range(first, first + STEPS)
     ]
+
+
+def all_scores_loss(out: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a loss that learns from log-probs, entropy and candidates."""
+    assert out.candidate_logprobs is not None
+    return -out.advantages * out.logprobs - out.entropy - out.candidate_logprobs.mean(1), {}
+
+
+def train_on_all_scores(trainer: Trainer) -> list[dict[str, float]]:
+    """Return the metrics of a step on a whole batch, and of one on two sequences."""
+    whole, context = make_batch(), trainer.context
+    shape = whole.num_tokens, 3
+    ids = np.random.default_rng(0).integers(0, VOCAB, shape, dtype=np.int32)
+    whole = whole.with_columns(candidates=np.where(whole.mask[:, None], ids, np.int32(0)))
+    needs = Needs(entropy=True, candidates=True)
+
+    def step(batch: Batch) -> dict[str, float]:
+        shard = batch.shard(context.data_size)[context.data_rank]
+        return trainer.train_step(shard, all_scores_loss, needs=needs)
+
+    return [step(whole), step(whole.select([0, 1]))]
 
 
 def poisoned(trainer: Trainer) -> str:
@@ -79,6 +102,7 @@ def main(work: Path, dp: int, out: Path, resume: str | None) -> None:
             str(work),
         )
     )
+    report["all_scores"] = train_on_all_scores(Trainer(cfg, context, str(work)))
     if dp == 1:
         report["deterministic"] = train(
             Trainer(replace(cfg, deterministic=True), context, str(work))
