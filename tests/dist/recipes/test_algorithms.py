@@ -13,7 +13,7 @@ from tests.dist.recipes.conftest import EXAMPLE, Ended, Run
 from tests.system.kill_resume import SMALL, Outcome
 from tests.system.kill_resume import Run as Resumable
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.system]
 
 CUT = 3  # the step of the checkpoint that a run goes on from, after the refresh in step 3
 PPO = [

@@ -17,7 +17,7 @@ from spmd_rl.model.spec import ModelSpec
 from tests.dist.recipes.conftest import EXAMPLE
 from tests.dist.recipes.test_data_recipes import KEEP_ALL, forget_after
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.system]
 
 PAIRS = [
     f"--data={EXAMPLE / 'pairs.jsonl'}",

@@ -10,7 +10,7 @@ import pytest
 
 from spmd_rl.train.frozen import UNCHANGED_FILE
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.system]
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic"
 RECIPE = str(Path(__file__).with_name("refreshed.py"))
