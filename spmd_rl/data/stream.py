@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -20,7 +21,7 @@ DATA_CHANGED = (
 )
 
 
-class RecordStream(Generic[T]):
+class RecordStream(ABC, Generic[T]):
     """An endless stream of records, every one of them once an epoch.
 
     `source` is the file, and `noun` names the records; both are for messages. A subclass says by
@@ -55,9 +56,9 @@ class RecordStream(Generic[T]):
             raise DataError(self._source, f"the {self._noun} are {DATA_CHANGED}")
         self._order.num_drawn = state["drawn"]
 
+    @abstractmethod
     def _arrays(self, record: T) -> Iterable[NDArray[np.generic]]:
         """Return all arrays of a record."""
-        raise NotImplementedError
 
     @cached_property
     def _digest(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,29 @@ from spmd_rl.weights.local_tensors import LocalTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+Parameters = dict[str, nn.Parameter]
 
-class ShardedAdamW:
+
+class _ElementwiseOptimizer:
+    """A library's optimizer over a rank's shards, each of which it updates by itself."""
+
+    def __init__(
+        self, shards: Mapping[str, LocalTensor], make: Callable[[Parameters], torch.optim.Optimizer]
+    ) -> None:
+        self._shards = shards
+        self._parameters = parameters_of(shards)
+        self._optimizer = make(self._parameters)
+
+    def step(self, lr: float) -> None:
+        set_rates(self._optimizer, lr)
+        self._optimizer.step()
+
+    def on_loaded(self, optimizer_steps: int) -> None:
+        for moments in self._optimizer.state.values():
+            moments["step"].fill_(optimizer_steps)
+
+
+class ShardedAdamW(_ElementwiseOptimizer):
     """torch.optim.AdamW, with its state allocated, so that a checkpoint is loaded before a step."""
 
     def __init__(
@@ -29,21 +50,12 @@ class ShardedAdamW:
         rules: Mapping[str, UpdateRule],
         cfg: TrainerConfig,
     ) -> None:
-        self._shards = shards
-        self._parameters = parameters_of(shards)
-        self._optimizer = torch.optim.AdamW(
-            torch_groups(self._parameters, rules),
-            lr=cfg.lr,
-            betas=cfg.betas,
-            eps=cfg.eps,
-            fused=True,
+        options: dict[str, Any] = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "fused": True}
+        super().__init__(
+            shards, lambda named: torch.optim.AdamW(torch_groups(named, rules), **options)
         )
         for parameter in self._parameters.values():
             self._optimizer.state[parameter] = _initial_state(parameter)
-
-    def step(self, lr: float) -> None:
-        set_rates(self._optimizer, lr)
-        self._optimizer.step()
 
     def state(self) -> State:
         return {kind: self._moments(kind) for kind in MOMENTS}
@@ -55,12 +67,8 @@ class ShardedAdamW:
             for name, shard in self._shards.items()
         ]
 
-    def on_loaded(self, optimizer_steps: int) -> None:
-        for moments in self._optimizer.state.values():
-            moments["step"].fill_(optimizer_steps)
 
-
-class ShardedAdamW8bit:
+class ShardedAdamW8bit(_ElementwiseOptimizer):
     """torchao's AdamW8bit: codes of 8 bits, and a scale for each block of a moment."""
 
     def __init__(
@@ -69,9 +77,7 @@ class ShardedAdamW8bit:
         rules: Mapping[str, UpdateRule],
         cfg: TrainerConfig,
     ) -> None:
-        self._shards = shards
-        self._parameters = parameters_of(shards)
-        self._optimizer = _adamw_8bit(torch_groups(self._parameters, rules), cfg)
+        super().__init__(shards, lambda named: _adamw_8bit(torch_groups(named, rules), cfg))
         self._allocate()
 
     def _allocate(self) -> None:
@@ -82,10 +88,6 @@ class ShardedAdamW8bit:
                 self._optimizer.step()
                 parameter.grad = None
         self.on_loaded(0)
-
-    def step(self, lr: float) -> None:
-        set_rates(self._optimizer, lr)
-        self._optimizer.step()
 
     def state(self) -> State:
         """Return codes and scales of both moments. The scales of a tensor have one dim."""
@@ -104,10 +106,6 @@ class ShardedAdamW8bit:
         shape, box = _scales_of(shard)
         local = shard.local.new_empty(0) if state is None else state[moment].scale
         return LocalTensor(shape, box, local)
-
-    def on_loaded(self, optimizer_steps: int) -> None:
-        for moments in self._optimizer.state.values():
-            moments["step"].fill_(optimizer_steps)
 
 
 def require_torchao() -> None:

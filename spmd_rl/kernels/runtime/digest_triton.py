@@ -82,13 +82,6 @@ class RowDigests:
         )
 
 
-def add_digests(
-    sums: Tensor, rows: Sequence[Rows], dtype: torch.dtype, target: torch.dtype
-) -> None:
-    """Add the digests of all rows, whose elements are of `dtype`, cast to `target`, to `sums`."""
-    RowDigests(rows, dtype, target, sums.device).add_to(sums)
-
-
 @triton.jit
 def _add_digests(
     sums,

@@ -9,15 +9,12 @@ import torch
 from tests.unit.algo.by_hand import flat_logprobs
 from tests.unit.algo.cases import batch_of, draw_case, kept_answers, loss_and_gradient
 from tests.unit.algo.padded import padded_loss
-from tests.unit.algo.test_algorithms_by_hand import CASES, MAX_TOKENS, algorithm
+from tests.unit.algo.test_algorithms_by_hand import CASES, MASKED_CASES, MAX_TOKENS, algorithm
 
 
-@pytest.mark.parametrize("observations", [False, True], ids=["", "observations"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "observations"), MASKED_CASES)
 def test_loss_and_gradient(case: str, observations: bool) -> None:
     name, settings, by_hand = CASES[case]
-    if observations and settings.get("mask_truncated"):
-        pytest.skip("packing of pairs knows no truncated samples")
     made = algorithm(name, **settings)
     for seed in range(10, 20):
         answers = kept_answers(draw_case(seed, observations=observations), made)

@@ -47,9 +47,8 @@ def test_digests_read_in_wide_loads(held: torch.dtype, to: torch.dtype) -> None:
     tensor = LocalTensors.whole({"w": torch.zeros(SIZE, dtype=held)})["w"]
     rows = [digest_triton.Rows(*row) for row in memory_rows(tensor, 0) or ()]
     sums = torch.zeros(1, dtype=torch.int64)
-    ptx = ptx_of(
-        digest_triton._add_digests, lambda: digest_triton.add_digests(sums, rows, held, to)
-    )
+    digests = digest_triton.RowDigests(rows, held, to, sums.device)
+    ptx = ptx_of(digest_triton._add_digests, lambda: digests.add_to(sums))
     assert "ld.global.v4.b32" in ptx
     assert ("cvt.rn.bf16x2.f32" in ptx) is (held != to)
     assert "atom.global.gpu.relaxed.add.u64" in ptx

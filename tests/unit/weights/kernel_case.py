@@ -22,7 +22,7 @@ def kernel_sums(
         of_box = memory_rows(LocalTensor(shape, Box(offset, tuple(local.shape)), local), number)
         assert of_box is not None
         rows += [digest_triton.Rows(*row) for row in of_box]
-    digest_triton.add_digests(sums, rows, locals_[0].dtype, getattr(torch, to))
+    digest_triton.RowDigests(rows, locals_[0].dtype, getattr(torch, to), sums.device).add_to(sums)
     return sums
 
 
