@@ -112,7 +112,7 @@ class WeightSync(Role):
         if self.cfg.alias and ends.source is not None and ends.sink is not None:
             self._ends = replace(ends, shared=alias(ends.source, ends.sink, ends.rank))
         if self._ends.shared and self._provider is not None:
-            self._provider.call_before_change(self._ends.the_sink().open)
+            self._provider.call_before_change(self._ends.the_sink().outdate)
         return PlanSummary(self._plan.digest, self._plan.local_bytes, self._plan.wire_bytes)
 
     @collective
