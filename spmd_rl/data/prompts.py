@@ -119,7 +119,7 @@ class Prompts(DataSource):
         """
         if state["digest"] != self._digest:
             raise DataError(self._path, f"the prompts are {DATA_CHANGED}")
-        self._order.num_drawn, self._given_back = state["drawn"], list(state["given_back"])
+        self._order.num_drawn, self._given_back = state["drawn"], list(state.get("given_back", ()))
 
     def _drawn(self, uid: int) -> Prompt:
         prompt = self._prompts[self._order.index_of(uid)]
