@@ -17,10 +17,10 @@ from typing import Any
 
 from spmd_rl.errors import DataError
 from spmd_rl.observe.metrics import METRIC_OF_NAME
-from spmd_rl.rewards.load import Reward
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
+Reward = Callable[[Prompt, Sample], float | Mapping[str, float]]
 MAX_PREVIEW = 200  # characters
 
 

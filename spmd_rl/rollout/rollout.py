@@ -16,12 +16,12 @@ from spmd_rl.controller.capabilities import Contracted, Sleeper, WeightReceiver
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.data.eos import eos_ids
 from spmd_rl.errors import DataError, SpmdError
+from spmd_rl.hooks.signatures import load_reward
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.observe.trace import now_ns
 from spmd_rl.rewards.grade import Grader
-from spmd_rl.rewards.load import resolve_reward
 from spmd_rl.rollout.engine import Engine, NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.types.prompts import Prompt
@@ -55,7 +55,9 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted):
         super().__init__(cfg, context)
         self.seed = seed
         self.tokenizer = load_tokenizer(model)
-        self.grader = Grader(resolve_reward(reward), cfg.reward_deadline_s) if reward else None
+        self.grader = (
+            Grader(load_reward(reward).function, cfg.reward_deadline_s) if reward else None
+        )
         from spmd_rl.rollout.build import build_engine
 
         self.engine: Engine = build_engine(
