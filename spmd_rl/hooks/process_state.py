@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal
 import io
 import os
 import resource
@@ -11,7 +12,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
-_OUTPUTS = {"stdout": 1, "stderr": 2}
+_SIGALRM = int(signal.SIGALRM)  # `_signal` makes no enum of a handler
 
 
 class ProcessState:
@@ -20,7 +21,7 @@ class ProcessState:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._folder = os.open(".", os.O_RDONLY)
-        self._streams: dict[str, TextIO] = {name: getattr(sys, name) for name in _OUTPUTS}
+        self._stdout, self._stderr = sys.stdout, sys.stderr
         self._files, self._limits = _files(), _limits()
         self._torch = _torch_state()
         signal.signal(signal.SIGALRM, _ignore)
@@ -34,15 +35,12 @@ class ProcessState:
         if os.getpid() != self._pid:
             os._exit(0)
         os.fchdir(self._folder)
-        for name, stream in self._streams.items():
-            if stream.closed:
-                stream = self._streams[name] = _stream(_OUTPUTS[name])
-            setattr(sys, name, stream)
-        if signal.getsignal(signal.SIGALRM) is not _ignore:
+        self._restore_streams()
+        if _signal.getsignal(_SIGALRM) is not _ignore:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, _ignore)
-        if (torch_state := _torch_state()) != self._torch:
-            self._torch = _restore_torch(self._torch) or torch_state
+        if "torch" in sys.modules:
+            self._restore_torch()
 
     @property
     def damaged(self) -> bool:
@@ -52,9 +50,25 @@ class ProcessState:
         except OSError:
             return True
 
+    def _restore_streams(self) -> None:
+        if self._stdout.closed:
+            self._stdout = _stream(1)
+        if self._stderr.closed:
+            self._stderr = _stream(2)
+        sys.stdout, sys.stderr = self._stdout, self._stderr
+
+    def _restore_torch(self) -> None:
+        """Put torch's switches back; those of a call that has just imported it are kept."""
+        state = _torch_state()
+        if self._torch and self._torch != state:
+            torch = sys.modules["torch"]
+            torch.set_grad_enabled(self._torch[0])
+            torch.set_default_dtype(self._torch[1])
+        self._torch = self._torch or state
+
 
 def _files() -> list[tuple[int, int]]:
-    found = [os.fstat(number) for number in _OUTPUTS.values()]
+    found = [os.fstat(number) for number in (1, 2)]
     return [(file.st_dev, file.st_ino) for file in found]
 
 
@@ -77,12 +91,3 @@ def _torch_state() -> tuple[bool, Any] | None:
     """
     torch = sys.modules.get("torch")
     return (torch.is_grad_enabled(), torch.get_default_dtype()) if torch else None
-
-
-def _restore_torch(state: tuple[bool, Any] | None) -> tuple[bool, Any] | None:
-    """Put torch's switches back; without a state, torch was imported by this very call."""
-    if state is not None:
-        torch = sys.modules["torch"]
-        torch.set_grad_enabled(state[0])
-        torch.set_default_dtype(state[1])
-    return state

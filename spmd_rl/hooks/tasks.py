@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.results import Grade
@@ -28,7 +30,21 @@ class GroupTask(msgspec.Struct, frozen=True):
     info: CallInfo
 
 
-Task = SampleTask | GroupTask
+class EpisodeTask(msgspec.Struct, frozen=True):
+    """Have `generate` make what would be sample `index` of the prompt.
+
+    An engine call of the episode's transcript k is a request whose sample index is
+    `index + k * num_samples`. `temperature` is that of the samples' log-probs.
+    """
+
+    prompt: Prompt
+    index: int
+    num_samples: int
+    temperature: float
+    info: CallInfo
+
+
+Task = SampleTask | GroupTask | EpisodeTask
 
 
 class Graded(msgspec.Struct, frozen=True):
@@ -56,4 +72,32 @@ class Failed(msgspec.Struct, frozen=True):
         return f"{self.where}: {self.problem}"
 
 
-Event = Graded | Failed
+class EngineCall(msgspec.Struct, frozen=True):
+    """An episode asks the engine for a turn, and waits for `HookPool.reply`.
+
+    `tokens`, `logprobs`, `versions` and `kept` are all that follows the prompt in transcript number
+    `transcript`; observed tokens have a log-prob of 0, the version -1 and an empty kept set.
+    `max_tokens` and `stop` are those of this turn alone; None leaves them as the recipe set them.
+    Shape: `tokens`, `logprobs`, `versions` are [R].
+    """
+
+    task_id: int
+    call_id: int
+    transcript: int
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    kept: bytes
+    max_tokens: int | None
+    stop: tuple[str, ...] | None
+
+
+class EpisodeEnded(msgspec.Struct, frozen=True):
+    """An episode has returned its samples. What it emitted is in their `metadata["metrics"]`."""
+
+    task_id: int
+    samples: list[Sample]
+    seconds: float
+
+
+Event = Graded | Failed | EngineCall | EpisodeEnded
