@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from spmd_rl.check.engine import announce_correction as announce_correction
     from spmd_rl.check.engine import check_engine as check_engine
     from spmd_rl.check.inputs import check_inputs as check_inputs
+    from spmd_rl.config.dump import as_data as as_data
     from spmd_rl.config.rules import at_least as at_least
     from spmd_rl.config.run import RunConfig as RunConfig
     from spmd_rl.controller.capabilities import Contracted as Contracted
@@ -83,6 +84,9 @@ if TYPE_CHECKING:
     from spmd_rl.errors import ConfigError as ConfigError
     from spmd_rl.errors import SpmdError as SpmdError
     from spmd_rl.errors import WeightMismatchError as WeightMismatchError
+    from spmd_rl.hooks.config import HookConfig as HookConfig
+    from spmd_rl.hooks.context import HookContext as HookContext
+    from spmd_rl.hooks.context import Keep as Keep
     from spmd_rl.mesh.role_context import RoleContext as RoleContext
     from spmd_rl.mesh.split import PolicySplit as PolicySplit
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
@@ -149,6 +153,7 @@ _HOMES = {
     "types.batch": ("Batch",),
     "config.rules": ("at_least",),
     "controller.prefetch": ("CallQueue",),
+    "config.dump": ("as_data",),
     "config.run": ("RunConfig",),
     "controller.capabilities": (
         "Contracted",
@@ -168,6 +173,8 @@ _HOMES = {
     "data.source": ("DataSource",),
     "data.prompts": ("PromptConfig", "Prompts"),
     "errors": ("ConfigError", "SpmdError", "WeightMismatchError"),
+    "hooks.config": ("HookConfig",),
+    "hooks.context": ("HookContext", "Keep"),
     "mesh.role_context": ("RoleContext",),
     "mesh.split": ("PolicySplit", "RoleSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),

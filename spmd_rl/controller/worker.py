@@ -132,13 +132,12 @@ class Worker:
         self._answers.append((header, result, number))
 
     def _pump(self) -> None:
-        """Give each role that has work one turn."""
+        """Give each role one turn, while a call is unanswered."""
         if not self._running.num_unanswered:
             return
         for name, role in self._pumped.items():
             try:
-                if role.has_work():
-                    role.pump()
+                role.pump()
             # the controller decides what an error of a role ends
             except BaseException as error:
                 if os.getpid() != self._pid:

@@ -17,7 +17,8 @@ import spmd_rl as rl
 class Config(rl.PolicyConfig):
     model: str  # Hugging Face folder
     data: str  # .jsonl or .parquet of prompts and answers; a slice as path@[a:b]
-    reward: str = "spmd_rl.rewards.match:exact"  # module:function or path/to/file.py:function
+    # module:function or path/to/file.py:function; several as a table of names and weights
+    reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
     steps: int = 200  # training steps of the whole run
     prompts_per_step: int = 32  # each with sampling.num_samples samples
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
@@ -27,6 +28,7 @@ class Config(rl.PolicyConfig):
     engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
         default_factory=rl.NativeEngineConfig
     )
+    hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
     # a model that only algorithm = "ppo" trains
     critic: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
@@ -69,6 +71,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         on=roles.infer,
         model=cfg.model,
         reward=cfg.reward,
+        hooks=cfg.hooks,
+        settings=rl.as_data(cfg),
         seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)
