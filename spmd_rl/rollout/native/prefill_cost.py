@@ -38,11 +38,13 @@ class PrefillCost:
     """What prefill costs on a device.
 
     `token_s` is the time of a token without attention. `key_s` is the time of a token for each key
-    that it attends to, if the GPU is full. `wave_tokens` fill it: all multiprocessors have a tile.
+    that it attends to, if the GPU is full. A chunk attends in tiles of `tile_tokens`. `wave_tokens`
+    fill the GPU: all multiprocessors have a tile.
     """
 
     token_s: float = 0.0
     key_s: float = 0.0
+    tile_tokens: int = 1
     wave_tokens: int = 1
 
     @staticmethod
@@ -54,12 +56,14 @@ class PrefillCost:
         return PrefillCost(
             token_s=2 * parameters / (LINEAR_FLOPS_PER_S * num_processors),
             key_s=flops_per_key / (ATTENTION_FLOPS_PER_S * num_processors),
+            tile_tokens=QUERY_TILE,
             wave_tokens=max(1, num_processors // spec.num_heads) * QUERY_TILE,
         )
 
     def add(self, work: StepWork, start: int, num_tokens: int) -> StepWork:
         """Return `work` with a chunk of `num_tokens` tokens behind `start` others."""
-        end, in_tiles = start + num_tokens, -(-num_tokens // QUERY_TILE) * QUERY_TILE
+        end = start + num_tokens
+        in_tiles = -(-num_tokens // self.tile_tokens) * self.tile_tokens
         return StepWork(
             work.linear_s + num_tokens * self.token_s,
             work.attention_s + in_tiles * (start + end) / 2 * self.key_s,
