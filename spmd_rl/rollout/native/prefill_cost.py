@@ -14,10 +14,10 @@ from typing import NamedTuple
 from spmd_rl.model.spec import ModelSpec
 
 QUERY_TILE = 128  # tokens of one head
-# What a multiprocessor of an H100 or H200 computes in bfloat16. Linear layers include all that is
-# done to each token but attention.
+# Speeds in bfloat16 of one multiprocessor of an H100 or H200. That of linear layers is an estimate
+# which includes all that is done to a token but attention; benchmarks/long_prompt.py compares it.
 LINEAR_FLOPS_PER_S = 3.0e12
-# FlashAttention-4 with heads of 128, far behind a prefix (results/h200/attention_prefill.json)
+# FlashAttention-4 with heads of 128, behind a prefix (results/h200/attention_prefill.json)
 ATTENTION_FLOPS_PER_S = 4.2e12
 
 

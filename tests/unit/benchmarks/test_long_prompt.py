@@ -1,4 +1,4 @@
-"""The benchmark of a long prompt, on a CPU: a small model, and a scheduler that plans steps apart."""
+"""The benchmark of a long prompt, on a CPU with a small model and steps that are planned apart."""
 
 from __future__ import annotations
 
