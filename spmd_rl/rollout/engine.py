@@ -122,6 +122,8 @@ class NativeEngineConfig:
     max_batch: int = 256  # sequences running at once
     # of decoding (one a sequence) and chunks of prompts together; 0: 8192 (GPU) or 2048 (CPU)
     max_step_tokens: int = 0
+    # of prompts between two decoding steps, as estimated, where these are CUDA graphs; 0: no limit
+    max_prefill_ms: float = 40.0
     # compute and store the keys and values of a common prefix once
     prefix_cache: bool = True
     # where FlashAttention runs: record decoding steps, and launch each before the last is read
@@ -138,6 +140,8 @@ class NativeEngineConfig:
         fits = self.max_step_tokens == 0 or self.max_step_tokens >= self.max_batch
         expected = "0 (automatic), or at least max_batch"
         require(fits, "max_step_tokens", self.max_step_tokens, expected)
+        fits = 0 <= self.max_prefill_ms < math.inf
+        require(fits, "max_prefill_ms", self.max_prefill_ms, "0 (no limit) or more, and finite")
         fits = self.dtype in ("auto", "float32", "bfloat16")
         require(fits, "dtype", self.dtype, '"auto", "float32" or "bfloat16"')
 
