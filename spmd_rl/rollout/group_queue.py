@@ -58,6 +58,10 @@ class QueuedGroup:
     def is_accepted(self) -> bool:
         return self.group is not None and not self.rejection
 
+    def stopped(self, samples: list[Sample] | None) -> QueuedGroup:
+        """Return the entry as it is without its call, which has got as far as `samples`."""
+        return QueuedGroup(self.prompt, self.version, self.partial if samples is None else samples)
+
 
 @dataclass(frozen=True)
 class TakenGroups:
@@ -137,7 +141,8 @@ class GroupQueue:
 
     def end(self, entry: QueuedGroup, group: Group, rejection: str = "") -> None:
         """Note that a group that ran has ended, and why it was rejected if it was."""
-        entry.group, entry.rejection, entry.call = group, rejection, None
+        entry.group = Group(entry.prompt, []) if rejection else group  # it is only counted
+        entry.rejection, entry.call = rejection, None
         entry.partial = []
         self.num_running -= 1
         self._num_rejected += bool(rejection)
