@@ -52,16 +52,24 @@ if TYPE_CHECKING:
     from spmd_rl.config.rules import at_least as at_least
     from spmd_rl.config.run import RunConfig as RunConfig
     from spmd_rl.controller.capabilities import Contracted as Contracted
+    from spmd_rl.controller.capabilities import Pumped as Pumped
     from spmd_rl.controller.capabilities import Saver as Saver
     from spmd_rl.controller.capabilities import Sleeper as Sleeper
     from spmd_rl.controller.capabilities import WeightProvider as WeightProvider
     from spmd_rl.controller.capabilities import WeightReceiver as WeightReceiver
+    from spmd_rl.controller.completion import CompletionQueue as CompletionQueue
+    from spmd_rl.controller.completion import as_completed as as_completed
     from spmd_rl.controller.controller import Controller as Controller
+    from spmd_rl.controller.deferred import Deferred as Deferred
     from spmd_rl.controller.endpoint import Role as Role
     from spmd_rl.controller.endpoint import Sharded as Sharded
     from spmd_rl.controller.endpoint import collective as collective
+    from spmd_rl.controller.endpoint import concurrent as concurrent
     from spmd_rl.controller.endpoint import local as local
+    from spmd_rl.controller.endpoint import routed as routed
+    from spmd_rl.controller.pending import Pending as Pending
     from spmd_rl.controller.prefetch import CallQueue as CallQueue
+    from spmd_rl.controller.routing import Route as Route
     from spmd_rl.data.documents import DocumentConfig as DocumentConfig
     from spmd_rl.data.documents import Documents as Documents
     from spmd_rl.data.pairs import PairConfig as PairConfig
@@ -143,13 +151,18 @@ _HOMES = {
     "config.run": ("RunConfig",),
     "controller.capabilities": (
         "Contracted",
+        "Pumped",
         "Saver",
         "Sleeper",
         "WeightProvider",
         "WeightReceiver",
     ),
     "controller.controller": ("Controller",),
-    "controller.endpoint": ("Role", "Sharded", "collective", "local"),
+    "controller.completion": ("CompletionQueue", "as_completed"),
+    "controller.deferred": ("Deferred",),
+    "controller.endpoint": ("Role", "Sharded", "collective", "concurrent", "local", "routed"),
+    "controller.pending": ("Pending",),
+    "controller.routing": ("Route",),
     "data.sft": ("SftPairs",),
     "data.prompts": ("PromptConfig", "Prompts"),
     "errors": ("ConfigError", "SpmdError", "WeightMismatchError"),

@@ -178,7 +178,7 @@ def _rates(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, f
     if not groups:
         return {}
     columns, rollout_s = Group.to_columns(groups), metrics.get("time/rollout", 0.0)
-    reward_time_s = float(columns.reward_time_s.max())
+    reward_time_s = float(columns.reward_time_s.sum())
     rates = {"time/reward": reward_time_s} if reward_time_s > 0 else {}
     if rollout_s <= 0:
         return rates

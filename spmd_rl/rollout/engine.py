@@ -228,6 +228,11 @@ class Engine(Protocol):
     @property
     def has_work(self) -> bool: ...
 
+    @property
+    def is_pushing(self) -> bool:
+        """Whether weights are being pushed: until the commit, `step` would raise."""
+        ...
+
     def submit(self, request: Request) -> None:
         """Queue one request.
 
@@ -247,6 +252,10 @@ class Engine(Protocol):
 
         Returns their unfinished samples, whose `finish` is "abort".
         """
+        ...
+
+    def snapshot(self) -> list[Sample]:
+        """Return every unfinished sample as `abort` would, and go on with it."""
         ...
 
     def sleep(self) -> None:

@@ -72,6 +72,7 @@ class NativeEngine:
         self.sizes = sizes = choose_sizes(cfg, spec, device, reserved_bytes)
         self.device = device
         self.version: int | None = None
+        self.is_pushing = False
         backend = attention_backend(spec.head_dim, sizes.dtype, device)
         self._async_scheduling = cfg.cuda_graphs and backend.fits_cuda_graphs
         self.table = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)
@@ -122,6 +123,9 @@ class NativeEngine:
     def abort(self, uid: int | None = None, index: int | None = None) -> list[Sample]:
         return [self._end(request, "abort") for request in self.scheduler.abort(uid, index)]
 
+    def snapshot(self) -> list[Sample]:
+        return [request.sample("abort") for request in self.scheduler.requests()]
+
     def sleep(self) -> None:
         self.scheduler.discard_kv(self.version or 0)
         self._in_flight = None
@@ -141,7 +145,9 @@ class NativeEngine:
 
     def sink(self) -> TensorSink:
         parameters = LocalTensors.whole(dict(self.model.named_parameters()))
-        return TensorSink(parameters.items(), self._forget_version, self._use_version)
+        return TensorSink(
+            parameters.items(), self._begin_push, self._use_version, self._forget_version
+        )
 
     def contract(self) -> dict[str, str | int]:
         return self.model.contract(self.device, self.sizes.dtype, self.cfg.attention_split)
@@ -160,12 +166,15 @@ class NativeEngine:
             **asdict(self.scheduler.counters),
         }
 
+    def _begin_push(self) -> None:
+        self.version, self.is_pushing = None, True
+
     def _forget_version(self) -> None:
         self.version = None
 
     def _use_version(self, version: int) -> None:
         """Forget all K/V, because the weights are now `version`."""
-        self.version = version
+        self.version, self.is_pushing = version, False
         if self._async_scheduling:
             self.model.fuse_projections()
         self.scheduler.discard_kv(version)

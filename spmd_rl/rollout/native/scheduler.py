@@ -129,6 +129,10 @@ class Scheduler:
         self.counters.num_aborts += len(aborted)
         return aborted
 
+    def requests(self) -> list[Request]:
+        """Return all requests, each with the answer that the host has of it."""
+        return [*self.table.answered(self.running), *self.waiting]
+
     def retract_all(self) -> None:
         """Return every running request to the front of the queue, the oldest first."""
         self.counters.num_retractions += len(self.running)
