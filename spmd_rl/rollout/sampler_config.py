@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spmd_rl.config.rules import at_least, require
+from spmd_rl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -31,3 +32,18 @@ class SamplerConfig:
         has_more = self.tail == "keep" or self.max_lag > 0 or self.oversample > 1
         expected = '"keep" with max_lag = 0 and oversample = 1, where a step needs every group'
         require(has_more, "tail", self.tail, expected)
+
+
+def refuse_lag(cfg: SamplerConfig) -> None:
+    """Raise a ConfigError where samples may be older than the weights, for on-policy recipes."""
+    expected = "0, because this recipe is on-policy (grpo_fully_async is not)"
+    require(cfg.max_lag == 0, "sampler.max_lag", cfg.max_lag, expected)
+
+
+def refuse_sampler(cfg: SamplerConfig) -> None:
+    """Raise a ConfigError where a sampler is set up, for recipes that generate without one."""
+    if cfg != SamplerConfig():
+        raise ConfigError(
+            "sampler is set, but this recipe generates without one: leave it out, "
+            "or run grpo or grpo_fully_async"
+        )
