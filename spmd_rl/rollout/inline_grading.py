@@ -23,7 +23,7 @@ class InlineGrading:
         self._grader = grader
         self._trace = trace
         self._skips = skips
-        self._graded: list[tuple[OpenGroup, Sample, str]] = []
+        self._graded: list[tuple[OpenGroup, Sample]] = []
 
     def submit(self, samples: Sequence[tuple[OpenGroup, Sample]]) -> None:
         began_ns = now_ns()
@@ -36,20 +36,20 @@ class InlineGrading:
     def has_news(self) -> bool:
         return bool(self._graded)
 
-    def graded(self) -> list[tuple[OpenGroup, Sample, str]]:
+    def graded(self) -> list[tuple[OpenGroup, Sample]]:
         graded, self._graded = self._graded, []
         return graded
 
     def forget(self, group: OpenGroup) -> None:
         self._graded = [one for one in self._graded if one[0] is not group]
 
-    def _grade(self, group: OpenGroup, sample: Sample) -> tuple[OpenGroup, Sample, str]:
+    def _grade(self, group: OpenGroup, sample: Sample) -> tuple[OpenGroup, Sample]:
         before_s = self._grader.reward_time_s
         try:
-            return group, self._grader.grade(group.prompt, sample), ""
+            return group, self._grader.grade(group.prompt, sample)
         except DataError as error:
             if not self._skips:
                 raise
-            return group, sample, str(error)
+            return group, sample.replace(status="failed", metadata={"error": str(error)})
         finally:
             group.reward_time_s += self._grader.reward_time_s - before_s

@@ -29,22 +29,22 @@ class OpenGroup:
     drawing: set[int] = field(default_factory=set)
     grading: dict[int, Sample] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
+    failed: list[Sample] = field(default_factory=list)
     reward_time_s: float = 0.0
 
     def snapshot(self, drawing: Iterable[Sample]) -> Group:
         """Return the group as it is now, where `drawing` are its samples that the engine has."""
         samples = sorted([*self.samples, *self.grading.values(), *drawing], key=_index)
-        return Group(self.prompt, samples, self.skipped, self.reward_time_s)
+        return Group(self.prompt, samples, self.failed, self.reward_time_s)
 
     def whole(self) -> Group:
         """Return the finished group.
 
         A group that failures leave with a single sample, which nothing compares with, is emptied.
         """
-        lone = bool(self.skipped) and len(self.samples) < 2
+        lone = bool(self.failed) and len(self.samples) < 2
         samples = [] if lone else sorted(self.samples, key=_index)
-        return Group(self.prompt, samples, self.skipped, self.reward_time_s)
+        return Group(self.prompt, samples, self.failed, self.reward_time_s)
 
 
 class Grading(Protocol):
@@ -58,8 +58,8 @@ class Grading(Protocol):
         """Whether `graded` would return something."""
         ...
 
-    def graded(self) -> list[tuple[OpenGroup, Sample, str]]:
-        """Return what was graded since the last call; the text says why a sample has no reward."""
+    def graded(self) -> list[tuple[OpenGroup, Sample]]:
+        """Return what was graded since the last call; what could not be has failed."""
         ...
 
     def forget(self, group: OpenGroup) -> None:
@@ -105,7 +105,7 @@ class RequestFlow:
         """
         group = OpenGroup(prompt, sampling, on_done)
         before = {sample.index: sample for sample in partial}
-        unfinished = {one.index: one for one in partial if one.finish == "abort"}
+        unfinished = {one.index: one for one in partial if one.status == "aborted"}
         finished = [one for one in partial if one.index not in unfinished]
         fresh = range(first_index, first_index + sampling.num_samples)
         self._open[id(group)] = group
@@ -146,12 +146,9 @@ class RequestFlow:
         if engine.has_work and not engine.is_pushing and (finished := engine.step().finished):
             self._grade([self._drawn(sample) for sample in finished])
         if self._grading is not None:
-            for group, sample, failure in self._grading.graded():
+            for group, sample in self._grading.graded():
                 del group.grading[sample.index]
-                if failure:
-                    group.skipped.append(failure)
-                else:
-                    group.samples.append(sample)
+                (group.failed if sample.status == "failed" else group.samples).append(sample)
                 self._close_if_whole(group)
 
     def snapshots(self) -> list[Group]:

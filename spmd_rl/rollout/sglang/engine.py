@@ -120,7 +120,7 @@ class SglangEngine:
             self._table.remove(one)
         if uid is None and index is None:
             self._answers.pop()
-        return [one.answered().sample("abort") for one in matching]
+        return [one.answered().sample("aborted") for one in matching]
 
     def sleep(self) -> None:
         """Give the KV memory back, and the weights too if they are to sleep.
@@ -149,7 +149,7 @@ class SglangEngine:
 
     def snapshot(self) -> list[Sample]:
         """Return every unfinished sample with the tokens that came so far."""
-        return [one.answered().sample("abort") for one in self._table.matching(None, None)]
+        return [one.answered().sample("aborted") for one in self._table.matching(None, None)]
 
     def open_push(self) -> None:
         """Keep the partial answers of all requests, and generate nothing until `commit_push`.

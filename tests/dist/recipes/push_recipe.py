@@ -28,12 +28,12 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
     weights.push(version=0)
-    groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
+    groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
     advantages = [np.linspace(-1, 1, len(group.samples)) for group in groups]
     trainer.train_step.call(rl.pack(groups, advantages), rl.grpo_loss)
     calls = [
         rollout.complete.start(prompt, cfg.sampling)
-        for prompt in prompts.next(cfg.prompts_per_step)
+        for prompt in prompts.take(cfg.prompts_per_step)
     ]
     while not any(len(one.tokens) for group in rollout.partials.call() for one in group.samples):
         pass  # until one of them has a token of version 0

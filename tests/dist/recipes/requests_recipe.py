@@ -34,7 +34,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
     ctl.link(trainer, rollout).push(version=0)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
-    asked = prompts.next(cfg.prompts_per_step)
+    asked = prompts.take(cfg.prompts_per_step)
     if not cfg.order:
         groups = rollout.generate.call(asked, cfg.sampling)
     else:
@@ -69,7 +69,7 @@ def ask_at_random(
     groups, num_resumed = [], 0
     while (call := ended.wait()) is not None:
         group = call.wait()
-        unfinished = [sample for sample in group.samples if sample.finish == "abort"]
+        unfinished = [sample for sample in group.samples if sample.status == "aborted"]
         if unfinished or len(group.samples) < sampling.num_samples:
             num_resumed += 1
             prompt = by_uid[group.prompt.uid]
