@@ -105,7 +105,7 @@ class Rollout:
         tokens = np.arange(num_tokens, dtype=np.int32) + uid
         version = self.version if version is None else version
         versions = np.full(num_tokens, version, np.int32)
-        return Sample(uid, 0, tokens, np.full(num_tokens, -0.5, np.float32), versions, "stop")
+        return Sample(uid, 0, tokens, np.full(num_tokens, -0.5, np.float32), versions, "completed")
 
     def end(self, *uids: int, version: int | None = None) -> None:
         for uid in uids:
