@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from spmd_rl.mesh.role_context import RoleContext as RoleContext
     from spmd_rl.mesh.split import PolicySplit as PolicySplit
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
+    from spmd_rl.mesh.split import SeparateSplit as SeparateSplit
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
     from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
@@ -99,7 +100,11 @@ if TYPE_CHECKING:
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
     from spmd_rl.rollout.engine import refuse_replay as refuse_replay
+    from spmd_rl.rollout.group_sampler import GroupSampler as GroupSampler
     from spmd_rl.rollout.rollout import Rollout as Rollout
+    from spmd_rl.rollout.sampler_config import SamplerConfig as SamplerConfig
+    from spmd_rl.rollout.sampler_config import refuse_lag as refuse_lag
+    from spmd_rl.rollout.sampler_config import refuse_sampler as refuse_sampler
     from spmd_rl.rollout.sglang.config import SglangEngineConfig as SglangEngineConfig
     from spmd_rl.train.config import FrozenConfig as FrozenConfig
     from spmd_rl.train.config import Fsdp2Config as Fsdp2Config
@@ -176,12 +181,14 @@ _HOMES = {
     "hooks.config": ("HookConfig",),
     "hooks.context": ("HookContext", "Keep"),
     "mesh.role_context": ("RoleContext",),
-    "mesh.split": ("PolicySplit", "RoleSplit", "Split"),
+    "mesh.split": ("PolicySplit", "RoleSplit", "SeparateSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
     "check.engine": ("announce_correction", "check_engine"),
     "check.inputs": ("check_inputs",),
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy", "refuse_replay"),
+    "rollout.group_sampler": ("GroupSampler",),
     "rollout.rollout": ("Rollout",),
+    "rollout.sampler_config": ("SamplerConfig", "refuse_lag", "refuse_sampler"),
     "rollout.sglang.config": ("SglangEngineConfig",),
     "train.config": (
         "FrozenConfig",

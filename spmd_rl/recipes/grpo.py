@@ -2,7 +2,8 @@
 
 spmd-rl run grpo --model PATH --data train.jsonl --reward module:function
 
-`--algorithm=NAME` chooses another algorithm that learns from the rewards of samples.
+`--algorithm=NAME` chooses another algorithm that learns from the rewards of samples. Where it
+leaves groups out, or `sampler` is set, a sampler replaces the groups that are rejected.
 """
 
 from __future__ import annotations
@@ -29,16 +30,20 @@ class Config(rl.PolicyConfig):
         default_factory=rl.NativeEngineConfig
     )
     hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
+    sampler: rl.SamplerConfig = field(default_factory=rl.SamplerConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
     # a model that only algorithm = "ppo" trains
     critic: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
     # `spmd-rl plan` counts on the engine's sleep while the trainer beside it trains
     engine_sleeps: ClassVar[bool] = True
+    is_on_policy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1})
         rl.refuse_greedy(self.sampling)
+        if self.is_on_policy:
+            rl.refuse_lag(self.sampler)
         rl.algorithm_of(self, self.sampling)
 
     def extra_roles(self) -> list[rl.ExtraRole]:
@@ -78,14 +83,29 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
-    start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
+    sampler = None
+    if update.algorithm.keeps is not None or cfg.sampler != rl.SamplerConfig():
+        sampler = rl.GroupSampler(
+            rollout,
+            prompts,
+            cfg.sampling,
+            cfg.sampler,
+            groups_per_step=cfg.prompts_per_step,
+            keep=update.keep,
+        )
+    source = {"sampler": sampler} if sampler else {"prompts": prompts}
+    start = ctl.resume(trainer=trainer, **source, **update.savers)
 
     for step in ctl.steps(cfg.steps, start):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
         with ctl.phase("rollout", awake=[rollout]):
-            groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
+            if sampler:
+                sampler.set_version(step.index)
+                groups = sampler.take(step.index)
+            else:
+                groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train", awake=update.roles):
             stats = update.step(groups, step.index)
-        step.log(groups, stats)
+        step.log(groups, stats, sampler.metrics() if sampler else {})
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

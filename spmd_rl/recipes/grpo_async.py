@@ -20,6 +20,11 @@ __all__ = ["Config", "check", "main"]
 class Config(grpo.Config):
     behaviour: Literal["old", "rollout"] = "rollout"  # which log-probs the ratio is taken against
     engine_sleeps: ClassVar[bool] = False  # its pages stay while the trainer beside it trains
+    is_on_policy: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rl.refuse_sampler(self.sampler)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -54,6 +54,13 @@ def extra_roles_of(cfg: Any) -> list[ExtraRole]:
     return roles
 
 
+class Verdict(NamedTuple):
+    """Whether a group is learned from, and if not, why."""
+
+    ok: bool
+    reason: str = ""
+
+
 class PolicyUpdate:
     """The algorithm of a recipe at work: its settings, and the roles that it needs.
 
@@ -85,6 +92,11 @@ class PolicyUpdate:
             )
         if CRITIC in spawned:
             self._critic = _Critic(cfg, cast(Critic, spawned[CRITIC]))
+
+    def keep(self, group: Group) -> Verdict:
+        """Return whether the algorithm learns from a group."""
+        keeps = self.algorithm.keeps
+        return Verdict(keeps is None or keeps(group), "equal_rewards")
 
     def refresh_reference(self, version: int) -> None:
         """Give the reference model, if there is one, the weights of the trainer."""
