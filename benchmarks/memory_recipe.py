@@ -71,7 +71,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             weights.push(version=step.index)
             read("sync")
         with ctl.phase("rollout", awake=[rollout]):
-            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
+            groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
             read("rollout")
         with ctl.phase("train", awake=[trainer]):
             stats = trainer.train_step.call(

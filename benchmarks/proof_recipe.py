@@ -47,7 +47,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             weights.push(version=step.index)
             held |= set(rollout.weights_digest.call())
         with ctl.phase("rollout", awake=[rollout]):
-            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
+            groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
             (counts,) = rollout.stats.call()
         with ctl.phase("train", awake=[trainer]):
             stats = update.step(groups, step.index)

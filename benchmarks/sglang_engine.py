@@ -132,7 +132,7 @@ def smoke(cfg: SglangEngineConfig, device: torch.device) -> int:
     step("first push", lambda: pushes.push(1))
     step("second push", lambda: pushes.push(2))
     first = step("generate 16 x 32", lambda: generate(engine, inputs, GREEDY))
-    step("lengths", lambda: sorted({(len(one.tokens), one.finish) for one in first})[:4].__str__())
+    step("lengths", lambda: sorted({(len(one.tokens), one.status) for one in first})[:4].__str__())
     step("generate again", lambda: generate(engine, inputs, GREEDY))
     for _ in range(2):
         before = torch.cuda.mem_get_info(device)[0]

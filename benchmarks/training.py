@@ -86,7 +86,7 @@ def _group(uid: int, new_tokens: int, vocab: int, rng: np.random.Generator) -> G
         return rng.integers(0, vocab, count, dtype=np.int32)
 
     zeros = np.zeros(new_tokens, np.float32)
-    sample = Sample(uid, 0, tokens(new_tokens), zeros, zeros.astype(np.int32), "length")
+    sample = Sample(uid, 0, tokens(new_tokens), zeros, zeros.astype(np.int32), "truncated")
     return Group(Prompt(uid, tokens(PROMPT_TOKENS)), [sample])
 
 

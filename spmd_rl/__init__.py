@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from spmd_rl.data.prompts import Prompts as Prompts
     from spmd_rl.data.sft import SftPairs as SftPairs
     from spmd_rl.data.sft_file import SftFile as SftFile
+    from spmd_rl.data.source import DataSource as DataSource
     from spmd_rl.errors import ConfigError as ConfigError
     from spmd_rl.errors import SpmdError as SpmdError
     from spmd_rl.errors import WeightMismatchError as WeightMismatchError
@@ -151,6 +152,7 @@ _HOMES = {
     "controller.controller": ("Controller",),
     "controller.endpoint": ("Role", "Sharded", "collective", "local"),
     "data.sft": ("SftPairs",),
+    "data.source": ("DataSource",),
     "data.prompts": ("PromptConfig", "Prompts"),
     "errors": ("ConfigError", "SpmdError", "WeightMismatchError"),
     "mesh.role_context": ("RoleContext",),

@@ -60,10 +60,10 @@ class EngineCase:
     def same(self, one: Sample, other: Sample) -> bool:
         """Whether two samples are the same, as far as this engine promises it."""
         length = None if self.exact else 1
-        return (one.prompt_uid, one.index, one.finish, len(one.tokens)) == (
+        return (one.prompt_uid, one.index, one.status, len(one.tokens)) == (
             other.prompt_uid,
             other.index,
-            other.finish,
+            other.status,
             len(other.tokens),
         ) and np.array_equal(one.tokens[:length], other.tokens[:length])
 
@@ -110,7 +110,7 @@ class EngineSuite:
         samples = case.finish(*requests)
         assert set(samples) == {(4, 0), (4, 1), (5, 0), (5, 1)}
         for sample in samples.values():
-            assert (len(sample.tokens), sample.finish) == (case.num_tokens, "length")
+            assert (len(sample.tokens), sample.status) == (case.num_tokens, "truncated")
             assert sample.versions.tolist() == [3] * case.num_tokens
             assert np.isfinite(sample.logprobs).all()
             assert (sample.logprobs <= 0).all()
@@ -150,11 +150,11 @@ class EngineSuite:
         stop = whole[10]
         end = whole.index(stop) + 1
         sample = case.finish(case.request(1, stop_ids=(stop,)))[1, 0]
-        assert (sample.finish, sample.tokens.tolist()) == ("stop", whole[:end])
+        assert (sample.status, sample.tokens.tolist()) == ("completed", whole[:end])
         assert len(sample.logprobs) == len(sample.versions) == end
         known = case.finish(case.request(1, stop_ids=(stop,), ignore_eos=False))[1, 0]
         assert known.tokens.tolist() == whole[: len(known.tokens)]
-        assert known.finish == "stop"
+        assert known.status == "completed"
         assert len(known.tokens) <= end
 
     def test_a_stop_string_ends_a_sample_and_stays(self, case: EngineCase) -> None:
@@ -163,7 +163,7 @@ class EngineSuite:
         text = case.decode(tuple(whole))
         stop = case.decode(tuple(whole[8:11]))
         sample = case.finish(case.request(1, stop=(stop,)))[1, 0]
-        assert sample.finish == "stop"
+        assert sample.status == "completed"
         assert sample.tokens.tolist() == whole[: len(sample.tokens)]
         made = case.decode(tuple(sample.tokens.tolist()))
         assert stop in made
@@ -177,7 +177,7 @@ class EngineSuite:
             case.engine.submit(request)
             case.advance(steps)
             (partial,) = case.engine.abort(6, 0)
-            assert partial.finish == "abort"
+            assert partial.status == "aborted"
             assert not case.engine.has_work
             num_tokens = len(partial.tokens)
             num_compared = num_tokens if case.exact else min(num_tokens, 1)

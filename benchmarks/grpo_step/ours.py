@@ -5,7 +5,7 @@ spmd-rl run benchmarks.grpo_step.ours --model FOLDER --data FILE
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -70,7 +70,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
         with ctl.phase("rollout", awake=[rollout]):
-            drawn = prompts.next(PROMPTS)
+            drawn = prompts.take(PROMPTS)
             groups = (
                 rollout.generate.call(drawn, sampling) if step.index else _given(drawn, tokenizer)
             )
@@ -97,9 +97,10 @@ def _sample(prompt: Prompt, index: int, tokens: list[int], tokenizer: object) ->
     unknown = np.full(len(tokens), -1, np.int32)
     logprobs = np.zeros(len(tokens), np.float32)
     sample = Sample(
-        prompt.uid, index, np.array(tokens, np.int32), logprobs, unknown, "length", text=text
+        prompt.uid, index, np.array(tokens, np.int32), logprobs, unknown, "truncated", text=text
     )
-    return replace(sample, reward=num_digits(text))
+    learned = np.ones(len(tokens), np.bool_)
+    return sample.replace(reward=num_digits(text), mask=learned)
 
 
 def _facts(groups: list[Group], batch: rl.Batch, stats: dict[str, float]) -> dict[str, float]:

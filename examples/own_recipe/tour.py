@@ -49,7 +49,7 @@ def check(cfg: Config) -> None:
 
 def reward(prompt: rl.Prompt, sample: rl.Sample) -> dict[str, float]:
     right = float(sample.text.strip() == prompt.answer)
-    ended = float(sample.finish == "stop")
+    ended = float(sample.status == "completed")
     return {"reward": right + 0.1 * ended, "right": right, "ended": ended}
 
 
@@ -88,10 +88,10 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             weights.push(version=step.index)
         if step.index % cfg.eval_every == 0:
             with ctl.phase("eval", awake=[rollout]):
-                groups = rollout.generate.call(held_out.next(len(held_out)), greedy)
+                groups = rollout.generate.call(held_out.take(len(held_out)), greedy)
             step.log({"eval/reward": np.mean([group.rewards.mean() for group in groups])})
         num_hard = cfg.prompts_per_step * step.index // cfg.steps
-        prompts = easy.next(cfg.prompts_per_step - num_hard) + hard.next(num_hard)
+        prompts = easy.take(cfg.prompts_per_step - num_hard) + hard.take(num_hard)
         first_uid = step.index * cfg.prompts_per_step
         prompts = [prompt.replace(uid=first_uid + i) for i, prompt in enumerate(prompts)]
         with ctl.phase("rollout", awake=[rollout]):

@@ -2,7 +2,7 @@
 
 An estimator maps groups to a list of [G] arrays: one array a group, in the order of its samples.
 Statistics are taken over the samples of one prompt, never over a batch, so groups may differ in
-size. A group all of whose samples were skipped has no advantages.
+size. A group all of whose samples failed has no advantages.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def _check(columns: GroupColumns) -> None:
 def _check_sizes(columns: GroupColumns) -> None:
     """Raises: ConfigError for a group of one sample, which has none to compare with."""
     sizes = columns.lengths.tolist()
-    for uid, size, skipped in zip(
-        columns.prompts.uid.tolist(), sizes, columns.skipped, strict=True
+    for uid, size, num_failed in zip(
+        columns.prompts.uid.tolist(), sizes, columns.failed.lengths.tolist(), strict=True
     ):
-        if size < 2 and not (skipped and size == 0):
+        if size < 2 and not (num_failed and size == 0):
             raise ConfigError(
                 f"prompt {uid} has {size} sample, but a group advantage compares the samples of "
                 "one prompt: set sampling.num_samples to 2 or more"

@@ -73,8 +73,8 @@ def without_truncated(batch: Batch, groups: list[Group]) -> Batch:
 
     The denominator stays, so that the other samples weigh what they did.
     """
-    finish = Group.to_columns(groups).samples.finish
-    ended = np.array([reason != "length" for reason in finish])
+    statuses = Group.to_columns(groups).samples.status
+    ended = np.array([status != "truncated" for status in statuses])
     return replace(batch, weight=batch.weight * np.repeat(ended, batch.lengths))
 
 

@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.types.samples import Group, GroupColumns
+from spmd_rl.types.samples import NO_VERSION, Group, GroupColumns, SampleColumns
 
 
 def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
@@ -16,23 +16,28 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
 
     `reward/solve_none` is the share of groups with no reward above 0, and `reward/solve_all` the
     share with all rewards at 1 or above. Both presume rewards from 0 to 1. Groups without samples
-    are counted as skipped and are part of no share. `reward/NAME` is the mean of the values that
+    are counted as failed and are part of no share. `reward/NAME` is the mean of the values that
     the reward function returned as NAME.
     """
     columns = Group.to_columns(groups)
-    skipped = {
-        "reward/skipped_samples": float(sum(map(len, columns.skipped))),
-        "reward/skipped_groups": float((columns.lengths == 0).sum()),
+    failed = {
+        "reward/failed_samples": float(columns.failed.lengths.sum()),
+        "reward/failed_groups": float((columns.lengths == 0).sum()),
     }
     samples = columns.samples
     if not len(samples):
-        return skipped if skipped["reward/skipped_groups"] else {}
-    metrics = skipped | _mean_parts(samples.parts) | _reward_metrics(columns)
+        return failed if failed["reward/failed_groups"] else {}
+    metrics = failed | _mean_parts(samples.parts) | _reward_metrics(columns)
     return metrics | {
-        "rollout/response_tokens_mean": len(samples.tokens) / len(samples),
-        "rollout/truncated": samples.finish.count("length") / len(samples),
+        "rollout/response_tokens_mean": num_drawn_tokens(samples) / len(samples),
+        "rollout/truncated": samples.status.count("truncated") / len(samples),
         **_version_lags(samples.versions, version),
     }
+
+
+def num_drawn_tokens(samples: SampleColumns) -> int:
+    """Return how many tokens of the samples an engine drew."""
+    return int(np.count_nonzero(samples.versions != NO_VERSION))
 
 
 def _reward_metrics(columns: GroupColumns) -> dict[str, float]:
@@ -47,8 +52,8 @@ def _reward_metrics(columns: GroupColumns) -> dict[str, float]:
 
 
 def _version_lags(versions: NDArray[np.int32], version: int) -> dict[str, float]:
-    """Return how many versions behind the trainer's weights the tokens were drawn."""
-    lag = version - versions.astype(np.int64)
+    """Return how many versions behind the trainer's weights the tokens of engines were drawn."""
+    lag = version - versions[versions != NO_VERSION].astype(np.int64)
     return {
         "version/lag_mean": float(lag.mean()) if lag.size else 0.0,
         "version/lag_max": float(lag.max()) if lag.size else 0.0,

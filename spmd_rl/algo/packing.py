@@ -15,7 +15,6 @@ from __future__ import annotations
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -24,12 +23,10 @@ from numpy.typing import NDArray
 from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.columns import concatenate, entry_indices, offsets_of
-from spmd_rl.types.samples import Group, GroupColumns
+from spmd_rl.types.samples import NO_VERSION, Group, GroupColumns
 
 Aggregation = Literal["token", "sample", "execution", "const"]
 TokensAndMask = tuple[NDArray[np.int32], NDArray[np.bool_]]
-
-NO_VERSION = -1
 
 
 def pack(
@@ -56,8 +53,8 @@ def _check(columns: GroupColumns, advantages: Sequence[NDArray[np.floating]]) ->
         raise ContractError(
             "pack needs one advantage for each sample of each group, in the order of the groups"
         )
-    if not len(columns.samples) and (reasons := [*chain(*columns.skipped)]):
-        raise DataError("no sample of this step could be graded", reasons[0])
+    if not len(columns.samples) and (failed := columns.failed.samples.rows()):
+        raise DataError("no sample of this step is usable", failed[0].metadata["error"])
     prompts = columns.prompts
     prompt_of_sample = np.repeat(np.arange(len(prompts)), columns.lengths)
     empty = prompts.uid[prompt_of_sample][prompts.lengths[prompt_of_sample] == 0]
@@ -81,7 +78,7 @@ def _sequences(columns: GroupColumns) -> _Sequences:
     return _Sequences(
         tokens=np.concatenate([prompts.tokens, samples.tokens])[flat],
         lengths=lengths[row_pairs].sum(1, dtype=np.int32),
-        mask=flat >= num_prompt_tokens,
+        mask=np.concatenate([np.zeros(num_prompt_tokens, np.bool_), samples.filled("mask")])[flat],
         rollout_logprobs=np.concatenate([no_logprobs, samples.logprobs])[flat],
         versions=np.concatenate([no_versions, samples.versions])[flat],
         temperature=samples.temperature.astype(np.float32),

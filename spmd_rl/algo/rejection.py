@@ -20,7 +20,9 @@ def accepted_samples(
     Of equal texts the first is accepted.
     """
     correct = [
-        sample for sample in group.samples if sample.finish == "stop" and sample.reward >= threshold
+        sample
+        for sample in group.samples
+        if sample.status == "completed" and sample.reward >= threshold
     ]
     if keep == "best":
         return [max(correct, key=lambda sample: sample.reward)] if correct else []

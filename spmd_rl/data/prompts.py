@@ -25,8 +25,9 @@ from spmd_rl.data.prompt_format import (
     report_dropped,
     report_numeric_answers,
 )
+from spmd_rl.data.source import DataSource
 from spmd_rl.data.stream import DATA_CHANGED
-from spmd_rl.errors import DataError
+from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.types.prompts import Prompt
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -41,7 +42,7 @@ class PromptConfig(PromptFormat):
         return (self.answer_key,) if self.answer_key else ()
 
 
-class Prompts:
+class Prompts(DataSource):
     """An endless stream of prompts from a .jsonl or .parquet file, or a slice `path@[start:stop]`.
 
     `len()` is the number of prompts of an epoch; `num_dropped` counts those that were too long.
@@ -70,21 +71,46 @@ class Prompts:
         self._prompts = kept
         self._written = [prompt_of(record, cfg) for record in compress(records, fits)]
         self._order = EpochOrder(len(kept), seed=cfg.seed, shuffle=cfg.shuffle)
+        self._given_back: list[int] = []  # uids, in order
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def next(self, num_prompts: int) -> list[Prompt]:
-        """Return the next prompts, across the end of an epoch if need be."""
-        return [self._draw() for _ in range(num_prompts)]
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """Return the next prompts, across the end of an epoch if need be.
+
+        Those that were given back come first, in the order of their uids.
+        """
+        again, self._given_back = self._given_back[:num_prompts], self._given_back[num_prompts:]
+        first = self._order.num_drawn
+        self._order.num_drawn += num_prompts - len(again)
+        return [*map(self._drawn, [*again, *range(first, self._order.num_drawn)])]
+
+    def give_back(self, prompts: Sequence[Prompt]) -> None:
+        """Have these prompts taken again, under the uids that they have.
+
+        Raises: SpmdError for a prompt that is not out.
+        """
+        uids = sorted(self._given_back + [prompt.uid for prompt in prompts])
+        for uid, following in zip(uids, [*uids[1:], self._order.num_drawn], strict=True):
+            if not 0 <= uid < following:
+                raise SpmdError(f"prompt {uid} is given back, but it is not out")
+        self._given_back = uids
 
     def as_written(self, prompt: Prompt) -> str | list[dict[str, Any]]:
         """Return a drawn prompt as it stands in the file: a text or chat messages."""
         return self._written[self._order.index_of(prompt.uid)]
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain data: the draws so far and a digest of the data."""
-        return {"drawn": self._order.num_drawn, "digest": self._digest}
+        """Return what `restore` needs, as plain data.
+
+        That is the draws so far, the uids that were given back, and a digest of the data.
+        """
+        return {
+            "drawn": self._order.num_drawn,
+            "given_back": self._given_back,
+            "digest": self._digest,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue after the draw at which `state` was taken.
@@ -93,11 +119,10 @@ class Prompts:
         """
         if state["digest"] != self._digest:
             raise DataError(self._path, f"the prompts are {DATA_CHANGED}")
-        self._order.num_drawn = state["drawn"]
+        self._order.num_drawn, self._given_back = state["drawn"], list(state["given_back"])
 
-    def _draw(self) -> Prompt:
-        uid = self._order.num_drawn
-        prompt = self._prompts[self._order.next()]
+    def _drawn(self, uid: int) -> Prompt:
+        prompt = self._prompts[self._order.index_of(uid)]
         return prompt.replace(uid=uid, meta=prompt.meta.copy())
 
     @cached_property

@@ -24,16 +24,16 @@ METRICS = (
         "share of prompts whose rewards are all 1 or more",
     ),
     Metric(
-        "reward/skipped_samples",
+        "reward/failed_samples",
         "samples",
-        "Samples left out",
-        "samples left out because they could not be graded",
+        "Failed samples",
+        "samples that failed, from which nothing is learned",
     ),
     Metric(
-        "reward/skipped_groups",
+        "reward/failed_groups",
         "prompts",
-        "Prompts left out",
-        "prompts left out because fewer than two of their samples were graded",
+        "Failed prompts",
+        "prompts left out because fewer than two of their samples are usable",
     ),
     Metric(
         "rollout/tokens_per_s",

@@ -29,7 +29,7 @@ class _SampleRow(msgspec.Struct, omit_defaults=True):
     answer: str
     text: str
     reward: float
-    finish: str
+    status: str
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
@@ -62,7 +62,7 @@ def _sample_rows(groups: Sequence[Group]) -> list[_SampleRow]:
         _repeat(prompts.answer, sizes),
         samples.text,
         samples.reward.tolist(),
-        samples.finish,
+        samples.status,
         split_at(samples.tokens.tolist(), samples.offsets),
         split_at(samples.logprobs.tolist(), samples.offsets),
         split_at(samples.versions.tolist(), samples.offsets),

@@ -82,7 +82,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
         with ctl.phase("rollout", awake=[rollout]):
-            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
+            groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train", awake=[trainer]):
             batch = taught(cfg, teacher, rl.pack_samples(groups))
             stats = trainer.train_step.call(batch, loss, needs=needs)

@@ -43,12 +43,12 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     for step in ctl.steps(cfg.steps, start):
         if not ahead:  # the first step of a run
             weights.push(version=step.index)
-            ahead.start(prompts.next(cfg.prompts_per_step), cfg.sampling)
+            ahead.start(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("rollout"):
             groups = ahead.wait()
         with ctl.phase("sync"):
             weights.push(version=step.index)
-        ahead.start(prompts.next(cfg.prompts_per_step), cfg.sampling)
+        ahead.start(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train"):
             stats = update.step(groups, step.index)
         step.log(groups, stats)

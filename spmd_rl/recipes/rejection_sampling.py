@@ -68,7 +68,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
 
     for step in ctl.steps(num_steps, ctl.resume(prompts=prompts, file=file)):
         num_left = num_prompts - step.index * cfg.prompts_per_step
-        drawn = prompts.next(min(cfg.prompts_per_step, num_left))
+        drawn = prompts.take(min(cfg.prompts_per_step, num_left))
         with ctl.phase("rollout", awake=[rollout]):
             groups = rollout.generate.call(drawn, cfg.sampling)
         accepted = [

@@ -30,7 +30,7 @@ PARTS = (BLUE, AMBER, GREEN, VIOLET)  # of the parts of a reward, in the order o
 _OTHERS = {
     "reward/solve_all": GREEN,
     "reward/solve_none": GREY,
-    "reward/skipped_groups": AMBER,
+    "reward/failed_groups": AMBER,
     "rollout/truncated": AMBER,
     "onpolicy/mismatched_tokens": RED,
     "onpolicy/compared_tokens": GREEN,

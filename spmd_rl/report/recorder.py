@@ -7,7 +7,6 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from spmd_rl.algo.group_metrics import group_metrics, rewards_are_equal
@@ -123,11 +122,11 @@ class Recorder:
     def _group_metrics(self, groups: list[Group], version: int) -> dict[str, float]:
         """Return the metrics of a step's groups.
 
-        Skipped samples, and warnings about rewards, are printed to stderr.
+        Failed samples, and warnings about rewards, are printed to stderr.
         """
-        for reason in chain(*Group.to_columns(groups).skipped):
+        for sample in Group.to_columns(groups).failed.samples.rows():
             print(
-                f"step {version + 1} skips a sample: {reason}",
+                f"step {version + 1} goes on without a sample: {sample.metadata['error']}",
                 file=sys.stderr,
                 flush=True,
             )

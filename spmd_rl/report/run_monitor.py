@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from spmd_rl.algo.group_metrics import num_drawn_tokens
 from spmd_rl.observe.metrics_log import MetricsLog, drop_steps_after, read_metrics
 from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.observe.sinks import Sinks
@@ -183,7 +184,7 @@ def _rates(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, f
     if rollout_s <= 0:
         return rates
     seconds = metrics["time/step"] if metrics.get("version/lag_max", 0.0) > 0 else rollout_s
-    return rates | {"rollout/tokens_per_s": len(columns.samples.tokens) / seconds}
+    return rates | {"rollout/tokens_per_s": num_drawn_tokens(columns.samples) / seconds}
 
 
 def _view(progress: RunProgress, title: str, tty: bool) -> ProgressView:

@@ -24,7 +24,7 @@ class _Row(msgspec.Struct):
     answer: str = ""
     text: str = ""
     reward: float | None = None
-    finish: str = ""
+    status: str = ""
     tokens: list[int] = []
     logprobs: list[float | None] = []
     versions: list[int] = []
@@ -125,7 +125,7 @@ def _without_tokens(row: _Row) -> dict[str, Any]:
     return {
         "index": row.index,
         "reward": row.reward,
-        "finish": row.finish,
+        "status": row.status,
         "parts": row.parts,
         "num_tokens": len(row.tokens),
     }

@@ -16,7 +16,7 @@ _NUMBER = re.compile(
 
 def exact(prompt: Prompt, sample: Sample) -> float:
     """Return 1 if the response equals the answer, without spaces around it, and was not cut off."""
-    return float(sample.finish == "stop" and sample.text.strip() == prompt.answer.strip())
+    return float(sample.status == "completed" and sample.text.strip() == prompt.answer.strip())
 
 
 def contains(prompt: Prompt, sample: Sample) -> float:

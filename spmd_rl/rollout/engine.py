@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
-from spmd_rl.types.samples import FinishReason, Sample
+from spmd_rl.types.samples import Sample, SampleStatus
 
 if TYPE_CHECKING:
     from spmd_rl.weights.ends import WeightSink
@@ -160,7 +160,7 @@ class NativeEngineConfig:
 
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 # Changing a copy of it takes less time than making a new one.
-_EMPTY_SAMPLE = Sample(0, 0, _NO_TOKENS, _NO_LOGPROBS, _NO_TOKENS, "abort")
+_EMPTY_SAMPLE = Sample(0, 0, _NO_TOKENS, _NO_LOGPROBS, _NO_TOKENS, "aborted")
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -194,17 +194,18 @@ class Request(msgspec.Struct, frozen=True):
         answer = partial.tokens, partial.logprobs, partial.versions, self.seed, partial.kept
         return Request(self.uid, self.index, self.prompt, self.sampling, *answer)
 
-    def sample(self, finish: FinishReason) -> Sample:
+    def sample(self, status: SampleStatus) -> Sample:
         return _EMPTY_SAMPLE.replace(
             prompt_uid=self.uid,
             index=self.index,
             tokens=self.tokens,
             logprobs=self.logprobs,
             versions=self.versions,
-            finish=finish,
+            status=status,
             temperature=self.sampling.scored_temperature,
             parts={},
             kept=self.kept,
+            metadata={},
         )
 
 
@@ -245,7 +246,7 @@ class Engine(Protocol):
     def abort(self, uid: int | None = None, index: int | None = None) -> list[Sample]:
         """End the requests of `uid` and `index`; None matches every one.
 
-        Returns their unfinished samples, whose `finish` is "abort".
+        Returns their unfinished samples, whose `status` is "aborted".
         """
         ...
 

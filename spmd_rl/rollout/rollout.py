@@ -157,12 +157,13 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted):
         except DataError as error:
             if self.cfg.on_reward_error == "raise":
                 raise
-            group.skipped.append(str(error))
+            failed = sample.replace(status="failed", metadata={"error": str(error)})
+            group.failed.append(failed)
         else:
             group.samples.append(sample)
 
 
 def _comparable(group: Group) -> Group:
-    """The group in the order of its samples; without them if skipping has left a single one."""
+    """The group in the order of its samples; without them if only a single one has not failed."""
     samples = sorted(group.samples, key=lambda sample: sample.index)
-    return replace(group, samples=[] if group.skipped and len(samples) < 2 else samples)
+    return replace(group, samples=[] if group.failed and len(samples) < 2 else samples)

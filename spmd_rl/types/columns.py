@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+C = TypeVar("C", bound="Columns")
 
 
 @dataclass(frozen=True)
@@ -17,10 +19,12 @@ class Columns:
     """Rows stored as columns. A column is an array, a list, or columns again. Read-only.
 
     A column named in `RAGGED` holds `lengths[i]` entries for row i, all rows end to end. Every
-    other column holds one entry a row.
+    other column holds one entry a row. A column named in `OPTIONAL` is empty where `default` makes
+    it.
     """
 
     RAGGED: ClassVar[tuple[str, ...]]
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
 
     lengths: NDArray[np.int64]
 
@@ -44,11 +48,22 @@ class Columns:
         """Return the rows of all parts, of which there is at least one."""
         if len(parts) == 1:
             return parts[0]
-        joined = {
-            name: _join_column([getattr(part, name) for part in parts])
-            for name, _ in parts[0]._columns()
-        }
+        joined = {}
+        for name, _ in parts[0]._columns():
+            columns = [getattr(part, name) for part in parts]
+            if name in cls.OPTIONAL and any(map(len, columns)):
+                columns = [part.filled(name) for part in parts]
+            joined[name] = _join_column(columns)
         return cls(**joined)
+
+    def filled(self, name: str) -> Any:
+        """Return a column with all its entries, also where it is left out."""
+        column = getattr(self, name)
+        return self.default(name) if name in self.OPTIONAL and not len(column) else column
+
+    def default(self, name: str) -> Any:
+        """Return what a column is if it is left out. Classes with such columns have it."""
+        raise NotImplementedError(name)
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
@@ -62,7 +77,8 @@ class Columns:
         num_rows, num_entries = len(self), int(self.offsets[-1])
         for name, column in self._columns():
             expected = num_entries if name in self.RAGGED else num_rows
-            if getattr(column, "ndim", 1) != 1 or len(column) != expected:
+            is_left_out = name in self.OPTIONAL and not len(column)
+            if getattr(column, "ndim", 1) != 1 or (len(column) != expected and not is_left_out):
                 raise ValueError(f"{name} must have {expected} entries")
 
     def _columns(self) -> list[tuple[str, Any]]:
@@ -78,6 +94,17 @@ def _join_column(parts: list[Any]) -> Any:
     for part in parts:
         joined += part
     return joined
+
+
+def consecutive_rows(rows: Iterable[tuple[C, int]]) -> list[tuple[C, int, int]]:
+    """Return (columns, start, stop) of each run of neighbouring rows, from (columns, row) pairs."""
+    runs: list[tuple[C, int, int]] = []
+    for columns, number in rows:
+        if runs and runs[-1][0] is columns and runs[-1][2] == number:
+            runs[-1] = (columns, runs[-1][1], number + 1)
+        else:
+            runs.append((columns, number, number + 1))
+    return runs
 
 
 def concatenate(arrays: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:

@@ -10,18 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import is_
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import ContractError
-from spmd_rl.types.columns import Columns, concatenate, split_at
+from spmd_rl.types.columns import Columns, concatenate, consecutive_rows, split_at
 from spmd_rl.types.prompts import Prompt, PromptColumns, construct
 
 _Row = tuple["GroupColumns", int]  # columns and a row of them
 
-FinishReason = Literal["stop", "length", "abort"]
+# how a sample ended: by a stop, at a length limit, before its end, or by an error of a hook
+SampleStatus = Literal["completed", "truncated", "aborted", "failed"]
+
+NO_VERSION = -1  # of a token that no engine drew
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,14 @@ class Sample:
     prompt that come from one run of it share its `execution`; -1 says that the sample is a run of
     its own.
 
-    Shape: `tokens`, `logprobs`, `versions` are [R].
+    `mask` marks the tokens that the policy drew and learns from. If it is not given, these are all
+    tokens with a version. Tokens of an observation, such as the result of a tool, have a log-prob
+    of 0, the version -1 and an empty kept set.
+
+    `metadata` is plain data of any kind. `metadata["error"]` says why a sample failed, and
+    `metadata["metrics"]` holds the numbers that hooks emitted.
+
+    Shape: `tokens`, `logprobs`, `versions`, `mask` are [R].
     """
 
     prompt_uid: int
@@ -44,13 +54,28 @@ class Sample:
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
-    finish: FinishReason
+    status: SampleStatus
     temperature: float = 1.0
     text: str = ""
     reward: float = float("nan")
     parts: dict[str, float] = field(default_factory=dict)
     execution: int = -1
     kept: bytes = b""
+    mask: NDArray[np.bool_] = field(default_factory=lambda: cast(Any, None))
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.__dict__["mask"] is None:
+            del self.__dict__["mask"]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Make the mask when it is first read, since few samples have one of their own."""
+            if name != "mask":
+                raise AttributeError(f"a Sample has no {name}")
+            mask = self.__dict__["mask"] = self.versions != NO_VERSION
+            return mask
 
     def replace(self, **values: Any) -> Sample:
         """Return a copy with these fields changed, like `Prompt.replace`."""
@@ -60,38 +85,55 @@ class Sample:
     def to_columns(samples: list[Sample]) -> SampleColumns:
         """Return the columns in which a list of samples crosses between processes.
 
+        A column of masks crosses only if a sample has one that was given, or that was read.
         Raises: ContractError when the arrays of a sample differ in length.
         """
-        lengths = [len(sample.tokens) for sample in samples]
-        for sample, length in zip(samples, lengths, strict=True):
-            if len(sample.logprobs) != length or len(sample.versions) != length:
-                raise ContractError(
-                    f"prompt {sample.prompt_uid}, sample {sample.index}: "
-                    "every token needs one log-prob and one version"
-                )
+        tokens = [sample.tokens for sample in samples]
+        logprobs = [sample.logprobs for sample in samples]
+        versions = [sample.versions for sample in samples]
+        has_masks = any("mask" in sample.__dict__ for sample in samples)
+        masks = [sample.mask for sample in samples] if has_masks else []
+        lengths = _check_lengths(samples, tokens, logprobs, versions, masks or tokens)
+        kept = [sample.kept for sample in samples]
+        metadata = [sample.metadata for sample in samples]
         return SampleColumns(
             lengths=np.array(lengths, np.int64),
             prompt_uid=np.array([sample.prompt_uid for sample in samples], np.int64),
             index=np.array([sample.index for sample in samples], np.int64),
-            tokens=concatenate([sample.tokens for sample in samples], np.int32),
-            logprobs=concatenate([sample.logprobs for sample in samples], np.float32),
-            versions=concatenate([sample.versions for sample in samples], np.int32),
-            finish=[sample.finish for sample in samples],
+            tokens=concatenate(tokens, np.int32),
+            logprobs=concatenate(logprobs, np.float32),
+            versions=concatenate(versions, np.int32),
+            status=[sample.status for sample in samples],
             temperature=np.array([sample.temperature for sample in samples], np.float64),
             text=[sample.text for sample in samples],
             reward=np.array([sample.reward for sample in samples], np.float64),
             parts=[sample.parts for sample in samples],
             execution=np.array([sample.execution for sample in samples], np.int64),
-            kept=[np.frombuffer(sample.kept, np.uint8) for sample in samples],
+            kept=[np.frombuffer(sets, np.uint8) for sets in kept] if any(kept) else [],
+            mask=concatenate(masks, np.bool_),
+            metadata=metadata if any(metadata) else [],
         )
+
+
+def _check_lengths(samples: list[Sample], *arrays: Sequence[NDArray[Any]]) -> list[int]:
+    """Return the lengths of the samples. Raises: ContractError where their arrays differ in it."""
+    lengths, *others = ([*map(len, own)] for own in arrays)
+    if any(other != lengths for other in others):
+        rows = zip(samples, lengths, *others, strict=True)
+        bad = next(sample for sample, length, *more in rows if set(more) != {length})
+        raise ContractError(
+            f"prompt {bad.prompt_uid}, sample {bad.index}: every token needs one log-prob, one "
+            "version and one entry of the mask"
+        )
+    return lengths
 
 
 @dataclass(frozen=True)
 class Group:
     """All samples of one prompt, in the order of their index.
 
-    `skipped` holds, for each sample that could not be graded, the reason. `reward_time_s` is how
-    long the rank that graded this group spent in the reward function during its whole call.
+    `failed` holds the samples of status "failed", from which nothing is learned. `reward_time_s` is
+    how long the rank that graded this group spent in the reward function during its whole call.
 
     A group from another process is only a row of columns at first. Its fields are made when one of
     them is first read.
@@ -99,13 +141,13 @@ class Group:
 
     prompt: Prompt
     samples: list[Sample]
-    skipped: list[str] = field(default_factory=list)
+    failed: list[Sample] = field(default_factory=list)
     reward_time_s: float = 0.0
 
     if TYPE_CHECKING:
         _row: ClassVar[_Row | None]  # while the fields are not made
-        # once they are: the row, and the samples that were made from it
-        _source: ClassVar[tuple[_Row, list[Sample]] | None]
+        # once they are: the row, and the samples and failed ones that were made from it
+        _source: ClassVar[tuple[_Row, list[Sample], list[Sample]] | None]
     else:
         _row = _source = (
             None  # with annotations they would be fields, which cross between processes
@@ -115,13 +157,13 @@ class Group:
             if self._row is None:
                 raise AttributeError(f"a Group has no {name}")
             columns, number = row = self.__dict__.pop("_row")
-            prompt, samples, skipped, reward_time_s = columns.groups[number]
+            prompt, samples, failed, reward_time_s = columns.groups[number]
             self.__dict__.update(
                 prompt=prompt,
                 samples=samples.copy(),
-                skipped=skipped,
+                failed=failed.copy(),
                 reward_time_s=reward_time_s,
-                _source=(row, samples),
+                _source=(row, samples, failed),
             )
             return getattr(self, name)
 
@@ -146,7 +188,7 @@ class Group:
         rows = [row for group in groups if (row := group._row or group._unchanged_row())]
         if not groups or len(rows) < len(groups):
             return _new_columns(groups)
-        runs = _consecutive_rows(rows)
+        runs = consecutive_rows(rows)
         joined = GroupColumns.join([columns[start:stop] for columns, start, stop in runs])
         if len(runs) > 1:  # the next call need not join them again
             for number, group in enumerate(groups):
@@ -156,10 +198,12 @@ class Group:
 
     def _unchanged_row(self) -> _Row | None:
         """Return the row that the fields were made from, if the samples are still the same."""
-        row, samples = self._source or (None, [])
-        if len(samples) != len(self.samples) or not all(map(is_, samples, self.samples)):
+        if self._source is None:
             return None
-        return row
+        row, samples, failed = self._source
+        if len(samples) != len(self.samples) or len(failed) != len(self.failed):
+            return None
+        return row if all(map(is_, samples + failed, self.samples + self.failed)) else None
 
 
 def _new_columns(groups: Sequence[Group]) -> GroupColumns:
@@ -168,60 +212,61 @@ def _new_columns(groups: Sequence[Group]) -> GroupColumns:
         lengths=np.array([len(group.samples) for group in groups], np.int64),
         prompts=Prompt.to_columns([group.prompt for group in groups]),
         samples=Sample.to_columns([sample for group in groups for sample in group.samples]),
-        skipped=[group.skipped for group in groups],
+        failed=FailedColumns(
+            lengths=np.array([len(group.failed) for group in groups], np.int64),
+            samples=Sample.to_columns([sample for group in groups for sample in group.failed]),
+        ),
         reward_time_s=np.array([group.reward_time_s for group in groups], np.float64),
     )
-
-
-def _consecutive_rows(rows: list[_Row]) -> list[tuple[GroupColumns, int, int]]:
-    """Return (columns, start, stop) of each run of neighbouring rows."""
-    runs: list[tuple[GroupColumns, int, int]] = []
-    for columns, number in rows:
-        if runs and runs[-1][0] is columns and runs[-1][2] == number:
-            runs[-1] = (columns, runs[-1][1], number + 1)
-        else:
-            runs.append((columns, number, number + 1))
-    return runs
 
 
 @dataclass(frozen=True)
 class SampleColumns(Columns):
     """Samples in columns; `lengths` counts tokens. `kept` are arrays, which travel as raw bytes."""
 
-    RAGGED = ("tokens", "logprobs", "versions")
+    RAGGED = ("tokens", "logprobs", "versions", "mask")
+    OPTIONAL = ("kept", "mask", "metadata")
 
     prompt_uid: NDArray[np.int64]
     index: NDArray[np.int64]
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
-    finish: list[FinishReason]
+    status: list[SampleStatus]
     temperature: NDArray[np.float64]
     text: list[str]
     reward: NDArray[np.float64]
     parts: list[dict[str, float]]
     execution: NDArray[np.int64]
     kept: list[NDArray[np.uint8]]
+    mask: NDArray[np.bool_]
+    metadata: list[dict[str, Any]]
+
+    def default(self, name: str) -> Any:
+        if name == "mask":
+            return self.versions != NO_VERSION
+        return [np.zeros(0, np.uint8) if name == "kept" else {} for _ in range(len(self))]
 
     def rows(self) -> list[Sample]:
         """Return the samples as objects. Raises: ValueError, as `check` does."""
         self.check()
-        columns = zip(
+        values = zip(
             self.prompt_uid.tolist(),
             self.index.tolist(),
             split_at(self.tokens, self.offsets),
             split_at(self.logprobs, self.offsets),
             split_at(self.versions, self.offsets),
-            self.finish,
+            self.status,
             self.temperature.tolist(),
             self.text,
             self.reward.tolist(),
             self.parts,
             self.execution.tolist(),
-            self.kept,
+            [sets.tobytes() for sets in self.kept] or [b""] * len(self),
+            self.filled("metadata"),
             strict=True,
         )
-        return [
+        samples = [
             construct(
                 Sample,
                 {
@@ -230,13 +275,14 @@ class SampleColumns(Columns):
                     "tokens": tokens,
                     "logprobs": logprobs,
                     "versions": versions,
-                    "finish": finish,
+                    "status": status,
                     "temperature": temperature,
                     "text": text,
                     "reward": reward,
                     "parts": parts,
                     "execution": execution,
-                    "kept": kept.tobytes(),
+                    "kept": kept,
+                    "metadata": metadata,
                 },
             )
             for (
@@ -245,15 +291,29 @@ class SampleColumns(Columns):
                 tokens,
                 logprobs,
                 versions,
-                finish,
+                status,
                 temperature,
                 text,
                 reward,
                 parts,
                 execution,
                 kept,
-            ) in columns
+                metadata,
+            ) in values
         ]
+        if len(self.mask):
+            masks = split_at(self.mask, self.offsets)
+            samples = [one.replace(mask=mask) for one, mask in zip(samples, masks, strict=True)]
+        return samples
+
+
+@dataclass(frozen=True)
+class FailedColumns(Columns):
+    """The failed samples of each group; `lengths` counts samples."""
+
+    RAGGED = ("samples",)
+
+    samples: SampleColumns
 
 
 @dataclass(frozen=True)
@@ -264,7 +324,7 @@ class GroupColumns(Columns):
 
     prompts: PromptColumns
     samples: SampleColumns
-    skipped: list[list[str]]
+    failed: FailedColumns
     reward_time_s: NDArray[np.float64]
 
     def rows(self) -> list[Group]:
@@ -272,18 +332,16 @@ class GroupColumns(Columns):
         in length.
         """
         try:
-            for columns in (self, self.prompts, self.samples):
+            for columns in (self, self.prompts, self.samples, self.failed, self.failed.samples):
                 columns.check()
         except ValueError as error:
             raise ContractError(f"the columns of groups do not fit each other: {error}") from error
         return [construct(Group, {"_row": (self, number)}) for number in range(len(self))]
 
     @cached_property
-    def groups(self) -> list[tuple[Prompt, list[Sample], list[str], float]]:
+    def groups(self) -> list[tuple[Prompt, list[Sample], list[Sample], float]]:
         """The fields of every group, made when a field of any group is first read."""
         samples = split_at(self.samples.rows(), self.offsets)
-        return list(
-            zip(
-                self.prompts.rows(), samples, self.skipped, self.reward_time_s.tolist(), strict=True
-            )
-        )
+        failed = split_at(self.failed.samples.rows(), self.failed.offsets)
+        times = self.reward_time_s.tolist()
+        return list(zip(self.prompts.rows(), samples, failed, times, strict=True))

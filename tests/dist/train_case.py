@@ -65,7 +65,7 @@ def make_groups(
             tokens,
             roll,
             versions,
-            "stop",
+            "completed",
             (0.7, 1.0, 0.0)[uid % 3],
             reward=float(rng.random()),
         )

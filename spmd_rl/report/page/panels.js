@@ -52,8 +52,8 @@ const PANELS = [
     title: "Samples and prompts left out",
     floor: 0,
     lines: [
-      ["reward/skipped_samples", "samples"],
-      ["reward/skipped_groups", "prompts"],
+      ["reward/failed_samples", "samples"],
+      ["reward/failed_groups", "prompts"],
     ],
   },
   {

@@ -55,8 +55,8 @@ function answerNode(sample, low, high) {
       ),
       el(
         "span",
-        { class: "badge finish", "--tone": sample.finish === "stop" ? "var(--soft)" : "var(--c1)" },
-        sample.finish || "unfinished",
+        { class: "badge status", "--tone": sample.status === "completed" ? "var(--soft)" : "var(--c1)" },
+        sample.status,
       ),
       el(
         "span",

@@ -26,7 +26,7 @@ from spmd_rl.rollout.native.scheduler import Scheduler
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.native.step_plan import StepPlan
 from spmd_rl.rollout.native.stop_checker import StopChecker
-from spmd_rl.types.samples import FinishReason, Sample
+from spmd_rl.types.samples import Sample, SampleStatus
 from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.tensor_ends import TensorSink
 
@@ -120,7 +120,7 @@ class NativeEngine:
         return output
 
     def abort(self, uid: int | None = None, index: int | None = None) -> list[Sample]:
-        return [self._end(request, "abort") for request in self.scheduler.abort(uid, index)]
+        return [self._end(request, "aborted") for request in self.scheduler.abort(uid, index)]
 
     def sleep(self) -> None:
         self.scheduler.discard_kv(self.version or 0)
@@ -258,10 +258,10 @@ class NativeEngine:
             return []
         requests = self.scheduler.remove(rows[ended].tolist())
         return [
-            self._end(request, "stop" if by_token else "length")
+            self._end(request, "completed" if by_token else "truncated")
             for request, by_token in zip(requests, stopped[ended].tolist(), strict=True)
         ]
 
-    def _end(self, request: Request, finish: FinishReason) -> Sample:
+    def _end(self, request: Request, status: SampleStatus) -> Sample:
         self._stop_checker.remove(request)
-        return request.sample(finish)
+        return request.sample(status)

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from spmd_rl.errors import SpmdError
 from spmd_rl.rollout.engine import StepOutput
-from spmd_rl.rollout.sglang.requests import Key, OpenRequest, RequestTable, finish_of, joined
+from spmd_rl.rollout.sglang.requests import Key, OpenRequest, RequestTable, joined, status_of
 from spmd_rl.rollout.sglang.structs import (
     AbortReq,
     BatchTokenIDOutput,
     SchedulerMessage,
     token_ids,
 )
-from spmd_rl.types.samples import FinishReason, Sample
+from spmd_rl.types.samples import Sample, SampleStatus
 
 
 @dataclass
@@ -134,26 +134,26 @@ class AnswerCollector:
         if is_stopped and may_finish:
             if delta.reason is None:
                 self._abort(one.rid)
-            self._finish(one, "stop")
+            self._finish(one, "completed")
         elif ends and delta.reason is not None:
-            self._finish(one, finish_of(delta.reason, one.request))
+            self._finish(one, status_of(delta.reason, one.request))
         elif waits and delta.is_aborted:
             self._end_aborted(one, may_finish)
 
     def _end_aborted(self, one: OpenRequest, may_finish: bool) -> None:
         """Have a request wait again. An abort hides that the last token was the sample's last."""
-        finish = self._table.finish_by_last_token(one)
-        if finish is None:
+        status = self._table.status_by_last_token(one)
+        if status is None:
             self._wait_again(one.rid)
         elif may_finish:
-            self._finish(one, finish)
+            self._finish(one, status)
         else:
             one.drop_last_token()
             self._wait_again(one.rid)
 
-    def _finish(self, one: OpenRequest, finish: FinishReason) -> None:
+    def _finish(self, one: OpenRequest, status: SampleStatus) -> None:
         self._table.remove(one)
-        self._new.finished.append(one.answered().sample(finish))
+        self._new.finished.append(one.answered().sample(status))
 
     def _wait_again(self, rid: str | None) -> None:
         one = self._table.running(rid or "")

@@ -116,7 +116,7 @@ class SglangEngine:
             self._table.remove(one)
         if uid is None and index is None:
             self._answers.pop()
-        return [one.answered().sample("abort") for one in matching]
+        return [one.answered().sample("aborted") for one in matching]
 
     def sleep(self) -> None:
         """Give the KV memory back, and the weights too if they are to sleep.

@@ -26,7 +26,7 @@ from spmd_rl.rollout.sglang.structs import (
     TokenizedGenerateReqInput,
     token_array,
 )
-from spmd_rl.types.samples import FinishReason
+from spmd_rl.types.samples import SampleStatus
 
 Key = tuple[int, int]  # uid and index
 STREAM_TOKENS = 8  # after so many, the rank looks for stops that the scheduler does not know
@@ -179,15 +179,15 @@ class RequestTable:
             self.stop_running(one)
         del self._open[one.key]
 
-    def finish_by_last_token(self, one: OpenRequest) -> FinishReason | None:
-        """Return how the answer so far is finished; None if it goes on."""
+    def status_by_last_token(self, one: OpenRequest) -> SampleStatus | None:
+        """Return how the answer so far has ended; None if it goes on."""
         request = one.answered()
         if not len(request.tokens):
             return None
         last = int(request.tokens[-1])
         if one.is_stopped or last in one.stop_ids or last in self._ends(request):
-            return "stop"
-        return "length" if request.num_tokens >= self._max_length(request) else None
+            return "completed"
+        return "truncated" if request.num_tokens >= self._max_length(request) else None
 
     def _ends(self, request: Request) -> set[int]:
         """Return the tokens at which the scheduler ends a sample."""
@@ -234,7 +234,7 @@ def sampling_seed(request: Request) -> int:
     return int(mixed[0] >> np.uint64(1))
 
 
-def finish_of(reason: dict[str, Any], request: Request) -> FinishReason:
+def status_of(reason: dict[str, Any], request: Request) -> SampleStatus:
     """Return how the scheduler says that a request ended.
 
     Raises: DataError where it refused the request; SpmdError where the weights give NaN logits.
@@ -245,9 +245,9 @@ def finish_of(reason: dict[str, Any], request: Request) -> FinishReason:
             f"the weights give NaN logits: prompt {request.uid}, sample {request.index}"
         )
     if kind == "stop":
-        return "stop"
+        return "completed"
     if kind == "length":
-        return "length"
+        return "truncated"
     message = reason.get("message") or f"SGLang ended it: {kind}"
     raise DataError(f"prompt {request.uid}, sample {request.index}", str(message))
 

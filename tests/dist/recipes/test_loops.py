@@ -125,7 +125,7 @@ def test_metrics_go_to_the_sinks_too(run: Any, monkeypatch: pytest.MonkeyPatch) 
         assert b"onpolicy/mismatched_tokens" in file.read_bytes()
 
 
-def test_poisoned_samples_are_skipped_and_counted(run: Any, tmp_path: Path) -> None:
+def test_poisoned_samples_fail_and_are_counted(run: Any, tmp_path: Path) -> None:
     """One sample of prompt 1, and all of prompt 5: the first group goes on without it, the other is
     left out.
     """
@@ -139,9 +139,7 @@ def test_poisoned_samples_are_skipped_and_counted(run: Any, tmp_path: Path) -> N
         "grpo", "--steps=2", f"--reward={reward}:grade", "--engine.on_reward_error=skip", nproc=2
     )
     check_proof(ended, 2)
-    counted = [
-        (row["reward/skipped_samples"], row["reward/skipped_groups"]) for row in ended.metrics
-    ]
+    counted = [(row["reward/failed_samples"], row["reward/failed_groups"]) for row in ended.metrics]
     assert counted == [(5, 1), (0, 0)]
     drawn_of = [(row["prompt_uid"], row["index"]) for row in ended.samples(1)]
     assert drawn_of == [(u, i) for u in range(8) for i in range(4) if u != 5 and (u, i) != (1, 0)]
@@ -190,7 +188,7 @@ def main(ctl, cfg):
     for step in ctl.steps(cfg.steps):
         if step.index % 2 == 0:
             weights.push(version=step.index)
-        groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
+        groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
         batch = rl.pack(groups, rl.group_advantage(groups))
         step.log(groups, trainer.train_step.call(batch, rl.grpo_loss))
 """

@@ -82,6 +82,6 @@ def unequal(samples: Samples, expected: Samples) -> int:
         sample.tokens.tobytes() != expected[name].tokens.tobytes()
         or sample.logprobs.tobytes() != expected[name].logprobs.tobytes()
         or sample.kept != expected[name].kept
-        or sample.finish != expected[name].finish
+        or sample.status != expected[name].status
         for name, sample in samples.items()
     )

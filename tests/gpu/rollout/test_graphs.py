@@ -36,7 +36,7 @@ def test_graphs_give_the_samples_of_single_steps(
 ) -> None:
     engine = new_engine(model, **cfg)
     assert unequal(finish(engine, workload()), alone) == 0
-    assert {sample.finish for sample in alone.values()} == {"stop", "length"}
+    assert {sample.status for sample in alone.values()} == {"completed", "truncated"}
     assert engine.stats()["num_graphs"] > 2
 
 

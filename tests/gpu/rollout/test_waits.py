@@ -75,12 +75,12 @@ def test_steps_in_which_prompts_come_and_sequences_end_do_not_synchronize(
             if samples:
                 came_later.append(after["num_admissions"] - before["num_admissions"])
             if after["num_running"]:
-                ended_beside_others += [sample.finish for sample in finished]
+                ended_beside_others += [sample.status for sample in finished]
             samples |= {(sample.prompt_uid, sample.index): sample for sample in finished}
     assert unequal(samples, alone) == 0
     assert engine.stats()["num_graphs"] == recorded
     assert sum(came > 0 for came in came_later) > 5
-    assert {"stop", "length"} == set(ended_beside_others)
+    assert {"completed", "truncated"} == set(ended_beside_others)
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])

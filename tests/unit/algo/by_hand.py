@@ -52,7 +52,7 @@ def hand_loss(answers: list[Answer], logprobs: PerToken, settings: dict[str, Any
     ]
     if s["mask_truncated"]:
         numbers = [
-            [0.0] * len(row) if answer.finish == "length" else row
+            [0.0] * len(row) if answer.status == "truncated" else row
             for answer, row in zip(answers, numbers, strict=True)
         ]
     counts = [sum(answer.learned) for answer in answers]

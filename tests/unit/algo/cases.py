@@ -28,7 +28,7 @@ class Answer:
     prompt: int
     reward: float
     parts: dict[str, float]
-    finish: str
+    status: str
     learned: list[bool]  # False for what a tool said
     logprobs: list[float]
     old: list[float]
@@ -63,7 +63,7 @@ def draw_case(seed: int, *, observations: bool = False, equal_group: bool = Fals
                     prompt=prompt,
                     reward=1.0 if equal_group and prompt == 0 else right + ended / 4,
                     parts={"reward": right + ended / 4, "right": right, "ended": ended},
-                    finish="length" if rng.random() < 0.3 else "stop",
+                    status="truncated" if rng.random() < 0.3 else "completed",
                     learned=learned,
                     logprobs=(np.array(old) + 0.3 * rng.standard_normal(size)).tolist(),
                     old=old,
@@ -88,7 +88,7 @@ def groups_of(answers: list[Answer]) -> list[Group]:
                 np.arange(answer.num_tokens, dtype=np.int32),
                 np.array(answer.rollout, np.float32),
                 np.zeros(answer.num_tokens, np.int32),
-                answer.finish,  # type: ignore[arg-type]
+                answer.status,  # type: ignore[arg-type]
                 reward=answer.reward,
                 parts=answer.parts,
             )

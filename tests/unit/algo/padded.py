@@ -60,7 +60,7 @@ class Padded:
                 name: torch.tensor([answer.parts[name] for answer in answers], dtype=F64)
                 for name in names
             },
-            truncated=torch.tensor([answer.finish == "length" for answer in answers]),
+            truncated=torch.tensor([answer.status == "truncated" for answer in answers]),
         )
 
 

@@ -21,7 +21,7 @@ REWARDS = arrays(np.float64, st.integers(2, 12), elements=st.floats(-5, 5))
 def _group(rewards: np.ndarray) -> Group:
     none = np.zeros(0, np.int32)
     samples = [
-        Sample(0, i, none, none.astype(np.float32), none, "stop", reward=float(r))
+        Sample(0, i, none, none.astype(np.float32), none, "completed", reward=float(r))
         for i, r in enumerate(rewards)
     ]
     return Group(Prompt(0, none), samples)
@@ -86,13 +86,16 @@ def test_without_std_advantages_are_centred_rewards(rewards: np.ndarray) -> None
     np.testing.assert_allclose(values, rewards - rewards.mean(), atol=1e-12)
 
 
-def test_a_group_goes_on_without_a_skipped_sample_and_an_emptied_one_teaches_nothing(
-    make_group,
+def test_a_group_goes_on_without_a_failed_sample_and_an_emptied_one_teaches_nothing(
+    make_group, failed
 ) -> None:
     """A group that was meant to have a single sample is refused as ever."""
-    left, emptied = make_group([1, 0, 0]), replace(make_group([], uid=1), skipped=["slow", "slow"])
+    left, emptied = (
+        make_group([1, 0, 0]),
+        replace(make_group([], uid=1), failed=failed("slow", "slow")),
+    )
     for estimate in (group_advantage, rloo_advantage):
-        values = estimate([replace(left, skipped=["slow"]), emptied])
+        values = estimate([replace(left, failed=failed("slow")), emptied])
         np.testing.assert_array_equal(values[0], estimate([left])[0])
         assert values[1].shape == (0,)
         with pytest.raises(ConfigError, match="num_samples to 2 or more"):

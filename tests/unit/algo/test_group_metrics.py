@@ -15,8 +15,8 @@ def test_by_hand(make_group) -> None:
     ]
     metrics = group_metrics(groups, version=3)
     assert metrics == {
-        "reward/skipped_samples": 0.0,
-        "reward/skipped_groups": 0.0,
+        "reward/failed_samples": 0.0,
+        "reward/failed_groups": 0.0,
         "reward/mean": 0.5,
         "reward/std": 0.5,
         "reward/solve_none": pytest.approx(1 / 3),
@@ -28,18 +28,18 @@ def test_by_hand(make_group) -> None:
     }
 
 
-def test_what_was_skipped_is_counted_and_in_no_statistic(make_group) -> None:
+def test_what_failed_is_counted_and_in_no_statistic(make_group, failed) -> None:
     whole = [make_group([1, 0]), make_group([1, 1], uid=1)]
-    emptied = replace(make_group([], uid=2), skipped=["slow", "slow"])
-    part = replace(whole[0], skipped=["slow"])
-    skipped = {"reward/skipped_samples": 3.0, "reward/skipped_groups": 1.0}
+    emptied = replace(make_group([], uid=2), failed=failed("slow", "slow"))
+    part = replace(whole[0], failed=failed("slow"))
+    counts = {"reward/failed_samples": 3.0, "reward/failed_groups": 1.0}
     assert (
         group_metrics([part, whole[1], emptied], version=0)
-        == group_metrics(whole, version=0) | skipped
+        == group_metrics(whole, version=0) | counts
     )
     assert group_metrics([emptied], version=0) == {
-        "reward/skipped_samples": 2.0,
-        "reward/skipped_groups": 1.0,
+        "reward/failed_samples": 2.0,
+        "reward/failed_groups": 1.0,
     }
 
 
@@ -64,8 +64,8 @@ def test_a_part_never_stands_for_one_of_ours(make_group) -> None:
     assert group_metrics([replace(group, samples=posing)], version=0)["reward/mean"] == 0.5
 
 
-def test_what_is_flat(make_group) -> None:
-    emptied = replace(make_group([], uid=2), skipped=["slow", "slow"])
+def test_what_is_flat(make_group, failed) -> None:
+    emptied = replace(make_group([], uid=2), failed=failed("slow", "slow"))
     assert rewards_are_equal([make_group([1, 1]), emptied, make_group([0, 0, 0], uid=1), emptied])
     assert not rewards_are_equal([make_group([1, 1]), make_group([0, 0, 1], uid=1)])
     assert not rewards_are_equal(

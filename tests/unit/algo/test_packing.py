@@ -25,7 +25,7 @@ def _groups(lengths: list[list[int]]) -> list[Group]:
             tokens,
             -tokens.astype(np.float32),
             np.full(size, 3, np.int32),
-            "stop",
+            "completed",
             0.7,
             reward=1.0,
         )
@@ -165,12 +165,12 @@ def test_bad_requests_are_refused() -> None:
         pack(empty, ones)
 
 
-def test_skipped_samples_leave_the_batch_that_the_others_make(make_group) -> None:
-    whole, emptied = make_group([1, 0]), replace(make_group([], uid=1), skipped=["poisoned"])
+def test_failed_samples_leave_the_batch_that_the_others_make(make_group, failed) -> None:
+    whole, emptied = make_group([1, 0]), replace(make_group([], uid=1), failed=failed("poisoned"))
     alone, beside = (
         pack(groups, group_advantage(groups)) for groups in ([whole], [emptied, whole])
     )
     for entry in fields(alone):
         np.testing.assert_array_equal(getattr(alone, entry.name), getattr(beside, entry.name))
-    with pytest.raises(DataError, match="no sample of this step could be graded: poisoned"):
+    with pytest.raises(DataError, match="no sample of this step is usable: poisoned"):
         pack([emptied], group_advantage([emptied]))

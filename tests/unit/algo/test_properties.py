@@ -106,7 +106,7 @@ def test_truncated_answers_weigh_nothing_and_the_others_what_they_did() -> None:
     answers = draw_case(3)
     plain, masked = algorithm("grpo"), algorithm("grpo", mask_truncated=True)
     first, second = (made.pack(groups_of(answers)) for made in (plain, masked))
-    truncated = np.repeat([answer.finish == "length" for answer in answers], first.lengths)
+    truncated = np.repeat([answer.status == "truncated" for answer in answers], first.lengths)
     assert truncated.any()
     assert first.denominator == second.denominator
     np.testing.assert_array_equal(second.weight, np.where(truncated, 0, first.weight))

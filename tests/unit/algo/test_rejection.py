@@ -16,19 +16,19 @@ from spmd_rl.types.samples import Group, Sample
 def group(*samples: tuple[str, float, str]) -> Group:
     none = np.zeros(0)
     made = [
-        Sample(0, i, none, none, none, finish, text=text, reward=reward)  # type: ignore[arg-type]
-        for i, (text, reward, finish) in enumerate(samples)
+        Sample(0, i, none, none, none, status, text=text, reward=reward)  # type: ignore[arg-type]
+        for i, (text, reward, status) in enumerate(samples)
     ]
     return Group(Prompt(0, np.zeros(1, np.int32)), made)
 
 
 SAMPLES = group(
-    ("a", 1.0, "stop"),
-    ("b", 0.5, "stop"),
-    ("a", 1.0, "stop"),
-    ("c", 3.0, "length"),
-    ("d", 2.0, "stop"),
-    ("e", 2.0, "stop"),
+    ("a", 1.0, "completed"),
+    ("b", 0.5, "completed"),
+    ("a", 1.0, "completed"),
+    ("c", 3.0, "truncated"),
+    ("d", 2.0, "completed"),
+    ("e", 2.0, "completed"),
 )
 
 

@@ -42,7 +42,7 @@ def sample(uid: int, version: int) -> Sample:
     logprobs = np.array([-0.1] * len(tokens), np.float32)
     versions = np.full_like(tokens, version)
     return Sample(
-        uid, 0, tokens, logprobs, versions, "stop", text="é", parts={"a": 0.1}, kept=b"\5\0"
+        uid, 0, tokens, logprobs, versions, "completed", text="é", parts={"a": 0.1}, kept=b"\5\0"
     )
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.prompts import PromptConfig, Prompts
 from spmd_rl.data.sft import SftPairs
-from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.errors import ConfigError, DataError, SpmdError
 
 Jsonl = Callable[..., str]
 
@@ -53,7 +53,7 @@ def test_without_shuffling_the_files_order() -> None:
 
 def test_uids_number_the_draws(jsonl: Jsonl, tokenizer: Any) -> None:
     prompts = Prompts(jsonl(*lines(3)), PromptConfig(), tokenizer)
-    got = prompts.next(2) + prompts.next(5)
+    got = prompts.take(2) + prompts.take(5)
     assert [prompt.uid for prompt in got] == list(range(7))
     assert sorted(prompt.answer for prompt in got[:3]) == ["0", "1", "2"]
     assert len(prompts) == 3
@@ -61,7 +61,7 @@ def test_uids_number_the_draws(jsonl: Jsonl, tokenizer: Any) -> None:
 
 def test_a_prompt_carries_text_tokens_source_and_the_rest(jsonl: Jsonl, tokenizer: Any) -> None:
     path = jsonl(*lines(1, level=3), name="sums.jsonl")
-    (prompt,) = Prompts(path, PromptConfig(), tokenizer).next(1)
+    (prompt,) = Prompts(path, PromptConfig(), tokenizer).take(1)
     assert (prompt.text, prompt.answer, prompt.source, prompt.meta) == (
         "0?",
         "0",
@@ -86,7 +86,7 @@ def test_a_value_that_cannot_travel_is_named(jsonl: Jsonl, tokenizer: Any, value
 
 def test_the_largest_numbers_that_travel(jsonl: Jsonl, tokenizer: Any) -> None:
     prompts = Prompts(jsonl(*lines(1, id=2**64 - 1, least=-(2**63))), PromptConfig(), tokenizer)
-    assert prompts.next(1)[0].meta == {"id": 2**64 - 1, "least": -(2**63)}
+    assert prompts.take(1)[0].meta == {"id": 2**64 - 1, "least": -(2**63)}
 
 
 def test_chat_template(jsonl: Jsonl, tokenizer: Any) -> None:
@@ -95,7 +95,7 @@ def test_chat_template(jsonl: Jsonl, tokenizer: Any) -> None:
         json.dumps({"prompt": turns, "answer": "a"}), json.dumps({"prompt": "u", "answer": "a"})
     )
     cfg = PromptConfig(chat_template=True, shuffle=False, template_kwargs={"thinking": False})
-    one, other = Prompts(path, cfg, tokenizer).next(2)
+    one, other = Prompts(path, cfg, tokenizer).take(2)
     assert one.text == "<system>s<user>u<assistant>[thinking=False]"
     assert other.text == "<user>u<assistant>[thinking=False]"
     assert one.tokens[0] == ord("<")  # the template's own tokens only, no second BOS
@@ -147,7 +147,7 @@ def test_a_field_of_the_wrong_kind_is_named(jsonl: Jsonl, tokenizer: Any) -> Non
     with pytest.raises(DataError, match=r"train.jsonl:1: prompt: half of a surrogate pair"):
         Prompts(jsonl(r'{"prompt": "x\ud800", "answer": "a"}'), PromptConfig(), tokenizer)
     assert (
-        Prompts(jsonl('{"prompt": "x"}'), PromptConfig(answer_key=""), tokenizer).next(1)[0].answer
+        Prompts(jsonl('{"prompt": "x"}'), PromptConfig(answer_key=""), tokenizer).take(1)[0].answer
         == ""
     )
 
@@ -172,7 +172,7 @@ def test_an_answer_that_is_a_number_is_its_text_and_this_is_said(
     said = f"{path}: 2 of 4 answers are numbers: they are used as text, such as '42'\n"
     prompts = Prompts(path, PromptConfig(shuffle=False), tokenizer)
     assert capsys.readouterr().out == said
-    assert [prompt.answer for prompt in prompts.next(4)] == ["0", "1", "42", "0.5"]
+    assert [prompt.answer for prompt in prompts.take(4)] == ["0", "1", "42", "0.5"]
     pairs = SftPairs(path, PromptConfig(shuffle=False), tokenizer)
     assert capsys.readouterr().out == said
     assert pairs.next(4)[2].tokens.tolist() == [1, ord("x"), ord("4"), ord("2"), 2]
@@ -197,9 +197,9 @@ def test_a_saved_position_continues_and_knows_its_data(jsonl: Jsonl, tokenizer: 
         Prompts(path, PromptConfig(), tokenizer),
         Prompts(path, PromptConfig(), tokenizer),
     )
-    first.next(7)
+    first.take(7)
     second.restore(json.loads(json.dumps(first.state())))
-    assert [(p.uid, p.text) for p in first.next(9)] == [(p.uid, p.text) for p in second.next(9)]
+    assert [(p.uid, p.text) for p in first.take(9)] == [(p.uid, p.text) for p in second.take(9)]
     with pytest.raises(
         DataError,
         match=r"train.jsonl@\[:4\]: the prompts are not those of the checkpoint.*--run.name",
@@ -207,6 +207,29 @@ def test_a_saved_position_continues_and_knows_its_data(jsonl: Jsonl, tokenizer: 
         Prompts(path + "@[:4]", PromptConfig(), tokenizer).restore(first.state())
     with pytest.raises(DataError, match="not those of the checkpoint"):
         Prompts(jsonl(*lines(5, level=3)), PromptConfig(), tokenizer).restore(first.state())
+
+
+def test_what_is_given_back_is_taken_first_in_order_of_uids(jsonl: Jsonl, tokenizer: Any) -> None:
+    path = jsonl(*lines(5))
+    prompts, resumed = (Prompts(path, PromptConfig(), tokenizer) for _ in range(2))
+    taken = prompts.take(8)
+    prompts.give_back([taken[6], taken[2]])
+    prompts.give_back([taken[4]])
+    resumed.restore(json.loads(json.dumps(prompts.state())))
+    expected = [(p.uid, p.text) for p in (taken[2], taken[4], taken[6])]
+    for source in (prompts, resumed):
+        assert [(p.uid, p.text) for p in source.take(2) + source.take(1)] == expected
+        assert [p.uid for p in source.take(2)] == [8, 9]
+
+
+@pytest.mark.parametrize("uids", [[0], [3], [-1], [1, 1]])
+def test_only_what_is_out_can_be_given_back(jsonl: Jsonl, tokenizer: Any, uids: list[int]) -> None:
+    prompts = Prompts(jsonl(*lines(2)), PromptConfig(), tokenizer)
+    taken = prompts.take(3)
+    prompts.give_back(taken[:1])
+    with pytest.raises(SpmdError, match=f"prompt {uids[0]} is given back, but it is not out"):
+        prompts.give_back([taken[0].replace(uid=uid) for uid in uids])
+    assert [prompt.uid for prompt in prompts.take(2)] == [0, 3]
 
 
 def test_pairs_learn_the_answer_and_the_end(jsonl: Jsonl, tokenizer: Any) -> None:
@@ -246,7 +269,7 @@ def test_a_prompt_as_written(jsonl, tokenizer) -> None:
     rows = [{"prompt": [{"role": "user", "content": "x" * 99}]}, {"prompt": chat}, {"prompt": "y"}]
     cfg = PromptConfig(chat_template=True, answer_key="", max_prompt_tokens=50)
     prompts = Prompts(jsonl(*map(json.dumps, rows)), cfg, tokenizer)
-    for prompt in prompts.next(7):
+    for prompt in prompts.take(7):
         text = prompts.as_written(prompt)
         assert text in (chat, "y")
         assert prompt.text.removesuffix("<assistant>").endswith("hello" if text == chat else "y")

@@ -78,12 +78,17 @@ def test_the_reward() -> None:
     prompt = Prompt(0, np.zeros(1, np.int32), "37+48=", "85")
     none = np.zeros(0)
     said = {
-        (text, finish): correct(prompt, Sample(0, 0, none, none, none, finish, text=text))
-        for text, finish in (("85", "stop"), ("85", "length"), ("86", "stop"), (" 85", "stop"))
+        (text, status): correct(prompt, Sample(0, 0, none, none, none, status, text=text))
+        for text, status in (
+            ("85", "completed"),
+            ("85", "truncated"),
+            ("86", "completed"),
+            (" 85", "completed"),
+        )
     }
-    assert [key for key, reward in said.items() if reward] == [("85", "stop")]
+    assert [key for key, reward in said.items() if reward] == [("85", "completed")]
     assert load_reward(f"{EXAMPLE / 'reward.py'}:correct").function(
-        prompt, Sample(0, 0, none, none, none, "stop", text="85")
+        prompt, Sample(0, 0, none, none, none, "completed", text="85")
     )
 
 

@@ -40,7 +40,7 @@ SENTENCE = {
     "answer": "44",
     "text": "44",
     "reward": 1.0,
-    "finish": "stop",
+    "status": "completed",
 }
 
 

@@ -35,7 +35,9 @@ CONFIG = "steps = 3\n[trainer]\nlr = 0.1\n"
 def group() -> Group:
     tokens = np.array([4, 5], np.int32)
     logprobs = np.array([-0.1, -1e-7], np.float32)
-    sample = Sample(0, 0, tokens, logprobs, np.zeros(2, np.int32), "stop", text="85", reward=1.0)
+    sample = Sample(
+        0, 0, tokens, logprobs, np.zeros(2, np.int32), "completed", text="85", reward=1.0
+    )
     return Group(Prompt(0, np.array([1], np.int32), "37+48=", "85"), [sample])
 
 

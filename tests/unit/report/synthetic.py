@@ -17,7 +17,7 @@ import numpy as np
 from spmd_rl.observe.metrics_log import MetricsLog
 from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import FinishReason, Group, Sample
+from spmd_rl.types.samples import Group, Sample, SampleStatus
 
 BEGAN_S = 1_760_000_000.0
 STEP_S = 0.4
@@ -142,15 +142,15 @@ def sample(
     if not said:
         words = " ".join(rng.choice(WORDS) for _ in range(rng.randrange(12, 60)))
         said = f"{words} → naïve\n{answer}"
-    finish: FinishReason = "stop" if rng.random() < 0.8 else "length"
-    tokens = [*encode(said), *([EOS] if finish == "stop" else [])]
+    status: SampleStatus = "completed" if rng.random() < 0.8 else "truncated"
+    tokens = [*encode(said), *([EOS] if status == "completed" else [])]
     return Sample(
         prompt_uid=uid,
         index=index,
         tokens=np.array(tokens, np.int32),
         logprobs=-np.array([rng.expovariate(1.5 + 4 * done) for _ in tokens], np.float32),
         versions=np.full(len(tokens), 3, np.int32),
-        finish=finish,
+        status=status,
         text=said,
         reward=float(rng.random() < 0.15 + 0.8 * done),
         parts={"format": 1.0},

@@ -45,7 +45,7 @@ def new_recorder(tmp_path: Path) -> Any:
 def group(*rewards: float, **parts: float) -> Group:
     one, numbers = np.zeros(1, np.int32), np.zeros(1, np.float32)
     samples = [
-        Sample(0, i, one, numbers, one, "stop", reward=r, parts=parts)
+        Sample(0, i, one, numbers, one, "completed", reward=r, parts=parts)
         for i, r in enumerate(rewards)
     ]
     return Group(Prompt(0, one), samples)

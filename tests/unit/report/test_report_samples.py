@@ -36,7 +36,7 @@ def test_tokens_say_what_they_say(tmp_path: Path) -> None:
         assert sample["versions"] == [3]
         text = "".join(sample["pieces"])
         assert "→ naïve\n" in text  # of several tokens each: whole characters, none torn
-        assert text.endswith("<|end|>") == (sample["finish"] == "stop")
+        assert text.endswith("<|end|>") == (sample["status"] == "completed")
 
 
 @given(st.text(max_size=60), st.lists(st.integers(0, 299), max_size=40))

@@ -51,7 +51,7 @@ def group() -> Group:
         np.zeros(4, np.int32),
         np.zeros(4, np.float32),
         np.zeros(4, np.int32),
-        "stop",
+        "completed",
         text="85",
     )
     return Group(Prompt(0, np.array([1], np.int32), "37+48=", "85"), [sample])

@@ -27,7 +27,7 @@ from spmd_rl.types.samples import Sample
 PROMPT = Prompt(7, np.array([1], np.int32), text="37+48=", answer="85")
 
 
-def sample(text: str, finish: Any = "stop") -> Sample:
+def sample(text: str, status: Any = "completed") -> Sample:
     num = len(text)
     return Sample(
         7,
@@ -35,7 +35,7 @@ def sample(text: str, finish: Any = "stop") -> Sample:
         np.zeros(num, np.int32),
         np.zeros(num, np.float32),
         np.zeros(num, np.int32),
-        finish,
+        status,
         text=text,
     )
 
@@ -61,7 +61,7 @@ def test_match(text: str, exact: float, contains: float, last_number: float) -> 
 
 
 def test_an_answer_that_was_cut_is_not_exact() -> None:
-    assert match.exact(PROMPT, sample("85", "length")) == 0
+    assert match.exact(PROMPT, sample("85", "truncated")) == 0
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def _raises_silently(prompt: Prompt, sample: Sample) -> float:
             lambda p, s: {"reward": 1, "mean": 2},
             "a value called 'mean', but reward/mean is a metric",
         ),
-        (lambda p, s: {"reward": 1, "skipped_samples": 2}, "a value called 'skipped_samples'"),
+        (lambda p, s: {"reward": 1, "failed_samples": 2}, "a value called 'failed_samples'"),
         (lambda p, s: {"form": 1.0}, "without the key 'reward'"),
         (lambda p, s: {"reward": 1.0, "form": "good"}, "as 'form': 'good'"),
         (lambda p, s: {"reward": 1.0, 3: "good"}, "as '3': 'good'"),

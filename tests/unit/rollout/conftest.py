@@ -103,7 +103,7 @@ def new_engine() -> Callable[..., NativeEngine]:
 
 @pytest.fixture(scope="session")
 def finish() -> Callable[..., Samples]:
-    return samples.finish
+    return samples.status
 
 
 @pytest.fixture(scope="session")

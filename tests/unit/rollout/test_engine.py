@@ -48,7 +48,7 @@ def test_tokens_stream_and_add_up_to_the_sample(model, new_engine):
     for sample in finished:
         assert len(sample.tokens) == 4 + sample.index
         assert list(zip(sample.tokens, sample.logprobs, strict=True)) == streamed[sample.index]
-        assert sample.finish == "length"
+        assert sample.status == "truncated"
         assert sample.tokens.dtype == np.int32
         assert sample.logprobs.dtype == np.float32
         assert (sample.logprobs <= 0).all()
@@ -77,8 +77,8 @@ def test_eos_and_stop_ids_end_a_sample_and_stay_in_it(model, new_engine, finish)
         tokens = sample.tokens.tolist()
         expected = tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
         assert with_eos[name].tokens.tolist() == expected
-        assert with_eos[name].finish == ("stop" if expected[-1] == EOS else "length")
-    assert any(sample.finish == "stop" for sample in with_eos.values())
+        assert with_eos[name].status == ("completed" if expected[-1] == EOS else "truncated")
+    assert any(sample.status == "completed" for sample in with_eos.values())
 
     stop_id = int(free[0, 0].tokens[3])
     pair = [request(stop_ids=(36, stop_id), max_tokens=60), request(index=1, max_tokens=60)]
@@ -97,7 +97,7 @@ def test_stop_strings_end_a_sample_and_stay_in_it_through_abort_and_resume(
     wanted = request(max_tokens=40, stop=("never there", stop))
     sample = finish(new_engine(model, decode=letters), [wanted])[0, 0]
     assert sample.tokens.tolist() == free.tokens[:12].tolist()
-    assert sample.finish == "stop"
+    assert sample.status == "completed"
 
     engine = new_engine(model, decode=letters)
     engine.submit(wanted)
@@ -142,7 +142,7 @@ def test_every_token_names_the_weights_that_made_it(
     # earlier tokens included
     as_prompt = Request(0, 0, np.concatenate([asked.prompt, sample.tokens[:4]]), asked.sampling)
     sample = type(sample)(
-        0, 0, sample.tokens[4:], sample.logprobs[4:], sample.versions[4:], "length"
+        0, 0, sample.tokens[4:], sample.logprobs[4:], sample.versions[4:], "truncated"
     )
     assert mismatched_tokens(model, [as_prompt], {(0, 0): sample}) == 0
 
@@ -150,7 +150,7 @@ def test_every_token_names_the_weights_that_made_it(
 def test_context_ends_a_sample(model, new_engine, finish):
     sample = finish(new_engine(model), [request(prompt=[3] * 190, max_tokens=50)])[0, 0]
     assert len(sample.tokens) == 2
-    assert sample.finish == "length"
+    assert sample.status == "truncated"
 
 
 def test_an_engine_that_finds_no_room_says_what_asks_for_less(model, new_engine, monkeypatch):

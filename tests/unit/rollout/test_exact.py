@@ -57,7 +57,7 @@ def unequal(samples, reference) -> int:
         samples[name].tokens.tobytes() != reference[name].tokens.tobytes()
         or samples[name].logprobs.tobytes() != reference[name].logprobs.tobytes()
         or samples[name].kept != reference[name].kept
-        or samples[name].finish != reference[name].finish
+        or samples[name].status != reference[name].status
         for name in reference
     )
 
@@ -140,7 +140,7 @@ def play(engine, schedule: Schedule) -> dict:
         if step in schedule.aborts:
             victim = requests[schedule.aborts[step]]
             for partial in engine.abort(victim.uid, victim.index):
-                assert partial.finish == "abort"
+                assert partial.status == "aborted"
                 engine.submit(victim.resumed(partial))
         if step in schedule.retracts:
             engine.sink().commit(0)

@@ -174,7 +174,7 @@ def test_stop_string_through_the_tokenizer(new_role):
         prompts(role, "5+5="), SamplingConfig(max_tokens=30, ignore_eos=True, stop=(stop,))
     )
     assert group.samples[0].text == free.samples[0].text[:cut]
-    assert group.samples[0].finish == "stop"
+    assert group.samples[0].status == "completed"
 
 
 def test_an_end_of_the_tokenizer_that_the_model_has_no_token_for_is_left_out(new_role, monkeypatch):
@@ -205,7 +205,7 @@ def test_the_tokenizers_end_ends_a_sample_like_the_configs(new_role):
     (group,) = role.generate(asked, SamplingConfig(max_tokens=30))
     ends = [tokens.index(one) for one in (1, tokens[9]) if one in tokens]
     assert group.samples[0].tokens.tolist() == tokens[: min(ends) + 1]
-    assert group.samples[0].finish == "stop"
+    assert group.samples[0].status == "completed"
 
 
 def test_ends_that_the_engine_does_not_know(new_role, folder, tmp_path):
@@ -227,7 +227,7 @@ def test_a_reward_that_raises_shows_the_sample_and_leaves_the_engine_clean(new_r
 
 
 @pytest.mark.parametrize("poisoned", [1, 3])
-def test_a_poisoned_sample_is_skipped_if_the_config_says_so(new_role, poisoned: int):
+def test_a_poisoned_sample_fails_alone_if_the_config_says_so(new_role, poisoned: int):
     """Its group goes on without it, or is emptied when that leaves a single sample; other groups
     are as ever.
     """
@@ -241,12 +241,14 @@ def test_a_poisoned_sample_is_skipped_if_the_config_says_so(new_role, poisoned: 
     role.grader = Grader(hangs, 0.05)
     asked, sampling = prompts(role, "7+8=", "1+1="), SamplingConfig(num_samples=4, max_tokens=5)
     whole, struck = role.generate(asked, sampling)
-    assert ([sample.reward for sample in whole.samples], whole.skipped) == ([0, 1, 2, 3], [])
+    assert ([sample.reward for sample in whole.samples], whole.failed) == ([0, 1, 2, 3], [])
     assert [sample.reward for sample in struck.samples] == ([1, 2, 3] if poisoned == 1 else [])
-    assert len(struck.skipped) == poisoned
-    assert all(
-        "prompt '1+1='" in why and why.endswith("took longer than 0.05 s") for why in struck.skipped
-    )
+    assert [sample.index for sample in struck.failed] == [*range(poisoned)]
+    for sample in struck.failed:
+        why = sample.metadata["error"]
+        assert "prompt '1+1='" in why
+        assert why.endswith("took longer than 0.05 s")
+        assert (sample.status, len(sample.tokens)) == ("failed", 5)
 
 
 def test_two_prompts_with_one_uid_are_refused(new_role):

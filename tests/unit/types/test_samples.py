@@ -22,7 +22,7 @@ def made(uid: int, sizes: list[int]) -> Group:
     def sample(index: int, size: int) -> Sample:
         tokens = np.arange(100 * uid + 10 * index, 100 * uid + 10 * index + size, dtype=np.int32)
         versions = np.full(size, uid, np.int32)
-        finish = "length" if index % 2 else "stop"
+        status = "truncated" if index % 2 else "completed"
         reward = float((uid * index) % 3) / 3
         return Sample(
             uid,
@@ -30,7 +30,7 @@ def made(uid: int, sizes: list[int]) -> Group:
             tokens,
             -tokens.astype(np.float32),
             versions,
-            finish,
+            status,
             0.7,
             f"{uid}",
             reward,
@@ -42,7 +42,11 @@ def made(uid: int, sizes: list[int]) -> Group:
         uid, np.arange(1 + uid % 3, dtype=np.int32), f"p{uid}", f"a{uid}", "here", {"line": uid}
     )
     samples = [sample(index, size) for index, size in enumerate(sizes)]
-    return Group(prompt, samples, [] if sizes else ["skipped"])
+    return Group(
+        prompt,
+        samples,
+        [] if sizes else [sample(0, 2).replace(status="failed", metadata={"error": "slow"})],
+    )
 
 
 def sent(groups: list[Group]) -> list[Group]:
@@ -62,7 +66,7 @@ def same_batch(one: Batch, other: Batch) -> bool:
 
 
 def plain(group: Group) -> str:
-    return repr((group.prompt, group.samples, group.skipped))
+    return repr((group.prompt, group.samples, group.failed))
 
 
 SIZES = st.lists(

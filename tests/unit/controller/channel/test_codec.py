@@ -77,7 +77,7 @@ def test_an_array_that_is_more_than_its_bytes_is_refused(array: Any) -> None:
 
 def test_a_sample_with_a_masked_array_is_refused() -> None:
     masked = np.ma.masked_equal(np.zeros(2, np.float32), 0)
-    samples = [Sample(0, 0, np.zeros(2, np.int32), masked, np.zeros(2, np.int32), "stop")]
+    samples = [Sample(0, 0, np.zeros(2, np.int32), masked, np.zeros(2, np.int32), "completed")]
     with pytest.raises(ContractError, match="a MaskedArray cannot cross between processes"):
         Codec(list[Sample]).pack(samples)
 
@@ -131,7 +131,7 @@ def test_the_nouns_cross() -> None:
         np.array([5], np.int32),
         np.array([-0.5], np.float32),
         np.zeros(1, np.int32),
-        "stop",
+        "completed",
         parts={"a": 1.0},
     )
     back = unpack(Codec(list[Group]).pack([Group(prompt, [sample])]), list[Group])
@@ -145,14 +145,14 @@ def sample(index: int, size: int) -> Sample:
         np.full(size, -0.5, np.float32),
         np.full(size, index, np.int32),
     )
-    return Sample(7, index, *arrays, "length", 0.5, f"{size}", float(size), {"a": 1.0})
+    return Sample(7, index, *arrays, "truncated", 0.5, f"{size}", float(size), {"a": 1.0})
 
 
 def test_lists_of_groups_cross_as_columns() -> None:
     prompts = [Prompt(uid, np.arange(uid, dtype=np.int32)) for uid in range(3)]
     groups = [
         Group(prompts[0], [sample(0, 3), sample(1, 0)]),
-        Group(prompts[1], [], ["slow", "no number"]),
+        Group(prompts[1], [], [sample(0, 2).replace(metadata={"error": "slow"}), sample(1, 0)]),
     ]
     groups.append(Group(prompts[2], [sample(2, 5)]))
     packed = Codec(Sharded[list[Group]]).pack(groups)
@@ -169,7 +169,7 @@ def test_columns_that_do_not_fit_are_refused() -> None:
             {"lengths": lengths}
             for lengths in (np.array([2]), np.array([-1]), np.array([2, -1]), flat)
         ),
-        {"skipped": []},
+        {"failed": {"lengths": np.array([1])}},
         *(
             {"prompts": {name: wrong}}
             for name, wrong in (("lengths", long), ("text", []), ("uid", flat))
@@ -177,6 +177,10 @@ def test_columns_that_do_not_fit_are_refused() -> None:
         *(
             {"samples": {name: wrong}}
             for name, wrong in (("lengths", long), ("text", []), ("reward", np.zeros(0)))
+        ),
+        *(
+            {"samples": {name: wrong}}
+            for name, wrong in (("mask", np.ones(2, np.bool_)), ("metadata", [{}, {}]))
         ),
     ]
     for wrong in wrongs:

@@ -57,7 +57,7 @@ def test_an_abort_at_the_last_token_can_be_resumed(case: SglangCase) -> None:
             (partial,) = case.engine.abort()
             resumed = case.finish(stopped.resumed(partial))[3, 0]
             assert resumed.tokens.tolist() == unbroken.tokens.tolist()
-            assert resumed.finish == unbroken.finish
+            assert resumed.status == unbroken.status
 
 
 def test_sleep_while_busy_is_refused_before_the_scheduler_sees_it(case: SglangCase) -> None:
