@@ -10,12 +10,12 @@ import socket
 import sys
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.hooks.loaded import LoadedHooks
 from spmd_rl.hooks.messages import NotReady, Ready, Serve, Start
 from spmd_rl.hooks.plain_server import serve_plain
 from spmd_rl.hooks.process_state import ProcessState
 from spmd_rl.hooks.rank_link import RankLink
 from spmd_rl.hooks.running_note import RunningNote
-from spmd_rl.hooks.signatures import load_reward
 
 PR_SET_PDEATHSIG = 1
 
@@ -29,16 +29,21 @@ def main(socket_fd: int, note_fd: int, parent_pid: int) -> None:
     if not isinstance(start, Start):
         return
     try:
-        rewards = [load_reward(name) for name in start.rewards]
+        hooks = LoadedHooks.of(start)
     except ConfigError as error:
         link.send(NotReady(str(error)))
         return
-    link.send(Ready([reward.form for reward in rewards]))
+    link.send(Ready([reward.form for reward in hooks.rewards]))
     serve = link.receive()
     if not isinstance(serve, Serve):
         return
-    state, note = ProcessState(), RunningNote(note_fd)
-    serve_plain(link, note, state, rewards, start.config)
+    note, state = RunningNote(note_fd), ProcessState()
+    if serve.kind == "plain":
+        serve_plain(link, note, state, hooks)
+        return
+    from spmd_rl.hooks.async_server import serve_async  # plain hooks need no asyncio
+
+    serve_async(link, note, state, hooks, serve)
 
 
 def end_with_parent(parent_pid: int) -> None:

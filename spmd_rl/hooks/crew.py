@@ -1,7 +1,8 @@
 """Crew: the processes of one kind of hooks, what each is sent, and who is to blame when one ends.
 
-A process is behind the protocol `Member`, and `Hands` carries out what it decides. A
-call is answered once; it is sent again only after its process ended through another's fault.
+A process is behind the protocol `Member`, and `Hands` carries out what the crew decides. A call is
+answered once. It is made again only after its process ended or was damaged through another's
+fault.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.hooks.messages import NotReady, Problem, Ready, Result, ToProcess, ToRank
+from spmd_rl.hooks.messages import (
+    Answer,
+    Ask,
+    AskTokens,
+    NotReady,
+    Problem,
+    Ready,
+    ToProcess,
+    ToRank,
+)
 from spmd_rl.hooks.running_note import Running
 
 AHEAD_S = 0.05  # work that a process is sent before it answers; more than that asks for another
@@ -20,6 +30,8 @@ MAX_AHEAD = 512  # calls
 START_DEADLINE_S = 600.0  # for a process to import the hooks
 OUTPUT_S = 1.0  # until more output may be read
 _NEWEST = 0.1  # weight of the newest call in the mean time of calls
+
+FromCall = Answer | Ask | AskTokens
 
 
 class Member(Protocol):
@@ -52,10 +64,9 @@ class Place:
     member: Member
     started_s: float
     ready: bool = False
-    calls: dict[int, None] = field(default_factory=dict)
-    is_fresh: bool = True  # it has answered no call yet
-    is_alone: bool = False  # with a call that may have ended the process before
-    is_ending: bool = False  # by itself, through nobody's fault
+    calls: dict[int, bool] = field(default_factory=dict)  # false: nobody wants the answer any more
+    is_alone: bool = False  # with a call that may have ended a process
+    is_spoiled: bool = False  # it gets no more calls, and ends after those that it has
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,7 @@ class Hands:
     start: Callable[[], Member]
     introduce: Callable[[Place, Ready], None]  # a process that has just become ready
     send: Callable[[Place, list[int]], None]
+    cancel: Callable[[Place, int], None]
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ class Crew:
         self.places: list[Place] = []
         self._limits, self._hands = limits, hands
         self._waiting: deque[int] = deque()
-        self._suspects: deque[int] = deque()  # each is sent to a process of its own
+        self._suspects: deque[int] = deque()  # each is made alone in a process
         self._mean_s = 0.0  # of a call; 0: not known
 
     def start(self, now_s: float) -> None:
@@ -97,45 +109,54 @@ class Crew:
         """Queue a call. It is sent by the next `dispatch`."""
         self._waiting.append(call_id)
 
-    def drop(self, call_id: int) -> bool:
-        """Forget a call that was not sent; return whether there was one."""
+    def drop(self, call_id: int) -> None:
+        """Forget a call. What its process still sends of it is ignored."""
+        if place := self.place_of(call_id):
+            place.calls[call_id] = False
+            self._hands.cancel(place, call_id)
         for queue in (self._waiting, self._suspects):
             if call_id in queue:
                 queue.remove(call_id)
-                return True
-        return False
 
-    def read(self, now_s: float, news: Collection[Member]) -> list[Result | Problem]:
-        """Read those processes that have news, and end those that are late.
+    def place_of(self, call_id: int) -> Place | None:
+        """Return the process that has this call."""
+        return next((place for place in self.places if call_id in place.calls), None)
+
+    def read(self, now_s: float, news: Collection[Member]) -> Iterator[FromCall]:
+        """Yield what calls have sent, and end those processes that are late.
 
         Raises: ConfigError when a hook cannot be imported; SpmdError when a process cannot start.
         """
-        answers: list[Result | Problem] = []
         for place in self.places.copy():
             if place.member in news:
-                exit_sentence = place.member.exit_sentence()
-                answers += self._read(place)
-                if exit_sentence:
-                    answers += self._end(place, exit_sentence)
+                sentence = place.member.exit_sentence()
+                yield from self._received(place)
+                if sentence:
+                    yield from self._end(place, sentence, self._known_runner(place))
                     continue
                 if place.member.garbled:
-                    answers += self._end(place, "wrote into the socket of its process")
+                    runner = None if self._limits.slots else next(iter(place.calls), None)
+                    yield from self._end(place, "wrote into the socket of its process", runner)
                     continue
-            answers += self._end_if_late(place, now_s)
-        return answers
+            yield from self._end_if_late(place, now_s)
+            if place.is_spoiled and not place.calls and place in self.places:
+                self._close(place)
 
     def dispatch(self, now_s: float) -> None:
         """Send waiting calls to processes that have room, and start another if they wait long."""
         if not self._waiting and not self._suspects:
             return
-        if not self.places:
+        usable = [place for place in self.places if not place.is_spoiled]
+        if not usable:
             self.start(now_s)
-        usable = [place for place in self.places if place.ready and not place.is_ending]
+        usable = [place for place in usable if place.ready]
         for place in usable:
             if self._suspects and not place.calls:
                 place.is_alone = True
                 self._send(place, [self._suspects.popleft()])
         if self._suspects:  # the processes are emptied for them
+            if all(place.calls for place in usable) and self._may_start():
+                self.start(now_s)
             return
         usable = sorted((place for place in usable if not place.is_alone), key=_load)
         for number, place in enumerate(usable):
@@ -156,9 +177,13 @@ class Crew:
     def close(self) -> None:
         """End all processes."""
         while self.places:
-            self.places.pop().member.close()
+            self._close(self.places[0])
 
-    def _read(self, place: Place) -> Iterator[Result | Problem]:
+    def _close(self, place: Place) -> None:
+        place.member.close()
+        self.places.remove(place)
+
+    def _received(self, place: Place) -> Iterator[FromCall]:
         for message in place.member.receive():
             if isinstance(message, Ready):
                 place.ready = True
@@ -166,52 +191,66 @@ class Crew:
             elif isinstance(message, NotReady):
                 raise ConfigError(message.error)
             elif message.call_id in place.calls:
-                yield from self._answer(place, message)
+                if isinstance(message, (Ask, AskTokens)) or self._settle(place, message):
+                    yield message
 
-    def _answer(self, place: Place, message: Result | Problem) -> Iterator[Result | Problem]:
-        del place.calls[message.call_id]
-        in_doubt = isinstance(message, Problem) and message.in_doubt
-        if in_doubt and not (place.is_fresh or place.is_alone):
-            self._suspects.append(message.call_id)
-        else:
-            yield message
-        place.is_ending |= in_doubt
-        place.is_fresh = place.is_alone = False
-        newest = message.seconds if self._mean_s else message.seconds / _NEWEST
+    def _settle(self, place: Place, answer: Answer) -> bool:
+        """Take an answer; return whether it stands, or the call is to be made again, alone."""
+        is_wanted = place.calls.pop(answer.call_id)
+        in_doubt = isinstance(answer, Problem) and answer.in_doubt and not place.is_alone
+        if in_doubt and is_wanted:
+            self._suspects.append(answer.call_id)
+        place.is_spoiled |= isinstance(answer, Problem) and answer.spoiled
+        place.is_alone = False
+        newest = answer.seconds if self._mean_s else answer.seconds / _NEWEST
         self._mean_s += (newest - self._mean_s) * _NEWEST
+        return not in_doubt
 
-    def _end_if_late(self, place: Place, now_s: float) -> Iterator[Result | Problem]:
+    def _end_if_late(self, place: Place, now_s: float) -> Iterator[FromCall]:
         """End a process that has not started in time, or whose hook has run for too long."""
         if not place.ready and now_s - place.started_s > START_DEADLINE_S:
             raise SpmdError(f"hooks were not imported within {START_DEADLINE_S:g} s")
-        deadline_s, running = self._limits.deadline_s, place.member.running()
-        if not deadline_s or running is None or running.call_id not in place.calls:
+        if self._late_runner(place, now_s) is None:
             return
-        if now_s - running.since_s > deadline_s:
-            yield from self._end(place, self._limits.late.format(deadline_s))
+        yield from self._received(place)  # it may have answered just now
+        if (runner := self._late_runner(place, now_s)) is not None:
+            sentence = self._limits.late.format(self._limits.deadline_s)
+            yield from self._end(place, sentence, runner)
 
-    def _end(self, place: Place, sentence: str) -> Iterator[Result | Problem]:
-        """End a process, blame the call that it was running, and queue its others again."""
-        place.member.close()
-        self.places.remove(place)
-        if not place.ready:
-            raise SpmdError(
-                f"a process of hooks {sentence} while it imported them\n{place.member.tail}"
-            )
+    def _late_runner(self, place: Place, now_s: float) -> int | None:
+        deadline_s, running = self._limits.deadline_s, place.member.running()
+        is_late = deadline_s and running and now_s - running.since_s > deadline_s
+        return running.call_id if running and is_late else None
+
+    def _known_runner(self, place: Place) -> int | None:
+        """Return the call that a process was running when it ended, if that is certain."""
         running = place.member.running()
-        blamed = running.call_id if running else None
+        if running is None or running.beside_threads:
+            return None
+        return running.call_id
+
+    def _end(self, place: Place, sentence: str, blamed: int | None) -> Iterator[FromCall]:
+        """End a process, fail the call that is to blame, and queue its others again.
+
+        If nobody is known to be, each call is suspected, and made alone in a process.
+        """
+        self._close(place)
+        if not place.ready:
+            tail = place.member.tail
+            raise SpmdError(f"a process of hooks {sentence} while it imported them\n{tail}".strip())
         if place.is_alone:
-            blamed = next(iter(place.calls), None)
-        others = [call_id for call_id in place.calls if call_id != blamed]
-        if blamed in place.calls:
+            blamed = next(iter(place.calls), blamed)
+        wanted = [call_id for call_id, is_wanted in place.calls.items() if is_wanted]
+        if blamed in wanted:
+            wanted.remove(blamed)
             yield Problem(blamed, 0.0, sentence)
-        elif not place.is_ending:
-            self._suspects.extend(others)
-            return
-        self._waiting.extendleft(reversed(others))
+        if blamed is None and not place.is_spoiled:
+            self._suspects.extend(wanted)
+        else:
+            self._waiting.extendleft(reversed(wanted))
 
     def _send(self, place: Place, call_ids: list[int]) -> None:
-        place.calls |= dict.fromkeys(call_ids)
+        place.calls |= dict.fromkeys(call_ids, True)
         self._hands.send(place, call_ids)
 
     def _ahead(self) -> int:
@@ -222,11 +261,16 @@ class Crew:
 
     def _wants_another(self, now_s: float) -> bool:
         """Whether what waits is more than `AHEAD_S` of work for processes that are all busy."""
-        if len(self.places) >= self._limits.processes or not all(p.ready for p in self.places):
+        if not self._may_start():
             return False
         ages = [now_s - run.since_s for place in self.places if (run := place.member.running())]
         call_s = max([self._mean_s, *ages])
         return call_s * len(self._waiting) / (self._limits.slots or 1) > AHEAD_S
+
+    def _may_start(self) -> bool:
+        """Return whether one more process is allowed, and none is just starting."""
+        places = [place for place in self.places if not place.is_spoiled]
+        return len(places) < self._limits.processes and all(place.ready for place in places)
 
     def _waits(self, place: Place, now_s: float) -> Iterator[float]:
         if not place.ready:

@@ -85,6 +85,12 @@ def describe(prompt: Prompt, samples: Sequence[Sample]) -> str:
     return f"prompt {prompt.uid} sample {sample.index} ({texts}, response {preview(sample.text)})"
 
 
+def describe_episode(prompt: Prompt, index: int) -> str:
+    """Return the prompt that `generate` was called on, and which sample of it."""
+    texts = f"prompt {preview(prompt.text)}, answer {preview(prompt.answer)}"
+    return f"prompt {prompt.uid} sample {index} ({texts})"
+
+
 def _number(value: Any, key: str) -> float:
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, NamedTuple
 
 from spmd_rl.hooks.context import HookContext
-from spmd_rl.hooks.messages import Calls
-from spmd_rl.hooks.results import BadResult, Grade, as_grade, as_grades, preview
+from spmd_rl.hooks.loaded import LoadedHooks
+from spmd_rl.hooks.messages import Calls, Result
+from spmd_rl.hooks.results import BadResult, as_grade, as_grades, preview
 from spmd_rl.hooks.signatures import RewardFunction
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
@@ -34,20 +35,18 @@ class RewardCall(NamedTuple):
             return self.reward.function(self.prompt, subject)
         return self.reward.function(self.context, self.prompt, subject)
 
-    def grades(self, result: Any) -> list[Grade]:
-        """Return a grade for each sample. Raises: BadResult."""
-        if self.reward.form.whole_group:
-            return as_grades(result, len(self.samples))
-        return [as_grade(result)]
+    def answer(self, result: Any, seconds: float) -> Result:
+        """Return the answer to the call. Raises: BadResult."""
+        grades = (
+            as_grades(result, len(self.samples))
+            if self.reward.form.whole_group
+            else [as_grade(result)]
+        )
+        metrics = self.context.metrics if self.context else _NO_METRICS
+        return Result(self.call_id, seconds, grades, metrics)
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        return self.context.metrics if self.context else _NO_METRICS
 
-
-def calls_of(
-    message: Calls, rewards: Sequence[RewardFunction], config: Mapping[str, Any]
-) -> Iterator[RewardCall]:
+def calls_of(message: Calls, hooks: LoadedHooks) -> Iterator[RewardCall]:
     """Yield the calls of a message, in order. Their arrays are read-only, for the next function."""
     for columns in (message.prompts, message.samples):
         for name in columns.__match_args__:
@@ -63,15 +62,11 @@ def calls_of(
         message.counts,
         strict=True,
     ):
-        reward, prompt = rewards[function], prompts[prompt_number]
-        index = 0 if reward.form.whole_group else samples[first].index
-        context = (
-            HookContext(
-                config, info.step, info.version, info.evaluation, info.seed, prompt.uid, index
-            )
-            if reward.form.takes_context
-            else None
-        )
+        reward, prompt = hooks.rewards[function], prompts[prompt_number]
+        context = None
+        if reward.form.takes_context:
+            index = 0 if reward.form.whole_group else samples[first].index
+            context = hooks.context(info, prompt.uid, index)
         yield RewardCall(call_id, reward, prompt, samples[first : first + count], context)
 
 

@@ -8,18 +8,22 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import threading
 import time
 from typing import NamedTuple
 
 NOBODY = -1  # no hook is running
-_CALL, _SINCE = 0, 1  # places of 8 bytes
+_CALL, _SINCE, _THREADS = 0, 1, 2  # places of 8 bytes
 
 
 class Running(NamedTuple):
-    """The call that is running, and since when on the monotonic clock."""
+    """The call that is running, since when on the monotonic clock, and whether threads of others
+    may run beside it.
+    """
 
     call_id: int
     since_s: float
+    beside_threads: bool = False
 
 
 class RunningNote:
@@ -27,6 +31,7 @@ class RunningNote:
 
     def __init__(self, descriptor: int) -> None:
         self._places = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE)).cast("q")
+        self._lock = threading.Lock()  # of the threads of this process
 
     @staticmethod
     def create() -> int:
@@ -43,6 +48,11 @@ class RunningNote:
         self._places[_SINCE] = time.monotonic_ns()
         self._places[_CALL] = call_id
 
+    def add_thread(self, change: int) -> None:
+        """Note that a thread has begun (1) or ended (-1)."""
+        with self._lock:
+            self._places[_THREADS] += change
+
     def clear(self) -> None:
         """Note that no hook is running."""
         self._places[_CALL] = NOBODY
@@ -50,4 +60,6 @@ class RunningNote:
     def read(self) -> Running | None:
         """Return the call that is running; None if there is none."""
         call_id = self._places[_CALL]
-        return None if call_id == NOBODY else Running(call_id, self._places[_SINCE] / 1e9)
+        if call_id == NOBODY:
+            return None
+        return Running(call_id, self._places[_SINCE] / 1e9, self._places[_THREADS] > 0)
