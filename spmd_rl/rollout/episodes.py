@@ -64,6 +64,11 @@ class Episodes:
             call.kept,
         )
 
+    def refuse(self, call: EngineCall, request: Request, problem: str) -> None:
+        """Tell an episode why the engine did not take the request of its turn."""
+        del self._turns[request.uid, request.index]
+        self._pool.refuse(call.task_id, call.call_id, problem)
+
     def answer(self, sample: Sample, text: str) -> bool:
         """Give a turn that the engine has finished to its episode; False if it is of none."""
         call = self._turns.pop((sample.prompt_uid, sample.index), None)

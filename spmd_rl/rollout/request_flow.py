@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.pool import HookPool
 from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded, Event, Failed
@@ -180,13 +181,21 @@ class RequestFlow:
 
     def _act_on_episode(self, episodes: Episodes, event: Event) -> None:
         if isinstance(event, EngineCall):
-            if (request := episodes.request_of(event)) is not None:
-                self._engine.submit(request)
+            self._begin_turn(episodes, event)
         elif isinstance(event, EpisodeEnded | Failed):
             group, samples, left = episodes.take(event)
             self._abort_requests(left)
             self._finish([(group, self._with_text(sample)) for sample in samples])
             self._close_if_whole(group)
+
+    def _begin_turn(self, episodes: Episodes, call: EngineCall) -> None:
+        request = episodes.request_of(call)
+        if request is None:
+            return
+        try:
+            self._engine.submit(request)
+        except (DataError, ConfigError) as error:
+            episodes.refuse(call, request, str(error))
 
     def _abort_requests(self, keys: Iterable[Key]) -> list[Sample]:
         ended: list[Sample] = []

@@ -86,7 +86,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         weights = reward_weights(reward)
         pool = None
         if weights or hooks.generate:  # its processes import the hooks while this one loads
-            pool = HookPool(hooks, list(weights), settings)
+            pool = HookPool(hooks, list(weights), settings, self._encode)
         self.tokenizer = load_tokenizer(model)
         from spmd_rl.rollout.build import build_engine
 
@@ -239,6 +239,10 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return self.tokenizer.decode(list(tokens))
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def _text_of(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
