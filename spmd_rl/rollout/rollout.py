@@ -241,8 +241,8 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         return self.tokenizer.decode(list(tokens))
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        (ids,) = self.tokenizer([text], add_special_tokens=False)["input_ids"]
+        return list(ids)
 
     def _text_of(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
