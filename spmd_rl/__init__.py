@@ -87,6 +87,9 @@ if TYPE_CHECKING:
     from spmd_rl.hooks.config import HookConfig as HookConfig
     from spmd_rl.hooks.context import HookContext as HookContext
     from spmd_rl.hooks.context import Keep as Keep
+    from spmd_rl.hooks.episode_engine import EpisodeEngine as EpisodeEngine
+    from spmd_rl.hooks.transcript import Transcript as Transcript
+    from spmd_rl.hooks.transcript import Turn as Turn
     from spmd_rl.mesh.role_context import RoleContext as RoleContext
     from spmd_rl.mesh.split import PolicySplit as PolicySplit
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
@@ -180,6 +183,8 @@ _HOMES = {
     "errors": ("ConfigError", "SpmdError", "WeightMismatchError"),
     "hooks.config": ("HookConfig",),
     "hooks.context": ("HookContext", "Keep"),
+    "hooks.episode_engine": ("EpisodeEngine",),
+    "hooks.transcript": ("Transcript", "Turn"),
     "mesh.role_context": ("RoleContext",),
     "mesh.split": ("PolicySplit", "RoleSplit", "SeparateSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
