@@ -23,7 +23,7 @@ class Config(grpo.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rl.refuse_sampler(self.sampler)
+        rl.refuse_sampler(self.sampler, self.hooks)
         rl.at_least(self, {"warmup_steps": 0, "warmup_pairs": 1, "warmup_lr": 0})
 
 

@@ -31,7 +31,7 @@ class Config(grpo.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rl.refuse_sampler(self.sampler)
+        rl.refuse_sampler(self.sampler, self.hooks)
         rl.at_least(self, {"eval_every": 1, "cap": 0, "distance_cost": 0})
 
 

@@ -69,7 +69,7 @@ def check(cfg: Config) -> None:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles, keep_group=cfg.hooks.keep_group)
     rollout = ctl.spawn(
         rl.Rollout,
         cfg.engine,
@@ -84,7 +84,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
     sampler = None
-    if update.algorithm.keeps is not None or cfg.sampler != rl.SamplerConfig():
+    if update.may_drop_groups or cfg.sampler != rl.SamplerConfig():
         sampler = rl.GroupSampler(
             rollout,
             prompts,
@@ -104,7 +104,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
                 sampler.set_version(step.index)
                 groups = sampler.take(step.index)
             else:
-                groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
+                asked = prompts.take(cfg.prompts_per_step)
+                groups = rollout.generate.call(asked, cfg.sampling, step=step.index)
         with ctl.phase("train", awake=update.roles):
             stats = update.step(groups, step.index)
         step.log(groups, stats, sampler.metrics() if sampler else {})

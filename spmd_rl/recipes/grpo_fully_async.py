@@ -31,7 +31,7 @@ class Config(grpo.Config):
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles, keep_group=cfg.hooks.keep_group)
     rollout = ctl.spawn(
         rl.Rollout,
         cfg.engine,
