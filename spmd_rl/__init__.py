@@ -96,6 +96,7 @@ if TYPE_CHECKING:
     from spmd_rl.mesh.split import SeparateSplit as SeparateSplit
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
+    from spmd_rl.observe.samples_file import read_groups as read_groups
     from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
     from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
     from spmd_rl.recipes.policy_update import extra_roles_of as extra_roles_of
@@ -188,6 +189,7 @@ _HOMES = {
     "mesh.role_context": ("RoleContext",),
     "mesh.split": ("PolicySplit", "RoleSplit", "SeparateSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
+    "observe.samples_file": ("read_groups",),
     "check.engine": ("announce_correction", "check_engine"),
     "check.inputs": ("check_inputs",),
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy", "refuse_replay"),
