@@ -1,6 +1,6 @@
 """A second implementation of the algorithms: padded [answers, tokens] tensors, as other libraries.
 
-It is written from the formulas of TRL 1.16 (GRPOTrainer, RLOOTrainer, PPOTrainer) and of verl
+It is written from the formulas of TRL (GRPOTrainer, RLOOTrainer) and of verl
 (trainer/ppo/core_algos.py), and shares no code with the package. Where their small constants
 differ from ours, ours are used: TRL adds 1e-4 to a standard deviation, verl 1e-6.
 """
