@@ -211,6 +211,8 @@ def padded_loss(answers: list[Answer], leaf: Tensor, s: dict[str, Any]) -> Tenso
             "clip": ratio.clamp(low, high),
             "mask": torch.where(inside, ratio, 0.0),
         }[mode]
+        if s.get("mean_one"):  # verl: rollout_is_batch_normalize
+            weight = weight / ((weight * p.mask).sum() / p.mask.sum())
         losses = losses * weight
     if s.get("opsm") is not None:  # slime: --use-opsm
         fall = (((p.old - p.logprobs) * p.mask).sum(1) / p.mask.sum(1)).detach()[:, None]
