@@ -83,7 +83,8 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
     ) -> None:
         super().__init__(cfg, context)
         self.seed = seed
-        weights = reward_weights(reward)
+        # one rank of a shard grades for all
+        weights = reward_weights(reward) if context.shard_rank == 0 else {}
         pool = None
         if weights or hooks.generate:  # its processes import the hooks while this one loads
             pool = HookPool(hooks, list(weights), settings, self._encode)

@@ -25,6 +25,7 @@ class Seat:
     """All that the role asks of its place."""
 
     device = torch.device("cpu")
+    shard_rank = 0
 
     def __init__(self) -> None:
         self.trace = Trace()
