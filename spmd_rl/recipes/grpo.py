@@ -83,16 +83,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
-    sampler = None
-    if update.may_drop_groups or cfg.sampler != rl.SamplerConfig():
-        sampler = rl.GroupSampler(
-            rollout,
-            prompts,
-            cfg.sampling,
-            cfg.sampler,
-            groups_per_step=cfg.prompts_per_step,
-            keep=update.keep,
-        )
+    sampler = make_sampler(cfg, rollout, prompts, update)
     source = {"sampler": sampler} if sampler else {"prompts": prompts}
     start = ctl.resume(trainer=trainer, **source, **update.savers)
 
@@ -110,3 +101,19 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             stats = update.step(groups, step.index)
         step.log(groups, stats, sampler.metrics() if sampler else {})
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+
+
+def make_sampler(
+    cfg: Config, rollout: rl.Rollout, prompts: rl.Prompts, update: rl.PolicyUpdate
+) -> rl.GroupSampler | None:
+    """Return what replaces rejected groups, if any can be rejected or the settings ask for it."""
+    if not update.may_drop_groups and cfg.sampler == rl.SamplerConfig():
+        return None
+    return rl.GroupSampler(
+        rollout,
+        prompts,
+        cfg.sampling,
+        cfg.sampler,
+        groups_per_step=cfg.prompts_per_step,
+        keep=update.keep,
+    )

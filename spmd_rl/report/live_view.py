@@ -37,6 +37,8 @@ _POLICY_METRICS = (
     ("train/grad_norm", "grad norm {}", ".2f"),
     ("train/clip_frac", "clipped {}", ".1%"),
     ("version/lag_max", "lag {}", ".0f"),
+    ("rollout/running", "running {}", ".0f"),
+    ("rollout/buffered", "buffered {}", ".0f"),
     ("memory/gpu_peak_gib", "GPU peak {} GiB", ".1f"),
 )
 
