@@ -190,9 +190,14 @@ class Crew:
                 self._hands.introduce(place, message)
             elif isinstance(message, NotReady):
                 raise ConfigError(message.error)
-            elif message.call_id in place.calls:
-                if isinstance(message, (Ask, AskTokens)) or self._settle(place, message):
-                    yield message
+            elif self._concerns(place, message):
+                yield message
+
+    def _concerns(self, place: Place, message: FromCall) -> bool:
+        """Take a message of a call; return whether anybody is to hear of it."""
+        if message.call_id not in place.calls:
+            return False
+        return isinstance(message, (Ask, AskTokens)) or self._settle(place, message)
 
     def _settle(self, place: Place, answer: Answer) -> bool:
         """Take an answer; return whether it stands, or the call is to be made again, alone."""

@@ -27,14 +27,17 @@ class ProcessState:
         self._torch = _torch_state()
         signal.signal(signal.SIGALRM, _ignore)
 
+    def end_if_forked(self) -> None:
+        """End a process that a hook has forked, and that has returned from it."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+
     def restore(self) -> None:
         """Put the folder, the streams, the alarm and torch's switches back.
 
-        A process that the call has forked ends here.
         Raises: OSError when the call has closed descriptors of the process.
         """
-        if os.getpid() != self._pid:
-            os._exit(0)
+        self.end_if_forked()
         os.fchdir(self._folder)
         self._restore_streams()
         if _handler_of(_SIGALRM) is not _ignore:
