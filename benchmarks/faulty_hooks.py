@@ -245,7 +245,7 @@ async def exit_in_task() -> None:
 
 async def leave_task() -> None:
     async def fail_later() -> None:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(30)
         os._exit(9)
 
     left.append(asyncio.create_task(fail_later()))

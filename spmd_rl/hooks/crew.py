@@ -65,8 +65,14 @@ class Place:
     started_s: float
     ready: bool = False
     calls: dict[int, bool] = field(default_factory=dict)  # false: nobody wants the answer any more
+    is_fresh: bool = True  # it has answered no call yet
     is_alone: bool = False  # with a call that may have ended a process
     is_spoiled: bool = False  # it gets no more calls, and ends after those that it has
+
+    @property
+    def is_proof(self) -> bool:
+        """Whether what goes wrong here can be the fault of nothing but its one call."""
+        return self.is_alone and self.is_fresh
 
 
 @dataclass(frozen=True)
@@ -202,14 +208,14 @@ class Crew:
     def _settle(self, place: Place, answer: Answer) -> bool:
         """Take an answer; return whether it stands, or the call is to be made again, alone."""
         is_wanted = place.calls.pop(answer.call_id)
-        in_doubt = isinstance(answer, Problem) and answer.in_doubt and not place.is_alone
-        if in_doubt and is_wanted:
+        stands = not isinstance(answer, Problem) or not answer.in_doubt or place.is_proof
+        if is_wanted and not stands:
             self._suspects.append(answer.call_id)
         place.is_spoiled |= isinstance(answer, Problem) and answer.spoiled
-        place.is_alone = False
+        place.is_alone = place.is_fresh = False
         newest = answer.seconds if self._mean_s else answer.seconds / _NEWEST
         self._mean_s += (newest - self._mean_s) * _NEWEST
-        return not in_doubt
+        return stands
 
     def _end_if_late(self, place: Place, now_s: float) -> Iterator[FromCall]:
         """End a process that has not started in time, or whose hook has run for too long."""
@@ -243,7 +249,7 @@ class Crew:
         if not place.ready:
             tail = place.member.tail
             raise SpmdError(f"a process of hooks {sentence} while it imported them\n{tail}".strip())
-        if place.is_alone:
+        if place.is_proof:
             blamed = next(iter(place.calls), blamed)
         wanted = [call_id for call_id, is_wanted in place.calls.items() if is_wanted]
         if blamed in wanted:
