@@ -49,19 +49,28 @@ if TYPE_CHECKING:
     from spmd_rl.check.engine import announce_correction as announce_correction
     from spmd_rl.check.engine import check_engine as check_engine
     from spmd_rl.check.inputs import check_inputs as check_inputs
+    from spmd_rl.config.dump import as_data as as_data
     from spmd_rl.config.rules import at_least as at_least
     from spmd_rl.config.run import RunConfig as RunConfig
     from spmd_rl.controller.capabilities import Contracted as Contracted
+    from spmd_rl.controller.capabilities import Pumped as Pumped
     from spmd_rl.controller.capabilities import Saver as Saver
     from spmd_rl.controller.capabilities import Sleeper as Sleeper
     from spmd_rl.controller.capabilities import WeightProvider as WeightProvider
     from spmd_rl.controller.capabilities import WeightReceiver as WeightReceiver
+    from spmd_rl.controller.completion import CompletionQueue as CompletionQueue
+    from spmd_rl.controller.completion import as_completed as as_completed
     from spmd_rl.controller.controller import Controller as Controller
+    from spmd_rl.controller.deferred import Deferred as Deferred
     from spmd_rl.controller.endpoint import Role as Role
     from spmd_rl.controller.endpoint import Sharded as Sharded
     from spmd_rl.controller.endpoint import collective as collective
+    from spmd_rl.controller.endpoint import concurrent as concurrent
     from spmd_rl.controller.endpoint import local as local
+    from spmd_rl.controller.endpoint import routed as routed
+    from spmd_rl.controller.pending import Pending as Pending
     from spmd_rl.controller.prefetch import CallQueue as CallQueue
+    from spmd_rl.controller.routing import Route as Route
     from spmd_rl.data.documents import DocumentConfig as DocumentConfig
     from spmd_rl.data.documents import Documents as Documents
     from spmd_rl.data.pairs import PairConfig as PairConfig
@@ -75,11 +84,19 @@ if TYPE_CHECKING:
     from spmd_rl.errors import ConfigError as ConfigError
     from spmd_rl.errors import SpmdError as SpmdError
     from spmd_rl.errors import WeightMismatchError as WeightMismatchError
+    from spmd_rl.hooks.config import HookConfig as HookConfig
+    from spmd_rl.hooks.context import HookContext as HookContext
+    from spmd_rl.hooks.context import Keep as Keep
+    from spmd_rl.hooks.episode_engine import EpisodeEngine as EpisodeEngine
+    from spmd_rl.hooks.transcript import Transcript as Transcript
+    from spmd_rl.hooks.transcript import Turn as Turn
     from spmd_rl.mesh.role_context import RoleContext as RoleContext
     from spmd_rl.mesh.split import PolicySplit as PolicySplit
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
+    from spmd_rl.mesh.split import SeparateSplit as SeparateSplit
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
+    from spmd_rl.observe.samples_file import read_groups as read_groups
     from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
     from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
     from spmd_rl.recipes.policy_update import extra_roles_of as extra_roles_of
@@ -87,7 +104,11 @@ if TYPE_CHECKING:
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
     from spmd_rl.rollout.engine import refuse_replay as refuse_replay
+    from spmd_rl.rollout.group_sampler import GroupSampler as GroupSampler
     from spmd_rl.rollout.rollout import Rollout as Rollout
+    from spmd_rl.rollout.sampler_config import SamplerConfig as SamplerConfig
+    from spmd_rl.rollout.sampler_config import refuse_lag as refuse_lag
+    from spmd_rl.rollout.sampler_config import refuse_sampler as refuse_sampler
     from spmd_rl.rollout.sglang.config import SglangEngineConfig as SglangEngineConfig
     from spmd_rl.train.config import FrozenConfig as FrozenConfig
     from spmd_rl.train.config import Fsdp2Config as Fsdp2Config
@@ -141,27 +162,40 @@ _HOMES = {
     "types.batch": ("Batch",),
     "config.rules": ("at_least",),
     "controller.prefetch": ("CallQueue",),
+    "config.dump": ("as_data",),
     "config.run": ("RunConfig",),
     "controller.capabilities": (
         "Contracted",
+        "Pumped",
         "Saver",
         "Sleeper",
         "WeightProvider",
         "WeightReceiver",
     ),
     "controller.controller": ("Controller",),
-    "controller.endpoint": ("Role", "Sharded", "collective", "local"),
+    "controller.completion": ("CompletionQueue", "as_completed"),
+    "controller.deferred": ("Deferred",),
+    "controller.endpoint": ("Role", "Sharded", "collective", "concurrent", "local", "routed"),
+    "controller.pending": ("Pending",),
+    "controller.routing": ("Route",),
     "data.sft": ("SftPairs",),
     "data.source": ("DataSource",),
     "data.prompts": ("PromptConfig", "Prompts"),
     "errors": ("ConfigError", "SpmdError", "WeightMismatchError"),
+    "hooks.config": ("HookConfig",),
+    "hooks.context": ("HookContext", "Keep"),
+    "hooks.episode_engine": ("EpisodeEngine",),
+    "hooks.transcript": ("Transcript", "Turn"),
     "mesh.role_context": ("RoleContext",),
-    "mesh.split": ("PolicySplit", "RoleSplit", "Split"),
+    "mesh.split": ("PolicySplit", "RoleSplit", "SeparateSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
+    "observe.samples_file": ("read_groups",),
     "check.engine": ("announce_correction", "check_engine"),
     "check.inputs": ("check_inputs",),
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy", "refuse_replay"),
+    "rollout.group_sampler": ("GroupSampler",),
     "rollout.rollout": ("Rollout",),
+    "rollout.sampler_config": ("SamplerConfig", "refuse_lag", "refuse_sampler"),
     "rollout.sglang.config": ("SglangEngineConfig",),
     "train.config": (
         "FrozenConfig",

@@ -7,7 +7,7 @@ to say so: then `spawn` also refuses a class whose only method of it is misspelt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from spmd_rl.controller.contracts import Contract
@@ -88,7 +88,37 @@ class Saver(Protocol):
         return []
 
 
-CAPABILITIES: tuple[type, ...] = (Contracted, WeightProvider, WeightReceiver, Sleeper, Saver)
+@runtime_checkable
+class Pumped(Protocol):
+    """A role with endpoints that return a `Deferred`: between commands, its rank calls `pump`.
+
+    An error that `pump` raises answers every call of the role that is unanswered on the rank.
+    """
+
+    def has_work(self) -> bool:
+        """Whether `pump` should be called at once, without waiting for anything."""
+        ...
+
+    def pump(self) -> None:
+        """Do one piece of work, such as an engine step, and answer the calls that it completes.
+
+        It is called between all commands while a call is unanswered, a few times a second at least.
+        """
+        ...
+
+    def watched(self) -> Sequence[int]:
+        """Return file descriptors that are readable when `pump` should be called."""
+        ...
+
+
+CAPABILITIES: tuple[type, ...] = (
+    Contracted,
+    WeightProvider,
+    WeightReceiver,
+    Sleeper,
+    Saver,
+    Pumped,
+)
 
 
 def capabilities(role: type[Role]) -> frozenset[type]:

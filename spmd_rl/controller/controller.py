@@ -123,7 +123,8 @@ class Controller:
         with, which is 0 in a fresh run.
 
         A part is a role that is a Saver, an object with methods `save(folder)` and `load(folder)`,
-        or one with `state()` and `restore(state)`.
+        or one with `state()` and `restore(state)`. An object with a method `close` is closed once
+        the recipe has returned.
         Blocks: until every role has loaded.
         Raises: ConfigError when a role is no Saver, or the checkpoint is of another recipe.
         """

@@ -6,6 +6,9 @@
 
 A `Sharded` argument is split over the role's data axis, and a `Sharded` result is joined in its
 order. Any other argument goes to every rank, and any other result must be the same on every rank.
+
+An endpoint that returns a `Deferred` answers later. Meanwhile its rank starts only the calls of
+endpoints marked `concurrent`; all others wait until nothing is unanswered on that rank.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from typing import Annotated, Any, Concatenate, Generic, ParamSpec, TypeVar, ove
 import numpy as np
 
 from spmd_rl.controller.channel.codec import Codec
+from spmd_rl.controller.deferred import Deferred
 from spmd_rl.controller.pending import Pending
+from spmd_rl.controller.routing import Route
 from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.mesh.role_context import RoleContext
 
@@ -65,15 +70,33 @@ class BoundEndpoint(Generic[P, R]):
             f"{self._endpoint.name} is called through its handle, by the controller only"
         )
 
+    def between_steps(self) -> BoundEndpoint[P, R]:
+        """Return this endpoint with calls that start while earlier ones are unanswered."""
+        raise ContractError(
+            f"{self._endpoint.name} is called through its handle, by the controller only"
+        )
+
 
 class Endpoint(Generic[P, R]):
-    """A method that the controller may call, on any one rank if it is `local`, else on all ranks
-    together.
+    """A method that the controller may call: on any one rank if it is `local`, on one shard of the
+    role if it has a `route`, else on all ranks together.
+
+    `route` returns, for the arguments of a call, what the choice of the shard depends on. A
+    `concurrent` endpoint may start while earlier calls are unanswered.
     """
 
-    def __init__(self, function: Callable[Concatenate[Any, P], R], local: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[Concatenate[Any, P], R],
+        *,
+        local: bool = False,
+        route: Callable[..., Route] | None = None,
+        concurrent: bool = False,
+    ) -> None:
         self.function = function
         self.local = local
+        self.route = route
+        self.concurrent = concurrent
         self.name: str = function.__name__
         self.__doc__ = function.__doc__
 
@@ -85,16 +108,44 @@ class Endpoint(Generic[P, R]):
         return self if instance is None else BoundEndpoint(self, instance)
 
 
-def collective(function: Callable[Concatenate[Any, P], R]) -> Endpoint[P, R]:
+@overload
+def collective(function: Callable[Concatenate[Any, P], Deferred[R]]) -> Endpoint[P, R]: ...
+@overload
+def collective(function: Callable[Concatenate[Any, P], R]) -> Endpoint[P, R]: ...
+def collective(function: Callable[Concatenate[Any, P], Any]) -> Endpoint[P, Any]:
     """Mark a method that all ranks of the role enter together, in the order of the controller's
     calls.
     """
-    return Endpoint(function, local=False)
+    return Endpoint(function)
 
 
-def local(function: Callable[Concatenate[Any, P], R]) -> Endpoint[P, R]:
+@overload
+def local(function: Callable[Concatenate[Any, P], Deferred[R]]) -> Endpoint[P, R]: ...
+@overload
+def local(function: Callable[Concatenate[Any, P], R]) -> Endpoint[P, R]: ...
+def local(function: Callable[Concatenate[Any, P], Any]) -> Endpoint[P, Any]:
     """Mark a method that any one rank may serve."""
     return Endpoint(function, local=True)
+
+
+def routed(
+    route: Callable[..., Route],
+) -> Callable[[Callable[Concatenate[Any, P], Deferred[R]]], Endpoint[P, R]]:
+    """Mark a method that one shard of the role serves; `route` says which suits a call best.
+
+    The call's value is that of the shard's first rank.
+    """
+
+    def mark(function: Callable[Concatenate[Any, P], Any]) -> Endpoint[P, Any]:
+        return Endpoint(function, route=route)
+
+    return mark
+
+
+def concurrent(endpoint: Endpoint[P, R]) -> Endpoint[P, R]:
+    """Let an endpoint start while earlier calls are unanswered on its ranks."""
+    endpoint.concurrent = True
+    return endpoint
 
 
 def endpoints(role: type[Role]) -> dict[str, Endpoint[Any, Any]]:
@@ -128,13 +179,17 @@ class Signature:
             raise ConfigError(
                 f"{self.where} needs a return type, since its result crosses the wire"
             )
+        self.is_deferred = typing.get_origin(hints["return"]) is Deferred
+        if self.is_deferred:
+            (hints["return"],) = typing.get_args(hints["return"])
         self.sharded = {name: _element(hint) for name, hint in hints.items() if _is_sharded(hint)}
         self._is_sharded = [name in self.sharded for name in self.names]
         self.scatters = any(self._is_sharded)
         self.gathers = "return" in self.sharded
-        if endpoint.local and self.sharded:
+        if (endpoint.local or endpoint.route) and self.sharded:
+            served = "@local: one rank" if endpoint.local else "@routed: one shard"
             raise ConfigError(
-                f"{self.where} is @local: one rank serves it, so nothing of it can be Sharded"
+                f"{self.where} is {served} serves it, so nothing of it can be Sharded"
             )
         self.result = Codec(hints["return"], functions=False)
         self.arguments = Codec(tuple[tuple(hints[name] for name in self.names)])  # type: ignore[misc]

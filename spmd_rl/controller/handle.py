@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import difflib
 import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from spmd_rl.controller.capabilities import capabilities
-from spmd_rl.controller.channel.codec import Packed, pack
-from spmd_rl.controller.channel.messages import Call, encode
+from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
+from spmd_rl.controller.channel.messages import Abort, Call, encode
 from spmd_rl.controller.channel.router import Values
 from spmd_rl.controller.endpoint import BoundEndpoint, Endpoint, Role, Signature, endpoints
 from spmd_rl.controller.lifecycle.calls import CallRecord
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
-from spmd_rl.controller.pending import Pending
+from spmd_rl.controller.pending import Pending, StartedCall
+from spmd_rl.controller.routing import Route, ShardBalancer
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.split import Placement
+
+_ABORT = encode(Abort())
 
 
 class Handle:
@@ -36,6 +40,7 @@ class Handle:
         for rank in placement.ranks:
             by_data_rank[placement.data_rank(rank)].append(rank)
         self.shards = [tuple(ranks) for ranks in by_data_rank]
+        self.balancer = ShardBalancer(len(self.shards))
         self.endpoints = {
             key: RemoteEndpoint(self, endpoint) for key, endpoint in endpoints(role).items()
         }
@@ -52,9 +57,12 @@ class Handle:
 class RemoteEndpoint(BoundEndpoint[..., Any]):
     """An endpoint of a role that lives on workers."""
 
-    def __init__(self, handle: Handle, endpoint: Endpoint[..., Any]) -> None:
+    def __init__(
+        self, handle: Handle, endpoint: Endpoint[..., Any], *, concurrent: bool | None = None
+    ) -> None:
         self._handle = handle
         self._endpoint = endpoint
+        self._concurrent = endpoint.concurrent if concurrent is None else concurrent
         self._signature = Signature(endpoint)
         self._call_name = f"{handle.name}.{endpoint.name}"
         self._headers: dict[str, bytes] = {}  # of the call, by phase
@@ -70,18 +78,32 @@ class RemoteEndpoint(BoundEndpoint[..., Any]):
 
     def start(self, *args: Any, **kwargs: Any) -> Pending[Any]:
         """Issue the call to its ranks, each with its shard of the arguments."""
-        return Pending(functools.partial(self._finish, self._issue(args, kwargs)))
+        record = self._issue(args, kwargs)
+        call = IssuedCall(record, self._handle.dispatcher)
+        return Pending(functools.partial(self._finish, record), call)
+
+    def between_steps(self) -> RemoteEndpoint:
+        """Return this endpoint with calls that start while earlier ones are unanswered."""
+        return RemoteEndpoint(self._handle, self._endpoint, concurrent=True)
 
     def _issue(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallRecord:
         dispatcher, ranks = self._handle.dispatcher, self._handle.placement.ranks
-        if self._endpoint.local:
+        arguments = self._signature.bind(args, kwargs)
+        route = self._endpoint.route and self._endpoint.route(*arguments)
+        shard = 0
+        if route is not None:
+            shard = self._handle.balancer.acquire(route)
+            ranks = self._handle.shards[shard]
+        elif self._endpoint.local:
             ranks = (min(ranks, key=dispatcher.calls.num_unanswered),)
-        values = self._packed(self._signature.bind(args, kwargs), ranks)
+        values = self._packed(arguments, ranks)
         record = dispatcher.calls.open(self._call_name, ranks)
+        if route is not None:
+            record.call_when_done(_Release(self._handle.balancer, route, shard))
         header = self._headers.get(record.phase)
         if header is None:
             header = self._headers[record.phase] = encode(
-                Call(self._handle.name, self._endpoint.name, record.phase)
+                Call(self._handle.name, self._endpoint.name, record.phase, self._concurrent)
             )
         dispatcher.issue(record, header, values)
         return record
@@ -98,8 +120,10 @@ class RemoteEndpoint(BoundEndpoint[..., Any]):
         by_rank = self._handle.dispatcher.collect(record, deadline_s)
         signature, values = self._signature, []
         unpack = signature.result.unpack
+        by_shard = signature.gathers or self._endpoint.route is not None
         for ranks in self._handle.shards if signature.gathers else (record.ranks,):
-            if len(ranks) > 1:
+            # of a deferred call only a shard's first rank knows all, such as rewards
+            if len(ranks) > 1 and not (by_shard and signature.is_deferred):
                 self._require_equal(by_rank, ranks)
             values.append(unpack(by_rank[ranks[0]]))
         return signature.gather(values) if signature.gathers else values[0]
@@ -110,6 +134,45 @@ class RemoteEndpoint(BoundEndpoint[..., Any]):
         if different := [rank for rank in ranks if not _same(by_rank[rank], expected)]:
             differs = f"the result of ranks {different} differs from rank {ranks[0]}'s"
             raise ContractError(f"{self._call_name}: {differs}; mark it Sharded or agree")
+
+
+class IssuedCall(StartedCall):
+    """A call that was issued to workers."""
+
+    def __init__(self, record: CallRecord, dispatcher: Dispatcher) -> None:
+        self._record = record
+        self._dispatcher = dispatcher
+
+    @property
+    def is_done(self) -> bool:
+        return self._record.done
+
+    @property
+    def seconds_left(self) -> float:
+        return self._dispatcher.deadline_s - self._record.age_s
+
+    def abort(self) -> None:
+        if not self._record.done:
+            self._dispatcher.issue(self._record, _ABORT, [(self._record.ranks, NOTHING)])
+
+    def call_when_done(self, listener: Callable[[], object]) -> None:
+        self._record.call_when_done(listener)
+
+    def handle_until(self, done: Callable[[], object], seconds: float) -> bool:
+        return self._dispatcher.calls.wait_until(done, seconds)
+
+
+class _Release:
+    """Gives a request's place at its shard back, once."""
+
+    def __init__(self, balancer: ShardBalancer, route: Route, shard: int) -> None:
+        self._place: tuple[Route, int] | None = (route, shard)
+        self._balancer = balancer
+
+    def __call__(self) -> None:
+        place, self._place = self._place, None
+        if place is not None:
+            self._balancer.release(*place)
 
 
 def _same(first: Packed, second: Packed) -> bool:

@@ -76,20 +76,26 @@ class Link:
         self._record = record
         self._num_pushes = 0
 
-    def push(self, version: int) -> PushStats:
+    def push(self, version: int, *, drain: bool = True) -> PushStats:
         """Copy the source's weights to the destination, and commit them as `version` on every rank
         or on none.
 
-        Blocks: until both ends are idle, then until every rank has committed; the run's deadline
-        ends it.
+        Requests that run are finished first. Without `drain` they go on under the new weights: the
+        push takes place between two steps of the engine, which then computes their KV again.
+
+        Blocks: until both ends are idle, or between two steps; then until every rank has committed.
+        The run's deadline ends it.
         Raises: WeightMismatchError naming a tensor that does not hold the source's bits. Then
         nothing is committed, and the destination generates nothing.
         """
         began, cfg = time.monotonic(), self._cfg
+        barrier, transfer = self._weight_sync.barrier, self._weight_sync.transfer
+        if not drain:
+            barrier, transfer = barrier.between_steps(), transfer.between_steps()
         if self.plan.wire_bytes:  # else no rank waits for another inside `transfer`
-            self._weight_sync.barrier.call()
+            barrier.call()
         verify = cfg.verify_every > 0 and self._num_pushes % cfg.verify_every == 0
-        ranks = self._weight_sync.transfer.call(verify)
+        ranks = transfer.call(verify)
         self._refuse_mismatch(ranks, f"push of version {version}")
         if verify and cfg.self_check and not self._num_pushes:
             self._check_comparison(ranks)

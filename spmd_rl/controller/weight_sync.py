@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from spmd_rl.controller.capabilities import Contracted, WeightProvider, WeightReceiver
 from spmd_rl.controller.contracts import Contract
-from spmd_rl.controller.endpoint import Role, Sharded, collective
+from spmd_rl.controller.endpoint import Role, Sharded, collective, concurrent
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.weights.ends import LocalEnds
@@ -112,7 +112,7 @@ class WeightSync(Role):
         if self.cfg.alias and ends.source is not None and ends.sink is not None:
             self._ends = replace(ends, shared=alias(ends.source, ends.sink, ends.rank))
         if self._ends.shared and self._provider is not None:
-            self._provider.call_before_change(self._ends.the_sink().open)
+            self._provider.call_before_change(self._ends.the_sink().outdate)
         return PlanSummary(self._plan.digest, self._plan.local_bytes, self._plan.wire_bytes)
 
     @collective
@@ -137,6 +137,7 @@ class WeightSync(Role):
         self._verifier = self._verifier or Verifier(plan.moves, plan.replicas, ends)
         return [RankPush(traffic, self._verifier.compare(group))]
 
+    @concurrent
     @collective
     def transfer_one(self, name: str, perturb: bool) -> Sharded[list[RankPush]]:
         """Carry out the moves of one tensor, and compare. With `perturb`, other bits are sent."""
@@ -151,6 +152,7 @@ class WeightSync(Role):
         traffic = execute(moves, sent, self.context.group)
         return [RankPush(traffic, Verifier(moves, (), ends).compare(self.context.group))]
 
+    @concurrent
     @collective
     def commit(self, version: int) -> None:
         """Let both ends call the pushed weights `version`, now that every rank has its bytes."""

@@ -7,20 +7,22 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from spmd_rl.controller.capabilities import Contracted
+from spmd_rl.controller.capabilities import Contracted, Pumped
 from spmd_rl.controller.channel import secret
 from spmd_rl.controller.channel.address import Address
 from spmd_rl.controller.channel.codec import NOTHING, Codec, Packed, pack
-from spmd_rl.controller.channel.dealer import Answer
+from spmd_rl.controller.channel.dealer import Answer, Dealer, ReceivedCommand
 from spmd_rl.controller.channel.import_names import resolve
 from spmd_rl.controller.channel.messages import (
+    Abort,
     BuildMeshes,
     Bye,
     Call,
@@ -33,13 +35,16 @@ from spmd_rl.controller.channel.messages import (
     encode,
 )
 from spmd_rl.controller.constructor import Constructor
+from spmd_rl.controller.deferred import Deferred
 from spmd_rl.controller.endpoint import Signature, endpoints
 from spmd_rl.controller.lifecycle.controller_process import ControllerProcess
 from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
 from spmd_rl.controller.run.checkpoints import Checkpoints
+from spmd_rl.controller.running_calls import DeferredCall, RunningCalls
+from spmd_rl.controller.shard_turns import ShardTurns
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
 from spmd_rl.mesh.connection_proof import prove
-from spmd_rl.mesh.role_context import Meshes
+from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.observe.trace import Trace, now_ns
 
@@ -69,53 +74,149 @@ class Worker:
         self._pid = os.getpid()
         self._trace = Trace()
         self._roles = meshes.neighbours
+        self._pumped: dict[str, Pumped] = {}
         self._endpoints: dict[tuple[str, str], _LocalEndpoint] = {}
+        self._running = RunningCalls[ReceivedCommand](_is_concurrent)
+        self._answers: list[Answer] = []  # not sent yet
+        self._shard: ShardTurns[ReceivedCommand] | None = None  # of a role, if it has several ranks
 
     def serve(self, lifecycle: WorkerLifecycle) -> None:
-        """Run commands until the controller says stop.
+        """Run commands until the controller says stop, and pump roles that have work between them.
 
         Blocks: between commands, on the controller; the process ends if the controller is lost.
         """
         lifecycle.on_idle = lambda: self._trace.flush()
         dealer = lifecycle.dealer
-        answer: Answer | None = None
         while True:
-            command, value, number = dealer.next(answer)
-            if type(command) is Stop:  # isinstance takes ten times as long on a msgspec type
-                self._trace.close()
-                return
-            header, result = _RESULT, NOTHING
-            try:
-                if type(command) is Call:
-                    result = self._call(command, value, number)
+            for received in self._next_turn(dealer):
+                if (
+                    type(received[0]) is Stop
+                ):  # isinstance takes ten times as long on a msgspec type
+                    self._trace.close()
+                    return
+                if type(received[0]) is Abort:
+                    self._running.abort(received[2])
                 else:
-                    result = self._build(command, value)
-            # User code may raise anything: the controller decides what that ends.
-            except BaseException as error:
-                if os.getpid() != self._pid:  # raised in a process that user code forked
-                    raise
-                header = encode(failure_of(error))
-            if os.getpid() != self._pid:  # a forked process returned from the user's function
-                os._exit(0)
-            answer = header, result, number
+                    self._running.add(received)
+            for ready in self._running.ready():
+                self._run(*ready)
+            self._pump()
 
-    def _call(self, call: Call, value: Packed, number: int) -> Packed:
+    def _next_turn(self, dealer: Dealer) -> list[ReceivedCommand]:
+        """Return the commands to run now. In a shard of several ranks, its first rank decides while
+        a call is unanswered.
+        """
+        shard = self._shard
+        if shard is None or not (self._running.num_unanswered or shard.has_untold):
+            received = self._next(dealer)
+            return [] if received is None else [received]
+        if not shard.is_first:
+            return shard.follow(partial(self._receive, dealer), self._running.release)
+        received = None if shard.has_untold else self._next(dealer)
+        commands = [] if received is None else [received]
+        shard.lead(commands)
+        return commands
+
+    def _next(self, dealer: Dealer) -> ReceivedCommand | None:
+        """Send the answers, and return the next command; None if a role has work instead."""
+        if not self._running.num_unanswered:
+            return self._receive(dealer, True)
+        roles = self._pumped.values()
+        if any(role.has_work() for role in roles):
+            return self._receive(dealer, False)
+        return self._receive(dealer, True, [fd for role in roles for fd in role.watched()])
+
+    def _receive(
+        self, dealer: Dealer, wait: bool, watched: Sequence[int] = ()
+    ) -> ReceivedCommand | None:
+        received = dealer.next(self._answers, wait=wait, watched=watched)
+        self._answers.clear()
+        return received
+
+    def _run(self, command: Command | Stop, value: Packed, number: int) -> None:
+        """Run a command, and keep its answer to be sent, unless it comes later."""
+        header, result = _RESULT, NOTHING
+        try:
+            if type(command) is Call:
+                called = self._call(command, value, number)
+                if called is None:
+                    return
+                result = called
+            else:
+                assert isinstance(command, Command)
+                result = self._build(command, value)
+        # User code may raise anything: the controller decides what that ends.
+        except BaseException as error:
+            if os.getpid() != self._pid:  # raised in a process that user code forked
+                raise
+            header = encode(failure_of(error))
+        if os.getpid() != self._pid:  # a forked process returned from the user's function
+            os._exit(0)
+        self._answers.append((header, result, number))
+
+    def _pump(self) -> None:
+        """Give each role one turn, while a call is unanswered."""
+        if not self._running.num_unanswered:
+            return
+        for name, role in self._pumped.items():
+            try:
+                role.pump()
+            # the controller decides what an error of a role ends
+            except BaseException as error:
+                if os.getpid() != self._pid:
+                    raise
+                self._running.fail(name, error)
+
+    def _call(self, call: Call, value: Packed, number: int) -> Packed | None:
+        """Run an endpoint, and return its packed value; None if its answer comes later."""
         endpoint = self._endpoints.get((call.name, call.endpoint)) or self._bind(
             call.name, call.endpoint
         )
         began_ns = now_ns() if self._trace.on else 0
+        is_deferred = False
         try:
             try:
                 arguments = endpoint.arguments.unpack(value)
             except ContractError as error:
                 call_text = f"{endpoint.name}({', '.join(endpoint.parameters)})"
                 raise ContractError(f"{call_text}: {error}") from error
-            return endpoint.result.pack(endpoint.method(*arguments))
+            result = endpoint.method(*arguments)
+            if is_deferred := type(result) is Deferred:
+                self._defer(call, endpoint, number, result, began_ns)
+                return None
+            return endpoint.result.pack(result)
         finally:
-            if self._trace.on:
-                self._trace.add(
-                    endpoint.name, began_ns, now_ns(), role=call.name, phase=call.phase, call=number
-                )
+            if not is_deferred:
+                self._trace_call(call, endpoint, number, began_ns)
+
+    def _defer(
+        self,
+        call: Call,
+        endpoint: _LocalEndpoint,
+        number: int,
+        deferred: Deferred[Any],
+        began_ns: int,
+    ) -> None:
+        def answer(deferred: Deferred[Any]) -> None:
+            header, result = _RESULT, NOTHING
+            try:
+                if deferred.error is not None:
+                    raise deferred.error
+                result = endpoint.result.pack(deferred.value)
+            except BaseException as error:  # noqa: BLE001  of any kind, as where a command runs
+                header = encode(failure_of(error))
+            self._answers.append((header, result, number))
+            if self._shard is not None:
+                self._shard.note_answered(number)
+            self._trace_call(call, endpoint, number, began_ns)
+
+        self._running.defer(DeferredCall(call.name, number, deferred, answer))
+
+    def _trace_call(self, call: Call, endpoint: _LocalEndpoint, number: int, began_ns: int) -> None:
+        if self._trace.on:
+            self._trace.add(
+                endpoint.name, began_ns, now_ns(), role=call.name, phase=call.phase, call=number
+            )
 
     def _bind(self, role_name: str, endpoint_name: str) -> _LocalEndpoint:
         role = self._roles[role_name]
@@ -146,10 +247,26 @@ class Worker:
         context = self._meshes.context(command.placement)
         keywords = dict(zip(constructor.names, settings, strict=True))
         role = self._roles[command.name] = role_type(config, context, **keywords)
+        if isinstance(role, Pumped):
+            self._pumped[command.name] = role
+            self._join_shard(command.name, context)
         gc.collect()
         # Roles and their modules stay, so that a full collection need not look through them.
         gc.freeze()
         return pack(role.numeric_contract() if isinstance(role, Contracted) else None)
+
+    def _join_shard(self, name: str, context: RoleContext) -> None:
+        """Have the ranks of this role's shard take turns together, if there are several."""
+        if context.shard_size == 1:
+            return
+
+        def is_shared(received: ReceivedCommand) -> bool:
+            command = received[0]
+            return type(command) is not Call or command.name == name
+
+        is_first = context.shard_rank == 0
+        self._shard = ShardTurns(is_first, context.broadcast_in_shard, is_shared)
+        self._running.holds_answers = not is_first
 
     def _build_meshes(self, command: BuildMeshes) -> None:
         """Build meshes, and begin this rank's trace if the run is traced."""
@@ -159,6 +276,12 @@ class Worker:
                 Path(command.traces), f"rank {rank}", rank=rank
             )
         self._meshes.build(command.placements)
+
+
+def _is_concurrent(received: ReceivedCommand) -> bool:
+    """Whether a command may start while earlier calls are unanswered."""
+    command = received[0]
+    return type(command) is Call and command.concurrent
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class Prompts(DataSource):
         Raises: SpmdError for a prompt that is not out.
         """
         uids = sorted(self._given_back + [prompt.uid for prompt in prompts])
-        for uid, following in zip(uids, [*uids[1:], self._order.num_drawn], strict=True):
+        for uid, following in pairwise([*uids, self._order.num_drawn]):
             if not 0 <= uid < following:
                 raise SpmdError(f"prompt {uid} is given back, but it is not out")
         self._given_back = uids
@@ -119,7 +119,7 @@ class Prompts(DataSource):
         """
         if state["digest"] != self._digest:
             raise DataError(self._path, f"the prompts are {DATA_CHANGED}")
-        self._order.num_drawn, self._given_back = state["drawn"], list(state["given_back"])
+        self._order.num_drawn, self._given_back = state["drawn"], list(state.get("given_back", ()))
 
     def _drawn(self, uid: int) -> Prompt:
         prompt = self._prompts[self._order.index_of(uid)]

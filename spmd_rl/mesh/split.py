@@ -57,6 +57,16 @@ class PolicySplit(Split):
 
 
 @dataclass(frozen=True)
+class SeparateSplit(PolicySplit):
+    """A split in which the engine has ranks of its own."""
+
+    SEPARATE: ClassVar[tuple[str, ...]] = ("infer",)
+
+    train: RoleSplit = field(default_factory=lambda: RoleSplit(ranks="1"))
+    infer: RoleSplit = field(default_factory=lambda: RoleSplit(ranks="1"))
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where one role runs: its global ranks in order, and the size of each axis, slowest first."""
 
@@ -104,7 +114,8 @@ class Placements(Mapping[str, Placement]):
 def plan_split(split: Any, world_size: int) -> Placements:
     """Place every role of `split` (a dataclass or mapping of `RoleSplit`) on a world of any size.
 
-    A role that the split's class calls `OPTIONAL` has no placement where its ranks are "".
+    A role that the split's class calls `OPTIONAL` has no placement where its ranks are "". One that
+    it calls `SEPARATE` shares no rank with another.
     Raises: PlanError with the arithmetic, when ranks or axes do not fit.
     """
     roles: dict[str, RoleSplit] = dict(split) if isinstance(split, Mapping) else _fields(split)
@@ -117,6 +128,7 @@ def plan_split(split: Any, world_size: int) -> Placements:
         Placement(name, tuple(ranks), _axes(name, roles[name], len(ranks)))
         for name, ranks in ranks_of.items()
     ]
+    _require_separate(placements, getattr(split, "SEPARATE", ()))
     return Placements(placements)
 
 
@@ -171,6 +183,17 @@ def _require_world(roles: Mapping[str, RoleSplit], num_needed: int, world_size: 
             f"the split asks for {num_needed} ranks ({asked}), and the world has {world_size} "
             "(`run` starts as many as --nproc says)"
         )
+
+
+def _require_separate(placements: list[Placement], names: tuple[str, ...]) -> None:
+    for one in placements:
+        for other in placements:
+            if one.name in names and one is not other and not disjoint(one, other):
+                raise PlanError(
+                    f"split.{one.name} shares ranks with split.{other.name}, but this recipe needs "
+                    f"them apart: set counts, such as split.{other.name}.ranks = 1 and "
+                    f"split.{one.name}.ranks = 1 with --nproc 2"
+                )
 
 
 def _axes(name: str, role: RoleSplit, size: int) -> dict[str, int]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from spmd_rl.observe.metric import Metric
 from spmd_rl.observe.recipe_metrics import RECIPE_METRICS
 
-# Two kinds of names are not listed. reward/NAME is the mean of the values that a reward function
+# Three kinds of names are not listed. reward/NAME is the mean of the values that a reward function
 # returns as NAME. before/all and before/NAME, in the line of step 1, are the seconds from the start
-# of the run to step 1, in all and in the phase NAME.
+# of the run to step 1, in all and in the phase NAME. rollout/rejected_REASON counts the groups that
+# a sampler rejected for one reason.
 METRICS = (
     Metric("reward/mean", "", "Reward", "mean reward of the step's samples"),
     Metric("reward/std", "", "Spread of rewards", "standard deviation of the step's rewards"),
@@ -43,6 +44,30 @@ METRICS = (
     ),
     Metric("rollout/response_tokens_mean", "tokens", "Response length", "mean response length"),
     Metric("rollout/truncated", "", "Truncated responses", "share of responses cut at max_tokens"),
+    Metric(
+        "rollout/running",
+        "groups",
+        "Groups in generation",
+        "groups that were still in generation when the step had taken its own",
+    ),
+    Metric(
+        "rollout/buffered",
+        "groups",
+        "Buffered groups",
+        "accepted groups that were left for later steps when the step had taken its own",
+    ),
+    Metric(
+        "rollout/rejected",
+        "groups",
+        "Rejected groups",
+        "groups of this step that were rejected, and replaced",
+    ),
+    Metric(
+        "rollout/surplus",
+        "groups",
+        "Surplus groups",
+        "groups that were too many or too old, whose prompts went back to the data",
+    ),
     Metric(
         "onpolicy/mismatched_tokens",
         "tokens",

@@ -2,7 +2,8 @@
 
 spmd-rl run grpo --model PATH --data train.jsonl --reward module:function
 
-`--algorithm=NAME` chooses another algorithm that learns from the rewards of samples.
+`--algorithm=NAME` chooses another algorithm that learns from the rewards of samples. Where it
+leaves groups out, or `sampler` is set, a sampler replaces the groups that are rejected.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import spmd_rl as rl
 class Config(rl.PolicyConfig):
     model: str  # Hugging Face folder
     data: str  # .jsonl or .parquet of prompts and answers; a slice as path@[a:b]
-    reward: str = "spmd_rl.rewards.match:exact"  # module:function or path/to/file.py:function
+    # module:function or path/to/file.py:function; several as a table of names and weights
+    reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
     steps: int = 200  # training steps of the whole run
     prompts_per_step: int = 32  # each with sampling.num_samples samples
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
@@ -27,16 +29,21 @@ class Config(rl.PolicyConfig):
     engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
         default_factory=rl.NativeEngineConfig
     )
+    hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
+    sampler: rl.SamplerConfig = field(default_factory=rl.SamplerConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
     # a model that only algorithm = "ppo" trains
     critic: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
     # `spmd-rl plan` counts on the engine's sleep while the trainer beside it trains
     engine_sleeps: ClassVar[bool] = True
+    is_on_policy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1})
         rl.refuse_greedy(self.sampling)
+        if self.is_on_policy:
+            rl.refuse_lag(self.sampler)
         rl.algorithm_of(self, self.sampling)
 
     def extra_roles(self) -> list[rl.ExtraRole]:
@@ -62,26 +69,51 @@ def check(cfg: Config) -> None:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles, keep_group=cfg.hooks.keep_group)
     rollout = ctl.spawn(
         rl.Rollout,
         cfg.engine,
         on=roles.infer,
         model=cfg.model,
         reward=cfg.reward,
+        hooks=cfg.hooks,
+        settings=rl.as_data(cfg),
         seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
-    start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
+    sampler = make_sampler(cfg, rollout, prompts, update)
+    source = {"sampler": sampler} if sampler else {"prompts": prompts}
+    start = ctl.resume(trainer=trainer, **source, **update.savers)
 
     for step in ctl.steps(cfg.steps, start):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
         with ctl.phase("rollout", awake=[rollout]):
-            groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
+            if sampler:
+                sampler.set_version(step.index)
+                groups = sampler.take(step.index)
+            else:
+                asked = prompts.take(cfg.prompts_per_step)
+                groups = rollout.generate.call(asked, cfg.sampling, step=step.index)
         with ctl.phase("train", awake=update.roles):
             stats = update.step(groups, step.index)
-        step.log(groups, stats)
+        step.log(groups, stats, sampler.metrics() if sampler else {})
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+
+
+def make_sampler(
+    cfg: Config, rollout: rl.Rollout, prompts: rl.Prompts, update: rl.PolicyUpdate
+) -> rl.GroupSampler | None:
+    """Return what replaces rejected groups, if any can be rejected or the settings ask for it."""
+    if not update.may_drop_groups and cfg.sampler == rl.SamplerConfig():
+        return None
+    return rl.GroupSampler(
+        rollout,
+        prompts,
+        cfg.sampling,
+        cfg.sampler,
+        groups_per_step=cfg.prompts_per_step,
+        keep=update.keep,
+    )

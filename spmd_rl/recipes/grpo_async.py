@@ -20,6 +20,11 @@ __all__ = ["Config", "check", "main"]
 class Config(grpo.Config):
     behaviour: Literal["old", "rollout"] = "rollout"  # which log-probs the ratio is taken against
     engine_sleeps: ClassVar[bool] = False  # its pages stay while the trainer beside it trains
+    is_on_policy: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rl.refuse_sampler(self.sampler, self.hooks)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
@@ -32,6 +37,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         on=roles.infer,
         model=cfg.model,
         reward=cfg.reward,
+        hooks=cfg.hooks,
+        settings=rl.as_data(cfg),
         seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)

@@ -37,6 +37,8 @@ _POLICY_METRICS = (
     ("train/grad_norm", "grad norm {}", ".2f"),
     ("train/clip_frac", "clipped {}", ".1%"),
     ("version/lag_max", "lag {}", ".0f"),
+    ("rollout/running", "running {}", ".0f"),
+    ("rollout/buffered", "buffered {}", ".0f"),
     ("memory/gpu_peak_gib", "GPU peak {} GiB", ".1f"),
 )
 
@@ -217,7 +219,7 @@ def _speed(metrics: Metrics) -> Text | None:
     ]
     share = metrics.get("time/reward", 0.0) / (metrics.get("time/rollout") or math.inf)
     if share >= _MIN_REWARD_SHARE:
-        parts.append(f"reward function {min(share, 1.0):.0%} of rollout")
+        parts.append(f"reward functions {metrics['time/reward']:.1f} s")
     return Text(" · ".join(parts)) if parts else None
 
 

@@ -171,7 +171,7 @@ class RunMonitor:
 
 
 def _rates(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:
-    """Return generated tokens per second, and the slowest rank's time in the reward function.
+    """Return generated tokens per second, and the time that reward functions took in all.
 
     If samples are older than their step, they were generated while the trainer worked. The rollout
     phase is then only the wait for them, so the rate is taken over the whole step.
@@ -179,7 +179,7 @@ def _rates(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, f
     if not groups:
         return {}
     columns, rollout_s = Group.to_columns(groups), metrics.get("time/rollout", 0.0)
-    reward_time_s = float(columns.reward_time_s.max())
+    reward_time_s = float(columns.reward_time_s.sum())
     rates = {"time/reward": reward_time_s} if reward_time_s > 0 else {}
     if rollout_s <= 0:
         return rates

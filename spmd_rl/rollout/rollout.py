@@ -6,23 +6,30 @@ workers only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from spmd_rl.config.rules import require
-from spmd_rl.controller.capabilities import Contracted, Sleeper, WeightReceiver
-from spmd_rl.controller.endpoint import Role, Sharded, collective
+from spmd_rl.controller.capabilities import Contracted, Pumped, Sleeper, WeightReceiver
+from spmd_rl.controller.deferred import Deferred
+from spmd_rl.controller.endpoint import Role, Sharded, collective, concurrent, routed
+from spmd_rl.controller.routing import Route
 from spmd_rl.data.eos import eos_ids
-from spmd_rl.errors import DataError, SpmdError
-from spmd_rl.hooks.signatures import load_reward
+from spmd_rl.errors import SpmdError
+from spmd_rl.hooks.config import HookConfig
+from spmd_rl.hooks.context import CallInfo
+from spmd_rl.hooks.pool import HookPool
+from spmd_rl.hooks.signatures import reward_weights
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import load_tokenizer
-from spmd_rl.observe.trace import now_ns
-from spmd_rl.rewards.grade import Grader
-from spmd_rl.rollout.engine import Engine, NativeEngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import Engine, NativeEngineConfig, SamplingConfig
+from spmd_rl.rollout.episodes import Episodes
+from spmd_rl.rollout.grading import Grading
+from spmd_rl.rollout.open_group import OpenGroup
+from spmd_rl.rollout.request_flow import RequestFlow
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
@@ -30,17 +37,37 @@ from spmd_rl.types.samples import Group, Sample
 if TYPE_CHECKING:
     from spmd_rl.weights.ends import WeightSink
 
+T = TypeVar("T")
+
+DEFAULT_HOOKS = HookConfig()
+
 # of an engine that has none; a run with run.exact refuses the pair with any trainer
 UNPROMISED_CONTRACT: dict[str, str | int] = {"engine": "no promise of the trainer's bits"}
-SHOWN_NS = 1_000_000  # the shortest grading that is worth a span in the trace
 
 
-class Rollout(Role, WeightReceiver, Sleeper, Contracted):
+@dataclass(frozen=True)
+class GroupRequest:
+    """The samples of one prompt that a call asks for."""
+
+    prompt: Prompt
+    first_index: int = 0
+    partial: Sequence[Sample] = ()
+
+
+def route_of(prompt: Prompt, sampling: SamplingConfig, *rest: object) -> Route:
+    """Return what the choice of an engine for a prompt depends on."""
+    cost = len(prompt.tokens) + sampling.num_samples * sampling.max_tokens
+    return Route(prompt.uid, prompt.tokens, cost)
+
+
+class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
     """One engine a rank, each with the whole model; prompts are spread over the data axis.
 
-    `model` is a Hugging Face folder. `reward` is "module:function", called with (prompt, sample);
-    without one, groups have no rewards. `seed` is that of the draws. `reserved_bytes` is GPU memory
-    that the plan counts beside the engine's own; the controller passes it.
+    `model` is a Hugging Face folder. `reward` names a reward function, or several with their
+    weights; without one, groups have no rewards. `hooks` says how these run, and names the function
+    that makes samples in several turns, if one does. `settings` is the recipe's config as plain
+    data, which hooks may read. `seed` is that of the draws. `reserved_bytes` is GPU memory that the
+    plan counts beside the engine's own; the controller passes it.
     """
 
     def __init__(
@@ -49,63 +76,113 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted):
         context: RoleContext,
         model: str,
         seed: int,
-        reward: str = "",
+        reward: str | dict[str, float] = "",
+        hooks: HookConfig = DEFAULT_HOOKS,
+        settings: dict[str, Any] | None = None,
         reserved_bytes: int = 0,
     ) -> None:
         super().__init__(cfg, context)
         self.seed = seed
+        # one rank of a shard grades for all
+        weights = reward_weights(reward) if context.shard_rank == 0 else {}
+        pool = None
+        if weights or hooks.generate:  # its processes import the hooks while this one loads
+            pool = HookPool(hooks, list(weights), settings, self._encode)
         self.tokenizer = load_tokenizer(model)
-        self.grader = (
-            Grader(load_reward(reward).function, cfg.reward_deadline_s) if reward else None
-        )
         from spmd_rl.rollout.build import build_engine
 
         self.engine: Engine = build_engine(
             cfg, model, context, self._decode, seed=seed, reserved_bytes=reserved_bytes
         )
-        known, vocab_size = self.tokenizer.config_eos_ids, ModelSpec.from_folder(model).vocab_size
+        spec, raises = ModelSpec.from_folder(model), hooks.on_error == "raise"
+        grading = episodes = None
+        if pool is not None and weights:
+            grading = Grading(pool, weights, raises=raises)
+        if pool is not None and hooks.generate:
+            episodes = Episodes(pool, raises=raises, context_tokens=spec.max_positions)
+        self._flow = RequestFlow(self.engine, self._text_of, pool, grading, episodes)
+        known = self.tokenizer.config_eos_ids
         self._more_ends = tuple(
-            one for one in eos_ids(self.tokenizer) if one not in known and one < vocab_size
+            one for one in eos_ids(self.tokenizer) if one not in known and one < spec.vocab_size
         )
 
+    @concurrent
     @collective
     def generate(
-        self, prompts: Sharded[list[Prompt]], sampling: SamplingConfig, seed: int | None = None
-    ) -> Sharded[list[Group]]:
+        self,
+        prompts: Sharded[list[Prompt]],
+        sampling: SamplingConfig,
+        seed: int | None = None,
+        step: int = 0,
+        evaluation: bool = False,
+    ) -> Deferred[Sharded[list[Group]]]:
         """Return all samples of all prompts, graded where there is a reward function.
 
-        `seed` stands in for the role's own, such as for an evaluation.
-        A sample whose grading fails ends the call, or is skipped if `on_reward_error` says so. A
-        group that this leaves with a single sample, which nothing compares with, is emptied.
-        Blocks: until the last sample of this rank's prompts is finished; nobody else is waited for.
+        Each rank gets a fixed share of the prompts; `complete` spreads them by load instead.
+        `seed` stands in for the role's own, such as for an evaluation. Hooks are told `step` and
+        `evaluation`. A sample on which a hook fails ends the call, or has failed if
+        `hooks.on_error` says so. A group that this leaves with a single sample, which nothing
+        compares with, is emptied.
+        Answers: once the last sample of this rank's prompts is finished; aborted, with what there
+        is.
         """
-        if self._more_ends and not sampling.ignore_eos:
-            sampling = replace(sampling, stop_ids=sampling.stop_ids + self._more_ends)
-        seed = self.seed if seed is None else seed
-        require(0 <= seed < 1 << 63, "seed", seed, "in [0, 2^63)")
-        groups = {prompt.uid: Group(prompt, []) for prompt in prompts}
-        if len(groups) < len(prompts):
+        if len({prompt.uid for prompt in prompts}) < len(prompts):
             raise SpmdError(
                 "two prompts of one call have the same uid, so their samples would be drawn alike"
             )
-        graded_before_s = self._graded_s()
-        try:
-            for prompt in prompts:
-                for index in range(sampling.num_samples):
-                    self.engine.submit(
-                        Request(prompt.uid, index, prompt.tokens, sampling, seed=seed)
-                    )
-            with self.grader or nullcontext():
-                while self.engine.has_work:
-                    if finished := self.engine.step().finished:
-                        self._file_all(finished, groups)
-        finally:
-            self.engine.abort()
-        reward_time_s = self._graded_s() - graded_before_s
-        return [
-            replace(_comparable(group), reward_time_s=reward_time_s) for group in groups.values()
-        ]
+        requests = [GroupRequest(prompt) for prompt in prompts]
+        info = self._info(seed, step, evaluation)
+        return self._start(requests, sampling, info, lambda groups: groups)
 
+    @concurrent
+    @routed(route_of)
+    def complete(
+        self,
+        prompt: Prompt,
+        sampling: SamplingConfig,
+        index: int = 0,
+        partial: list[Sample] | None = None,
+        seed: int | None = None,
+        step: int = 0,
+        evaluation: bool = False,
+    ) -> Deferred[Group]:
+        """Return the samples of one prompt, `index` and those after it, from the engine with the
+        least to do.
+
+        `partial` are samples of an earlier answer that was aborted: what is unfinished goes on.
+        Answers: once the last sample is finished; aborted, with what there is.
+        """
+        request = GroupRequest(prompt, index, partial or [])
+        info = self._info(seed, step, evaluation)
+        return self._start([request], sampling, info, lambda groups: groups[0])
+
+    @concurrent
+    @collective
+    def partials(self) -> Sharded[list[Group]]:
+        """Return all groups that are unanswered, as they are now; their requests go on."""
+        return self._flow.snapshots()
+
+    def close(self) -> None:
+        """End the processes of the hooks; they would end with this one."""
+        self._flow.close()
+
+    def has_work(self) -> bool:
+        """Whether the engine can take a step now."""
+        return self._flow.can_step
+
+    def pump(self) -> None:
+        """Take the engine one step further, hear the hooks, and answer the calls that end."""
+        try:
+            self._flow.step()
+        except BaseException:
+            self._flow.clear()
+            raise
+
+    def watched(self) -> Sequence[int]:
+        """Return file descriptors that are readable when there is work again."""
+        return self._flow.watched()
+
+    @concurrent
     @collective
     def stats(self) -> Sharded[list[dict[str, int]]]:
         """The engine's counts, one entry a rank."""
@@ -129,41 +206,82 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted):
         """Return where pushed weights go: this rank's engine."""
         return self.engine.sink()
 
+    def _start(
+        self,
+        requests: Sequence[GroupRequest],
+        sampling: SamplingConfig,
+        info: CallInfo,
+        value_of: Callable[[list[Group]], T],
+    ) -> Deferred[T]:
+        """Begin groups; the answer is `value_of` all of them, in this order."""
+        if self._more_ends and not sampling.ignore_eos:
+            sampling = replace(sampling, stop_ids=sampling.stop_ids + self._more_ends)
+        call = _GroupCall(self._flow, len(requests), value_of)
+        try:
+            for number, request in enumerate(requests):
+                call.opened[number] = self._flow.add(
+                    request.prompt,
+                    sampling,
+                    functools.partial(call.on_done, number),
+                    info=info,
+                    first_index=request.first_index,
+                    partial=request.partial,
+                )
+        except BaseException:
+            call.abort_all()
+            raise
+        call.answer_if_whole()
+        return call.answer
+
+    def _info(self, seed: int | None, step: int, evaluation: bool) -> CallInfo:
+        seed = self.seed if seed is None else seed
+        require(0 <= seed < 1 << 63, "seed", seed, "in [0, 2^63)")
+        return CallInfo(step, self.engine.version or 0, evaluation, seed)
+
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return self.tokenizer.decode(list(tokens))
 
-    def _graded_s(self) -> float:
-        """What all samples so far have spent in the reward function."""
-        return self.grader.reward_time_s if self.grader else 0.0
+    def _encode(self, text: str) -> list[int]:
+        (ids,) = self.tokenizer([text], add_special_tokens=False)["input_ids"]
+        return list(ids)
 
-    def _file_all(self, samples: Sequence[Sample], groups: dict[int, Group]) -> None:
-        """File what one step of the engine has finished, which waits meanwhile: what takes long is
-        in the trace.
-        """
-        began_ns = now_ns()
-        for sample in samples:
-            self._file(sample, groups[sample.prompt_uid])
-        if self.grader and (ended_ns := now_ns()) - began_ns >= SHOWN_NS:
-            self.context.trace.add("reward", began_ns, ended_ns, samples=len(samples))
-
-    def _file(self, sample: Sample, group: Group) -> None:
-        """Complete a sample with its text and reward, and put it into its group."""
-        sample = sample.replace(
-            text=self.tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
-        )
-        try:
-            if self.grader:
-                sample = self.grader.grade(group.prompt, sample)
-        except DataError as error:
-            if self.cfg.on_reward_error == "raise":
-                raise
-            failed = sample.replace(status="failed", metadata={"error": str(error)})
-            group.failed.append(failed)
-        else:
-            group.samples.append(sample)
+    def _text_of(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def _comparable(group: Group) -> Group:
-    """The group in the order of its samples; without them if only a single one has not failed."""
-    samples = sorted(group.samples, key=lambda sample: sample.index)
-    return replace(group, samples=[] if group.failed and len(samples) < 2 else samples)
+class _GroupCall(Generic[T]):
+    """The groups of one call: answered once all are there."""
+
+    def __init__(
+        self, flow: RequestFlow, num_groups: int, value_of: Callable[[list[Group]], T]
+    ) -> None:
+        self.answer = Deferred[T](self._abort)
+        self.opened: dict[int, OpenGroup] = {}
+        self._flow = flow
+        self._num_groups = num_groups
+        self._value_of = value_of
+        self._groups: dict[int, Group] = {}
+        self._has_begun = False
+
+    def on_done(self, number: int, group: Group) -> None:
+        self._groups[number] = group
+        if self._has_begun:
+            self.answer_if_whole()
+
+    def answer_if_whole(self) -> None:
+        """Answer if all groups are there. Called once they have all begun, and as they end."""
+        self._has_begun = True
+        if len(self._groups) == self._num_groups:
+            self.answer.resolve(
+                self._value_of([self._groups[number] for number in range(self._num_groups)])
+            )
+
+    def abort_all(self) -> None:
+        """End the groups that are not whole, and keep what there is of them."""
+        for number, group in self.opened.items():
+            if number not in self._groups:
+                self._groups[number] = self._flow.abort(group)
+
+    def _abort(self) -> None:
+        self.abort_all()
+        self.answer_if_whole()

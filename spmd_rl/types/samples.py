@@ -133,7 +133,7 @@ class Group:
     """All samples of one prompt, in the order of their index.
 
     `failed` holds the samples of status "failed", from which nothing is learned. `reward_time_s` is
-    how long the rank that graded this group spent in the reward function during its whole call.
+    how long the reward functions took for this group.
 
     A group from another process is only a row of columns at first. Its fields are made when one of
     them is first read.

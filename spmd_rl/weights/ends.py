@@ -55,6 +55,12 @@ class WeightSink(Protocol):
         """Use `memory` as this piece from now on; return False if it has to have its own."""
         ...
 
+    def outdate(self) -> None:
+        """Note that memory which is shared with the source is about to change: nothing is generated
+        until the next push.
+        """
+        ...
+
     def open(self) -> None:
         """Note that the weights change: nothing is generated until `commit`. It is idempotent."""
         ...

@@ -63,6 +63,7 @@ class TensorSink:
     """Implements `ends.WeightSink` over an engine's own parameters, which keep their addresses.
 
     `on_open` and `on_commit` tell the engine when its weights change, and their new version.
+    `on_outdate` tells it that shared memory changes; it defaults to `on_open`.
     """
 
     def __init__(
@@ -70,9 +71,11 @@ class TensorSink:
         tensors: NamedPieces,
         on_open: Callable[[], None],
         on_commit: Callable[[int], None],
+        on_outdate: Callable[[], None] | None = None,
     ) -> None:
         self._pieces = LocalPieces(tensors)
         self._on_open, self._on_commit = on_open, on_commit
+        self.outdate = on_outdate or on_open
         self._shared: set[tuple[str, Box]] = set()
         self._sums: BoxSums | None = None  # of the pieces that are not shared
 

@@ -3,8 +3,9 @@
     A = (r - mean of the group) / (std of the group + 1e-6)
     loss = max(-ratio * A, -clip(ratio, 1 - clip_low, 1 + clip_high) * A)
 
-Groups whose rewards are all equal are left out; they are not refilled. `overlong` shapes the reward
-of long answers after that choice. `mask_truncated` leaves cut answers out of the loss.
+Groups whose rewards are all equal are left out; a recipe with a sampler replaces them. `overlong`
+shapes the reward of long answers after that choice. `mask_truncated` leaves cut answers out of the
+loss.
 
 Defaults: clip_low 0.2, clip_high 0.28, aggregation "token", drop_equal_groups true.
 Source: Yu et al. 2025, "DAPO".

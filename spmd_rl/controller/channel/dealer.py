@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from signal import Signals
 from typing import Protocol
 
@@ -29,6 +29,7 @@ from spmd_rl.controller.channel.messages import (
 from spmd_rl.controller.channel.secret import Keys
 from spmd_rl.controller.channel.wakeup_fd import WakeupFd
 
+NOBLOCK = int(zmq.DONTWAIT)
 EXIT_LINGER_MS = 200  # for the last messages of a process that ends
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 HANDSHAKE_FAILED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -114,30 +115,37 @@ class Dealer:
         self._outbox.append((encode(message), value, 0))
         self._leader.run_or_wake(self._send)
 
-    def next(self, answer: Answer | None = None) -> ReceivedCommand:
-        """Send the answer to the last command, and return the next command.
+    def next(
+        self, answers: Sequence[Answer] = (), *, wait: bool = True, watched: Sequence[int] = ()
+    ) -> ReceivedCommand | None:
+        """Send the answers, and return the next command.
 
-        It sleeps in `recv`, which costs half of a poll. The other sources are polled when
-        `handle_due` says so.
+        It returns None if there is none and it should not `wait`. With `watched` descriptors it
+        returns None once one of them is readable, and a few times a second. Else it sleeps in
+        `recv`, which costs half of a poll. Other sources are polled when `handle_due` says so.
         Blocks: on the controller; the listener ends this process if the controller is lost.
         """
-        leader = self._leader
+        leader, unsent = self._leader, deque(answers)
         while True:
             if not leader.lead(TICK_S):
                 continue
             try:
-                if answer is not None:
-                    header, value, call = answer
+                while unsent:
+                    header, value, call = unsent.popleft()
                     send(self._socket, self._writer.frame(header, value, call), LAST)
-                    answer = None
                 if leader.handle_due:
                     leader.handle_due = False
                     self._loop.handle(0.0)
                 if self._inbox:
                     return self._inbox.popleft()
+                if watched and wait:
+                    self._loop.handle(TICK_S, watched)
+                    return self._inbox.popleft() if self._inbox else None
                 try:
-                    frame = self._receive()
-                except zmq.Again:  # nothing arrived within a tick
+                    frame = self._receive(0 if wait else NOBLOCK)
+                except zmq.Again:  # nothing arrived within a tick, or yet
+                    if not wait:
+                        return None
                     continue
                 if command := self.handle_frame(frame):
                     return command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from signal import Signals
 from typing import Protocol
 
@@ -45,14 +45,23 @@ class EventLoop:
         for source in self._handlers:
             self._poller.register(source, zmq.POLLIN)
 
-    def handle(self, seconds: float) -> None:
+    def handle(self, seconds: float, watched: Sequence[int] = ()) -> None:
         """Send what is queued, then handle what arrives; tick if that is due.
 
+        A `watched` descriptor that is readable ends the wait. Nobody reads it here.
         Blocks: until something arrives, `seconds` at most.
         """
         self._send()
-        for source, _ in self._poller.poll(math.ceil(seconds * 1000)):
-            self._handlers[source]()
+        for source in watched:
+            self._poller.register(source, zmq.POLLIN)
+        try:
+            ready = self._poller.poll(math.ceil(seconds * 1000))
+        finally:
+            for source in watched:
+                self._poller.unregister(source)
+        for source, _ in ready:
+            if source in self._handlers:
+                self._handlers[source]()
         if (now := time.monotonic()) >= self._next_tick:
             self._next_tick = now + TICK_S
             self._listener.on_tick(now)

@@ -26,7 +26,7 @@ class LeaderFollowers:
     that whatever `handle` owns needs no other lock.
     """
 
-    def __init__(self, handle: Callable[[float], None], wakeup: WakeupFd, name: str) -> None:
+    def __init__(self, handle: Callable[[float], object], wakeup: WakeupFd, name: str) -> None:
         self._handle = handle
         self._wakeup = wakeup
         self._lead = threading.Lock()  # held by the leader

@@ -111,7 +111,9 @@ class StackRequest(Message, frozen=True):
 
 
 class Command(Message, frozen=True):
-    """Base of the messages that a worker answers, in order, by a Result or a Failure."""
+    """Base of the messages for a worker's main thread, which answers each by a Result or a Failure,
+    except an `Abort`.
+    """
 
 
 class BuildMeshes(Command, frozen=True):
@@ -137,11 +139,19 @@ class Spawn(Command, frozen=True):
 
 
 class Call(Command, frozen=True):
-    """Run an endpoint of the role named `name`; the value of this message has its arguments."""
+    """Run an endpoint of the role named `name`; the value of this message has its arguments.
+
+    A `concurrent` call may start while earlier ones are unanswered.
+    """
 
     name: str
     endpoint: str
     phase: str = ""
+    concurrent: bool = False
+
+
+class Abort(Command, frozen=True):
+    """End the call of this number early, if its endpoint can; the call itself answers."""
 
 
 @final
@@ -158,7 +168,7 @@ class Stop(Message, frozen=True):
 
 
 ToController = Hello | Result | Failure | Pong | Stacks | Signalled | Dying | Bye
-ToWorker = Ping | StackRequest | BuildMeshes | Spawn | Call | Stop
+ToWorker = Ping | StackRequest | BuildMeshes | Spawn | Call | Abort | Stop
 
 decode_at_controller = msgspec.msgpack.Decoder(ToController).decode
 decode_at_worker = msgspec.msgpack.Decoder(ToWorker).decode

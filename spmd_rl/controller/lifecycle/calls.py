@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from spmd_rl.controller.channel.messages import Failure
 from spmd_rl.controller.channel.router import SHORT_WAIT_S
 from spmd_rl.errors import SpmdError
 
-HandleUntil = Callable[[Callable[[], bool], float], bool]  # Router.handle_until
+HandleUntil = Callable[[Callable[[], object], float], bool]  # Router.handle_until
 
 
 class CallRecord:
@@ -27,6 +28,7 @@ class CallRecord:
         self.failure: tuple[int, Failure] | None = None  # the first one, with its rank
         self.waiting = set(ranks)  # the ranks that have not answered
         self.done = not ranks  # nobody has to wait any longer
+        self._listeners: list[Callable[[], object]] = []
 
     @property
     def age_s(self) -> float:
@@ -37,12 +39,28 @@ class CallRecord:
         """The ranks that have not answered, in order."""
         return [rank for rank in self.ranks if rank in self.waiting]
 
+    def finish(self) -> None:
+        """Note that nobody has to wait any longer, and tell the listeners."""
+        self.done = True  # last of all, since another thread may be waiting for it
+        for listener in self._listeners:
+            listener()
+
+    def call_when_done(self, listener: Callable[[], object]) -> None:
+        """Call `listener` when the record is done; at once if it is. It may be called twice.
+
+        It runs on the thread that leads, and must not block.
+        """
+        self._listeners.append(listener)
+        if self.done:
+            listener()
+
 
 class OpenCalls:
     """The records of all calls in flight.
 
     The thread that leads (leader_followers.py) records answers; `handle_until` waits for them.
-    `on_long_wait` is called once in each wait that is not short; it may take a few milliseconds.
+    `on_long_wait` is called once in each wait of the recipe's thread that is not short; it may take
+    a few milliseconds. The recipe's thread is the one that makes this object.
     """
 
     def __init__(self, handle_until: HandleUntil) -> None:
@@ -53,6 +71,7 @@ class OpenCalls:
         self.cause: SpmdError | None = None  # what has ended the run
         self.phase = ""
         self.waited_s = 0.0
+        self._recipe_thread = threading.get_ident()
         self.on_long_wait: Callable[[], None] = lambda: None
 
     def open(self, what: str, ranks: tuple[int, ...]) -> CallRecord:
@@ -72,7 +91,7 @@ class OpenCalls:
         record.answers[rank] = answer
         waiting.remove(rank)
         if not waiting:
-            record.done = True  # last of all, since another thread may be waiting for it
+            record.finish()
         return True
 
     def record_failure(self, number: int, rank: int, failure: Failure) -> bool:
@@ -82,14 +101,14 @@ class OpenCalls:
             return False
         record.failure = record.failure or (rank, failure)
         record.waiting.remove(rank)
-        record.done = True
+        record.finish()
         return True
 
     def abort(self, cause: SpmdError) -> None:
         """End every wait, now and later, with `cause`; the first cause stands."""
         self.cause = self.cause or cause
         for record in list(self._open.values()):
-            record.done = True
+            record.finish()
 
     def wait(self, record: CallRecord, deadline_s: float) -> bool:
         """Return whether every rank answered `record` in time, or one failed.
@@ -97,16 +116,26 @@ class OpenCalls:
         Blocks: for `deadline_s` at most.
         Raises: the cause given to `abort`, and what `on_long_wait` raises.
         """
-        began = time.monotonic()
-        done = self._handle_until(lambda: record.done, min(SHORT_WAIT_S, deadline_s))
-        if not done:
-            self.on_long_wait()
-            left_s = max(0.0, began + deadline_s - time.monotonic())
-            done = self._handle_until(lambda: record.done, left_s)
-        self.waited_s += time.monotonic() - began
+        done = self.wait_until(lambda: record.done, deadline_s)
         if record.failure is None and record.waiting and self.cause is not None:
             raise self.cause
         return done
+
+    def wait_until(self, done: Callable[[], object], seconds: float) -> bool:
+        """Return whether `done()` came true in time. What the recipe's thread waits is counted.
+
+        Blocks: for `seconds` at most. Raises: what `on_long_wait` raises.
+        """
+        if threading.get_ident() != self._recipe_thread:
+            return self._handle_until(done, seconds)
+        began = time.monotonic()
+        in_time = self._handle_until(done, min(SHORT_WAIT_S, seconds))
+        if not in_time and seconds > SHORT_WAIT_S:
+            self.on_long_wait()
+            left_s = max(0.0, began + seconds - time.monotonic())
+            in_time = self._handle_until(done, left_s)
+        self.waited_s += time.monotonic() - began
+        return in_time
 
     def close(self, record: CallRecord) -> None:
         """Forget a record that nobody waits for any more."""

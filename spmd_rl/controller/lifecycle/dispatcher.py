@@ -81,6 +81,11 @@ class Dispatcher:
         self._router.start()
 
     @property
+    def deadline_s(self) -> float:
+        """How long a call may take, if nothing else is said."""
+        return self._run.deadline_s
+
+    @property
     def refused(self) -> dict[str, int]:
         """The number of frames that were dropped, by reason."""
         return dict(self._router.refused)
@@ -115,9 +120,7 @@ class Dispatcher:
         Raises: DeadlineError with all stacks saved, LostRankError, or what a rank raised.
         """
         try:
-            in_time = self.calls.wait(
-                record, self._run.deadline_s if deadline_s is None else deadline_s
-            )
+            in_time = self.calls.wait(record, self.deadline_s if deadline_s is None else deadline_s)
             if not in_time and (overdue := self._overdue_error(record)):
                 raise overdue
             if record.failure is not None:
@@ -232,5 +235,5 @@ class Dispatcher:
         earlier = {self.calls.oldest_unanswered(rank) for rank in ranks} - {record, None}
         return "".join(f", still {in_call(call)}" for call in earlier)
 
-    def _handle_until(self, done: Callable[[], bool], seconds: float) -> bool:
+    def _handle_until(self, done: Callable[[], object], seconds: float) -> bool:
         return self._router.handle_until(done, seconds)

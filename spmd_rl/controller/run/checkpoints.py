@@ -47,6 +47,13 @@ class FolderPart(Protocol):
     def load(self, folder: str) -> None: ...
 
 
+@runtime_checkable
+class ClosablePart(Protocol):
+    """An object of the recipe that has something to end when the recipe has returned."""
+
+    def close(self) -> None: ...
+
+
 CheckpointPart = Role | StatePart | FolderPart
 
 

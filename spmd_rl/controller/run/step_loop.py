@@ -11,7 +11,12 @@ from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.capabilities import Saver
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
-from spmd_rl.controller.run.checkpoints import CheckpointPart, Checkpoints, CheckpointState
+from spmd_rl.controller.run.checkpoints import (
+    CheckpointPart,
+    Checkpoints,
+    CheckpointState,
+    ClosablePart,
+)
 from spmd_rl.controller.run.steps import LoopStep, RunObserver
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.trace import now_ns
@@ -96,10 +101,13 @@ class StepLoop:
         termination.grace_s = 0.0
 
     def close(self) -> None:
-        """End the step that the recipe left, and wait for the last checkpoint."""
+        """End the step that the recipe left, wait for the last checkpoint, and close its parts."""
         if self._step is not None:
             self._end(self._step, last=True)
         self._checkpoints.wait_until_complete()
+        for part in self._parts.values():
+            if isinstance(part, ClosablePart) and not isinstance(part, Handle):
+                part.close()
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Add what the controller itself has measured to the current step, if there is one."""

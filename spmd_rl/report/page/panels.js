@@ -17,6 +17,16 @@ const PANELS = [
   { title: "Spread of rewards", floor: 0, lines: [["reward/std", "standard deviation"]] },
   { title: "Response length", unit: "tokens", floor: 0, lines: [["rollout/response_tokens_mean", "mean"]] },
   { title: "Truncated responses", floor: 0, share: true, lines: [["rollout/truncated", "share"]] },
+  {
+    title: "Groups of the sampler",
+    floor: 0,
+    lines: [
+      ["rollout/running", "in generation"],
+      ["rollout/buffered", "buffered"],
+      ["rollout/rejected", "rejected"],
+      ["rollout/surplus", "surplus"],
+    ],
+  },
   { title: "Entropy", unit: "nats", floor: 0, lines: [["train/entropy", "per token"]] },
   { title: "Clip fraction", floor: 0, lines: [["train/clip_frac", "of tokens"]] },
   {
@@ -172,7 +182,7 @@ const PANELS = [
     ],
   },
   { title: "Time per warm-up step", unit: "s", floor: 0, lines: [["time/warmup", "whole step"]] },
-  { title: "Reward function time", unit: "s", floor: 0, lines: [["time/reward", "slowest rank"]] },
+  { title: "Reward function time", unit: "s", floor: 0, lines: [["time/reward", "all processes"]] },
   { title: "Time to verify weights", unit: "s", floor: 0, lines: [["time/verify", "slowest rank"]] },
   {
     title: "Weights of the engine",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import compress
@@ -20,10 +21,12 @@ from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.kv_memory import KvMemory
 from spmd_rl.rollout.native.model_runner import ModelRunner
 from spmd_rl.rollout.native.pages import PagePool
+from spmd_rl.rollout.native.prefill_cost import PrefillCost
 from spmd_rl.rollout.native.request_validator import RequestValidator
 from spmd_rl.rollout.native.sampled_tokens import SampledTokens
 from spmd_rl.rollout.native.scheduler import Scheduler
 from spmd_rl.rollout.native.sequence_table import SequenceTable
+from spmd_rl.rollout.native.step_budget import PrefillBound
 from spmd_rl.rollout.native.step_plan import StepPlan
 from spmd_rl.rollout.native.stop_checker import StopChecker
 from spmd_rl.types.samples import Sample, SampleStatus
@@ -72,6 +75,7 @@ class NativeEngine:
         self.sizes = sizes = choose_sizes(cfg, spec, device, reserved_bytes)
         self.device = device
         self.version: int | None = None
+        self.is_pushing = False
         backend = attention_backend(spec.head_dim, sizes.dtype, device)
         self._async_scheduling = cfg.cuda_graphs and backend.fits_cuda_graphs
         self.table = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)
@@ -82,6 +86,7 @@ class NativeEngine:
             prefix_cache=cfg.prefix_cache,
             eos_ids=spec.eos_ids,
             separate_prefill=self._async_scheduling,
+            prefill_bound=self._prefill_bound() if self._async_scheduling else None,
         )
         if self._async_scheduling:
             model.pack_projections()
@@ -122,6 +127,9 @@ class NativeEngine:
     def abort(self, uid: int | None = None, index: int | None = None) -> list[Sample]:
         return [self._end(request, "aborted") for request in self.scheduler.abort(uid, index)]
 
+    def snapshot(self) -> list[Sample]:
+        return [request.sample("aborted") for request in self.scheduler.requests()]
+
     def sleep(self) -> None:
         self.scheduler.discard_kv(self.version or 0)
         self._in_flight = None
@@ -141,7 +149,9 @@ class NativeEngine:
 
     def sink(self) -> TensorSink:
         parameters = LocalTensors.whole(dict(self.model.named_parameters()))
-        return TensorSink(parameters.items(), self._forget_version, self._use_version)
+        return TensorSink(
+            parameters.items(), self._begin_push, self._use_version, self._forget_version
+        )
 
     def contract(self) -> dict[str, str | int]:
         return self.model.contract(self.device, self.sizes.dtype, self.cfg.attention_split)
@@ -160,15 +170,23 @@ class NativeEngine:
             **asdict(self.scheduler.counters),
         }
 
+    def _begin_push(self) -> None:
+        self.version, self.is_pushing = None, True
+
     def _forget_version(self) -> None:
         self.version = None
 
     def _use_version(self, version: int) -> None:
         """Forget all K/V, because the weights are now `version`."""
-        self.version = version
+        self.version, self.is_pushing = version, False
         if self._async_scheduling:
             self.model.fuse_projections()
         self.scheduler.discard_kv(version)
+
+    def _prefill_bound(self) -> PrefillBound:
+        num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        cost = PrefillCost.of_model(self.spec, num_processors)
+        return PrefillBound(cost, self.cfg.max_prefill_ms / 1e3 or math.inf)
 
     def _new_runner(self) -> ModelRunner:
         cache = KvCache(

@@ -244,20 +244,26 @@ class SequenceTable:
 
     def remove(self, rows: list[int]) -> list[Request]:
         """Free `rows`; return their requests, each with the answer that the host has of it."""
+        removed = self.answered(rows)
+        self.sequence_id[rows] = NO_SEQUENCE
+        self._free += rows
+        for row in rows:
+            self.requests[row] = None
+        return removed
+
+    def answered(self, rows: list[int]) -> list[Request]:
+        """Return the requests of `rows`, each with the answer that the host has of it."""
         index = np.array(rows, dtype=np.int64)
         first = self.prompt_length[index]
         sizes = self.host_length(index) - first
         answers = np.repeat(index, sizes), np.repeat(first, sizes) + offsets_within(sizes)
         tokens, logprobs = self.tokens[answers], self.logprobs[answers]
         versions = self.versions[answers]
-        self.sequence_id[index] = NO_SEQUENCE
-        self._free += rows
-        removed, ends = [], accumulate(sizes.tolist(), initial=0)
+        requests, ends = [], accumulate(sizes.tolist(), initial=0)
         for row, (start, end) in zip(rows, pairwise(ends), strict=True):
             old = self.requests[row]
             assert old is not None
-            self.requests[row] = None
             answer = tokens[start:end], logprobs[start:end], versions[start:end]
             settings = old.uid, old.index, old.prompt, old.sampling
-            removed.append(Request(*settings, *answer, old.seed, bytes(self.kept[row])))
-        return removed
+            requests.append(Request(*settings, *answer, old.seed, bytes(self.kept[row])))
+        return requests

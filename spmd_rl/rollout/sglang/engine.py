@@ -82,6 +82,14 @@ class SglangEngine:
     def has_work(self) -> bool:
         return bool(len(self._table) or self._answers.has_finished)
 
+    @property
+    def version(self) -> int | None:
+        return self.state.version
+
+    @property
+    def is_pushing(self) -> bool:
+        return self.state.is_pushing
+
     def submit(self, request: Request) -> None:
         added = self._table.add(request)
         if self.state.can_generate:
@@ -142,6 +150,10 @@ class SglangEngine:
             )
         if self.state.can_generate:
             self._start(self._table.waiting())
+
+    def snapshot(self) -> list[Sample]:
+        """Return every unfinished sample with the tokens that came so far."""
+        return [one.answered().sample("aborted") for one in self._table.matching(None, None)]
 
     def open_push(self) -> None:
         """Keep the partial answers of all requests, and generate nothing until `commit_push`.

@@ -67,6 +67,9 @@ class SglangSink:
         """Return False: the child has memory of its own."""
         return False
 
+    def outdate(self) -> None:
+        """Do nothing: the child's memory is never shared."""
+
     def open(self) -> None:
         """Have the engine keep its requests. A push that was given up is ended first."""
         if self._receives:

@@ -39,6 +39,7 @@ def test_recipes_that_are_shipped() -> None:
         "dpo",
         "grpo",
         "grpo_async",
+        "grpo_fully_async",
         "pretrain",
         "rejection_sampling",
         "reward_model",

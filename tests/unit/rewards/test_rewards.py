@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from spmd_rl.rewards.grade import Grader
 
 from spmd_rl.errors import DataError
 from spmd_rl.rewards import grade, match
-from spmd_rl.rewards.grade import Grader
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 

@@ -1,0 +1,67 @@
+"""GRPO, fully asynchronous: engines generate without a pause, and weights are pushed beneath them.
+
+spmd-rl run grpo_fully_async --model PATH --data train.jsonl --reward module:function --nproc 2
+
+Version v of the weights is pushed after train step v. Answers that are half finished then go on
+under the new weights, and every token keeps its version. No token is more than `sampler.max_lag`
+versions older than the weights that learn from it. The engine needs ranks of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import spmd_rl as rl
+from spmd_rl.recipes import grpo
+from spmd_rl.recipes.grpo import check
+
+__all__ = ["Config", "check", "main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(grpo.Config):
+    behaviour: Literal["old", "rollout"] = "rollout"  # which log-probs the ratio is taken against
+    split: rl.SeparateSplit = field(default_factory=rl.SeparateSplit)
+    sampler: rl.SamplerConfig = field(default_factory=lambda: rl.SamplerConfig(max_lag=2))
+    engine_sleeps: ClassVar[bool] = False  # it generates while the trainer trains
+    is_on_policy: ClassVar[bool] = False
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    roles = ctl.world.split(cfg.split)
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles, keep_group=cfg.hooks.keep_group)
+    rollout = ctl.spawn(
+        rl.Rollout,
+        cfg.engine,
+        on=roles.infer,
+        model=cfg.model,
+        reward=cfg.reward,
+        hooks=cfg.hooks,
+        settings=rl.as_data(cfg),
+        seed=cfg.run.seed,
+    )
+    weights = ctl.link(trainer, rollout)
+    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+    rl.announce_correction(cfg.engine, cfg.correction_in_words)
+    sampler = rl.GroupSampler(
+        rollout,
+        prompts,
+        cfg.sampling,
+        cfg.sampler,
+        groups_per_step=cfg.prompts_per_step,
+        keep=update.keep,
+    )
+    start = ctl.resume(trainer=trainer, sampler=sampler, **update.savers)
+
+    for step in ctl.steps(cfg.steps, start):
+        with ctl.phase("sync"):
+            weights.push(version=step.index, drain=False)
+            sampler.set_version(step.index)
+        with ctl.phase("rollout"):
+            groups = sampler.take(step.index)
+        with ctl.phase("train"):
+            stats = update.step(groups, step.index)
+        step.log(groups, stats, sampler.metrics())
+    trainer.export_hf.call(str(ctl.run_folder / "hf"))

@@ -1,0 +1,223 @@
+"""Queue of groups from their submission to the step that learns from them; no call, no thread.
+
+Let B groups be learned from in each step. Step s, counted from 0, learns at weights of version s.
+A group is submitted under version v only while
+
+    (accepted groups, those of earlier steps included) + (running groups) < (max_lag + v + 1) * B
+
+Claim: with `oversample` = 1 and `tail` = "keep", no token is more than `max_lag` versions older
+than the weights that learn from it, and no group is generated in vain unless it is rejected.
+
+Proof: Steps take groups in the order of submission, and pass over those that are rejected. So the
+groups that are taken before this one are among those that were accepted or running when it was
+submitted: fewer than (max_lag + v + 1) * B. It is therefore taken in step max_lag + v at the
+latest. None of its tokens is older than version v, whatever is pushed while it runs, or whether it
+is aborted and resumed.
+
+With a larger `oversample`, or where a step passes over groups that have not ended, a group's place
+can be further back. What step v + max_lag has not taken leaves the queue then, and its prompt goes
+back to the data. This bounds the lag without the proof.
+Source: Fu et al., AReaL (arXiv 2505.24298), staleness-aware training, has the condition.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from itertools import islice
+
+from spmd_rl.controller.pending import Pending
+from spmd_rl.errors import ContractError, SpmdError
+from spmd_rl.rollout.sampler_config import SamplerConfig
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
+
+
+@dataclass(eq=False)
+class QueuedGroup:
+    """A group that was submitted under the weights of `version`; it runs, or it has ended.
+
+    `partial` are samples that an earlier call of it has left. `rejection` says why nothing is
+    learned from it, "" if it was accepted.
+    """
+
+    prompt: Prompt
+    version: int
+    partial: list[Sample] = field(default_factory=list)
+    call: Pending[Group] | None = None
+    group: Group | None = None
+    rejection: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.group is not None
+
+    @property
+    def is_accepted(self) -> bool:
+        return self.group is not None and not self.rejection
+
+    def stopped(self, samples: list[Sample] | None) -> QueuedGroup:
+        """Return the entry as it is without its call, which has got as far as `samples`."""
+        return QueuedGroup(self.prompt, self.version, self.partial if samples is None else samples)
+
+
+@dataclass(frozen=True)
+class TakenGroups:
+    """The groups of a step, with what left the queue beside them: how many groups were rejected,
+    by reason, and the groups that are too many or too old, whose prompts go back to the data.
+    """
+
+    groups: list[Group]
+    rejected: Counter[str]
+    surplus: list[QueuedGroup]
+
+
+class GroupQueue:
+    """Groups in the order of their submission, which is also that of their versions.
+
+    `next_step` is the step that takes groups next, and `version` that of the engine's weights; None
+    before the first push.
+    """
+
+    def __init__(self, cfg: SamplerConfig, groups_per_step: int) -> None:
+        self.next_step = 0
+        self.version: int | None = None
+        self.entries: list[QueuedGroup] = []
+        self.num_running = 0
+        self._num_rejected = 0  # of the entries
+        self._stopped: deque[QueuedGroup] = deque()  # entries that do not run and have not ended
+        self._cfg = cfg
+        self._groups_per_step = groups_per_step
+
+    @property
+    def num_buffered(self) -> int:
+        """The groups that were accepted and wait for a step."""
+        return sum(entry.is_accepted for entry in self.entries)
+
+    def set_version(self, version: int) -> None:
+        """Note that the engine has the weights of `version`.
+
+        Raises: ContractError when they are older than those that it had.
+        """
+        if self.version is not None and version < self.version:
+            raise ContractError(
+                f"the sampler cannot go from version {self.version} back to {version}"
+            )
+        self.version = version
+
+    def num_to_submit(self) -> int:
+        """Return how many more prompts may be submitted now."""
+        if self.version is None:
+            return 0
+        room = self._cfg.max_lag + self.version + 1 - self.next_step
+        wanted = math.ceil(round(room * self._groups_per_step * self._cfg.oversample, 6))
+        unclaimed = self._num_idle() - len(self._stopped)
+        return max(0, min(wanted - len(self.entries) + self._num_rejected, unclaimed))
+
+    def submit(self, prompts: list[Prompt]) -> None:
+        """Append prompts under the present version; `to_start` returns them."""
+        assert self.version is not None
+        self.restore([QueuedGroup(prompt, self.version) for prompt in prompts])
+
+    def restore(self, entries: list[QueuedGroup]) -> None:
+        """Append entries, such as those of a checkpoint, in the order of their submission."""
+        self.entries += entries
+        self._stopped += [entry for entry in entries if not entry.has_ended]
+        self._num_rejected += sum(bool(entry.rejection) for entry in entries)
+
+    def to_start(self) -> list[QueuedGroup]:
+        """Return the entries that may start now, which `start` then has to be called with."""
+        if self.version is None:
+            return []
+        return list(islice(self._stopped, max(0, self._num_idle())))
+
+    def start(self, entry: QueuedGroup, call: Pending[Group]) -> None:
+        """Note that `entry`, the first of `to_start`, runs as `call`."""
+        self._stopped.remove(entry)
+        entry.call = call
+        self.num_running += 1
+
+    def end(self, entry: QueuedGroup, group: Group, rejection: str = "") -> None:
+        """Note that a group that ran has ended, and why it was rejected if it was."""
+        entry.group = Group(entry.prompt, []) if rejection else group  # it is only counted
+        entry.rejection, entry.call = rejection, None
+        entry.partial = []
+        self.num_running -= 1
+        self._num_rejected += bool(rejection)
+
+    def take(self, step: int) -> TakenGroups | None:
+        """Remove and return what step `step` learns from; None while too few groups have ended.
+
+        Raises: ContractError when no push was late enough for this step; SpmdError when more groups
+        were rejected for it than `max_gen_batches` allows.
+        """
+        self._require_reachable(step)
+        self.next_step = step
+        accepted, rejected = self._in_turn()
+        if len(accepted) < self._groups_per_step:
+            self._require_not_hopeless(len(accepted), rejected)
+            return None
+        last = self.entries.index(accepted[-1])
+        gone = {id(entry) for entry in accepted}
+        gone |= {id(entry) for entry in self.entries[:last] if entry.rejection}
+        left = [entry for entry in self.entries if id(entry) not in gone]
+        self.next_step = step + 1
+        surplus = [entry for entry in left if self._is_due(entry)]
+        self._keep([entry for entry in left if not self._is_due(entry)])
+        groups = [entry.group for entry in accepted if entry.group is not None]
+        return TakenGroups(groups, rejected, surplus)
+
+    def _keep(self, entries: list[QueuedGroup]) -> None:
+        """Let these entries, which are in the queue, be all of it."""
+        self.entries = entries
+        self.num_running = sum(entry.call is not None for entry in entries)
+        self._num_rejected = sum(bool(entry.rejection) for entry in entries)
+        kept = {id(entry) for entry in entries}
+        self._stopped = deque(entry for entry in self._stopped if id(entry) in kept)
+
+    def _in_turn(self) -> tuple[list[QueuedGroup], Counter[str]]:
+        """Return the first groups that were accepted, up to a step's number of them, and how many
+        before the last were rejected, by reason.
+        """
+        accepted: list[QueuedGroup] = []
+        rejected: Counter[str] = Counter()
+        for entry in self.entries:
+            if len(accepted) == self._groups_per_step:
+                break
+            if not entry.has_ended:
+                if self._cfg.tail == "keep":
+                    break
+            elif entry.rejection:
+                rejected[entry.rejection] += 1
+            else:
+                accepted.append(entry)
+        return accepted, rejected
+
+    def _is_due(self, entry: QueuedGroup) -> bool:
+        """Whether the last step that may learn from a group has taken what it takes."""
+        return entry.version + self._cfg.max_lag < self.next_step
+
+    def _num_idle(self) -> int:
+        """Return how many more groups may run."""
+        return (self._cfg.max_running or sys.maxsize) - self.num_running
+
+    def _require_reachable(self, step: int) -> None:
+        if self.version is None or step - self.version > self._cfg.max_lag:
+            pushed = "nothing" if self.version is None else f"version {self.version}"
+            raise ContractError(
+                f"the sampler cannot serve version {step} of the trainer: {pushed} was pushed "
+                f"last, and max_lag is {self._cfg.max_lag}"
+            )
+
+    def _require_not_hopeless(self, num_accepted: int, rejected: Counter[str]) -> None:
+        num_ended = num_accepted + rejected.total()
+        limit = self._cfg.max_gen_batches * self._groups_per_step
+        if limit and num_ended >= limit:
+            reasons = ", ".join(f"{count} by {reason}" for reason, count in rejected.most_common())
+            raise SpmdError(
+                f"step {self.next_step + 1} needs {self._groups_per_step} groups, but of "
+                f"{num_ended} only {num_accepted} were accepted ({reasons} rejected): choose "
+                "other prompts or another filter, or raise sampler.max_gen_batches"
+            )

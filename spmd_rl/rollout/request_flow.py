@@ -1,0 +1,213 @@
+"""Request flow of one rank: prompts go through the engine and the hooks, and groups come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.hooks.context import CallInfo
+from spmd_rl.hooks.pool import HookPool
+from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded, Event, Failed
+from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
+from spmd_rl.rollout.episodes import Episodes, Key, unstarted
+from spmd_rl.rollout.grading import Grading
+from spmd_rl.rollout.open_group import OpenGroup
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
+
+
+class RequestFlow:
+    """Requests that are on their way through one engine. The main thread of a rank uses it.
+
+    `text_of` decodes a sample's tokens. `grading` is None where there is no reward, and `episodes`
+    where the engine makes each sample in one turn; both use `pool`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        text_of: Callable[[list[int]], str],
+        pool: HookPool | None = None,
+        grading: Grading | None = None,
+        episodes: Episodes | None = None,
+    ) -> None:
+        self._engine = engine
+        self._text_of = text_of
+        self._pool = pool
+        self._grading = grading
+        self._episodes = episodes
+        self._drawing: dict[Key, OpenGroup] = {}  # by the request that the engine has
+        self._open: dict[int, OpenGroup] = {}  # by identity
+
+    @property
+    def can_step(self) -> bool:
+        """Whether the engine has work that it may do now."""
+        return self._engine.has_work and not self._engine.is_pushing
+
+    def watched(self) -> list[int]:
+        """Return descriptors that are readable when a hook has news."""
+        return self._pool.filenos() if self._pool is not None else []
+
+    def add(
+        self,
+        prompt: Prompt,
+        sampling: SamplingConfig,
+        on_done: Callable[[Group], None],
+        *,
+        info: CallInfo,
+        first_index: int = 0,
+        partial: Sequence[Sample] = (),
+    ) -> OpenGroup:
+        """Begin the samples of one prompt, and go on with those of an earlier answer in `partial`.
+
+        A sample of `partial` that is finished is kept, and graded if nobody has. `info` holds the
+        seed of the draws.
+        Raises: DataError or SpmdError when the engine refuses a sample. Then nothing has begun.
+        """
+        group = OpenGroup(prompt, sampling, info.seed, info, on_done)
+        unfinished = {one.index: one for one in partial if one.status == "aborted"}
+        finished = [one for one in partial if one.index not in unfinished]
+        fresh = set(range(first_index, first_index + sampling.num_samples))
+        fresh -= {sample.index for sample in finished}
+        self._open[id(group)] = group
+        try:
+            for index in sorted(fresh | unfinished.keys()):
+                self._draw(group, index, unfinished.get(index))
+        except BaseException:
+            self.abort(group)
+            raise
+        self._finish([(group, sample) for sample in finished])
+        self._close_if_whole(group)  # also where there is nothing to do
+        return group
+
+    def abort(self, group: OpenGroup) -> Group:
+        """End a group now, and return it with its unfinished samples. `on_done` is not called."""
+        drawing: list[Sample] = []
+        if self._episodes is not None:
+            self._abort_requests(self._episodes.forget(group))
+            drawing = [unstarted(group, index) for index in sorted(group.drawing)]
+        else:
+            drawing = self._abort_requests(
+                [(group.prompt.uid, index) for index in sorted(group.drawing)]
+            )
+        group.drawing.clear()
+        if self._grading is not None and group.grading:
+            self._grading.forget(group)
+        self._open.pop(id(group), None)
+        return group.snapshot(map(self._with_text, drawing))
+
+    def clear(self) -> None:
+        """End all groups, whose callers learn nothing of it."""
+        for group in list(self._open.values()):
+            self.abort(group)
+        self._engine.abort()
+
+    def close(self) -> None:
+        """End the processes of the hooks."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def step(self) -> None:
+        """Take the engine one step further, and what is finished to the hooks and back.
+
+        Raises: DataError for a hook that fails, if failures raise; what the engine raises.
+        """
+        if self.can_step and (finished := self._engine.step().finished):
+            self._finish([drawn for sample in finished if (drawn := self._drawn(sample))])
+        if self._pool is not None and self._pool.num_unfinished:
+            for event in self._pool.poll():
+                self._act(event)
+
+    def snapshots(self) -> list[Group]:
+        """Return all open groups as they are now. Episodes are as if they had not begun."""
+        drawing: dict[int, list[Sample]] = {}
+        if self._episodes is None:
+            for sample in self._engine.snapshot():
+                group = self._drawing[sample.prompt_uid, sample.index]
+                drawing.setdefault(id(group), []).append(sample)
+        else:
+            for key, group in self._open.items():
+                drawing[key] = [unstarted(group, index) for index in group.drawing]
+        return [group.snapshot(drawing.get(key, ())) for key, group in self._open.items()]
+
+    def _draw(self, group: OpenGroup, index: int, partial: Sample | None) -> None:
+        """Begin a sample, or go on with it."""
+        if self._episodes is not None:
+            self._episodes.start(group, index)
+            return
+        prompt = group.prompt
+        request = Request(prompt.uid, index, prompt.tokens, group.sampling, seed=group.seed)
+        self._engine.submit(request if partial is None else request.resumed(partial))
+        self._drawing[prompt.uid, index] = group
+        group.drawing.add(index)
+
+    def _drawn(self, sample: Sample) -> tuple[OpenGroup, Sample] | None:
+        """Take a sample from the engine, and return it with its text and its group; None for a turn
+        of an episode, which goes there.
+        """
+        if self._episodes is not None:
+            self._episodes.answer(sample, self._text_of(self._episodes.new_tokens(sample)))
+            return None
+        group = self._drawing.pop((sample.prompt_uid, sample.index))
+        group.drawing.discard(sample.index)
+        return group, self._with_text(sample)
+
+    def _with_text(self, sample: Sample) -> Sample:
+        return sample.replace(text=self._text_of(sample.tokens.tolist()))
+
+    def _finish(self, samples: list[tuple[OpenGroup, Sample]]) -> None:
+        """Have drawn samples graded, unless they are already or nobody grades."""
+        ungraded = []
+        for group, sample in samples:
+            if sample.status == "failed":
+                group.failed.append(sample)
+            elif self._grading is None or not np.isnan(sample.reward):
+                group.samples.append(sample)
+            else:
+                ungraded.append((group, sample))
+        if ungraded and self._grading is not None:
+            self._grading.submit(ungraded)
+        for group, _ in samples:
+            self._close_if_whole(group)
+
+    def _act(self, event: Event) -> None:
+        """Act on an event of the pool of hooks."""
+        if self._episodes is not None and self._episodes.owns(event.task_id):
+            self._act_on_episode(self._episodes, event)
+        elif self._grading is not None and not isinstance(event, EngineCall | EpisodeEnded):
+            self._close_if_whole(self._grading.take(event))
+
+    def _act_on_episode(self, episodes: Episodes, event: Event) -> None:
+        if isinstance(event, EngineCall):
+            self._begin_turn(episodes, event)
+        elif isinstance(event, EpisodeEnded | Failed):
+            group, samples, left = episodes.take(event)
+            self._abort_requests(left)
+            self._finish([(group, self._with_text(sample)) for sample in samples])
+            self._close_if_whole(group)
+
+    def _begin_turn(self, episodes: Episodes, call: EngineCall) -> None:
+        request = episodes.request_of(call)
+        if request is None:
+            return
+        try:
+            self._engine.submit(request)
+        except (DataError, ConfigError) as error:
+            episodes.refuse(call, request, str(error))
+
+    def _abort_requests(self, keys: Iterable[Key]) -> list[Sample]:
+        ended: list[Sample] = []
+        for key in keys:
+            ended += self._engine.abort(*key)
+            self._drawing.pop(key, None)
+        return ended
+
+    def _close_if_whole(self, group: OpenGroup) -> None:
+        if not group.is_drawn_and_graded or id(group) not in self._open:
+            return
+        if self._grading is not None and self._grading.grade_group(group):
+            return
+        del self._open[id(group)]
+        group.on_done(group.whole())

@@ -1,0 +1,101 @@
+"""Recipe of a test: the samples of a few prompts, asked for in a random way; what came is written
+to `drawn.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_rl as rl
+from spmd_rl.mesh.split import Placement
+from spmd_rl.recipes import grpo
+from spmd_rl.recipes.grpo import check
+
+__all__ = ["Config", "check", "main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(grpo.Config):
+    lockstep: bool = False  # all engine ranks are one shard
+    order: int = 0  # seeds the way in which samples are asked for; 0: all by one call
+
+
+class Lockstep(rl.Rollout):
+    """An engine of a shard whose step is a collective: its ranks must have the same requests."""
+
+    def pump(self) -> None:
+        stats = self.engine.stats()
+        facts = [stats["num_steps"], stats["num_running"], stats["num_waiting"], self.has_work()]
+        seen = self.context.all_gather_bytes(json.dumps(facts).encode())
+        assert len(set(seen)) == 1, seen
+        super().pump()
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    roles = ctl.world.split(cfg.split)
+    infer, role = roles.infer, rl.Rollout
+    if cfg.lockstep:
+        infer, role = Placement("infer", infer.ranks, {"dp": 1, "fsdp": 1, "tp": 2}), Lockstep
+        ctl.world.build([infer])
+    rollout = ctl.spawn(
+        role,
+        cfg.engine,
+        on=infer,
+        model=cfg.model,
+        reward=cfg.reward,
+        hooks=cfg.hooks,
+        settings=rl.as_data(cfg),
+        seed=cfg.run.seed,
+    )
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    ctl.link(trainer, rollout).push(version=0)
+    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
+    asked = prompts.take(cfg.prompts_per_step)
+    if not cfg.order:
+        groups = rollout.generate.call(asked, cfg.sampling)
+    else:
+        groups = ask_at_random(rollout, asked, cfg.sampling, random.Random(cfg.order))
+    drawn = {
+        f"{group.prompt.uid}.{sample.index}": [
+            sample.tokens.tolist(),
+            sample.logprobs.view("uint32").tolist(),
+            sample.reward,
+        ]
+        for group in groups
+        for sample in group.samples
+    }
+    (ctl.run_folder / "drawn.json").write_text(json.dumps(dict(sorted(drawn.items()))))
+
+
+def ask_at_random(
+    rollout: Any, asked: list[rl.Prompt], sampling: rl.SamplingConfig, rng: random.Random
+) -> list[rl.Group]:
+    """Ask for some prompts by `generate`, and for others one by one, some of which are aborted at
+    a random moment and go on later.
+    """
+    asked = rng.sample(asked, len(asked))
+    together, single = asked[: len(asked) // 3], asked[len(asked) // 3 :]
+    whole = rollout.generate.start(together, sampling) if together else None
+    calls = {prompt.uid: rollout.complete.start(prompt, sampling) for prompt in single}
+    by_uid = {prompt.uid: prompt for prompt in asked}
+    struck = rng.sample(sorted(calls), len(calls) // 2)
+    ended = rl.CompletionQueue[rl.Group]()
+    for call in calls.values():
+        ended.add(call)
+    groups, num_resumed = [], 0
+    while (call := ended.wait()) is not None:
+        group = call.wait()
+        unfinished = [sample for sample in group.samples if sample.status == "aborted"]
+        if unfinished or len(group.samples) < sampling.num_samples:
+            num_resumed += 1
+            prompt = by_uid[group.prompt.uid]
+            ended.add(rollout.complete.start(prompt, sampling, partial=group.samples))
+        else:
+            groups.append(group)
+        if struck:
+            calls[struck.pop()].abort()
+    print(f"{num_resumed} answers were resumed", flush=True)
+    return groups + (whole.wait() if whole else [])

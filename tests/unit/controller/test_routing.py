@@ -1,0 +1,65 @@
+"""Which shard serves a request."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from spmd_rl.controller.routing import BLOCK_TOKENS, MAX_BLOCKS, Route, ShardBalancer
+
+
+def route(key: int, prefix: int = 0, length: int = 8, cost: int = 100) -> Route:
+    """A request whose prompt differs from those of another `prefix` from the first token on."""
+    return Route(key, np.arange(prefix, prefix + length, dtype=np.int32), cost)
+
+
+def test_the_shard_with_the_least_to_do_gets_a_request() -> None:
+    balancer = ShardBalancer(3)
+    costs = [50, 10, 30, 20, 5, 25]
+    shards = [
+        balancer.acquire(route(key, prefix=100 * key, cost=cost)) for key, cost in enumerate(costs)
+    ]
+    assert shards == [0, 1, 2, 1, 1, 2]
+
+
+def test_samples_of_a_prompt_stay_together_while_one_is_open() -> None:
+    balancer = ShardBalancer(2)
+    first = balancer.acquire(route(7, cost=1000))
+    assert balancer.acquire(route(7, cost=1000)) == first
+    assert balancer.acquire(route(8, prefix=50)) != first
+    for _ in range(2):
+        balancer.release(route(7, cost=1000), first)
+    assert balancer.acquire(route(7, prefix=99, cost=10)) == first  # its load is gone too
+
+
+def test_a_cached_prefix_draws_a_request_until_the_load_outweighs_it() -> None:
+    balancer = ShardBalancer(2)
+    long = 4 * BLOCK_TOKENS
+    home = balancer.acquire(route(1, length=long, cost=long))
+    other = balancer.acquire(route(2, prefix=5000, length=long, cost=long - 10))
+    assert home != other
+    assert balancer.acquire(route(3, length=long, cost=long)) == home, "256 tokens saved, 10 more"
+    assert balancer.acquire(route(4, length=long, cost=long)) == other, "256 saved, 266 more"
+
+
+def test_all_load_is_given_back() -> None:
+    rng, balancer, held = random.Random(0), ShardBalancer(4), []
+    for number in range(500):
+        if held and rng.random() < 0.45:
+            balancer.release(*held.pop(rng.randrange(len(held))))
+        else:
+            asked = route(rng.randrange(50), prefix=rng.randrange(9), length=200, cost=number)
+            held.append((asked, balancer.acquire(asked)))
+    for asked, shard in held:
+        balancer.release(asked, shard)
+    assert balancer._cost == [0] * 4
+    assert balancer._by_key == {}
+
+
+def test_memory_of_prefixes_is_bounded() -> None:
+    balancer = ShardBalancer(2)
+    blocks = MAX_BLOCKS // 4
+    for prefix in range(6):
+        balancer.acquire(route(prefix, prefix << 24, length=blocks * BLOCK_TOKENS))
+    assert len(balancer._blocks) == MAX_BLOCKS
