@@ -28,7 +28,6 @@ from spmd_rl.hooks.running_note import Running
 AHEAD_S = 0.05  # work that a process is sent before it answers; more than that asks for another
 MAX_AHEAD = 512  # calls
 START_DEADLINE_S = 600.0  # for a process to import the hooks
-OUTPUT_S = 1.0  # until more output may be read
 _NEWEST = 0.1  # weight of the newest call in the mean time of calls
 
 FromCall = Answer | Ask | AskTokens
@@ -134,7 +133,7 @@ class Crew:
         Raises: ConfigError when a hook cannot be imported; SpmdError when a process cannot start.
         """
         for place in self.places.copy():
-            if place.member in news:
+            if place.member in news or place.member.has_unread_output:
                 sentence = place.member.exit_sentence()
                 yield from self._received(place)
                 if sentence:
@@ -172,13 +171,6 @@ class Crew:
                 self._send(place, [self._waiting.popleft() for _ in range(room)])
         if self._waiting and self._wants_another(now_s):
             self.start(now_s)
-
-    def wait_s(self, now_s: float) -> float | None:
-        """Return the seconds until `read` must be called although there is no news; None: never."""
-        waits = [wait for place in self.places for wait in self._waits(place, now_s)]
-        if self._waiting and len(self.places) < self._limits.processes:
-            waits.append(AHEAD_S)
-        return max(0.0, min(waits)) if waits else None
 
     def close(self) -> None:
         """End all processes."""
@@ -282,15 +274,6 @@ class Crew:
         """Return whether one more process is allowed, and none is just starting."""
         places = [place for place in self.places if not place.is_spoiled]
         return len(places) < self._limits.processes and all(place.ready for place in places)
-
-    def _waits(self, place: Place, now_s: float) -> Iterator[float]:
-        if not place.ready:
-            yield place.started_s + START_DEADLINE_S - now_s
-        elif place.calls and self._limits.deadline_s:
-            running = place.member.running()
-            yield (running.since_s if running else now_s) + self._limits.deadline_s - now_s
-        if place.member.has_unread_output:
-            yield OUTPUT_S
 
 
 def _load(place: Place) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import _signal  # type: ignore[import-not-found]  # its `getsignal` looks for no enum, which is slow
 import io
 import os
 import resource
@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any, TextIO
 
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
-_handler_of = inspect.unwrap(signal.getsignal)  # which looks for no enum, and takes half the time
 _SIGALRM = int(signal.SIGALRM)
 
 
@@ -40,7 +39,7 @@ class ProcessState:
         self.end_if_forked()
         os.fchdir(self._folder)
         self._restore_streams()
-        if _handler_of(_SIGALRM) is not _ignore:
+        if _signal.getsignal(_SIGALRM) is not _ignore:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, _ignore)
         if "torch" in sys.modules:
