@@ -37,6 +37,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         on=roles.infer,
         model=cfg.model,
         reward=cfg.reward,
+        hooks=cfg.hooks,
+        settings=rl.as_data(cfg),
         seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from spmd_rl.check.engine import announce_correction as announce_correction
     from spmd_rl.check.engine import check_engine as check_engine
     from spmd_rl.check.inputs import check_inputs as check_inputs
+    from spmd_rl.config.dump import as_data as as_data
     from spmd_rl.config.rules import at_least as at_least
     from spmd_rl.config.run import RunConfig as RunConfig
     from spmd_rl.controller.capabilities import Contracted as Contracted
@@ -83,12 +84,19 @@ if TYPE_CHECKING:
     from spmd_rl.errors import ConfigError as ConfigError
     from spmd_rl.errors import SpmdError as SpmdError
     from spmd_rl.errors import WeightMismatchError as WeightMismatchError
+    from spmd_rl.hooks.config import HookConfig as HookConfig
+    from spmd_rl.hooks.context import HookContext as HookContext
+    from spmd_rl.hooks.context import Keep as Keep
+    from spmd_rl.hooks.episode_engine import EpisodeEngine as EpisodeEngine
+    from spmd_rl.hooks.transcript import Transcript as Transcript
+    from spmd_rl.hooks.transcript import Turn as Turn
     from spmd_rl.mesh.role_context import RoleContext as RoleContext
     from spmd_rl.mesh.split import PolicySplit as PolicySplit
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
     from spmd_rl.mesh.split import SeparateSplit as SeparateSplit
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
+    from spmd_rl.observe.samples_file import read_groups as read_groups
     from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
     from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
     from spmd_rl.recipes.policy_update import extra_roles_of as extra_roles_of
@@ -154,6 +162,7 @@ _HOMES = {
     "types.batch": ("Batch",),
     "config.rules": ("at_least",),
     "controller.prefetch": ("CallQueue",),
+    "config.dump": ("as_data",),
     "config.run": ("RunConfig",),
     "controller.capabilities": (
         "Contracted",
@@ -173,9 +182,14 @@ _HOMES = {
     "data.source": ("DataSource",),
     "data.prompts": ("PromptConfig", "Prompts"),
     "errors": ("ConfigError", "SpmdError", "WeightMismatchError"),
+    "hooks.config": ("HookConfig",),
+    "hooks.context": ("HookContext", "Keep"),
+    "hooks.episode_engine": ("EpisodeEngine",),
+    "hooks.transcript": ("Transcript", "Turn"),
     "mesh.role_context": ("RoleContext",),
     "mesh.split": ("PolicySplit", "RoleSplit", "SeparateSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
+    "observe.samples_file": ("read_groups",),
     "check.engine": ("announce_correction", "check_engine"),
     "check.inputs": ("check_inputs",),
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy", "refuse_replay"),

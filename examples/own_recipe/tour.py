@@ -31,7 +31,7 @@ class Config(grpo.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rl.refuse_sampler(self.sampler)
+        rl.refuse_sampler(self.sampler, self.hooks)
         rl.at_least(self, {"eval_every": 1, "cap": 0, "distance_cost": 0})
 
 
@@ -74,6 +74,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         on=roles.infer,
         model=cfg.model,
         reward=cfg.reward,
+        hooks=cfg.hooks,
+        settings=rl.as_data(cfg),
         seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)

@@ -63,6 +63,7 @@ class CorrectionConfig:
     level: Level = "token"  # the ratio of a token, the product of a sequence, or its geometric mean
     high: float = 2.0  # largest weight
     low: float | None = None  # smallest weight; none: 1 / high
+    mean_one: bool = False  # whether weights are divided by their mean over the batch
     # level of a second ratio, by which tokens or sequences are left out of the whole loss
     reject: Literal["none", "token", "sequence", "geometric"] = "none"
     reject_high: float = 2.0  # largest ratio that is not rejected

@@ -1,8 +1,8 @@
 """Corrections for samples that the trainer would draw with another probability than the engine.
 
-`weights` are importance weights of the policy term. `rejected` marks tokens that leave the whole
-loss. Both come from the ratio trainer / engine, carry no gradient, and leave weights and
-denominators of the batch as they are.
+`correction_weights` are importance weights of the policy term. `outside` and `vetoed` mark tokens
+that leave the whole loss. All come from the ratio trainer / engine, carry no gradient, and leave
+weights and denominators of the batch as they are.
 
 Source: Yao et al. 2025 (TIS); Ling team 2025 (IcePop); Liu et al. 2025 (MIS, geometric level and
 veto).
@@ -10,13 +10,17 @@ veto).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from spmd_rl.algo.config import CorrectionMode, Level
 from spmd_rl.algo.sequence_sums import over_sequences
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
+
+Ratio = TypeVar("Ratio", "Tensor", "NDArray[np.float64]")
 
 MAX_LOG_RATIO = 20.0  # whose exp float32 holds
 
@@ -36,8 +40,8 @@ def level_ratio(log_ratio: Tensor, level: Level, sequence: Tensor, num_sequences
 
 
 def correction_weights(
-    ratio: Tensor, mode: CorrectionMode, *, high: float, low: float | None = None
-) -> Tensor:
+    ratio: Ratio, mode: CorrectionMode, *, high: float, low: float | None = None
+) -> Ratio:
     """Return the weight of each token's policy loss; `low` None is 1 / `high`.
 
     truncate: min(ratio, high). clip: the ratio within [low, high]. mask: the ratio within
@@ -46,9 +50,9 @@ def correction_weights(
     """
     floor = 1 / high if low is None else low
     if mode == "truncate":
-        return ratio.clamp(max=high)
+        return ratio.clip(None, high)
     if mode == "clip":
-        return ratio.clamp(floor, high)
+        return ratio.clip(floor, high)
     if mode == "mask":
         return ratio * ((ratio >= floor) & (ratio <= high))
     raise ValueError(f"mode = {mode!r}: expected truncate, clip or mask")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from spmd_rl.algo.algorithm import Algorithm, rewards_differ
+from spmd_rl.algo.algorithm import OLD_LOGPROBS, Algorithm, rewards_differ
 from spmd_rl.algo.algorithms.cispo import cispo
 from spmd_rl.algo.algorithms.dapo import dapo
 from spmd_rl.algo.algorithms.dr_grpo import dr_grpo
@@ -18,10 +18,12 @@ from spmd_rl.algo.algorithms.ppo import ppo
 from spmd_rl.algo.algorithms.reinforce_pp import reinforce_pp
 from spmd_rl.algo.algorithms.reinforce_pp_baseline import reinforce_pp_baseline
 from spmd_rl.algo.algorithms.rloo import rloo
-from spmd_rl.algo.config import PolicyConfig
+from spmd_rl.algo.config import CorrectionConfig, PolicyConfig
+from spmd_rl.algo.mean_weight import with_mean_weight_of_one
 from spmd_rl.algo.overlong import with_overlong_penalty
 from spmd_rl.algo.refusals import refuse_wrong_settings
 from spmd_rl.errors import ConfigError
+from spmd_rl.types.batch import Batch
 from spmd_rl.types.samples import Group
 
 ALGORITHMS: dict[str, Callable[[PolicyConfig], Algorithm]] = {
@@ -58,7 +60,21 @@ def make_algorithm(
     if cfg.drop_equal_groups is not None:
         keeps = rewards_differ if cfg.drop_equal_groups else None
         algorithm = replace(algorithm, keeps=keeps)
+    if cfg.correction.mean_one:
+        algorithm = _with_mean_one(cfg.correction, algorithm)
     return _with_penalty(cfg, algorithm) if cfg.overlong.buffer else algorithm
+
+
+def _with_mean_one(cfg: CorrectionConfig, algorithm: Algorithm) -> Algorithm:
+    """Return the algorithm whose correction weights have a mean of 1 over the batch."""
+    scaled = partial(
+        with_mean_weight_of_one, mode=cfg.mode, level=cfg.level, high=cfg.high, low=cfg.low
+    )
+
+    def credit(batch: Batch) -> Batch:
+        return scaled(algorithm.credit(batch) if algorithm.credit else batch)
+
+    return replace(algorithm, credit=credit, needs=algorithm.needs | {OLD_LOGPROBS})
 
 
 def _with_penalty(cfg: PolicyConfig, algorithm: Algorithm) -> Algorithm:

@@ -75,12 +75,16 @@ def _sequences(columns: GroupColumns) -> _Sequences:
     num_prompt_tokens = len(prompts.tokens)
     no_logprobs = np.zeros(num_prompt_tokens, np.float32)
     no_versions = np.full(num_prompt_tokens, NO_VERSION, np.int32)
+    versions = np.concatenate([no_versions, samples.versions])[flat]
+    mask = versions != NO_VERSION
+    if len(samples.mask):
+        mask = np.concatenate([np.zeros(num_prompt_tokens, np.bool_), samples.mask])[flat]
     return _Sequences(
         tokens=np.concatenate([prompts.tokens, samples.tokens])[flat],
         lengths=lengths[row_pairs].sum(1, dtype=np.int32),
-        mask=np.concatenate([np.zeros(num_prompt_tokens, np.bool_), samples.filled("mask")])[flat],
+        mask=mask,
         rollout_logprobs=np.concatenate([no_logprobs, samples.logprobs])[flat],
-        versions=np.concatenate([no_versions, samples.versions])[flat],
+        versions=versions,
         temperature=samples.temperature.astype(np.float32),
         execution=_executions(columns, prompt_of_sample),
         kept=samples.kept if any(map(len, samples.kept)) else [],

@@ -29,7 +29,12 @@ IGNORED_BY = {
 # a setting without which others are not read, and those others
 SWITCHES = {
     "kl.coef": ("kl.place", "kl.estimator", "kl.unbiased", "kl.reference", "kl.refresh_every"),
-    "correction.mode": ("correction.level", "correction.high", "correction.low"),
+    "correction.mode": (
+        "correction.level",
+        "correction.high",
+        "correction.low",
+        "correction.mean_one",
+    ),
     "correction.reject": ("correction.reject_high", "correction.reject_low"),
     "overlong.buffer": ("overlong.penalty",),
 }

@@ -10,11 +10,11 @@ from spmd_rl.data.files import DataRecord, read_records
 from spmd_rl.data.pairs import PairConfig, answer_text
 from spmd_rl.data.prompt_format import PromptFormat, check_prompts
 from spmd_rl.errors import ConfigError
+from spmd_rl.hooks.signatures import load_reward
 from spmd_rl.model.spec import ModelSpec, head_of
 from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer
 from spmd_rl.model.vocabulary import check_same_vocabulary
 from spmd_rl.model.weight_files import stored_weights
-from spmd_rl.rewards.load import resolve_reward
 from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.parameter_groups import update_rules
@@ -69,7 +69,7 @@ def check_inputs(
         _check_answers(records, prompts)
         check_prompts(records, prompts, tokenizer)
     if reward:
-        resolve_reward(reward)
+        load_reward(reward)
 
 
 def _check_answers(records: Iterable[DataRecord], prompts: PromptFormat) -> None:

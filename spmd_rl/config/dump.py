@@ -10,9 +10,18 @@ from typing import Any
 from spmd_rl.config.schema import key_fields
 
 
+def as_data(value: Any) -> Any:
+    """Return a config as plain nested data: dicts for dataclasses, and lists for tuples."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_data(getattr(value, field.name)) for field in key_fields(value)}
+    if isinstance(value, dict):
+        return {str(key): as_data(item) for key, item in value.items()}
+    return [as_data(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def dump_toml(cfg: Any) -> str:
     """Return TOML that `load` reads back to an equal config. A key that is None is left out."""
-    return "\n".join(_lines(_plain(cfg), "")).strip() + "\n"
+    return "\n".join(_lines(as_data(cfg), "")).strip() + "\n"
 
 
 def toml_text(value: Any) -> str:
@@ -27,15 +36,6 @@ def toml_text(value: Any) -> str:
         items = [f"{_key(k)} = {toml_text(v)}" for k, v in value.items() if v is not None]
         return "{" + ", ".join(items) + "}"
     return str(value) if isinstance(value, int) else repr(float(value))
-
-
-def _plain(value: Any) -> Any:
-    """Return dicts for dataclasses and lists for tuples."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in key_fields(value)}
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _lines(table: dict[str, Any], path: str) -> Iterator[str]:

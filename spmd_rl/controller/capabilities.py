@@ -96,15 +96,18 @@ class Pumped(Protocol):
     """
 
     def has_work(self) -> bool:
-        """Whether `pump` would do something now."""
+        """Whether `pump` should be called at once, without waiting for anything."""
         ...
 
     def pump(self) -> None:
-        """Do one piece of work, such as an engine step, and answer the calls that it completes."""
+        """Do one piece of work, such as an engine step, and answer the calls that it completes.
+
+        It is called between all commands while a call is unanswered, a few times a second at least.
+        """
         ...
 
     def watched(self) -> Sequence[int]:
-        """Return file descriptors that are readable when there is work again."""
+        """Return file descriptors that are readable when `pump` should be called."""
         ...
 
 

@@ -179,7 +179,8 @@ class Signature:
             raise ConfigError(
                 f"{self.where} needs a return type, since its result crosses the wire"
             )
-        if typing.get_origin(hints["return"]) is Deferred:
+        self.is_deferred = typing.get_origin(hints["return"]) is Deferred
+        if self.is_deferred:
             (hints["return"],) = typing.get_args(hints["return"])
         self.sharded = {name: _element(hint) for name, hint in hints.items() if _is_sharded(hint)}
         self._is_sharded = [name in self.sharded for name in self.names]

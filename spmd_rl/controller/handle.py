@@ -120,8 +120,10 @@ class RemoteEndpoint(BoundEndpoint[..., Any]):
         by_rank = self._handle.dispatcher.collect(record, deadline_s)
         signature, values = self._signature, []
         unpack = signature.result.unpack
+        by_shard = signature.gathers or self._endpoint.route is not None
         for ranks in self._handle.shards if signature.gathers else (record.ranks,):
-            if len(ranks) > 1 and self._endpoint.route is None:
+            # of a deferred call only a shard's first rank knows all, such as rewards
+            if len(ranks) > 1 and not (by_shard and signature.is_deferred):
                 self._require_equal(by_rank, ranks)
             values.append(unpack(by_rank[ranks[0]]))
         return signature.gather(values) if signature.gathers else values[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -37,6 +37,7 @@ class RunningCalls(Generic[C]):
         self._held: deque[C] = deque()
         self._unanswered: dict[int, DeferredCall] = {}
         self._aborted: set[int] = set()  # numbers of calls that were aborted before they started
+        self.holds_answers = False  # until `release`
 
     @property
     def num_unanswered(self) -> int:
@@ -78,6 +79,12 @@ class RunningCalls(Generic[C]):
             if call.role == role and not call.deferred.is_answered:
                 call.deferred.fail(error)
 
+    def release(self, numbers: Iterable[int]) -> None:
+        """Answer calls whose answers were held, and which count as unanswered until then."""
+        for number in numbers:
+            call = self._unanswered.pop(number)
+            call.on_answer(call.deferred)
+
     def _answer(self, call: DeferredCall) -> None:
-        del self._unanswered[call.number]
-        call.on_answer(call.deferred)
+        if not self.holds_answers:
+            self.release([call.number])

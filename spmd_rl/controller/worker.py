@@ -7,8 +7,9 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +41,10 @@ from spmd_rl.controller.lifecycle.controller_process import ControllerProcess
 from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.controller.running_calls import DeferredCall, RunningCalls
+from spmd_rl.controller.shard_turns import ShardTurns
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
 from spmd_rl.mesh.connection_proof import prove
-from spmd_rl.mesh.role_context import Meshes
+from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.observe.trace import Trace, now_ns
 
@@ -76,6 +78,7 @@ class Worker:
         self._endpoints: dict[tuple[str, str], _LocalEndpoint] = {}
         self._running = RunningCalls[ReceivedCommand](_is_concurrent)
         self._answers: list[Answer] = []  # not sent yet
+        self._shard: ShardTurns[ReceivedCommand] | None = None  # of a role, if it has several ranks
 
     def serve(self, lifecycle: WorkerLifecycle) -> None:
         """Run commands until the controller says stop, and pump roles that have work between them.
@@ -85,30 +88,50 @@ class Worker:
         lifecycle.on_idle = lambda: self._trace.flush()
         dealer = lifecycle.dealer
         while True:
-            received = self._next(dealer)
-            self._answers.clear()
-            if received is not None:
-                command, _, number = received
-                if type(command) is Stop:  # isinstance takes ten times as long on a msgspec type
+            for received in self._next_turn(dealer):
+                if (
+                    type(received[0]) is Stop
+                ):  # isinstance takes ten times as long on a msgspec type
                     self._trace.close()
                     return
-                if type(command) is Abort:
-                    self._running.abort(number)
+                if type(received[0]) is Abort:
+                    self._running.abort(received[2])
                 else:
                     self._running.add(received)
             for ready in self._running.ready():
                 self._run(*ready)
             self._pump()
 
+    def _next_turn(self, dealer: Dealer) -> list[ReceivedCommand]:
+        """Return the commands to run now. In a shard of several ranks, its first rank decides while
+        a call is unanswered.
+        """
+        shard = self._shard
+        if shard is None or not (self._running.num_unanswered or shard.has_untold):
+            received = self._next(dealer)
+            return [] if received is None else [received]
+        if not shard.is_first:
+            return shard.follow(partial(self._receive, dealer), self._running.release)
+        received = None if shard.has_untold else self._next(dealer)
+        commands = [] if received is None else [received]
+        shard.lead(commands)
+        return commands
+
     def _next(self, dealer: Dealer) -> ReceivedCommand | None:
         """Send the answers, and return the next command; None if a role has work instead."""
         if not self._running.num_unanswered:
-            return dealer.next(self._answers)
+            return self._receive(dealer, True)
         roles = self._pumped.values()
         if any(role.has_work() for role in roles):
-            return dealer.next(self._answers, wait=False)
-        watched = [descriptor for role in roles for descriptor in role.watched()]
-        return dealer.next(self._answers, watched=watched)
+            return self._receive(dealer, False)
+        return self._receive(dealer, True, [fd for role in roles for fd in role.watched()])
+
+    def _receive(
+        self, dealer: Dealer, wait: bool, watched: Sequence[int] = ()
+    ) -> ReceivedCommand | None:
+        received = dealer.next(self._answers, wait=wait, watched=watched)
+        self._answers.clear()
+        return received
 
     def _run(self, command: Command | Stop, value: Packed, number: int) -> None:
         """Run a command, and keep its answer to be sent, unless it comes later."""
@@ -132,13 +155,12 @@ class Worker:
         self._answers.append((header, result, number))
 
     def _pump(self) -> None:
-        """Give each role that has work one turn."""
+        """Give each role one turn, while a call is unanswered."""
         if not self._running.num_unanswered:
             return
         for name, role in self._pumped.items():
             try:
-                if role.has_work():
-                    role.pump()
+                role.pump()
             # the controller decides what an error of a role ends
             except BaseException as error:
                 if os.getpid() != self._pid:
@@ -184,6 +206,8 @@ class Worker:
             except BaseException as error:  # noqa: BLE001  of any kind, as where a command runs
                 header = encode(failure_of(error))
             self._answers.append((header, result, number))
+            if self._shard is not None:
+                self._shard.note_answered(number)
             self._trace_call(call, endpoint, number, began_ns)
 
         self._running.defer(DeferredCall(call.name, number, deferred, answer))
@@ -225,10 +249,24 @@ class Worker:
         role = self._roles[command.name] = role_type(config, context, **keywords)
         if isinstance(role, Pumped):
             self._pumped[command.name] = role
+            self._join_shard(command.name, context)
         gc.collect()
         # Roles and their modules stay, so that a full collection need not look through them.
         gc.freeze()
         return pack(role.numeric_contract() if isinstance(role, Contracted) else None)
+
+    def _join_shard(self, name: str, context: RoleContext) -> None:
+        """Have the ranks of this role's shard take turns together, if there are several."""
+        if context.shard_size == 1:
+            return
+
+        def is_shared(received: ReceivedCommand) -> bool:
+            command = received[0]
+            return type(command) is not Call or command.name == name
+
+        is_first = context.shard_rank == 0
+        self._shard = ShardTurns(is_first, context.broadcast_in_shard, is_shared)
+        self._running.holds_answers = not is_first
 
     def _build_meshes(self, command: BuildMeshes) -> None:
         """Build meshes, and begin this rank's trace if the run is traced."""

@@ -105,9 +105,11 @@ def sweep() -> None:
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                if os.fstat(descriptor).st_uid == os.geteuid():
+                if (status := os.fstat(descriptor)).st_uid == os.geteuid():
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path)
+                    # Another sweep may have removed it, and its process may have made it anew.
+                    if os.path.samestat(status, path.lstat()):
+                        shutil.rmtree(path)
             finally:
                 os.close(descriptor)
 

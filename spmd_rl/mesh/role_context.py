@@ -38,6 +38,7 @@ class RoleContext:
         group: ProcessGroup,
         neighbours: dict[str, Any],
         trace: Trace | None = None,
+        shard_group: ProcessGroup | None = None,
     ) -> None:
         self.world = world
         self.placement = placement
@@ -45,6 +46,7 @@ class RoleContext:
         self.group = group
         self.trace = trace or Trace()
         self._neighbours = neighbours
+        self._shard_group = shard_group  # None where a shard is one rank
 
     @property
     def rank(self) -> int:
@@ -70,6 +72,33 @@ class RoleContext:
         if self.world.device == "cuda":
             return torch.device("cuda", self.world.local_rank)
         return torch.device("cpu")
+
+    @property
+    def shard_size(self) -> int:
+        """The number of ranks that serve the same part of the data."""
+        return self.size // self.data_size
+
+    @property
+    def shard_rank(self) -> int:
+        return self.rank % self.shard_size
+
+    def broadcast_in_shard(self, blob: bytes) -> bytes:
+        """Return the `blob` of the shard's first rank.
+
+        Ranks: all of the shard. Blocks: until each has called.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if self._shard_group is None:
+            return blob
+        size = torch.tensor([len(blob)], dtype=torch.int64)
+        dist.broadcast(size, group=self._shard_group, group_src=0)
+        shared = torch.empty(int(size.item()), dtype=torch.uint8)
+        if self.shard_rank == 0:
+            shared.numpy()[:] = np.frombuffer(blob, np.uint8)
+        dist.broadcast(shared, group=self._shard_group, group_src=0)
+        return shared.numpy().tobytes()
 
     def neighbour(self, role_name: str) -> Any | None:
         """Return the instance of another role in this process, if there is one."""
@@ -163,6 +192,7 @@ class Meshes:
         self.neighbours: dict[str, Any] = {}
         self.trace = Trace()
         self._built: dict[tuple[Any, ...], tuple[DeviceMesh, ProcessGroup]] = {}
+        self._shard_groups: dict[tuple[Any, ...], ProcessGroup] = {}
 
     def build(self, placements: list[Placement]) -> None:
         """Build the mesh and the group of each placement; equal placements share them.
@@ -176,14 +206,28 @@ class Meshes:
 
         for placement in placements:
             if _key(placement) not in self._built:
-                shape = tuple(placement.axes[axis] for axis in MESH_AXES)
+                axes = MESH_AXES + (("tp",) if placement.axes["tp"] > 1 else ())
+                shape = tuple(placement.axes[axis] for axis in axes)
                 ranks = torch.tensor(placement.ranks).reshape(shape)
-                mesh = DeviceMesh(self.world.device, ranks, mesh_dim_names=MESH_AXES)
+                mesh = DeviceMesh(self.world.device, ranks, mesh_dim_names=axes)
                 group = dist.new_group(list(placement.ranks), timeout=COLLECTIVE_TIMEOUT)
                 if self.world.rank in placement.ranks:
                     prove(self.world, group)
                     self._prepare_axes(mesh)
                 self._built[_key(placement)] = (mesh, group)
+                self._build_shard_groups(placement)
+
+    def _build_shard_groups(self, placement: Placement) -> None:
+        """Make a host group of the ranks of each shard, where a shard has several."""
+        import torch.distributed as dist
+
+        size = placement.size // placement.data_size
+        for first in range(0, placement.size, size) if size > 1 else ():
+            ranks = list(placement.ranks[first : first + size])
+            group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT, backend="gloo")
+            if self.world.rank in ranks:
+                prove(self.world, group)
+                self._shard_groups[_key(placement)] = group
 
     def _prepare_axes(self, mesh: DeviceMesh) -> None:
         """Set the timeout of the groups of a mesh, and prove their connections."""
@@ -201,7 +245,10 @@ class Meshes:
         if _key(placement) not in self._built:
             raise PlanError(f"placement '{placement.name}' was not made by this world's split")
         mesh, group = self._built[_key(placement)]
-        return RoleContext(self.world, placement, mesh, group, self.neighbours, self.trace)
+        shard_group = self._shard_groups.get(_key(placement))
+        return RoleContext(
+            self.world, placement, mesh, group, self.neighbours, self.trace, shard_group
+        )
 
 
 def _key(placement: Placement) -> tuple[Any, ...]:

@@ -40,6 +40,7 @@ ENGINE_KEYS = (
     "num_pages",
     "max_batch",
     "max_step_tokens",
+    "max_prefill_ms",
     "prefix_cache",
     "cuda_graphs",
     SPLIT,

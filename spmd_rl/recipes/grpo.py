@@ -18,7 +18,8 @@ import spmd_rl as rl
 class Config(rl.PolicyConfig):
     model: str  # Hugging Face folder
     data: str  # .jsonl or .parquet of prompts and answers; a slice as path@[a:b]
-    reward: str = "spmd_rl.rewards.match:exact"  # module:function or path/to/file.py:function
+    # module:function or path/to/file.py:function; several as a table of names and weights
+    reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
     steps: int = 200  # training steps of the whole run
     prompts_per_step: int = 32  # each with sampling.num_samples samples
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
@@ -28,6 +29,7 @@ class Config(rl.PolicyConfig):
     engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
         default_factory=rl.NativeEngineConfig
     )
+    hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
     sampler: rl.SamplerConfig = field(default_factory=rl.SamplerConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
     # a model that only algorithm = "ppo" trains
@@ -67,13 +69,15 @@ def check(cfg: Config) -> None:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles, keep_group=cfg.hooks.keep_group)
     rollout = ctl.spawn(
         rl.Rollout,
         cfg.engine,
         on=roles.infer,
         model=cfg.model,
         reward=cfg.reward,
+        hooks=cfg.hooks,
+        settings=rl.as_data(cfg),
         seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)
@@ -91,7 +95,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
                 sampler.set_version(step.index)
                 groups = sampler.take(step.index)
             else:
-                groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
+                asked = prompts.take(cfg.prompts_per_step)
+                groups = rollout.generate.call(asked, cfg.sampling, step=step.index)
         with ctl.phase("train", awake=update.roles):
             stats = update.step(groups, step.index)
         step.log(groups, stats, sampler.metrics() if sampler else {})
@@ -102,7 +107,7 @@ def make_sampler(
     cfg: Config, rollout: rl.Rollout, prompts: rl.Prompts, update: rl.PolicyUpdate
 ) -> rl.GroupSampler | None:
     """Return what replaces rejected groups, if any can be rejected or the settings ask for it."""
-    if update.algorithm.keeps is None and cfg.sampler == rl.SamplerConfig():
+    if not update.may_drop_groups and cfg.sampler == rl.SamplerConfig():
         return None
     return rl.GroupSampler(
         rollout,

@@ -24,7 +24,7 @@ class Config(grpo.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rl.refuse_sampler(self.sampler)
+        rl.refuse_sampler(self.sampler, self.hooks)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
@@ -37,6 +37,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         on=roles.infer,
         model=cfg.model,
         reward=cfg.reward,
+        hooks=cfg.hooks,
+        settings=rl.as_data(cfg),
         seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)

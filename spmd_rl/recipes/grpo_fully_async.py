@@ -31,13 +31,15 @@ class Config(grpo.Config):
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles, keep_group=cfg.hooks.keep_group)
     rollout = ctl.spawn(
         rl.Rollout,
         cfg.engine,
         on=roles.infer,
         model=cfg.model,
         reward=cfg.reward,
+        hooks=cfg.hooks,
+        settings=rl.as_data(cfg),
         seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)

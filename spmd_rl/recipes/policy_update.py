@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -14,9 +14,12 @@ from spmd_rl.algo.credit import mean_k1
 from spmd_rl.algo.make import make_algorithm
 from spmd_rl.algo.self_check import check_reference
 from spmd_rl.algo.value_loss import value_loss
+from spmd_rl.config.dump import as_data
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.link import Link
 from spmd_rl.controller.pending import Pending
+from spmd_rl.hooks.context import Keep
+from spmd_rl.hooks.keep_group import KeepGroup
 from spmd_rl.mesh.split import Placements
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.train.config import FrozenConfig
@@ -54,24 +57,29 @@ def extra_roles_of(cfg: Any) -> list[ExtraRole]:
     return roles
 
 
-class Verdict(NamedTuple):
-    """Whether a group is learned from, and if not, why."""
-
-    ok: bool
-    reason: str = ""
-
-
 class PolicyUpdate:
     """The algorithm of a recipe at work: its settings, and the roles that it needs.
 
     A reference model and a critic are spawned if the algorithm needs them: on ranks of their own if
     `roles` has some for them, else on the trainer's. They take memory, so make this before the
-    engine. `savers` names what a checkpoint must hold, and `roles` are those that `step` calls.
+    engine. `keep_group` names the hook that leaves groups out, if there is one. `savers` names what
+    a checkpoint must hold, and `roles` are those that `step` calls.
     """
 
-    def __init__(self, ctl: Controller, cfg: Any, trainer: Trainer, roles: Placements) -> None:
+    def __init__(
+        self,
+        ctl: Controller,
+        cfg: Any,
+        trainer: Trainer,
+        roles: Placements,
+        *,
+        keep_group: str = "",
+    ) -> None:
         self.algorithm = algorithm_of(cfg, cfg.sampling)
         self.trainer = trainer
+        self._keep_group: KeepGroup | None = None
+        if keep_group:
+            self._keep_group = KeepGroup(keep_group, as_data(cfg), cfg.run.seed)
         spawned = {
             role.name: ctl.spawn(
                 FrozenModel if isinstance(role.cfg, FrozenConfig) else Critic,
@@ -93,10 +101,19 @@ class PolicyUpdate:
         if CRITIC in spawned:
             self._critic = _Critic(cfg, cast(Critic, spawned[CRITIC]))
 
-    def keep(self, group: Group) -> Verdict:
-        """Return whether the algorithm learns from a group."""
-        keeps = self.algorithm.keeps
-        return Verdict(keeps is None or keeps(group), "equal_rewards")
+    @property
+    def may_drop_groups(self) -> bool:
+        """Whether `keep` may leave out a group, which another is to replace."""
+        return self.algorithm.keeps is not None or self._keep_group is not None
+
+    def keep(self, group: Group) -> Keep:
+        """Return whether a group is learned from: the algorithm's word, then that of the hook.
+
+        Raises: DataError when the hook raises, or returns no `Keep`.
+        """
+        if self.algorithm.keeps is not None and not self.algorithm.keeps(group):
+            return Keep(False, "equal_rewards")
+        return Keep(True) if self._keep_group is None else self._keep_group(group)
 
     def refresh_reference(self, version: int) -> None:
         """Give the reference model, if there is one, the weights of the trainer."""

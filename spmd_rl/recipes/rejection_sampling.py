@@ -21,7 +21,8 @@ class InferSplit:
 class Config:
     model: str  # Hugging Face folder with weights
     data: str  # .jsonl or .parquet of prompts and answers; a slice as path@[a:b]
-    reward: str = "spmd_rl.rewards.match:exact"  # module:function or path/to/file.py:function
+    # module:function or path/to/file.py:function; several as a table of names and weights
+    reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
     epochs: int = 1  # how often samples are drawn for each prompt
     prompts_per_step: int = 128  # each with sampling.num_samples samples
     # which samples become data; best: the best correct one of each prompt's step
@@ -31,6 +32,7 @@ class Config:
     split: InferSplit = field(default_factory=InferSplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
+    hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
     engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
         default_factory=rl.NativeEngineConfig
     )
@@ -59,6 +61,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         on=ctl.world.split(cfg.split).infer,
         model=cfg.model,
         reward=cfg.reward,
+        hooks=cfg.hooks,
+        settings=rl.as_data(cfg),
         seed=cfg.run.seed,
     )
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)

@@ -20,7 +20,7 @@ class Config(grpo.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rl.refuse_sampler(self.sampler)
+        rl.refuse_sampler(self.sampler, self.hooks)
         if self.reward:
             raise rl.ConfigError("reward must be empty: rewards come from reward_model")
 

@@ -219,7 +219,7 @@ def _speed(metrics: Metrics) -> Text | None:
     ]
     share = metrics.get("time/reward", 0.0) / (metrics.get("time/rollout") or math.inf)
     if share >= _MIN_REWARD_SHARE:
-        parts.append(f"reward function {min(share, 1.0):.0%} of rollout")
+        parts.append(f"reward functions {metrics['time/reward']:.1f} s")
     return Text(" · ".join(parts)) if parts else None
 
 

@@ -171,7 +171,7 @@ class RunMonitor:
 
 
 def _rates(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:
-    """Return generated tokens per second, and the slowest rank's time in the reward function.
+    """Return generated tokens per second, and the time that reward functions took in all.
 
     If samples are older than their step, they were generated while the trainer worked. The rollout
     phase is then only the wait for them, so the rate is taken over the whole step.

@@ -111,7 +111,7 @@ def check_stop_ids(sampling: SamplingConfig, vocab_size: int) -> None:
 
 @dataclass(frozen=True)
 class NativeEngineConfig:
-    """The native engine: its memory, how much it does in a step, and how samples are graded."""
+    """The native engine: its memory, and how much it does in a step."""
 
     kind: Literal["native"] = "native"  # which engine generates
     page_size: int = 0  # tokens; 0: 128 where FlashAttention runs, else 16
@@ -122,6 +122,8 @@ class NativeEngineConfig:
     max_batch: int = 256  # sequences running at once
     # of decoding (one a sequence) and chunks of prompts together; 0: 8192 (GPU) or 2048 (CPU)
     max_step_tokens: int = 0
+    # of prompts between two decoding steps, as estimated, where these are CUDA graphs; 0: no limit
+    max_prefill_ms: float = 40.0
     # compute and store the keys and values of a common prefix once
     prefix_cache: bool = True
     # where FlashAttention runs: record decoding steps, and launch each before the last is read
@@ -130,8 +132,6 @@ class NativeEngineConfig:
     # tokens whose keys are attended to at once, as in the trainer; 0: all (docs/numerics.md)
     attention_split: int = 0
     load_weights: bool = True  # false leaves the parameters to the first push
-    reward_deadline_s: float = 30.0  # for one sample; 0: none but the call's
-    on_reward_error: str = "raise"  # or "skip": go on without a sample that cannot be graded
 
     def __post_init__(self) -> None:
         self._check_pages()
@@ -140,10 +140,8 @@ class NativeEngineConfig:
         fits = self.max_step_tokens == 0 or self.max_step_tokens >= self.max_batch
         expected = "0 (automatic), or at least max_batch"
         require(fits, "max_step_tokens", self.max_step_tokens, expected)
-        fits = 0 <= self.reward_deadline_s < math.inf
-        require(fits, "reward_deadline_s", self.reward_deadline_s, "0 (none) or more, and finite")
-        fits = self.on_reward_error in ("raise", "skip")
-        require(fits, "on_reward_error", self.on_reward_error, '"raise" or "skip"')
+        fits = 0 <= self.max_prefill_ms < math.inf
+        require(fits, "max_prefill_ms", self.max_prefill_ms, "0 (no limit) or more, and finite")
         fits = self.dtype in ("auto", "float32", "bfloat16")
         require(fits, "dtype", self.dtype, '"auto", "float32" or "bfloat16"')
 
@@ -228,6 +226,11 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    @property
+    def version(self) -> int | None:
+        """The version of the weights; None while they are of none that is known."""
+        ...
 
     @property
     def is_pushing(self) -> bool:

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spmd_rl.errors import DeadlineError, SpmdError
-from spmd_rl.rollout.interpreter import Interpreter, without_world
+from spmd_rl.mesh.environment import without_world
+from spmd_rl.rollout.interpreter import Interpreter
 
 MAX_CHARACTERS = 400  # of the output's last line, in an error
 

@@ -6,12 +6,12 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
 
 from spmd_rl.controller.completion import CompletionQueue
 from spmd_rl.controller.pending import Pending
 from spmd_rl.data.source import DataSource
 from spmd_rl.errors import ContractError, SpmdError
+from spmd_rl.hooks.context import Keep
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.group_queue import GroupQueue, QueuedGroup, TakenGroups
 from spmd_rl.rollout.rollout import Rollout
@@ -20,16 +20,6 @@ from spmd_rl.rollout.sampler_file import SamplerState, read_state, write_state
 from spmd_rl.types.samples import Group
 
 NO_SAMPLES = "no_samples"  # why a group is rejected whose samples have all failed
-
-
-class Verdict(Protocol):
-    """Whether a group is learned from, and if not, why."""
-
-    @property
-    def ok(self) -> bool: ...
-
-    @property
-    def reason(self) -> str: ...
 
 
 class GroupSampler:
@@ -54,7 +44,7 @@ class GroupSampler:
         cfg: SamplerConfig,
         *,
         groups_per_step: int,
-        keep: Callable[[Group], Verdict] | None = None,
+        keep: Callable[[Group], Keep] | None = None,
     ) -> None:
         self._rollout = rollout
         self._source = source
@@ -211,7 +201,9 @@ class GroupSampler:
         if num_prompts := self._queue.num_to_submit():
             self._queue.submit(self._source.take(num_prompts))
         for entry in self._queue.to_start():
-            call = self._rollout.complete.start(entry.prompt, self._sampling, partial=entry.partial)
+            call = self._rollout.complete.start(
+                entry.prompt, self._sampling, partial=entry.partial, step=entry.version
+            )
             self._queue.start(entry, call)
             self._running[id(call)] = entry
             self._calls.add(call)

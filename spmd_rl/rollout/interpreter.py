@@ -4,32 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from spmd_rl.errors import ConfigError
-
-# variables of torchrun and of the trainer, which would misdirect the child's own torch
-SCRUBBED = (
-    "TORCHELASTIC_",
-    "TORCH_NCCL_",
-    "TORCH_FR_",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_HIP_ALLOC_CONF",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "OMP_NUM_THREADS",
-    "NCCL_",
-    "SGLANG_DP_RANK",
-    "SGLANG_USE_PICKLE_IPC",
-    "LD_PRELOAD",
-)
 
 
 @dataclass(frozen=True)
@@ -59,11 +38,6 @@ class Interpreter:
             f"{python!r} is neither an interpreter nor a folder of packages: name "
             "the Python of an environment with SGLang, or a folder that SGLang was installed into"
         )
-
-
-def without_world(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables of the world that this process is a rank of."""
-    return {name: value for name, value in environment.items() if not name.startswith(SCRUBBED)}
 
 
 def _folders(site: Path) -> Iterator[str]:

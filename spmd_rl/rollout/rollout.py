@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from spmd_rl.config.rules import require
 from spmd_rl.controller.capabilities import Contracted, Pumped, Sleeper, WeightReceiver
@@ -18,14 +18,18 @@ from spmd_rl.controller.endpoint import Role, Sharded, collective, concurrent, r
 from spmd_rl.controller.routing import Route
 from spmd_rl.data.eos import eos_ids
 from spmd_rl.errors import SpmdError
+from spmd_rl.hooks.config import HookConfig
+from spmd_rl.hooks.context import CallInfo
+from spmd_rl.hooks.pool import HookPool
+from spmd_rl.hooks.signatures import reward_weights
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import load_tokenizer
-from spmd_rl.rewards.grade import Grader
-from spmd_rl.rewards.load import resolve_reward
 from spmd_rl.rollout.engine import Engine, NativeEngineConfig, SamplingConfig
-from spmd_rl.rollout.inline_grading import InlineGrading
-from spmd_rl.rollout.request_flow import OpenGroup, RequestFlow
+from spmd_rl.rollout.episodes import Episodes
+from spmd_rl.rollout.grading import Grading
+from spmd_rl.rollout.open_group import OpenGroup
+from spmd_rl.rollout.request_flow import RequestFlow
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
     from spmd_rl.weights.ends import WeightSink
 
 T = TypeVar("T")
+
+DEFAULT_HOOKS = HookConfig()
 
 # of an engine that has none; a run with run.exact refuses the pair with any trainer
 UNPROMISED_CONTRACT: dict[str, str | int] = {"engine": "no promise of the trainer's bits"}
@@ -57,9 +63,11 @@ def route_of(prompt: Prompt, sampling: SamplingConfig, *rest: object) -> Route:
 class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
     """One engine a rank, each with the whole model; prompts are spread over the data axis.
 
-    `model` is a Hugging Face folder. `reward` is "module:function", called with (prompt, sample);
-    without one, groups have no rewards. `seed` is that of the draws. `reserved_bytes` is GPU memory
-    that the plan counts beside the engine's own; the controller passes it.
+    `model` is a Hugging Face folder. `reward` names a reward function, or several with their
+    weights; without one, groups have no rewards. `hooks` says how these run, and names the function
+    that makes samples in several turns, if one does. `settings` is the recipe's config as plain
+    data, which hooks may read. `seed` is that of the draws. `reserved_bytes` is GPU memory that the
+    plan counts beside the engine's own; the controller passes it.
     """
 
     def __init__(
@@ -68,39 +76,53 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         context: RoleContext,
         model: str,
         seed: int,
-        reward: str = "",
+        reward: str | dict[str, float] = "",
+        hooks: HookConfig = DEFAULT_HOOKS,
+        settings: dict[str, Any] | None = None,
         reserved_bytes: int = 0,
     ) -> None:
         super().__init__(cfg, context)
         self.seed = seed
+        # one rank of a shard grades for all
+        weights = reward_weights(reward) if context.shard_rank == 0 else {}
+        pool = None
+        if weights or hooks.generate:  # its processes import the hooks while this one loads
+            pool = HookPool(hooks, list(weights), settings, self._encode)
         self.tokenizer = load_tokenizer(model)
-        grading = None
-        if reward:
-            grader = Grader(resolve_reward(reward), cfg.reward_deadline_s)
-            skips = cfg.on_reward_error == "skip"
-            grading = InlineGrading(grader, context.trace, skips=skips)
         from spmd_rl.rollout.build import build_engine
 
         self.engine: Engine = build_engine(
             cfg, model, context, self._decode, seed=seed, reserved_bytes=reserved_bytes
         )
-        self._flow = RequestFlow(self.engine, self._text_of, grading)
-        known, vocab_size = self.tokenizer.config_eos_ids, ModelSpec.from_folder(model).vocab_size
+        spec, raises = ModelSpec.from_folder(model), hooks.on_error == "raise"
+        grading = episodes = None
+        if pool is not None and weights:
+            grading = Grading(pool, weights, raises=raises)
+        if pool is not None and hooks.generate:
+            episodes = Episodes(pool, raises=raises, context_tokens=spec.max_positions)
+        self._flow = RequestFlow(self.engine, self._text_of, pool, grading, episodes)
+        known = self.tokenizer.config_eos_ids
         self._more_ends = tuple(
-            one for one in eos_ids(self.tokenizer) if one not in known and one < vocab_size
+            one for one in eos_ids(self.tokenizer) if one not in known and one < spec.vocab_size
         )
 
     @concurrent
     @collective
     def generate(
-        self, prompts: Sharded[list[Prompt]], sampling: SamplingConfig, seed: int | None = None
+        self,
+        prompts: Sharded[list[Prompt]],
+        sampling: SamplingConfig,
+        seed: int | None = None,
+        step: int = 0,
+        evaluation: bool = False,
     ) -> Deferred[Sharded[list[Group]]]:
         """Return all samples of all prompts, graded where there is a reward function.
 
         Each rank gets a fixed share of the prompts; `complete` spreads them by load instead.
-        `seed` stands in for the role's own, such as for an evaluation.
-        A sample whose grading fails ends the call, or is skipped if `on_reward_error` says so. A
-        group that this leaves with a single sample, which nothing compares with, is emptied.
+        `seed` stands in for the role's own, such as for an evaluation. Hooks are told `step` and
+        `evaluation`. A sample on which a hook fails ends the call, or has failed if
+        `hooks.on_error` says so. A group that this leaves with a single sample, which nothing
+        compares with, is emptied.
         Answers: once the last sample of this rank's prompts is finished; aborted, with what there
         is.
         """
@@ -109,7 +131,8 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
                 "two prompts of one call have the same uid, so their samples would be drawn alike"
             )
         requests = [GroupRequest(prompt) for prompt in prompts]
-        return self._start(requests, sampling, seed, lambda groups: groups)
+        info = self._info(seed, step, evaluation)
+        return self._start(requests, sampling, info, lambda groups: groups)
 
     @concurrent
     @routed(route_of)
@@ -120,6 +143,8 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         index: int = 0,
         partial: list[Sample] | None = None,
         seed: int | None = None,
+        step: int = 0,
+        evaluation: bool = False,
     ) -> Deferred[Group]:
         """Return the samples of one prompt, `index` and those after it, from the engine with the
         least to do.
@@ -128,7 +153,8 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         Answers: once the last sample is finished; aborted, with what there is.
         """
         request = GroupRequest(prompt, index, partial or [])
-        return self._start([request], sampling, seed, lambda groups: groups[0])
+        info = self._info(seed, step, evaluation)
+        return self._start([request], sampling, info, lambda groups: groups[0])
 
     @concurrent
     @collective
@@ -136,12 +162,16 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         """Return all groups that are unanswered, as they are now; their requests go on."""
         return self._flow.snapshots()
 
+    def close(self) -> None:
+        """End the processes of the hooks; they would end with this one."""
+        self._flow.close()
+
     def has_work(self) -> bool:
-        """Whether `pump` would do something now."""
-        return self._flow.has_work()
+        """Whether the engine can take a step now."""
+        return self._flow.can_step
 
     def pump(self) -> None:
-        """Take the engine one step further, and answer the calls that this completes."""
+        """Take the engine one step further, hear the hooks, and answer the calls that end."""
         try:
             self._flow.step()
         except BaseException:
@@ -150,7 +180,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
 
     def watched(self) -> Sequence[int]:
         """Return file descriptors that are readable when there is work again."""
-        return ()
+        return self._flow.watched()
 
     @concurrent
     @collective
@@ -180,14 +210,12 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         self,
         requests: Sequence[GroupRequest],
         sampling: SamplingConfig,
-        seed: int | None,
+        info: CallInfo,
         value_of: Callable[[list[Group]], T],
     ) -> Deferred[T]:
         """Begin groups; the answer is `value_of` all of them, in this order."""
         if self._more_ends and not sampling.ignore_eos:
             sampling = replace(sampling, stop_ids=sampling.stop_ids + self._more_ends)
-        seed = self.seed if seed is None else seed
-        require(0 <= seed < 1 << 63, "seed", seed, "in [0, 2^63)")
         call = _GroupCall(self._flow, len(requests), value_of)
         try:
             for number, request in enumerate(requests):
@@ -195,7 +223,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
                     request.prompt,
                     sampling,
                     functools.partial(call.on_done, number),
-                    seed=seed,
+                    info=info,
                     first_index=request.first_index,
                     partial=request.partial,
                 )
@@ -205,8 +233,17 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         call.answer_if_whole()
         return call.answer
 
+    def _info(self, seed: int | None, step: int, evaluation: bool) -> CallInfo:
+        seed = self.seed if seed is None else seed
+        require(0 <= seed < 1 << 63, "seed", seed, "in [0, 2^63)")
+        return CallInfo(step, self.engine.version or 0, evaluation, seed)
+
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return self.tokenizer.decode(list(tokens))
+
+    def _encode(self, text: str) -> list[int]:
+        (ids,) = self.tokenizer([text], add_special_tokens=False)["input_ids"]
+        return list(ids)
 
     def _text_of(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)

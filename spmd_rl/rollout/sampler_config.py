@@ -7,6 +7,7 @@ from typing import Literal
 
 from spmd_rl.config.rules import at_least, require
 from spmd_rl.errors import ConfigError
+from spmd_rl.hooks.config import HookConfig
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,14 @@ def refuse_lag(cfg: SamplerConfig) -> None:
     require(cfg.max_lag == 0, "sampler.max_lag", cfg.max_lag, expected)
 
 
-def refuse_sampler(cfg: SamplerConfig) -> None:
+def refuse_sampler(cfg: SamplerConfig, hooks: HookConfig) -> None:
     """Raise a ConfigError where a sampler is set up, for recipes that generate without one."""
-    if cfg != SamplerConfig():
-        raise ConfigError(
-            "sampler is set, but this recipe generates without one: leave it out, "
-            "or run grpo or grpo_fully_async"
-        )
+    for name, is_set in (
+        ("sampler", cfg != SamplerConfig()),
+        ("hooks.keep_group", bool(hooks.keep_group)),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{name} is set, but this recipe generates without a sampler: leave it out, "
+                "or run grpo or grpo_fully_async"
+            )

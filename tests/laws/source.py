@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,18 +43,20 @@ def parse(name: str, text: str) -> Module:
     return Module(name, ast.parse(text), text.count("\n"))
 
 
-def package_modules() -> list[Module]:
+@functools.cache
+def package_modules() -> tuple[Module, ...]:
     modules = []
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         modules.append(parse(name, path.read_text(encoding="utf-8")))
-    return modules
+    return tuple(modules)
 
 
-def imports(module: Module) -> Iterator[Import]:
+@functools.cache
+def imports(module: Module) -> tuple[Import, ...]:
     """Every module that `module` imports anywhere; `from a import b` gives `a.b`."""
-    yield from _imports(module.tree, lazy=False, typing_only=False)
+    return tuple(_imports(module.tree, lazy=False, typing_only=False))
 
 
 def _imports(node: ast.AST, lazy: bool, typing_only: bool) -> Iterator[Import]:
@@ -75,17 +78,17 @@ def _imports(node: ast.AST, lazy: bool, typing_only: bool) -> Iterator[Import]:
             yield from _imports(child, inside, guarded)
 
 
-def functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(module.tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node
+@functools.cache
+def functions(module: Module) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return tuple(node for node in ast.walk(module.tree) if isinstance(node, kinds))
 
 
-def calls(module: Module) -> Iterator[tuple[str, int]]:
+@functools.cache
+def calls(module: Module) -> tuple[tuple[str, int], ...]:
     """Every called name as written (`dist.new_group`), with its line."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node.lineno
+    nodes = (node for node in ast.walk(module.tree) if isinstance(node, ast.Call))
+    return tuple((ast.unparse(node.func), node.lineno) for node in nodes)
 
 
 def num_lines(node: ast.stmt) -> int:

@@ -39,7 +39,7 @@ SAFE = {
     "weights_only": "True",
 }
 # lazy exports; commands; recipes, roles, functions; metric sinks; rewards
-IMPORTERS = {"", "cli", "controller", "observe", "rewards"}
+IMPORTERS = {"", "cli", "controller", "observe", "hooks"}
 
 # Who makes a network socket, and who says where it listens.
 SOCKETS = {"spmd_rl.controller.channel.router", "spmd_rl.controller.channel.dealer"}

@@ -15,6 +15,7 @@ FLOORS = (
     {"mesh", "offload", "kernels", "algo"},
     {"weights", "model", "data", "rewards"},
     {"controller"},
+    {"hooks"},
     {"train", "rollout"},
     {"cli", "recipes", "slurm", "check", "plan", "microscope", "report", "__main__", ""},
 )

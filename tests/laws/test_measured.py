@@ -1,5 +1,5 @@
-"""The tables of README and docs/measured.md say what the files under benchmarks/results say, figure
-by figure.
+"""The tables of README, docs/measured.md and docs/algorithms.md say what the files under
+benchmarks/results say, figure by figure.
 
 A row's link leads to its file, and the link's title names rows of that file: patterns with " + "
 between them and, behind a ";", those of what stands beside, where it is not their peers. The
@@ -27,7 +27,7 @@ _FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?")
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
 KERNELS = "kernels"
 OTHERS = ("peer", "ratio", KERNELS)
-PAGES = (ROOT / "README.md", ROOT / "docs/measured.md")
+PAGES = (ROOT / "README.md", ROOT / "docs/measured.md", ROOT / "docs/algorithms.md")
 
 
 class Line(NamedTuple):

@@ -160,7 +160,7 @@ def _of_data(kind: str, rng: random.Random) -> Case:
                 settings=settings,
             )
         case "reward hangs":
-            settings = ("--reward=POISON:hangs", "--engine.reward_deadline_s=1")
+            settings = ("--reward=POISON:hangs", "--hooks.deadline_s=1")
             return Case(
                 kind,
                 "0",
@@ -170,7 +170,7 @@ def _of_data(kind: str, rng: random.Random) -> Case:
                 settings=settings,
             )
         case "reward never returns":
-            settings = ("--reward=POISON:hangs", "--engine.reward_deadline_s=0")
+            settings = ("--reward=POISON:hangs", "--hooks.deadline_s=0")
             return Case(
                 kind,
                 "0",
@@ -182,9 +182,9 @@ def _of_data(kind: str, rng: random.Random) -> Case:
         case "reward is skipped":
             settings = (
                 f"--reward=POISON:{rng.choice(['hangs', 'raises', 'nan'])}",
-                "--engine.reward_deadline_s=0.2",
+                "--hooks.deadline_s=0.2",
             )
-            settings += ("--engine.on_reward_error=skip", "--steps=20")
+            settings += ("--hooks.on_error=fail", "--steps=20")
             return Case(
                 kind, "0", 0.0, "", may_complete=True, recipe="arithmetic", settings=settings
             )

@@ -120,9 +120,9 @@ class Dealer:
     ) -> ReceivedCommand | None:
         """Send the answers, and return the next command.
 
-        It returns None if there is none and it should not `wait`, or one of the `watched`
-        descriptors is readable. It sleeps in `recv`, which costs half of a poll. The other sources
-        are polled when `handle_due` says so.
+        It returns None if there is none and it should not `wait`. With `watched` descriptors it
+        returns None once one of them is readable, and a few times a second. Else it sleeps in
+        `recv`, which costs half of a poll. Other sources are polled when `handle_due` says so.
         Blocks: on the controller; the listener ends this process if the controller is lost.
         """
         leader, unsent = self._leader, deque(answers)
@@ -139,9 +139,8 @@ class Dealer:
                 if self._inbox:
                     return self._inbox.popleft()
                 if watched and wait:
-                    if self._loop.handle(TICK_S, watched):
-                        return None
-                    continue
+                    self._loop.handle(TICK_S, watched)
+                    return self._inbox.popleft() if self._inbox else None
                 try:
                     frame = self._receive(0 if wait else NOBLOCK)
                 except zmq.Again:  # nothing arrived within a tick, or yet

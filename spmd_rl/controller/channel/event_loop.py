@@ -45,10 +45,10 @@ class EventLoop:
         for source in self._handlers:
             self._poller.register(source, zmq.POLLIN)
 
-    def handle(self, seconds: float, watched: Sequence[int] = ()) -> bool:
+    def handle(self, seconds: float, watched: Sequence[int] = ()) -> None:
         """Send what is queued, then handle what arrives; tick if that is due.
 
-        Returns whether one of the `watched` descriptors is readable; nobody handles them here.
+        A `watched` descriptor that is readable ends the wait. Nobody reads it here.
         Blocks: until something arrives, `seconds` at most.
         """
         self._send()
@@ -66,7 +66,6 @@ class EventLoop:
             self._next_tick = now + TICK_S
             self._listener.on_tick(now)
         self._send()
-        return bool(watched) and any(source in watched for source, _ in ready)
 
     def remove(self, source: object) -> None:
         """Stop polling a source."""

@@ -20,6 +20,7 @@ from spmd_rl.model.tokenizer import FolderTokenizer, load_tokenizer
 from spmd_rl.observe.jsonl import numbered_lines, parse_json
 from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.rollout.engine import SamplingConfig
+from spmd_rl.types.samples import NO_VERSION
 
 DEFAULT_SAMPLES = 8
 MAX_LISTED_STEPS = 4  # in a sentence
@@ -27,11 +28,15 @@ MAX_LISTED_STEPS = 4  # in a sentence
 
 @dataclass(frozen=True)
 class RecordedSample:
-    """A line of a run's samples. Log-probs and versions of its tokens may be missing."""
+    """A line of a run's samples. Log-probs and versions of its tokens may be missing.
+
+    A log-prob is NaN for a token that no engine drew, such as one of an observation.
+    """
 
     prompt_uid: int
     index: int
     prompt: str
+    prompt_tokens: NDArray[np.int64]
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float32] | None
     versions: frozenset[int]
@@ -102,18 +107,13 @@ def case_of_samples(
 ) -> ReplayCase:
     """Return the case of `samples`. Raises: DataError for one that the model cannot take."""
     tokenizer = load_tokenizer(model)
-    special = not settings.get("prompts", {}).get("chat_template", False)
     seed = settings.get("run", {}).get("seed", 0)
     drawn = settings.get("sampling", {})
     sampling = _sampling_config(drawn)
     if replace(sampling, replay_filters=drawn.get("replay_filters", False)).replays:
         # they are those over kept sets, and a replay scores over the whole vocabulary
         samples = [replace(sample, logprobs=None) for sample in samples]
-    prompts = _encoded(tokenizer, [sample.prompt for sample in samples], model, special)
-    sequences = [
-        _recorded_sequence(sample, prompt, sampling, seed)
-        for sample, prompt in zip(samples, prompts, strict=True)
-    ]
+    sequences = [_recorded_sequence(sample, sampling, seed) for sample in samples]
     return checked_case(sequences, ModelSpec.from_folder(model), tokenizer)
 
 
@@ -124,11 +124,11 @@ def _sampling_config(settings: dict[str, Any]) -> SamplingConfig:
 
 
 def _recorded_sequence(
-    sample: RecordedSample, prompt: NDArray[np.int64], sampling: SamplingConfig, seed: int
+    sample: RecordedSample, sampling: SamplingConfig, seed: int
 ) -> ReplaySequence:
     return ReplaySequence(
         sample.name,
-        prompt,
+        sample.prompt_tokens,
         sample.tokens,
         sampling,
         (sample.prompt_uid, sample.index),
@@ -186,13 +186,13 @@ def tokenizer_notes(case: ReplayCase) -> list[str]:
 
 
 def _encoded(
-    tokenizer: FolderTokenizer, texts: Sequence[str], model: Path, special: bool = True
+    tokenizer: FolderTokenizer, texts: Sequence[str], model: Path
 ) -> list[NDArray[np.int64]]:
     """Return the tokens of each text.
 
     Raises: ConfigError if no text has any, as in a folder without a tokenizer's files.
     """
-    encoded = tokenizer(list(texts), add_special_tokens=special)["input_ids"]
+    encoded = tokenizer(list(texts))["input_ids"]
     if not any(encoded) and any(texts):
         raise ConfigError(f"the tokenizer in {model} makes no tokens: are its files there?")
     return [np.array(ids, np.int64) for ids in encoded]
@@ -242,12 +242,15 @@ def _parse_sample(row: dict[str, Any]) -> RecordedSample:
     logprobs = np.array(row["logprobs"], np.float32) if "logprobs" in row else None
     if logprobs is not None and logprobs.shape != tokens.shape:
         raise ValueError(f"it has {len(tokens)} tokens and {logprobs.size} log-probs")
-    versions = frozenset(exact_int(version) for version in row.get("versions", ()))
+    versions = [exact_int(version) for version in row.get("versions", ())]
+    if logprobs is not None and len(versions) == len(tokens):
+        logprobs[np.array(versions, np.int64) == NO_VERSION] = np.nan
     return RecordedSample(
         exact_int(row["prompt_uid"]),
         exact_int(row["index"]),
         str(row["prompt"]),
+        np.array([exact_int(token) for token in row["prompt_tokens"]], np.int64),
         tokens,
         logprobs,
-        versions,
+        frozenset(versions) - {NO_VERSION},
     )

@@ -182,7 +182,7 @@ const PANELS = [
     ],
   },
   { title: "Time per warm-up step", unit: "s", floor: 0, lines: [["time/warmup", "whole step"]] },
-  { title: "Reward function time", unit: "s", floor: 0, lines: [["time/reward", "slowest rank"]] },
+  { title: "Reward function time", unit: "s", floor: 0, lines: [["time/reward", "all processes"]] },
   { title: "Time to verify weights", unit: "s", floor: 0, lines: [["time/verify", "slowest rank"]] },
   {
     title: "Weights of the engine",

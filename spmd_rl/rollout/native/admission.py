@@ -21,6 +21,7 @@ from spmd_rl.rollout.native.counters import SchedulerCounters
 from spmd_rl.rollout.native.pages import PagePool
 from spmd_rl.rollout.native.prefix_sharing import PrefixKeys, PrefixSharing
 from spmd_rl.rollout.native.sequence_table import SHARED_PAGE, Fork, SequenceTable
+from spmd_rl.rollout.native.step_budget import StepBudget
 from spmd_rl.rollout.native.step_plan import StepPlan
 
 
@@ -82,21 +83,21 @@ class Admission:
         self._separate_prefill = separate_prefill
         self._forks = forks
 
-    def extend(self, plan: StepPlan, budget: int) -> StepPlan:
+    def extend(self, plan: StepPlan, budget: StepBudget) -> StepPlan:
         """Return `plan` with the work of new admissions, while rows, pages and `budget` last."""
         work = _AdmittedWork()
         while self._waiting and self._table.num_free > len(work.delayed):
             request = self._waiting.popleft()
             prefix = self._prefixes.keys_of(request)
-            if budget > 0 and self._prefixes.is_tail_in_progress(prefix):
+            if budget.num_tokens and self._prefixes.is_tail_in_progress(prefix):
                 work.delayed.append(request)
                 continue
-            row = self._start_row(request, prefix, work) if budget > 0 else None
+            row = self._start_row(request, prefix, work) if budget.num_tokens else None
             if row is None:
                 self._waiting.appendleft(request)
                 break
             self._running.append(row)
-            budget -= self._add_work(row, request, budget, work)
+            self._add_work(row, request, budget, work)
         self._waiting.extendleft(reversed(work.delayed))
         self.num_delayed = len(work.delayed)
         self._table.fill_forks(work.forks)
@@ -117,20 +118,23 @@ class Admission:
             if fork.last_page != SHARED_PAGE
         ]
 
-    def _add_work(self, row: int, request: Request, budget: int, work: _AdmittedWork) -> int:
-        """Plan a chunk of the new `row`, and forks of it; return the number of tokens planned."""
+    def _add_work(
+        self, row: int, request: Request, budget: StepBudget, work: _AdmittedWork
+    ) -> None:
+        """Plan a chunk of the new `row`, and forks of it."""
         start, length = int(self._table.num_computed[row]), int(self._table.length[row])
         if self._separate_prefill and length - start == 1:
-            return 0  # the row joins the next decoding step
-        chunk = min(budget, length - start)
-        self._prefixes.publish_pages(row, (start + chunk) // self._table.page_size)
-        work.add(row, start, chunk)
+            return  # the row joins the next decoding step
+        chunk = budget.take(start, length - start)
         if start + chunk < length:
             self._counters.num_partial_chunks += 1
-        else:
+        if not chunk:
+            return  # no time is left in this step
+        self._prefixes.publish_pages(row, (start + chunk) // self._table.page_size)
+        work.add(row, start, chunk)
+        if start + chunk == length:
             for fork in self._fork(row, request, work):
                 work.add(fork, length, 0)
-        return chunk
 
     def _start_row(self, request: Request, prefix: PrefixKeys, work: _AdmittedWork) -> int | None:
         """Give `request` a row with all its pages; return None if the pool has too few."""

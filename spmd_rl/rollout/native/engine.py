@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import compress
@@ -20,10 +21,12 @@ from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.kv_memory import KvMemory
 from spmd_rl.rollout.native.model_runner import ModelRunner
 from spmd_rl.rollout.native.pages import PagePool
+from spmd_rl.rollout.native.prefill_cost import PrefillCost
 from spmd_rl.rollout.native.request_validator import RequestValidator
 from spmd_rl.rollout.native.sampled_tokens import SampledTokens
 from spmd_rl.rollout.native.scheduler import Scheduler
 from spmd_rl.rollout.native.sequence_table import SequenceTable
+from spmd_rl.rollout.native.step_budget import PrefillBound
 from spmd_rl.rollout.native.step_plan import StepPlan
 from spmd_rl.rollout.native.stop_checker import StopChecker
 from spmd_rl.types.samples import Sample, SampleStatus
@@ -83,6 +86,7 @@ class NativeEngine:
             prefix_cache=cfg.prefix_cache,
             eos_ids=spec.eos_ids,
             separate_prefill=self._async_scheduling,
+            prefill_bound=self._prefill_bound() if self._async_scheduling else None,
         )
         if self._async_scheduling:
             model.pack_projections()
@@ -178,6 +182,11 @@ class NativeEngine:
         if self._async_scheduling:
             self.model.fuse_projections()
         self.scheduler.discard_kv(version)
+
+    def _prefill_bound(self) -> PrefillBound:
+        num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        cost = PrefillCost.of_model(self.spec, num_processors)
+        return PrefillBound(cost, self.cfg.max_prefill_ms / 1e3 or math.inf)
 
     def _new_runner(self) -> ModelRunner:
         cache = KvCache(

@@ -8,12 +8,14 @@ newest row is preempted: it goes to the front of the queue with its tokens, and 
 again later.
 
 An engine that launches recorded decoding steps ahead sets `separate_prefill`. Then a step is either
-all prefill or all decoding, and prompts wait until some rows are free.
+all prefill or all decoding, and prompts wait until some rows are free. Prefill steps go first, but
+`prefill_bound` limits what they do between two decoding steps.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +27,8 @@ from spmd_rl.rollout.native.counters import SchedulerCounters
 from spmd_rl.rollout.native.pages import PagePool
 from spmd_rl.rollout.native.prefix_sharing import PrefixSharing
 from spmd_rl.rollout.native.sequence_table import SequenceTable
-from spmd_rl.rollout.native.step_plan import StepPlan, share_budget
+from spmd_rl.rollout.native.step_budget import PrefillBound, StepBudget, share_budget
+from spmd_rl.rollout.native.step_plan import StepPlan
 
 REFILL_SHARE = 16  # a separate prefill step runs once one row in this many is free
 
@@ -42,6 +45,7 @@ class Scheduler:
         prefix_cache: bool,
         eos_ids: tuple[int, ...] = (),
         separate_prefill: bool = False,
+        prefill_bound: PrefillBound | None = None,
         min_tail: int = 16,
     ) -> None:
         self.table = table
@@ -51,6 +55,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[int] = []
         self.counters = SchedulerCounters()
+        self._prefill_bound = prefill_bound or PrefillBound()
         self._prefixes = PrefixSharing(table, pool, min_tail=min_tail, enabled=prefix_cache)
         self._admission = Admission(
             self.waiting,
@@ -76,13 +81,9 @@ class Scheduler:
         self._append_pages()
         rows = self._unfinished_rows()
         if self.separate_prefill:
-            prefill_rows = rows[self._num_missing(rows) > 1]
-            plan = self._plan(prefill_rows, admit=self._refill_due())
-            if not len(plan.rows):
-                decoding = self._plan(self._unfinished_rows(), admit=False)
-                plan = replace(decoding, copies_before=plan.copies_before)
+            plan = self._plan_apart(rows)
         else:
-            plan = self._plan(rows, admit=True)
+            plan = self._plan(rows, StepBudget(self.max_step_tokens), admit=True)
         self.counters.num_scheduled_tokens += int(plan.lengths.sum())
         if self.waiting:
             self.counters.add_backlog(len(self.running))
@@ -161,17 +162,35 @@ class Scheduler:
         enough_free = self.table.num_free * REFILL_SHARE >= self.table.num_rows
         return self._admission.num_delayed > 0 or enough_free
 
-    def _plan(self, rows: NDArray[np.int64], admit: bool) -> StepPlan:
-        """Spread the token budget over the missing tokens of `rows`, then over admissions."""
+    def _plan_apart(self, rows: NDArray[np.int64]) -> StepPlan:
+        """Return a step of prompts, or of decoding if no prompt is due or it is decoding's turn."""
+        prefills = self._num_missing(rows) > 1
+        budget = self._prefill_bound.budget(
+            self.max_step_tokens, holds_up_decoding=not prefills.all()
+        )
+        copies_before: Sequence[tuple[int, int]] = ()
+        if budget.num_tokens:
+            plan = self._plan(rows[prefills], budget, admit=self._refill_due())
+            if len(plan.rows):
+                self._prefill_bound.add_prefill(budget)
+                return plan
+            copies_before, rows = plan.copies_before, self._unfinished_rows()
+        self._prefill_bound.add_decoding()
+        decoding = rows[self._num_missing(rows) == 1]
+        plan = self._plan(decoding, StepBudget(self.max_step_tokens), admit=False)
+        return replace(plan, copies_before=copies_before)
+
+    def _plan(self, rows: NDArray[np.int64], budget: StepBudget, *, admit: bool) -> StepPlan:
+        """Spread `budget` over the missing tokens of `rows`, then over admissions."""
         starts, missing = self.table.num_computed[rows], self._num_missing(rows)
-        lengths = share_budget(missing, self.max_step_tokens)
+        lengths = share_budget(starts, missing, budget)
         busy = lengths > 0
         plan = StepPlan(rows[busy], starts[busy], lengths[busy])
         self._prefixes.publish_filled_pages(plan)
         self.counters.num_partial_chunks += int((plan.lengths < missing[busy]).sum())
         if not admit:
             return plan
-        return self._admission.extend(plan, self.max_step_tokens - int(lengths.sum()))
+        return self._admission.extend(plan, budget)
 
     def _append_pages(self) -> None:
         """Give each running row the page of its newest token.

@@ -1,4 +1,4 @@
-"""The plan of one engine step, as a value, and the rule that shares its token budget."""
+"""The plan of one engine step, as a value."""
 
 from __future__ import annotations
 
@@ -24,17 +24,3 @@ class StepPlan:
     lengths: NDArray[np.int64]
     copies_before: Sequence[tuple[int, int]] = ()
     copies_after: Sequence[tuple[int, int]] = ()
-
-
-def share_budget(missing: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
-    """Return how many of each row's `missing` tokens a budget of tokens covers.
-
-    Rows that miss one token go first, then the others in order.
-    Shape: `missing` [B], at least 1 each, with at most `budget` rows that miss one; returns [B].
-    """
-    decoding = missing == 1
-    prefill = np.where(decoding, 0, missing)
-    prefill_budget = budget - int(decoding.sum())
-    earlier = np.cumsum(prefill) - prefill
-    chunks = np.clip(prefill_budget - earlier, 0, prefill)
-    return np.where(decoding, 1, chunks)

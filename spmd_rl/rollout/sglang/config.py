@@ -31,8 +31,6 @@ class SglangEngineConfig:
     start_deadline_s: float = 600.0  # for the child to load, and to record its graphs
     # for an answer to an abort, a push, a sleep or a wake, and for the next token
     answer_deadline_s: float = 120.0
-    reward_deadline_s: float = 30.0  # for one sample; 0: none but the call's
-    on_reward_error: str = "raise"  # or "skip": go on without a sample that cannot be graded
 
     def __post_init__(self) -> None:
         require(0 < self.memory_fraction < 1, "memory_fraction", self.memory_fraction, "in (0, 1)")
@@ -42,9 +40,5 @@ class SglangEngineConfig:
         for name in ("start_deadline_s", "answer_deadline_s"):
             value = getattr(self, name)
             require(0 < value < math.inf, name, value, "more than 0, and finite")
-        fits = 0 <= self.reward_deadline_s < math.inf
-        require(fits, "reward_deadline_s", self.reward_deadline_s, "0 (none) or more, and finite")
-        fits = self.on_reward_error in ("raise", "skip")
-        require(fits, "on_reward_error", self.on_reward_error, '"raise" or "skip"')
         fits = self.dtype in ("auto", "float32", "bfloat16")
         require(fits, "dtype", self.dtype, '"auto", "float32" or "bfloat16"')

@@ -83,6 +83,10 @@ class SglangEngine:
         return bool(len(self._table) or self._answers.has_finished)
 
     @property
+    def version(self) -> int | None:
+        return self.state.version
+
+    @property
     def is_pushing(self) -> bool:
         return self.state.is_pushing
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spmd_rl.errors import DeadlineError, LostRankError, SpmdError
-from spmd_rl.rollout.interpreter import Interpreter, without_world
+from spmd_rl.mesh.environment import without_world
+from spmd_rl.rollout.interpreter import Interpreter
 from spmd_rl.rollout.sglang.messages import MESSAGES, ChildReady, ChildSpec
 from spmd_rl.rollout.sglang.options import SglangSite
 from spmd_rl.weights.peer_socket import PeerSocket

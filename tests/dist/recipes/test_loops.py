@@ -135,9 +135,7 @@ def test_poisoned_samples_fail_and_are_counted(run: Any, tmp_path: Path) -> None
         "    assert (prompt.uid, sample.index) != (1, 0) and prompt.uid != 5, 'poisoned'\n"
         "    return float((sample.tokens % 2 == 0).mean())\n"
     )
-    ended = run(
-        "grpo", "--steps=2", f"--reward={reward}:grade", "--engine.on_reward_error=skip", nproc=2
-    )
+    ended = run("grpo", "--steps=2", f"--reward={reward}:grade", "--hooks.on_error=fail", nproc=2)
     check_proof(ended, 2)
     counted = [(row["reward/failed_samples"], row["reward/failed_groups"]) for row in ended.metrics]
     assert counted == [(5, 1), (0, 0)]

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.dist
 
 REQUESTS = str(Path(__file__).parent / "requests_recipe.py")
 PUSHES = str(Path(__file__).parent / "push_recipe.py")
-LONG = ("--sampling.max_tokens=40", "--sampling.ignore_eos=true")
+LONG = ("--sampling.max_tokens=40", "--sampling.ignore_eos=true", "--engine.max_batch=4")
 
 
 def drawn(ended: Any) -> Any:
@@ -35,10 +35,30 @@ def test_samples_are_the_same_however_they_are_asked_for(
     assert drawn(other) != plain
 
 
+@pytest.mark.parametrize("order", [4, 5])
+def test_engines_of_a_shard_run_in_lockstep(run: Any, order: int, tmp_path: Path) -> None:
+    """Both ranks step with the same requests, although only the first hears of the rewards, which
+    take a random time.
+    """
+    reward = tmp_path / "late.py"
+    reward.write_text(
+        "import asyncio, random\n"
+        "async def late(prompt, sample):\n"
+        "    await asyncio.sleep(random.random() * 0.2)\n"
+        "    return float(len(set(sample.tokens.tolist())))\n"
+    )
+    words = (*LONG, f"--reward={reward}:late")
+    plain = drawn(run(REQUESTS, *words, name="plain"))
+    split = ("--split.train.ranks=0-0", "--split.infer.ranks=all")
+    shard = run(REQUESTS, *words, f"--order={order}", "--lockstep=true", *split, nproc=2)
+    assert drawn(shard) == plain
+    assert "0 answers were resumed" not in shard.output
+
+
 def test_requests_go_on_under_pushed_weights(run: Any) -> None:
     """Every token keeps the version that drew it, with the log-prob of exactly these weights."""
     split = ("--split.train.ranks=1", "--split.infer.ranks=1")
-    ended = run(PUSHES, *LONG, "--trainer.lr=0.01", "--engine.max_batch=2", *split, nproc=2)
+    ended = run(PUSHES, *LONG, "--trainer.lr=0.01", *split, nproc=2)
     found = drawn(ended)
     assert found["mixed_samples"] > 0
     assert found["decreasing_versions"] == 0

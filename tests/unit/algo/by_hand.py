@@ -29,6 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "entropy": 0.0,
     "opsm": None,
     "weight": None,
+    "mean_one": False,
     "reject": None,
     "veto": None,
     "discount": 1.0,
@@ -42,6 +43,7 @@ DEFAULTS: dict[str, Any] = {
 def hand_loss(answers: list[Answer], logprobs: PerToken, settings: dict[str, Any]) -> float:
     """Return the loss of all answers, whose log-probs are `logprobs`."""
     s = DEFAULTS | settings
+    s["mean_weight"] = _mean_weight(answers, s) if s["mean_one"] else 1.0
     advantages = hand_advantages(answers, s)
     numbers = [
         [
@@ -97,7 +99,7 @@ def token_loss(
             loss = min(loss, -s["dual"] * advantage)
     if s["weight"] is not None:
         mode, level, low, high = s["weight"]
-        loss *= _weight(_level_ratio(answer, i, level), mode, low, high)
+        loss *= _weight(_level_ratio(answer, i, level), mode, low, high) / s["mean_weight"]
     if s["opsm"] is not None and advantage < 0:
         falls = [
             before - now
@@ -156,6 +158,17 @@ def _weight(ratio: float, mode: str, low: float, high: float) -> float:
     if mode == "clip":
         return min(max(ratio, low), high)
     return ratio if low <= ratio <= high else 0.0
+
+
+def _mean_weight(answers: list[Answer], s: dict[str, Any]) -> float:
+    mode, level, low, high = s["weight"]
+    weights = [
+        _weight(_level_ratio(answer, i, level), mode, low, high)
+        for answer in answers
+        for i in range(answer.num_tokens)
+        if answer.learned[i]
+    ]
+    return sum(weights) / len(weights)
 
 
 def hand_advantages(answers: list[Answer], s: dict[str, Any]) -> PerToken:

@@ -1,6 +1,6 @@
 """A second implementation of the algorithms: padded [answers, tokens] tensors, as other libraries.
 
-It is written from the formulas of TRL 1.16 (GRPOTrainer, RLOOTrainer, PPOTrainer) and of verl
+It is written from the formulas of TRL (GRPOTrainer, RLOOTrainer) and of verl
 (trainer/ppo/core_algos.py), and shares no code with the package. Where their small constants
 differ from ours, ours are used: TRL adds 1e-4 to a standard deviation, verl 1e-6.
 """
@@ -211,6 +211,8 @@ def padded_loss(answers: list[Answer], leaf: Tensor, s: dict[str, Any]) -> Tenso
             "clip": ratio.clamp(low, high),
             "mask": torch.where(inside, ratio, 0.0),
         }[mode]
+        if s.get("mean_one"):  # verl: rollout_is_batch_normalize
+            weight = weight / ((weight * p.mask).sum() / p.mask.sum())
         losses = losses * weight
     if s.get("opsm") is not None:  # slime: --use-opsm
         fall = (((p.old - p.logprobs) * p.mask).sum(1) / p.mask.sum(1)).detach()[:, None]

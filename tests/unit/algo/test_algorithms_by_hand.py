@@ -111,6 +111,22 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         for mode in ("truncate", "clip", "mask")
         for level in ("token", "sequence", "geometric")
     },
+    **{
+        f"correction {mode} {level}, mean one": (
+            "grpo",
+            {
+                "correction": CorrectionConfig(mode, level, high=1.5, mean_one=True),  # type: ignore[arg-type]
+                "kl": KlConfig(coef=0.1),
+            },
+            {
+                "weight": (mode, level, 1 / 1.5, 1.5),
+                "mean_one": True,
+                "kl": "low_var",
+                "kl_coef": 0.1,
+            },
+        )
+        for mode, level in (("truncate", "token"), ("clip", "geometric"), ("mask", "sequence"))
+    },
     "icepop": (
         "grpo",
         {"correction": CorrectionConfig("mask", low=0.5, high=5.0)},
@@ -223,6 +239,7 @@ MISTAKES: dict[str, Callable[[Algorithm], Algorithm]] = {
     "behaviour": lambda made: with_loss(made, behaviour="old"),
     "correction truncate token": lambda made: with_loss(made, correction_level="geometric"),
     "correction mask sequence": lambda made: with_loss(made, correction="clip"),
+    "correction truncate token, mean one": lambda made: replace(made, credit=None),
     "icepop": lambda made: with_loss(made, correction_low=0.0, correction_high=50.0),
     "reject sequence": lambda made: with_loss(made, reject="token"),
     "reject geometric": lambda made: with_loss(made, reject="none"),

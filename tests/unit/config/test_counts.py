@@ -53,8 +53,8 @@ REFUSED = [
     ],
     (
         "grpo",
-        "engine.reward_deadline_s=inf",
-        "engine: reward_deadline_s = inf: expected 0 (none) or more, and finite",
+        "hooks.deadline_s=inf",
+        "hooks: deadline_s = inf: expected 0 (none) or more, and finite",
     ),
     *[
         (recipe, "trainer.lr=-1", "trainer: lr = -1.0: expected 0 or more, and finite")

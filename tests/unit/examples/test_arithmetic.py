@@ -17,7 +17,7 @@ from examples.arithmetic import check
 from examples.arithmetic.check import Figure, learning
 from examples.arithmetic.reward import correct
 from spmd_rl.data.files import read_records
-from spmd_rl.rewards.load import resolve_reward
+from spmd_rl.hooks.signatures import load_reward
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
@@ -87,7 +87,7 @@ def test_the_reward() -> None:
         )
     }
     assert [key for key, reward in said.items() if reward] == [("85", "completed")]
-    assert resolve_reward(f"{EXAMPLE / 'reward.py'}:correct")(
+    assert load_reward(f"{EXAMPLE / 'reward.py'}:correct").function(
         prompt, Sample(0, 0, none, none, none, "completed", text="85")
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -82,6 +83,31 @@ def test_only_what_the_dead_left_is_swept(temporary: Path) -> None:
     sweep()
     assert sorted(path.name for path in temporary.iterdir()) == ["spmd_rl-other", f"{PREFIX}alive"]
     kill(alive)
+
+
+def test_a_folder_that_was_made_anew_meanwhile_is_not_swept(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sweeps open what a process has just made. One removes it, and the process makes another
+    before the second sweep gets the lock of the first.
+    """
+    path = temporary / f"{PREFIX}name"
+    path.mkdir(0o700)
+    again: list[PrivateFolder] = []
+    lock = fcntl.flock
+
+    def late(descriptor: int, operation: int) -> None:
+        if not again:
+            path.rmdir()
+            monkeypatch.setattr(fcntl, "flock", lock)
+            again.append(PrivateFolder("name"))
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    sweep()
+    assert path.is_dir()
+    again[0].leave()
+    assert not path.exists()
 
 
 def test_a_sweep_follows_no_link(temporary: Path, tmp_path: Path) -> None:

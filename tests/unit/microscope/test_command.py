@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 import shutil
 import sys
@@ -37,6 +38,7 @@ from spmd_rl.weights.local_tensors import LocalTensors
 SENTENCE = {
     "prompt_uid": 7,
     "prompt": "15+29=",
+    "prompt_tokens": [19, 23, 13, 20, 27, 31],
     "answer": "44",
     "text": "44",
     "reward": 1.0,
@@ -282,6 +284,21 @@ def test_the_newest_step_that_has_samples_is_replayed(run: Path, mismatch) -> No
     assert mismatch(run, "--samples", "7:0,") == 0
     assert mismatch(run) == 0
     assert [one["name"] for one in replayed(run)["sequences"]] == ["7:0", "7:1", "7:2"]
+
+
+def test_a_token_that_no_engine_drew_has_no_log_prob_to_compare(run: Path) -> None:
+    row = SENTENCE | {
+        "index": 0,
+        "tokens": [22, 22, 1],
+        "logprobs": [-1.0, 0.0, -2.0],
+        "versions": [3, -1, 4],
+    }
+    (run / "samples" / "step_00002.jsonl").write_text(json.dumps(row) + "\n")
+    (sample,) = find_samples(run)
+    assert sample.prompt_tokens.tolist() == SENTENCE["prompt_tokens"]
+    assert sample.logprobs is not None
+    assert [math.isnan(value) for value in sample.logprobs.tolist()] == [False, True, False]
+    assert sample.versions == {3, 4}
 
 
 def test_by_default_samples_are_of_many_prompts(run: Path) -> None:

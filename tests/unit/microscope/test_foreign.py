@@ -38,7 +38,7 @@ from spmd_rl.rollout.foreign_program import run_program
 
 CPU = torch.device("cpu")
 FAKE_SITE = Path(__file__).resolve().parents[2] / "fakes" / "sglang_site"
-SAMPLE = {"prompt_uid": 7, "prompt": "15+29=", "answer": "44", "text": "44", "reward": 1.0}
+SAMPLE = {"prompt_uid": 7, "prompt": "15+29=", "prompt_tokens": [19, 23, 13, 20, 27, 31]}
 
 
 @pytest.fixture(scope="module")

@@ -193,7 +193,7 @@ def test_the_live_view_is_whole_at_any_usual_width(width: int) -> None:
         *(
             "8,123 tok/s",
             "123,456 tok/s",
-            "reward function 90% of rollout",
+            "reward functions 0.9 s",
             "GPU peak 120.1 GiB",
             "clipped 1.0%",
         ),

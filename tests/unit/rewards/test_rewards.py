@@ -1,4 +1,4 @@
-"""Reward functions: loading by name, early checks, and errors that quote the sample."""
+"""Reward functions that are shipped, and errors that quote the sample."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.rewards import grade, match
 from spmd_rl.rewards.grade import Grader
-from spmd_rl.rewards.load import resolve_reward
+
+from spmd_rl.errors import DataError
+from spmd_rl.rewards import grade, match
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
@@ -96,63 +95,6 @@ def test_last_number_compares_numbers(said: str, number: float) -> None:
     asked = replace(PROMPT, answer=repr(number))
     assert match.last_number(asked, sample(said)) == 1
     assert match.last_number(asked, sample(f"{said} or 77")) == 0
-
-
-def test_a_function_by_module_and_by_file(tmp_path: Path) -> None:
-    assert resolve_reward("spmd_rl.rewards.match:exact") is match.exact
-    file = tmp_path / "mine.py"
-    file.write_text("def half(prompt, sample):\n    return 0.5\n")
-    assert resolve_reward(f"{file}:half")(PROMPT, sample("x")) == 0.5
-    assert resolve_reward(f"{file}:half") is resolve_reward(f"{file}:half")
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("exact", "write it as package.module:function or path/to/file.py:function"),
-        ("no.such.module:f", "there is no module 'no.such.module'"),
-        (
-            "spmd_rl.rewards.match:exakt",
-            "has no 'exakt' .its functions: exact, contains, last_number",
-        ),
-        ("nowhere/mine.py:f", "there is no file nowhere/mine.py"),
-        ("spmd_rl.rewards.match:re", "it is a module, not a function"),
-    ],
-)
-def test_a_wrong_name_is_told_with_the_fix(name: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        resolve_reward(name)
-
-
-@pytest.mark.parametrize(
-    ("source", "sentence"),
-    [
-        (
-            "def f(sample):\n    return 1",
-            "it takes .sample., but is called as function.prompt, sample.",
-        ),
-        ("def f(prompt, sample, *, strict):\n    return 1", "is called as function"),
-        ("async def f(prompt, sample):\n    return 1", "it is async"),
-        ("1 / 0", "importing it raised ZeroDivisionError"),
-        (
-            "import no_such_package",
-            "importing it raised ModuleNotFoundError: No module named 'no_such_package'",
-        ),
-        ("x = 1\ndef  f(:\n", r"importing it raised SyntaxError: .* .mine.py, line 2.: def  f\(:$"),
-        (
-            "if True:\nx = 1\n",
-            r"importing it raised IndentationError: .* .mine.py, line 2.: x = 1$",
-        ),
-        ("raise SystemExit(0)", "importing it raised SystemExit: 0"),
-    ],
-)
-def test_a_function_that_cannot_be_called_is_refused(
-    tmp_path: Path, source: str, sentence: str
-) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(source)
-    with pytest.raises(ConfigError, match=sentence):
-        resolve_reward(f"{file}:f")
 
 
 def test_grade_takes_numbers_and_dicts() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import select
 from typing import Any
 
 
 def answer_of(role: Any, deferred: Any) -> Any:
     """Return the value of a deferred call, or raise its error."""
     while not deferred.is_answered:
-        assert role.has_work(), "the call would never be answered"
+        if not role.has_work():
+            watched = role.watched()
+            assert watched, "the call would never be answered"
+            select.select(watched, [], [], 0.25)
         role.pump()
     if deferred.error is not None:
         raise deferred.error

@@ -283,6 +283,8 @@ def test_one_name_is_in_the_engine_once(model, new_engine, finish):
         (lambda: SamplingConfig(stop=("end", "\ufffd")), "stop"),
         (lambda: NativeEngineConfig(page_size=12), "page_size"),
         (lambda: NativeEngineConfig(max_batch=64, max_step_tokens=32), "max_step_tokens"),
+        (lambda: NativeEngineConfig(max_prefill_ms=-1.0), "max_prefill_ms"),
+        (lambda: NativeEngineConfig(max_prefill_ms=float("inf")), "max_prefill_ms"),
         (lambda: NativeEngineConfig(dtype="float8"), "dtype"),
     ],
 )

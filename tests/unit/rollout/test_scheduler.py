@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,11 +14,14 @@ from hypothesis import strategies as st
 
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.pages import PagePool
+from spmd_rl.rollout.native.prefill_cost import PrefillCost, StepWork
 from spmd_rl.rollout.native.scheduler import REFILL_SHARE, Scheduler
 from spmd_rl.rollout.native.sequence_table import SequenceTable
-from spmd_rl.rollout.native.step_plan import StepPlan, share_budget
+from spmd_rl.rollout.native.step_budget import PrefillBound
+from spmd_rl.rollout.native.step_plan import StepPlan
 
 MAX_TOKENS = 40
+COST = PrefillCost(token_s=1.0, key_s=0.1, tile_tokens=2, wave_tokens=4)
 FEATURES = (
     "num_preemptions",
     "num_retractions",
@@ -28,13 +32,16 @@ FEATURES = (
     "num_forks",
     "num_evictions",
     "num_late",
+    "num_turns",
 )
 
 
 class FakeRunner:
     """Runs plans and checks what the real kernels rely on.
 
-    With `ahead`, it collects a step's tokens one step late.
+    With `ahead`, it collects a step's tokens one step late, and decoding rows wait for `most_s`
+    seconds of prefill at most, or for one chunk that fills the GPU. `num_turns` counts the decoding
+    steps that prompts waited for.
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class FakeRunner:
         prefix_cache=True,
         ahead=False,
         min_tail=16,
+        most_s=math.inf,
     ) -> None:
         self.table = SequenceTable(max_batch, MAX_TOKENS, page_size)
         self.pool = PagePool(num_pages)
@@ -56,9 +64,13 @@ class FakeRunner:
             max_step_tokens=max_step_tokens,
             prefix_cache=prefix_cache,
             separate_prefill=ahead,
+            prefill_bound=PrefillBound(COST, most_s),
             min_tail=min_tail,
         )
         self.ahead = ahead
+        self.most_s = most_s
+        self.held_up: list[StepWork] = []
+        self.num_turns = 0
         self.slots: dict[int, tuple[int, ...]] = {}
         self.drawn: dict[int, list[int]] = {}
         self.in_flight: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -82,12 +94,14 @@ class FakeRunner:
             self.scheduler.add(Request(uid, 0, tokens, sampling))
 
     def step(self) -> StepPlan:
+        can_decode = (self.missing(self.unfinished()) == 1).any()
         plan = self.scheduler.schedule()
         assert plan.lengths.sum() <= self.scheduler.max_step_tokens
         assert len(set(plan.rows.tolist())) == len(plan.rows)
         if self.ahead:
-            missing = self.table.length[plan.rows] - self.table.num_computed[plan.rows]
+            missing = self.missing(plan.rows)
             assert (missing == 1).all() or (missing > 1).all(), "prompts and decoding share a step"
+            self.check_wait(plan, bool(can_decode))
         self.copy(plan.copies_before)
         work = list(
             zip(plan.rows.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True)
@@ -120,6 +134,31 @@ class FakeRunner:
         while len(self.in_flight) > self.ahead:
             self.collect(*self.in_flight.pop(0))
         return plan
+
+    def unfinished(self) -> np.ndarray:
+        rows = np.array(self.scheduler.running, dtype=np.int64)
+        return rows[self.table.length[rows] < self.table.max_length[rows]]
+
+    def missing(self, rows: np.ndarray) -> np.ndarray:
+        return self.table.length[rows] - self.table.num_computed[rows]
+
+    def check_wait(self, plan: StepPlan, can_decode: bool) -> None:
+        """The prefill steps since the last decoding step fit the bound, or are one least chunk."""
+        decodes = len(plan.rows) > 0 and (self.missing(plan.rows) == 1).all()
+        if decodes:
+            self.num_turns += bool((self.missing(self.unfinished()) > 1).any())
+        if decodes or not can_decode:
+            self.held_up = []
+            return
+        work = StepWork()
+        for start, length in zip(plan.starts.tolist(), plan.lengths.tolist(), strict=True):
+            work = COST.add(work, start, length)
+        self.held_up.append(work)
+        is_least_chunk = (
+            len(self.held_up) == len(plan.rows) == 1 and plan.lengths[0] <= COST.wave_tokens
+        )
+        seconds = sum(step.seconds for step in self.held_up)
+        assert is_least_chunk or seconds <= self.most_s, "decoding waits for too much prefill"
 
     def copy(self, pages: Sequence[tuple[int, int]]) -> None:
         before, size = dict(self.slots), self.table.page_size
@@ -193,15 +232,15 @@ def test_any_load_finishes_with_every_page_back():
     @settings(max_examples=150)
     @example(
         requests=[([0] * 5, 3, 3)], num_samples=3, max_batch=6, page_size=4, spare_pages=10,
-        spare_tokens=12, prefix_cache=True, ahead=False, min_tail=16, moves=[],
+        spare_tokens=12, prefix_cache=True, ahead=False, min_tail=16, most_s=5.0, moves=[],
     )  # fmt: skip
     @example(
         requests=[([0] * 5, 3, 3)], num_samples=3, max_batch=3, page_size=8, spare_pages=10,
-        spare_tokens=0, prefix_cache=True, ahead=False, min_tail=3, moves=[],
+        spare_tokens=0, prefix_cache=True, ahead=False, min_tail=3, most_s=5.0, moves=[],
     )  # fmt: skip
     @example(
         requests=[([0, 1] * 9, 19, 19)] * 4, num_samples=2, max_batch=6, page_size=4,
-        spare_pages=2, spare_tokens=6, prefix_cache=True, ahead=True, min_tail=3,
+        spare_pages=2, spare_tokens=6, prefix_cache=True, ahead=True, min_tail=3, most_s=15.0,
         moves=["step", "step", "retract", "step", "abort"],
     )  # fmt: skip
     @given(
@@ -216,6 +255,7 @@ def test_any_load_finishes_with_every_page_back():
         prefix_cache=st.booleans(),
         ahead=st.booleans(),
         min_tail=st.sampled_from([1, 3, 16]),
+        most_s=st.sampled_from([0.0, 5.0, 15.0, math.inf]),
         moves=st.lists(st.sampled_from(["step", "retract", "abort"]), max_size=12),
     )
     def check(
@@ -250,6 +290,7 @@ def test_any_load_finishes_with_every_page_back():
         seen.update(vars(runner.scheduler.counters))
         seen["num_evictions"] += runner.pool.num_evictions
         seen["num_late"] += runner.ahead and len(runner.drawn) > 0
+        seen["num_turns"] += runner.num_turns
 
     check()
     assert all(seen[feature] for feature in FEATURES), f"a feature was not exercised: {seen}"
@@ -407,17 +448,3 @@ def test_a_long_prompt_does_not_hold_up_decoding():
     runner.submit(1, [1] * 20, max_tokens=2)
     assert [runner.step().lengths.tolist() for _ in range(3)] == [[1, 7], [1, 7], [1, 6]]
     assert runner.scheduler.counters.num_partial_chunks == 2
-
-
-@pytest.mark.parametrize(
-    ("missing", "budget", "shares"),
-    [
-        ([1, 1, 1], 8, [1, 1, 1]),
-        ([10, 1, 5, 1], 8, [6, 1, 0, 1]),
-        ([3, 4, 1], 8, [3, 4, 1]),
-        ([1, 9], 1, [1, 0]),
-        ([], 4, []),
-    ],
-)
-def test_share_budget(missing, budget, shares):
-    assert share_budget(np.array(missing, dtype=np.int64), budget).tolist() == shares

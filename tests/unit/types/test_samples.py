@@ -13,18 +13,23 @@ from hypothesis import strategies as st
 from spmd_rl.algo.advantages import group_advantage, rloo_advantage
 from spmd_rl.algo.group_metrics import group_metrics
 from spmd_rl.algo.packing import pack
+from spmd_rl.errors import ContractError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, GroupColumns, Sample
 
 
 def made(uid: int, sizes: list[int]) -> Group:
+    """A group of which some samples have observations, masks of their own, and metadata."""
+
     def sample(index: int, size: int) -> Sample:
         tokens = np.arange(100 * uid + 10 * index, 100 * uid + 10 * index + size, dtype=np.int32)
         versions = np.full(size, uid, np.int32)
+        if uid % 3 == 1:
+            versions[1:2] = -1
         status = "truncated" if index % 2 else "completed"
         reward = float((uid * index) % 3) / 3
-        return Sample(
+        one = Sample(
             uid,
             index,
             tokens,
@@ -36,7 +41,9 @@ def made(uid: int, sizes: list[int]) -> Group:
             reward,
             {"a": reward},
             kept=bytes(size) if index % 2 else b"",
+            metadata={"turns": [uid]} if (uid + index) % 3 == 1 else {},
         )
+        return one.replace(mask=tokens % 2 == 0) if uid % 3 == 2 and index else one
 
     prompt = Prompt(
         uid, np.arange(1 + uid % 3, dtype=np.int32), f"p{uid}", f"a{uid}", "here", {"line": uid}
@@ -151,6 +158,44 @@ def test_columns_join_and_are_cut() -> None:
     parts = GroupColumns.join([whole[:1], whole[1:3], whole[3:]])
     assert [plain(group) for group in parts.rows()] == [plain(group) for group in groups]
     assert [plain(group) for group in whole[2:].rows()] == [plain(group) for group in groups[2:]]
+
+
+def test_a_mask_that_is_not_given_is_of_the_tokens_with_a_version() -> None:
+    none, versions = np.zeros(3), np.array([4, -1, 5], np.int32)
+    sample = Sample(0, 0, none.astype(np.int32), none.astype(np.float32), versions, "completed")
+    assert "mask" not in vars(sample), "nobody has read it"
+    assert sample.mask.tolist() == [True, False, True]
+    assert sample.replace(mask=np.zeros(3, np.bool_)).mask.tolist() == [False] * 3
+    with pytest.raises(AttributeError, match="a Sample has no finish"):
+        _ = sample.finish  # type: ignore[attr-defined]
+
+
+def test_what_no_sample_has_does_not_cross() -> None:
+    """Masks, metadata and kept sets are empty columns, and stay so through cuts and joins."""
+    plain_ones, others = [made(3, [2])], [made(2, [2, 4]), made(4, [3, 2])]
+    columns = Group.to_columns(plain_ones)
+    optional = columns.samples.OPTIONAL
+    assert [len(getattr(columns.samples, name)) for name in optional] == [0, 0, 0]
+    assert [len(getattr(columns[:1].samples, name)) for name in optional] == [0, 0, 0]
+    joined = GroupColumns.join([columns, Group.to_columns(others), columns])
+    assert [plain(group) for group in joined.rows()] == [
+        plain(group) for group in plain_ones + others + plain_ones
+    ]
+    assert all(len(getattr(joined.samples, name)) for name in optional)
+
+
+def test_a_mask_of_another_length_is_refused() -> None:
+    short = made(2, [1, 4]).samples[1].replace(mask=np.ones(3, np.bool_))
+    with pytest.raises(ContractError, match="prompt 2, sample 1: every token needs .* of the mask"):
+        Sample.to_columns([made(2, [1, 4]).samples[0], short])
+
+
+def test_what_fails_crosses_and_may_be_changed() -> None:
+    (group,) = sent([made(1, [])])
+    assert [(one.status, one.metadata) for one in group.failed] == [("failed", {"error": "slow"})]
+    assert Group.to_columns([group]) is group._source[0][0], "looking changes nothing"  # type: ignore[index]
+    group.failed.append(group.failed[0].replace(index=1))
+    assert plain(sent([group])[0]) == plain(group)
 
 
 def test_lengths_that_only_seem_to_fit_are_refused() -> None:

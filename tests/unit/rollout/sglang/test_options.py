@@ -138,8 +138,6 @@ def test_the_async_recipe_corrects_in_one_way(tmp_path: Path) -> None:
         ("slab_bytes", 1),
         ("start_deadline_s", 0.0),
         ("answer_deadline_s", float("inf")),
-        ("reward_deadline_s", -1.0),
-        ("on_reward_error", "ignore"),
         ("dtype", "float16"),
     ],
 )

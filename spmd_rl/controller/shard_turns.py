@@ -1,0 +1,83 @@
+"""Turns of a shard: its ranks run the same commands between the same two pumps of a role.
+
+The ranks of a tensor-parallel engine step together, so their schedulers must see the same requests
+in every step. The first rank decides: before each turn it tells the others how many commands it
+runs now, and which calls it has answered since the last turn. Only it hears of graders and other
+things outside, so a call of the shard ends when it ends there.
+Source: mini-sglang broadcasts the number of messages that its first rank has received.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+import msgspec
+
+C = TypeVar("C")
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """What the ranks of a shard do next: answer calls, run `num_commands`, and pump."""
+
+    answered: list[int]
+    num_commands: int
+
+
+class ShardTurns(Generic[C]):
+    """This rank's part in the turns of its shard.
+
+    `broadcast` returns the bytes that the first rank gives; all ranks of the shard enter it.
+    `is_shared` says whether a command went to all ranks of the shard. Others are run as they come.
+    """
+
+    def __init__(
+        self,
+        is_first: bool,
+        broadcast: Callable[[bytes], bytes],
+        is_shared: Callable[[C], bool],
+    ) -> None:
+        self.is_first = is_first
+        self._broadcast = broadcast
+        self._is_shared = is_shared
+        self._answered: list[int] = []  # by the first rank, since its last turn
+        self._early: deque[C] = deque()  # shared commands that no turn has asked for yet
+
+    @property
+    def has_untold(self) -> bool:
+        """Whether the other ranks do not know yet of a call that this one has answered."""
+        return bool(self._answered)
+
+    def note_answered(self, number: int) -> None:
+        """Note that a call was answered here."""
+        if self.is_first:
+            self._answered.append(number)
+
+    def lead(self, commands: Iterable[C]) -> None:
+        """Begin a turn that runs these commands. Blocks: until the other ranks begin it."""
+        turn = Turn(self._answered, sum(map(self._is_shared, commands)))
+        self._answered = []
+        self._broadcast(msgspec.msgpack.encode(turn))
+
+    def follow(
+        self, receive: Callable[[bool], C | None], release: Callable[[Iterable[int]], None]
+    ) -> list[C]:
+        """Begin the next turn, and return its commands.
+
+        `receive(wait)` returns the next command that this rank has got, and `release` answers
+        calls. Blocks: until the first rank begins the turn, and its commands are here too.
+        """
+        turn = msgspec.msgpack.decode(self._broadcast(b""), type=Turn)
+        release(turn.answered)
+        shared: list[C] = []
+        commands: list[C] = []
+        while len(shared) < turn.num_commands:
+            command = self._early.popleft() if self._early else receive(True)
+            if command is not None:
+                commands.append(command)
+                if self._is_shared(command):
+                    shared.append(command)
+        if (command := receive(False)) is not None:
+            (self._early if self._is_shared(command) else commands).append(command)
+        return commands

@@ -1,0 +1,54 @@
+"""Program of a process of hooks: it imports the hooks, and runs them until its rank ends."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.hooks.loaded import LoadedHooks
+from spmd_rl.hooks.messages import NotReady, Ready, Serve, Start
+from spmd_rl.hooks.plain_server import serve_plain
+from spmd_rl.hooks.process_state import ProcessState
+from spmd_rl.hooks.rank_link import RankLink
+from spmd_rl.hooks.running_note import RunningNote
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(socket_fd: int, note_fd: int, parent_pid: int) -> None:
+    """Serve calls until the rank ends. Its program is `process.PROGRAM`."""
+    end_with_parent(parent_pid)
+    faulthandler.enable(all_threads=False)
+    link = RankLink(socket.socket(fileno=socket_fd))
+    start = link.receive()
+    if not isinstance(start, Start):
+        return
+    try:
+        hooks = LoadedHooks.of(start)
+    except ConfigError as error:
+        link.send(NotReady(str(error)))
+        return
+    link.send(Ready([reward.form for reward in hooks.rewards]))
+    serve = link.receive()
+    if not isinstance(serve, Serve):
+        return
+    note, state = RunningNote(note_fd), ProcessState()
+    if serve.kind == "plain":
+        serve_plain(link, note, state, hooks)
+        return
+    from spmd_rl.hooks.async_server import serve_async  # plain hooks need no asyncio
+
+    serve_async(link, note, state, hooks, serve)
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have Linux end this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before
+        os._exit(1)

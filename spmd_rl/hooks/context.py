@@ -1,0 +1,66 @@
+"""Context of a hook: what the run tells a function besides its prompt and sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+
+
+class CallInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells a hook of the call: the step, the version of the weights, and the seed."""
+
+    step: int = 0
+    version: int = 0
+    evaluation: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class HookContext:
+    """What the run tells a hook besides its prompt and sample.
+
+    `config` is the recipe's config as plain nested data. `version` is that of the engine's weights.
+    `prompt_uid` and `sample_index` name what the hook is called for; the index of a whole group
+    is 0.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 0
+    version: int = 0
+    evaluation: bool = False
+    seed: int = 0
+    prompt_uid: int = 0
+    sample_index: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)  # what was emitted so far
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        """Random numbers that depend on the run's seed, the prompt and the sample's index alone."""
+        return np.random.default_rng((self.seed, self.prompt_uid, self.sample_index))
+
+    def emit(self, name: str, value: float) -> None:
+        """Record a value beside the sample; its metric is the mean over the step's samples.
+
+        A second value of the same name takes the place of the first.
+        Raises: ValueError for what is no finite number.
+        """
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"emit({name!r}, {value!r}): expected a finite number")
+        self.metrics[str(name)] = number
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Answer of `keep_group`: whether the group is trained on, and why not. `reason` is a word or
+    two, by which such groups are counted.
+    """
+
+    ok: bool
+    reason: str = ""

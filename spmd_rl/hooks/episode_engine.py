@@ -1,0 +1,101 @@
+"""Engine of an episode: it asks the rank for turns and for token ids, and waits for the answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spmd_rl.errors import SpmdError
+from spmd_rl.hooks.episode_calls import EpisodeCall
+from spmd_rl.hooks.messages import Ask, AskTokens, ToRank
+from spmd_rl.hooks.stopwatch import Stopwatch
+from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
+
+
+class EpisodeEngine:
+    """The rank's engine, for the functions of one episode. Several calls may run at once, each for
+    a transcript of its own.
+    """
+
+    def __init__(
+        self, episode: EpisodeCall, send: Callable[[ToRank], None], watch: Stopwatch
+    ) -> None:
+        self._episode, self._send, self._watch = episode, send, watch
+        self._num_transcripts = 0
+        self._num_asked = 0
+        self._busy: set[int] = set()  # numbers of transcripts with a call
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+
+    async def complete(
+        self,
+        transcript: Transcript,
+        max_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+    ) -> Turn:
+        """Let the policy go on with the transcript, and return what it drew, which is appended.
+
+        `max_tokens` and `stop` hold for this turn alone; without them the recipe's sampling does.
+        Blocks: until the engine has drawn the turn; this time does not count for the deadline.
+        Raises: ValueError while another call for this transcript runs; SpmdError with the reason
+        when the engine cannot go on, such as at the end of the context.
+        """
+        if transcript.place is None:
+            number, self._num_transcripts = self._num_transcripts, self._num_transcripts + 1
+            index = self._episode.sample_index + number * self._episode.num_samples
+            transcript.place = TranscriptPlace(number, index, self._episode.temperature)
+        number = transcript.place.number
+        if number in self._busy:
+            raise ValueError("complete: another call for this transcript is still running")
+        past = transcript.joined()
+        stops = None if stop is None else [stop] if isinstance(stop, str) else list(stop)
+        self._busy.add(number)
+        try:
+            turn: Turn = await self._ask(
+                lambda ask_id: Ask(
+                    self._episode.call_id,
+                    ask_id,
+                    number,
+                    past.tokens,
+                    past.logprobs,
+                    past.versions,
+                    past.kept,
+                    max_tokens,
+                    stops,
+                )
+            )
+        finally:
+            self._busy.discard(number)
+        transcript.append(turn)
+        return turn
+
+    async def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens around it, for `observe`.
+
+        Blocks: until the rank has answered.
+        """
+        tokens: list[int] = await self._ask(
+            lambda ask_id: AskTokens(self._episode.call_id, ask_id, text)
+        )
+        return tokens
+
+    def answer(self, ask_id: int, value: Any) -> None:
+        """Hand an answer of the rank to the function that waits for it, if it still does."""
+        future = self._answers.get(ask_id)
+        if future is None or future.done():
+            return
+        if isinstance(value, SpmdError):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
+
+    async def _ask(self, message: Callable[[int], ToRank]) -> Any:
+        ask_id, self._num_asked = self._num_asked, self._num_asked + 1
+        future = self._answers[ask_id] = asyncio.get_running_loop().create_future()
+        self._watch.pause()
+        try:
+            self._send(message(ask_id))
+            return await future
+        finally:
+            self._watch.resume()
+            del self._answers[ask_id]

@@ -1,0 +1,80 @@
+"""Loading of hooks by name, with checks that run before anything starts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from spmd_rl.errors import ConfigError, source_line
+
+
+def load_function(kind: str, name: str) -> Callable[..., Any]:
+    """Return the function that `package.module:function` or `path/to/file.py:function` names.
+
+    `kind` names the setting in errors, such as "reward".
+    Raises: ConfigError that says what is wrong and how to fix it.
+    """
+    said = f"{kind} {name!r}"
+    where, colon, attribute = name.rpartition(":")
+    if not colon or not where or not attribute:
+        raise ConfigError(
+            f"{said}: write it as package.module:function or path/to/file.py:function"
+        )
+    module = (
+        _import_file(said, Path(where)) if where.endswith(".py") else _import_module(said, where)
+    )
+    function = getattr(module, attribute, None)
+    if function is None:
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        listed = ", ".join(functions) or "none"
+        raise ConfigError(f"{said}: {where} has no {attribute!r} (its functions: {listed})")
+    if not callable(function):
+        raise ConfigError(f"{said}: it is a {type(function).__name__}, not a function")
+    return function
+
+
+def _import_module(said: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
+            raise ConfigError(
+                f"{said}: there is no module {module!r}: name a file instead "
+                "(path/to/file.py:function), or start in the folder that holds the module"
+            ) from error
+        raise _import_error(said, error) from error
+    # the user's module may raise anything
+    except (Exception, SystemExit) as error:
+        raise _import_error(said, error) from error
+
+
+def _import_file(said: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"{said}: there is no file {path}")
+    key = f"hook_file_{path.resolve().as_posix().replace('/', '_').removesuffix('.py')}"
+    if key in sys.modules:
+        return sys.modules[key]
+    spec = importlib.util.spec_from_file_location(key, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[key] = module
+    try:
+        spec.loader.exec_module(module)
+    # the user's file may raise anything
+    except (Exception, SystemExit) as error:
+        del sys.modules[key]
+        raise _import_error(said, error) from error
+    return module
+
+
+def _import_error(said: str, error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"{said}: importing it raised {type(error).__name__}: {error}{source_line(error)}"
+    )

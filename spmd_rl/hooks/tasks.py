@@ -1,0 +1,103 @@
+"""Tasks that a rank gives its pool of hooks, and the events that come of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.hooks.context import CallInfo
+from spmd_rl.hooks.results import Grade
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
+
+
+class SampleTask(msgspec.Struct, frozen=True):
+    """Grade one sample by every reward function that takes a sample."""
+
+    prompt: Prompt
+    sample: Sample
+    info: CallInfo
+
+
+class GroupTask(msgspec.Struct, frozen=True):
+    """Grade the samples of a prompt by every reward function that takes a whole group."""
+
+    prompt: Prompt
+    samples: Sequence[Sample]
+    info: CallInfo
+
+
+class EpisodeTask(msgspec.Struct, frozen=True):
+    """Have `generate` make what would be sample `index` of the prompt.
+
+    An engine call of the episode's transcript k is a request whose sample index is
+    `index + k * num_samples`. `temperature` is that of the samples' log-probs.
+    """
+
+    prompt: Prompt
+    index: int
+    num_samples: int
+    temperature: float
+    info: CallInfo
+
+
+Task = SampleTask | GroupTask | EpisodeTask
+
+
+class Graded(msgspec.Struct, frozen=True):
+    """A task's grades, one a sample, by the name of the function.
+
+    `metrics` are what the functions emitted. `seconds` is the time that the functions took.
+    """
+
+    task_id: int
+    grades: dict[str, list[Grade]]
+    metrics: dict[str, float]
+    seconds: float
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """A task has failed. `where` names the function and the sample, `problem` ends the sentence."""
+
+    task_id: int
+    where: str
+    problem: str
+    seconds: float = 0.0
+
+    @property
+    def error(self) -> str:
+        return f"{self.where}: {self.problem}"
+
+
+class EngineCall(msgspec.Struct, frozen=True):
+    """An episode asks the engine for a turn, and waits for `HookPool.reply`.
+
+    `tokens`, `logprobs`, `versions` and `kept` are all that follows the prompt in transcript number
+    `transcript`; observed tokens have a log-prob of 0, the version -1 and an empty kept set.
+    `max_tokens` and `stop` are those of this turn alone; None leaves them as the recipe set them.
+    Shape: `tokens`, `logprobs`, `versions` are [R].
+    """
+
+    task_id: int
+    call_id: int
+    transcript: int
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    kept: bytes
+    max_tokens: int | None
+    stop: tuple[str, ...] | None
+
+
+class EpisodeEnded(msgspec.Struct, frozen=True):
+    """An episode has returned its samples. What it emitted is in their `metadata["metrics"]`."""
+
+    task_id: int
+    samples: list[Sample]
+    seconds: float
+
+
+Event = Graded | Failed | EngineCall | EpisodeEnded

@@ -1,0 +1,114 @@
+"""Transcript of an episode: what the engine drew, and what the episode observed, after a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.types.columns import concatenate
+from spmd_rl.types.kept_sets import NO_SET
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import NO_VERSION, Sample
+
+TurnStatus = Literal["completed", "truncated"]
+END_OF_IDS = 1 << 31
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """What one engine call drew: `status` is "completed" after a stop, "truncated" at a limit.
+
+    `kept` are the kept sets of the tokens, where top-k, top-p or min-p left out others.
+    Shape: `tokens`, `logprobs`, `versions` are [T].
+    """
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    text: str = ""
+    status: TurnStatus = "completed"
+    kept: bytes = b""
+
+
+class TranscriptPlace(NamedTuple):
+    """Place of a transcript in its episode: its number, the index of its sample, and the
+    temperature of its log-probs.
+    """
+
+    number: int
+    sample_index: int
+    temperature: float
+
+
+class Transcript:
+    """A prompt and all that follows it: tokens that the engine drew, and tokens that were observed.
+
+    Tokens are only ever appended, and text is never tokenised again. An episode that needs another
+    past, such as that of a sub-agent, makes another transcript.
+    """
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.place: TranscriptPlace | None = (
+            None  # the engine's first call for this transcript gives it one
+        )
+        self._parts: list[Turn] = []  # observed tokens too
+        self._status: TurnStatus | None = None  # of the last turn
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens, those of the prompt included."""
+        return len(self.prompt.tokens) + sum(len(part.tokens) for part in self._parts)
+
+    def observe(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
+        """Append tokens that the policy did not draw, such as the result of a tool.
+
+        Nothing learns from them: their log-prob is 0 and their version -1.
+        Raises: ValueError for what are no token ids.
+        """
+        ids = np.asarray(tokens)
+        if len(ids) == 0:
+            return
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= END_OF_IDS:
+            raise ValueError("observe: expected token ids, such as await engine.encode(text)")
+        zeros = np.zeros(len(ids), np.float32)
+        self._parts.append(Turn(ids.astype(np.int32), zeros, np.full(len(ids), NO_VERSION, "i4")))
+
+    def append(self, turn: Turn) -> None:
+        """Append what the engine drew. `EpisodeEngine.complete` does this."""
+        self._parts.append(turn)
+        self._status = turn.status
+
+    def joined(self) -> Turn:
+        """Return all that follows the prompt as one turn, without a text."""
+        parts = self._parts
+        kept = [part.kept or NO_SET * len(part.tokens) for part in parts]
+        return Turn(
+            concatenate([part.tokens for part in parts], np.int32),
+            concatenate([part.logprobs for part in parts], np.float32),
+            concatenate([part.versions for part in parts], np.int32),
+            status=self._status or "completed",
+            kept=b"".join(kept) if any(part.kept for part in parts) else b"",
+        )
+
+    def sample(self, status: TurnStatus | None = None) -> Sample:
+        """Return the transcript as a sample. Without `status` it has that of the last turn.
+
+        Raises: ValueError before the first turn.
+        """
+        if self.place is None or self._status is None:
+            raise ValueError("sample: the engine has drawn nothing in this transcript yet")
+        joined = self.joined()
+        return Sample(
+            self.prompt.uid,
+            self.place.sample_index,
+            joined.tokens,
+            joined.logprobs,
+            joined.versions,
+            status or joined.status,
+            self.place.temperature,
+            kept=joined.kept,
+        )

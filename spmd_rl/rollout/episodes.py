@@ -1,0 +1,147 @@
+"""Episodes: samples that a `generate` hook makes in several turns of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from spmd_rl.errors import DataError
+from spmd_rl.hooks.pool import HookPool
+from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded, EpisodeTask, Failed
+from spmd_rl.hooks.transcript import Turn
+from spmd_rl.rollout.engine import Request, SamplingConfig
+from spmd_rl.rollout.open_group import OpenGroup
+from spmd_rl.types.samples import Sample
+
+Key = tuple[int, int]  # uid and index of an engine request
+_NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
+
+class Episodes:
+    """The episodes that run, and what they ask of the engine.
+
+    With `raises`, an episode that fails ends the calls of the rank; else its sample has failed.
+    `context_tokens` is the model's context.
+    """
+
+    def __init__(self, pool: HookPool, *, raises: bool, context_tokens: int) -> None:
+        self._pool = pool
+        self._raises = raises
+        self._context_tokens = context_tokens
+        self._running: dict[int, tuple[OpenGroup, int]] = {}  # by task
+        self._turns: dict[Key, EngineCall] = {}  # by the request that the engine has
+
+    def start(self, group: OpenGroup, index: int) -> None:
+        """Begin the episode that makes sample `index`."""
+        sampling = group.sampling
+        task = EpisodeTask(
+            group.prompt, index, sampling.num_samples, sampling.scored_temperature, group.info
+        )
+        self._running[self._pool.submit(task)] = group, index
+        group.drawing.add(index)
+
+    def request_of(self, call: EngineCall) -> Request | None:
+        """Return the request for a turn; None if it was answered, as there is no room for more."""
+        group, index = self._running[call.task_id]
+        prompt, sampling = group.prompt, group.sampling
+        if len(prompt.tokens) + len(call.tokens) >= self._context_tokens:
+            nothing = Turn(_NO_TOKENS, _NO_LOGPROBS, _NO_TOKENS, "", "truncated")
+            self._pool.reply(call.task_id, call.call_id, nothing)
+            return None
+        max_tokens = len(call.tokens) + (call.max_tokens or sampling.max_tokens)
+        key = prompt.uid, index + call.transcript * sampling.num_samples
+        self._turns[key] = call
+        return Request(
+            *key,
+            prompt.tokens,
+            _turn_sampling(sampling, max_tokens, call.stop),
+            call.tokens,
+            call.logprobs,
+            call.versions,
+            group.seed,
+            call.kept,
+        )
+
+    def refuse(self, call: EngineCall, request: Request, problem: str) -> None:
+        """Tell an episode why the engine did not take the request of its turn."""
+        del self._turns[request.uid, request.index]
+        self._pool.refuse(call.task_id, call.call_id, problem)
+
+    def answer(self, sample: Sample, text: str) -> bool:
+        """Give a turn that the engine has finished to its episode; False if it is of none."""
+        call = self._turns.pop((sample.prompt_uid, sample.index), None)
+        if call is None:
+            return False
+        first = len(call.tokens)
+        turn = Turn(
+            sample.tokens[first:],
+            sample.logprobs[first:],
+            sample.versions[first:],
+            text,
+            "completed" if sample.status == "completed" else "truncated",
+            sample.kept[len(call.kept) :],
+        )
+        self._pool.reply(call.task_id, call.call_id, turn)
+        return True
+
+    def new_tokens(self, sample: Sample) -> list[int]:
+        """Return the tokens that a request of a turn has added."""
+        call = self._turns.get((sample.prompt_uid, sample.index))
+        return sample.tokens[len(call.tokens) if call else 0 :].tolist()
+
+    def owns(self, task_id: int) -> bool:
+        return task_id in self._running
+
+    def take(self, event: EpisodeEnded | Failed) -> tuple[OpenGroup, list[Sample], list[Key]]:
+        """Act on the end of an episode.
+
+        Returns its group, its samples, and the requests of it that the engine still has.
+        Raises: DataError that names the function and the prompt, if failures raise.
+        """
+        group, index = self._running.pop(event.task_id)
+        group.drawing.discard(index)
+        left = self._turns_of(event.task_id)
+        if isinstance(event, EpisodeEnded):
+            return group, event.samples, left
+        if self._raises:
+            raise DataError(event.where, event.problem)
+        group.fail(unstarted(group, index), event.error)
+        return group, [], left
+
+    def forget(self, group: OpenGroup) -> list[Key]:
+        """End a group's episodes, and return their requests that the engine still has."""
+        left: list[Key] = []
+        for task in [task for task, (other, _) in self._running.items() if other is group]:
+            del self._running[task]
+            self._pool.cancel(task)
+            left += self._turns_of(task)
+        return left
+
+    def _turns_of(self, task_id: int) -> list[Key]:
+        """Forget the turns of an episode, and return their requests."""
+        keys = [key for key, call in self._turns.items() if call.task_id == task_id]
+        for key in keys:
+            del self._turns[key]
+        return keys
+
+
+def unstarted(group: OpenGroup, index: int) -> Sample:
+    """Return sample `index` of a group without a token, as an episode that has to begin again."""
+    return Sample(
+        group.prompt.uid,
+        index,
+        _NO_TOKENS,
+        _NO_LOGPROBS,
+        _NO_TOKENS,
+        "aborted",
+        temperature=group.sampling.scored_temperature,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _turn_sampling(
+    sampling: SamplingConfig, max_tokens: int, stop: tuple[str, ...] | None
+) -> SamplingConfig:
+    return replace(sampling, max_tokens=max_tokens, stop=sampling.stop if stop is None else stop)

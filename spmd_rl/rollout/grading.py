@@ -1,0 +1,109 @@
+"""Grading of drawn samples by the reward functions, which run in processes beside the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from spmd_rl.errors import DataError
+from spmd_rl.hooks.pool import HookPool
+from spmd_rl.hooks.results import merged
+from spmd_rl.hooks.signatures import part_name
+from spmd_rl.hooks.tasks import Failed, Graded, GroupTask, SampleTask
+from spmd_rl.rollout.open_group import OpenGroup
+from spmd_rl.types.samples import Sample
+
+_Graded = tuple[OpenGroup, Sample | None]  # a sample of a group, or None for all of them
+
+
+class Grading:
+    """Sends samples to the pool of hooks, and completes them with what comes back.
+
+    `weights` holds the weight of each reward function by its name. With `raises`, a function that
+    fails ends the calls of the rank; else its sample has failed.
+    """
+
+    def __init__(self, pool: HookPool, weights: Mapping[str, float], *, raises: bool) -> None:
+        self._pool = pool
+        self._weights = {part_name(name): weight for name, weight in weights.items()}
+        self._raises = raises
+        self._tasks: dict[int, _Graded] = {}
+
+    def submit(self, samples: Iterable[tuple[OpenGroup, Sample]]) -> None:
+        """Begin to grade samples. It does not block."""
+        for group, sample in samples:
+            for array in (group.prompt.tokens, sample.tokens, sample.logprobs, sample.versions):
+                array.setflags(write=False)
+            group.grading[sample.index] = sample
+            task = self._pool.submit(SampleTask(group.prompt, sample, group.info))
+            self._tasks[task] = group, sample
+
+    def take(self, event: Graded | Failed) -> OpenGroup:
+        """Act on an event of the pool, and return the group that it is about.
+
+        Raises: DataError that names the function and quotes the sample, if failures raise.
+        """
+        group, sample = self._tasks.pop(event.task_id)
+        group.reward_time_s += event.seconds
+        if isinstance(event, Failed):
+            self._fail(group, sample, event)
+        elif sample is None:
+            self._complete_group(group, event)
+        else:
+            self._complete(group, sample, event)
+        return group
+
+    def grade_group(self, group: OpenGroup) -> bool:
+        """Begin the functions that take the whole group; return whether there are any."""
+        if group.has_group_grades or not group.samples or not self._pool.grades_groups:
+            return False
+        group.has_group_grades = True
+        samples = sorted(group.samples, key=lambda sample: sample.index)
+        group.samples = []
+        group.grading = {sample.index: sample for sample in samples}
+        task = self._pool.submit(GroupTask(group.prompt, samples, group.info))
+        self._tasks[task] = group, None
+        return True
+
+    def forget(self, group: OpenGroup) -> None:
+        """Grade nothing more of this group."""
+        for task in [task for task, (other, _) in self._tasks.items() if other is group]:
+            del self._tasks[task]
+            self._pool.cancel(task)
+
+    def _complete(self, group: OpenGroup, sample: Sample, event: Graded) -> None:
+        del group.grading[sample.index]
+        grades = {name: of_sample[0] for name, of_sample in event.grades.items()}
+        group.grades[sample.index] = grades
+        group.samples.append(self._rewarded(_with_metrics(sample, event.metrics), group))
+
+    def _complete_group(self, group: OpenGroup, event: Graded) -> None:
+        samples, group.grading = list(group.grading.values()), {}
+        for number, sample in enumerate(samples):
+            own = {name: of_group[number] for name, of_group in event.grades.items()}
+            group.grades.setdefault(sample.index, {}).update(own)
+            group.samples.append(self._rewarded(_with_metrics(sample, event.metrics), group))
+
+    def _rewarded(self, sample: Sample, group: OpenGroup) -> Sample:
+        """Return the sample with its reward, from the grades that there are so far."""
+        grades = group.grades[sample.index]
+        if len(self._weights) == 1 and grades:
+            (grade,) = grades.values()
+            (weight,) = self._weights.values()
+            return sample.replace(reward=weight * grade.reward, parts=grade.parts)
+        grade = merged(grades, self._weights)
+        return sample.replace(reward=grade.reward, parts=grade.parts)
+
+    def _fail(self, group: OpenGroup, sample: Sample | None, event: Failed) -> None:
+        if self._raises:
+            raise DataError(event.where, event.problem)
+        for failed in list(group.grading.values()) if sample is None else [sample]:
+            del group.grading[failed.index]
+            group.fail(failed, event.error)
+
+
+def _with_metrics(sample: Sample, metrics: Mapping[str, float]) -> Sample:
+    """Return the sample with what hooks emitted."""
+    if not metrics:
+        return sample
+    emitted = {**sample.metadata.get("metrics", {}), **metrics}
+    return sample.replace(metadata={**sample.metadata, "metrics": emitted})

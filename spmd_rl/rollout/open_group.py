@@ -1,0 +1,62 @@
+"""Group of samples that is not whole yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from spmd_rl.hooks.context import CallInfo
+from spmd_rl.hooks.results import Grade
+from spmd_rl.rollout.engine import SamplingConfig
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
+
+
+@dataclass(eq=False)
+class OpenGroup:
+    """The samples of one prompt on their way.
+
+    `drawing` are the indices of samples that the engine or an episode makes. `grading` are drawn
+    samples by their index that nobody has graded yet. `grades` holds what functions gave so far, by
+    sample and function. `on_done` is called with the group once nothing is missing.
+    """
+
+    prompt: Prompt
+    sampling: SamplingConfig
+    seed: int
+    info: CallInfo
+    on_done: Callable[[Group], None]
+    drawing: set[int] = field(default_factory=set)
+    grading: dict[int, Sample] = field(default_factory=dict)
+    grades: dict[int, dict[str, Grade]] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    failed: list[Sample] = field(default_factory=list)
+    reward_time_s: float = 0.0
+    has_group_grades: bool = False
+
+    @property
+    def is_drawn_and_graded(self) -> bool:
+        return not self.drawing and not self.grading
+
+    def snapshot(self, drawing: Iterable[Sample]) -> Group:
+        """Return the group as it is now, where `drawing` are its samples that are not drawn."""
+        samples = sorted([*self.samples, *self.grading.values(), *drawing], key=_index)
+        return Group(self.prompt, samples, self.failed, self.reward_time_s)
+
+    def whole(self) -> Group:
+        """Return the finished group.
+
+        A group that failures leave with a single sample, which nothing compares with, is emptied.
+        """
+        lone = bool(self.failed) and len(self.samples) < 2
+        samples = [] if lone else sorted(self.samples, key=_index)
+        return Group(self.prompt, samples, self.failed, self.reward_time_s)
+
+    def fail(self, sample: Sample, error: str) -> None:
+        """Take a sample that nothing learns from."""
+        metadata = {**sample.metadata, "error": error}
+        self.failed.append(sample.replace(status="failed", metadata=metadata))
+
+
+def _index(sample: Sample) -> int:
+    return sample.index

@@ -1,0 +1,42 @@
+"""Reward functions of the tests of the rollout role."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
+
+
+def count_zeros(prompt: Prompt, sample: Sample) -> dict[str, float]:
+    return {"reward": sample.text.count("0") / 10, "long": float(len(sample.tokens) > 5)}
+
+
+def slow(prompt: Prompt, sample: Sample) -> float:
+    time.sleep(0.02)
+    return 1.0
+
+
+def broken(prompt: Prompt, sample: Sample) -> float:
+    return 1 / 0
+
+
+def hangs_on_one(prompt: Prompt, sample: Sample) -> float:
+    return _hang(prompt, sample, 1)
+
+
+def hangs_on_three(prompt: Prompt, sample: Sample) -> float:
+    return _hang(prompt, sample, 3)
+
+
+def _hang(prompt: Prompt, sample: Sample, num_poisoned: int) -> float:
+    if prompt.uid == 1 and sample.index < num_poisoned:
+        threading.Event().wait()
+    return float(sample.index)
+
+
+def rank_of_length(prompt: Prompt, samples: list[Sample]) -> list[float]:
+    """A whole group: 0 for its shortest sample, 1 for the next, and so on."""
+    order = sorted(range(len(samples)), key=lambda number: len(samples[number].tokens))
+    return [float(order.index(number)) for number in range(len(samples))]
