@@ -112,7 +112,7 @@ def test_an_episode_of_two_turns(new_role):
         assert sample.mask.tolist() == [True] * 4 + [False] * 2 + [True] * 8
         assert sample.versions[4:6].tolist() == [-1, -1]
         assert sample.logprobs[4:6].tolist() == [0, 0]
-        assert sample.text == role.tokenizer.decode(sample.tokens.tolist())
+        assert sample.text == role._text_of(sample.tokens.tolist())
         assert np.isfinite(sample.reward)
         assert sample.metadata["metrics"] == {"turns": 2.0}
 
