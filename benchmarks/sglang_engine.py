@@ -277,10 +277,9 @@ def logprob_rows(
     """Compare greedy samples with transformers in bf16."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
-    )
-    model = model.cuda().eval()
+    with torch.device("cuda"):
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.load_state_dict(dict(weights), strict=False)
     model.tie_weights()
     num_equal = num_tokens = 0
