@@ -404,13 +404,13 @@ def abort_rows(engine: SglangEngine, vocab_size: int) -> list[Row]:
     ]
 
 
-def measure(cfg: SglangEngineConfig, name: str, cycles: int, save: bool) -> int:
+def measure(cfg: SglangEngineConfig, name: str, starts: int, cycles: int, save: bool) -> int:
     device = torch.device("cuda", 0)
     folder = Path(tempfile.mkdtemp()) / "model"
     spec = write_config(name, folder, TOKENIZER_OF)
     weights = {key: tensor.to(torch.bfloat16) for key, tensor in random_weights(spec, seed=3)}
     rows: list[Row] = []
-    for start in ("first", "second"):
+    for start in (named := ("first", "second")[:starts]):
         began = time.perf_counter()
         engine = build(cfg, str(folder), device)
         pushes = Pushes(engine, weights)
@@ -432,7 +432,7 @@ def measure(cfg: SglangEngineConfig, name: str, cycles: int, save: bool) -> int:
             Row(what=f"{start} start: {part}", value=value, unit="s")
             for part, value in engine.start_seconds.items()
         ]
-        if not is_warm:
+        if start != named[-1]:
             engine.close()
     rows += push_rows(engine, weights)
     pushes.push(1)
@@ -452,6 +452,7 @@ def main() -> int:
     parser.add_argument("--python", default="", help="as engine.python")
     parser.add_argument("--attention", default="triton", help="SGLang's attention_backend")
     parser.add_argument("--model", default="0.6B", help="a shape of benchmarks/shapes.py")
+    parser.add_argument("--starts", type=int, choices=(1, 2), default=2)
     parser.add_argument("--cycles", type=int, default=100, help="of sleep, wake and push")
     parser.add_argument("--save", action="store_true", help="write the result")
     parser.add_argument("--smoke", action="store_true", help="try each part once, and say the time")
@@ -461,7 +462,7 @@ def main() -> int:
     cfg = SglangEngineConfig(python=words.python, options=options, max_batch=max_batch)
     if words.smoke:
         return smoke(cfg, torch.device("cuda", 0))
-    return measure(cfg, words.model, words.cycles, words.save)
+    return measure(cfg, words.model, words.starts, words.cycles, words.save)
 
 
 if __name__ == "__main__":
