@@ -334,9 +334,10 @@ def cycle_rows(
     spec = engine.spec
     kv_token = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, 2)
     owned = sum(tensor.nbytes for tensor in weights.values()) + engine.max_kv_tokens * kv_token
+    pushes = Pushes(engine, weights)
+    pushes.push(0)  # SGLang forgets the keys of these prompts that a larger batch computed
     first = one_by_one(engine, of)
     freed, free_after, resident, equal = [], [], [], []
-    pushes = Pushes(engine, weights)
     for cycle in range(cycles):
         before = torch.cuda.mem_get_info(device)[0]
         engine.sleep()
