@@ -26,7 +26,7 @@ from spmd_rl.hooks.messages import (
 from spmd_rl.hooks.running_note import Running
 
 AHEAD_S = 0.05  # work that a process is sent before it answers; more than that asks for another
-MAX_AHEAD = 512  # calls
+MAX_AHEAD = 64  # calls, which wait even if the one before them turns out to be slow
 START_DEADLINE_S = 600.0  # for a process to import the hooks
 _NEWEST = 0.1  # weight of the newest call in the mean time of calls
 
