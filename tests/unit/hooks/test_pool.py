@@ -153,12 +153,12 @@ def test_a_failure_costs_its_own_sample_only(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("fails", "took longer than 0.5 s"),
-        ("async_fails", "held its event loop for longer than 0.5 s without an await"),
+        ("fails", "took longer than 2 s"),
+        ("async_fails", "held its event loop for longer than 2 s without an await"),
     ],
 )
 def test_a_hook_that_hangs_is_ended(name: str, problem: str) -> None:
-    with open_pool(name, deadline_s=0.5) as pool:
+    with open_pool(name, deadline_s=2.0) as pool:
         (event,) = grade_all(pool, ["hang"])
         assert event.problem == problem
         assert rewards(grade_all(pool, ["good"]), name) == [4.0]
@@ -345,9 +345,9 @@ def test_turns_are_drawn_once_though_the_process_of_an_episode_ends() -> None:
 def test_a_deadline_does_not_count_what_the_engine_takes() -> None:
     """The engine answers after many times the deadline, of which the clock is the pool's own."""
     calls: list[EngineCall] = []
-    with open_pool(generate=f"{HOOKS}:play", episode_deadline_s=0.3) as pool:
+    with open_pool(generate=f"{HOOKS}:play", episode_deadline_s=1.0) as pool:
         pool.submit(EpisodeTask(make_prompt(0, "waits"), 0, 1, 1.0, INFO))
-        for _ in range(8):  # each waits for at most 0.2 s, without news from the second on
+        for _ in range(12):  # each waits for at most 0.2 s, without news from the second on
             events_of(pool, calls.append, until=_Once())
         assert len(calls) == 1
         pool.reply(*turn_of(calls[0]))
