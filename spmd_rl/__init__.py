@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from spmd_rl.check.engine import announce_correction as announce_correction
     from spmd_rl.check.engine import check_engine as check_engine
     from spmd_rl.check.inputs import check_inputs as check_inputs
+    from spmd_rl.check.inputs import check_model as check_model
     from spmd_rl.config.dump import as_data as as_data
     from spmd_rl.config.rules import at_least as at_least
     from spmd_rl.config.run import RunConfig as RunConfig
@@ -100,6 +101,7 @@ if TYPE_CHECKING:
     from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
     from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
     from spmd_rl.recipes.policy_update import extra_roles_of as extra_roles_of
+    from spmd_rl.recipes.rollout_settings import rollout_settings as rollout_settings
     from spmd_rl.rollout.engine import NativeEngineConfig as NativeEngineConfig
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
@@ -156,6 +158,7 @@ _HOMES = {
     "algo.packing": ("pack", "pack_sft"),
     "algo.policy_loss": ("policy_loss",),
     "algo.value_loss": ("value_loss",),
+    "recipes.rollout_settings": ("rollout_settings",),
     "recipes.policy_update": ("PolicyUpdate", "algorithm_of", "extra_roles_of"),
     "algo.self_check": ("check_reference",),
     "algo.losses": ("LossInput", "Needs", "ValueInput", "grpo_loss", "sft_loss"),
@@ -191,7 +194,7 @@ _HOMES = {
     "model.tokenizer": ("load_tokenizer",),
     "observe.samples_file": ("read_groups",),
     "check.engine": ("announce_correction", "check_engine"),
-    "check.inputs": ("check_inputs",),
+    "check.inputs": ("check_inputs", "check_model"),
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy", "refuse_replay"),
     "rollout.group_sampler": ("GroupSampler",),
     "rollout.rollout": ("Rollout",),

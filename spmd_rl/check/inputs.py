@@ -43,19 +43,12 @@ def check_inputs(
     or a `reward_model` must have the model's vocabulary, and the latter a value head.
     Raises: ConfigError or DataError, which names the first thing to correct.
     """
-    if not model:
-        raise ConfigError("--model is missing: name a Hugging Face folder")
     if not data:
         raise ConfigError("--data is missing: name a file")
-    spec = ModelSpec.from_folder(model)
+    spec = check_model(model, trainer=trainer)
     if sampling:
         check_stop_ids(sampling, spec.vocab_size)
-    check_has_tokenizer(model)
     tokenizer = light_tokenizer(Path(model))
-    if trainer:
-        update_rules(spec.parameter_shapes(), trainer, num_shards=1)
-    if trainer and trainer.init == "folder":
-        stored_weights(model, spec.parameter_shapes())
     for other in filter(None, (teacher, reward_model)):
         check_same_vocabulary(model, other)
     if reward_model and head_of(reward_model) != "value":
@@ -74,6 +67,22 @@ def check_inputs(
         load_reward(name)
     if hooks:
         check_hooks(hooks)
+
+
+def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpec:
+    """Check a model's folder, and with `trainer` that it has what training starts from.
+
+    Raises: ConfigError or DataError, which names the first thing to correct.
+    """
+    if not model:
+        raise ConfigError("--model is missing: name a Hugging Face folder")
+    spec = ModelSpec.from_folder(model)
+    check_has_tokenizer(model)
+    if trainer:
+        update_rules(spec.parameter_shapes(), trainer, num_shards=1)
+        if trainer.init == "folder":
+            stored_weights(model, spec.parameter_shapes())
+    return spec
 
 
 def _check_answers(records: Iterable[DataRecord], prompts: PromptFormat) -> None:

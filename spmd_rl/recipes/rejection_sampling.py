@@ -55,16 +55,8 @@ def check(cfg: Config) -> None:
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
-    rollout = ctl.spawn(
-        rl.Rollout,
-        cfg.engine,
-        on=ctl.world.split(cfg.split).infer,
-        model=cfg.model,
-        reward=cfg.reward,
-        hooks=cfg.hooks,
-        settings=rl.as_data(cfg),
-        seed=cfg.run.seed,
-    )
+    engines = ctl.world.split(cfg.split).infer
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=engines, **rl.rollout_settings(cfg))
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
     file = rl.SftFile(ctl.run_folder / "sft.jsonl")
     num_prompts = cfg.epochs * len(prompts)
