@@ -90,6 +90,15 @@ def writes(prompt: Prompt, sample: Sample) -> float:
     return 1.0
 
 
+def forks(prompt: Prompt, sample: Sample) -> float:
+    """Return the process that it forks, whose session is its own, so that no group is killed."""
+    if pid := os.fork():
+        return float(pid)
+    os.setsid()
+    time.sleep(1e6)
+    return 0.0
+
+
 def fails(prompt: Prompt, sample: Sample) -> Any:
     """Fails for the sample whose text says how."""
     if sample.text == "exit":

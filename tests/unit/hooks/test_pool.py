@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -393,17 +395,25 @@ def test_a_hook_that_hangs_ends_with_its_rank() -> None:
         check=False,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    descriptor = None
-    try:
-        descriptor = os.pidfd_open(int(done.stdout))
-    except ProcessLookupError:
-        return  # it has ended already
-    import select
+    with suppress(ProcessLookupError):  # it has ended already
+        assert has_ended(os.pidfd_open(int(done.stdout))), "the process of the hook still runs"
 
+
+def test_a_forked_process_ends_with_the_process_of_its_hook() -> None:
+    with open_pool("forks") as pool:
+        (event,) = grade_all(pool, ["x"])
+        forked = int(event.grades["forks"][0].reward)
+        descriptor = os.pidfd_open(forked)
+    assert has_ended(descriptor), "the forked process still runs"
+
+
+def has_ended(descriptor: int) -> bool:
+    """Wait until a process has ended; a minute is the last resort."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    assert poll.poll(60_000), "the process of the hook still runs"
+    ended = bool(poll.poll(60_000))
     os.close(descriptor)
+    return ended
 
 
 def test_closing_ends_every_process() -> None:
