@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from spmd_rl.check.engine import announce_correction as announce_correction
     from spmd_rl.check.engine import check_engine as check_engine
     from spmd_rl.check.inputs import check_inputs as check_inputs
+    from spmd_rl.check.inputs import check_model as check_model
     from spmd_rl.config.dump import as_data as as_data
     from spmd_rl.config.rules import at_least as at_least
     from spmd_rl.config.run import RunConfig as RunConfig
@@ -191,7 +192,7 @@ _HOMES = {
     "model.tokenizer": ("load_tokenizer",),
     "observe.samples_file": ("read_groups",),
     "check.engine": ("announce_correction", "check_engine"),
-    "check.inputs": ("check_inputs",),
+    "check.inputs": ("check_inputs", "check_model"),
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy", "refuse_replay"),
     "rollout.group_sampler": ("GroupSampler",),
     "rollout.rollout": ("Rollout",),

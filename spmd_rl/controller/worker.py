@@ -89,9 +89,8 @@ class Worker:
         dealer = lifecycle.dealer
         while True:
             for received in self._next_turn(dealer):
-                if (
-                    type(received[0]) is Stop
-                ):  # isinstance takes ten times as long on a msgspec type
+                # isinstance takes ten times as long on a msgspec type
+                if type(received[0]) is Stop:
                     self._trace.close()
                     return
                 if type(received[0]) is Abort:

@@ -75,7 +75,9 @@ def read_groups(run: str | Path, step: int) -> list[Group]:
     """
     path = Path(run) / "samples" / f"step_{step:05d}.jsonl"
     if not path.is_file():
-        raise DataError(str(path), "there is no such file of samples")
+        last = max((file.stem for file in path.parent.glob("step_*.jsonl")), default="")
+        found = f"the last step with samples is {int(last[5:])}" if last else "no step has samples"
+        raise DataError(str(path), f"there is no such file; {found}")
     rows = [_parsed(f"{path}:{number}", line) for number, line in numbered_lines(path)]
     return [_group([*own]) for _, own in groupby(rows, key=lambda row: row.prompt_uid)]
 

@@ -35,6 +35,7 @@ def untold(config: type) -> list[str]:
 
 def test_recipes_that_are_shipped() -> None:
     assert list(shipped()) == [
+        "collect",
         "distill",
         "dpo",
         "grpo",
@@ -42,6 +43,7 @@ def test_recipes_that_are_shipped() -> None:
         "grpo_fully_async",
         "pretrain",
         "rejection_sampling",
+        "replay",
         "reward_model",
         "rlhf",
         "sft",

@@ -129,8 +129,10 @@ def test_a_step_without_samples(tmp_path: Path) -> None:
     run = RunFolder.open(tmp_path / "run", "", {})
     run.write_samples(7, [])
     assert rl.read_groups(run.path, 7) == []
-    with pytest.raises(DataError, match=r"step_00008.jsonl: there is no such file of samples"):
+    with pytest.raises(DataError, match=r"00008.jsonl: .* the last step with samples is 7"):
         rl.read_groups(run.path, 8)
+    with pytest.raises(DataError, match=r"00001.jsonl: there is no such file; no step has samples"):
+        rl.read_groups(tmp_path, 1)
 
 
 def test_a_line_holds_what_differs_from_the_usual() -> None:

@@ -103,7 +103,7 @@ def new_engine() -> Callable[..., NativeEngine]:
 
 @pytest.fixture(scope="session")
 def finish() -> Callable[..., Samples]:
-    return samples.status
+    return samples.finish
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,68 @@
+"""Collect: samples of an engine are graded and recorded, and nothing is trained.
+
+spmd-rl run collect --model PATH --data prompts.jsonl --reward module:function
+
+The samples are in the run's folder, from which `spmd-rl run replay` trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import spmd_rl as rl
+from spmd_rl.recipes.rejection_sampling import InferSplit
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str  # Hugging Face folder with weights
+    data: str  # .jsonl or .parquet of prompts; a slice as path@[a:b]
+    # module:function or path/to/file.py:function; several as a table of names and weights;
+    # "": samples are not graded
+    reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
+    steps: int = 1  # files of samples that are written
+    prompts_per_step: int = 32  # each with sampling.num_samples samples
+    run: rl.RunConfig = field(default_factory=rl.RunConfig)
+    split: InferSplit = field(default_factory=InferSplit)
+    prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
+    sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
+    engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
+        default_factory=rl.NativeEngineConfig
+    )
+    hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
+
+    def __post_init__(self) -> None:
+        rl.at_least(self, {"steps": 0, "prompts_per_step": 1})
+
+
+def check(cfg: Config) -> None:
+    """Refuse bad input before anything starts."""
+    rl.check_inputs(
+        model=cfg.model,
+        data=cfg.data,
+        reward=cfg.reward,
+        prompts=cfg.prompts,
+        trainer=rl.TrainerConfig(),  # nothing is trained, but the folder must hold weights
+        sampling=cfg.sampling,
+    )
+    rl.check_engine(cfg.engine, cfg.run)
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    rollout = ctl.spawn(
+        rl.Rollout,
+        cfg.engine,
+        on=ctl.world.split(cfg.split).infer,
+        model=cfg.model,
+        reward=cfg.reward,
+        hooks=cfg.hooks,
+        settings=rl.as_data(cfg),
+        seed=cfg.run.seed,
+    )
+    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+
+    for step in ctl.steps(cfg.steps, ctl.resume(prompts=prompts)):
+        with ctl.phase("rollout", awake=[rollout]):
+            asked = prompts.take(cfg.prompts_per_step)
+            groups = rollout.generate.call(asked, cfg.sampling, step=step.index)
+        step.log(groups)

@@ -1,0 +1,46 @@
+"""Replay: training from the samples that a run has recorded. Nothing is generated.
+
+spmd-rl run replay --config runs/grpo/config.toml --recorded runs/grpo --run.name replay
+
+With the settings, the splits and the model of the recorded run, every train step is that of the
+recorded one, bit for bit. With others, it shows what they would have learned from the same samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import spmd_rl as rl
+from spmd_rl.recipes import grpo
+
+__all__ = ["Config", "check", "main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(grpo.Config):
+    # settings of data, reward, prompts, engine, hooks and sampler are accepted, and not used
+    recorded: str  # folder of a run of grpo, grpo_async, grpo_fully_async or collect
+    data: str = ""
+    sampler: rl.SamplerConfig = field(default_factory=rl.SamplerConfig)
+    is_on_policy: ClassVar[bool] = False
+
+
+def check(cfg: Config) -> None:
+    """Refuse bad input before anything starts."""
+    rl.check_model(cfg.model, trainer=cfg.trainer)
+    if cfg.steps:
+        rl.read_groups(cfg.recorded, cfg.steps)  # the last that is needed
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    roles = ctl.world.split(cfg.split)
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
+
+    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, **update.savers)):
+        groups = rl.read_groups(cfg.recorded, step.index + 1)
+        with ctl.phase("train", awake=update.roles):
+            stats = update.step(groups, step.index)
+        step.log(groups, stats)
+    trainer.export_hf.call(str(ctl.run_folder / "hf"))
