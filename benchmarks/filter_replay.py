@@ -1,8 +1,9 @@
 """Top-k, top-p and min-p with and without their replay, at a Qwen3 shape on one GPU.
 
 A learner and an engine hold the same random weights. For each filter the last norm is scaled until
-the median kept set has some 30 tokens; top-k takes the scale of top-p. Then waves of 512 requests
-(16 prompt and 512 response tokens) run to their end, with and without replay in turns. The learner
+the median kept set has some 30 tokens; top-k takes the scale of top-p. Then waves of 4,096 requests
+(16 prompt and 64 response tokens, 512 at once) run to their end, with and without replay in turns.
+Longer answers of random weights end in repeating themselves, with sets of one token. The learner
 scores all tokens of the waves with replay, and counts those whose log-prob has other bits than the
 recorded one. Its training step, on some 65,000 of these tokens in packs of 16,384, also takes turns
 with one that has no sets. The learning rate is 0, so that the weights stay. A small wave at the
@@ -43,12 +44,12 @@ from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
 
 PACKAGES = ("torch", "triton", "flash-attn-4")
-PROMPT_TOKENS, NEW_TOKENS, NUM_REQUESTS = 16, 512, 512
+PROMPT_TOKENS, NEW_TOKENS, NUM_REQUESTS, MAX_BATCH = 16, 64, 4096, 512
 PAGES_PER_REQUEST = -(-(PROMPT_TOKENS + NEW_TOKENS) // 128)
-TRAIN_SEQUENCES, TRAIN_REPEATS, WARMUPS = 124, 7, 2
-SCORED_SEQUENCES = 256  # in a call
+TRAIN_SEQUENCES, TRAIN_REPEATS, WARMUPS = 819, 7, 2
+SCORED_SEQUENCES = 1638  # in a call
 FLAT_REQUESTS, FLAT_TOKENS = 32, 64
-TRIAL_REQUESTS, TRIAL_TOKENS, TRIALS = 32, 48, 8
+TRIAL_REQUESTS, TRIALS = 64, 8
 LEAST_MEDIAN, TARGET, MOST_MEDIAN = 10, 30, 100
 MOST_SCALE = 64.0
 MIN_TOKENS, BAR = 2_000_000, 1.02
@@ -120,8 +121,8 @@ def new_pair(shape: str) -> Pair:
     dtype = one.backend._dtype
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
     cfg = NativeEngineConfig(
-        max_batch=NUM_REQUESTS,
-        num_pages=NUM_REQUESTS * (PAGES_PER_REQUEST + 1),
+        max_batch=MAX_BATCH,
+        num_pages=MAX_BATCH * (PAGES_PER_REQUEST + 1),
         page_size=128,
         dtype=str(dtype).removeprefix("torch."),
     )
@@ -138,10 +139,9 @@ def set_sizes(groups: Sequence[Group]) -> NDArray[np.int64]:
 def find_scale(pair: Pair, sampling: SamplingConfig) -> None:
     """Scale the logits until a small rollout's median set is near the target."""
     low, high = 1.0, MOST_SCALE
-    trial = replace(sampling, max_tokens=TRIAL_TOKENS)
     for _ in range(TRIALS):
         pair.set_scale((low * high) ** 0.5)
-        median = float(np.median(set_sizes(pair.rollout(trial, 0, TRIAL_REQUESTS)[1])))
+        median = float(np.median(set_sizes(pair.rollout(sampling, 0, TRIAL_REQUESTS)[1])))
         print(f"scale {pair.scale:.2f}: median set {median:.0f}", flush=True)
         if TARGET / 1.5 <= median <= TARGET * 1.5:
             return

@@ -43,7 +43,7 @@ def masters(shape_folder: str, device: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return flat, {name: part.view(shape) for (name, shape), part in parts}
 
 
-def engine(shape_folder: str, device: Any) -> NativeEngine:
+def engine(shape_folder: str, device: Any, num_pages: int = 512) -> NativeEngine:
     """Return an engine with unset weights and little KV memory."""
     import torch
 
@@ -55,7 +55,7 @@ def engine(shape_folder: str, device: Any) -> NativeEngine:
         model = CausalLM(ModelSpec.from_folder(shape_folder))
     dtype = torch.bfloat16
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
-    cfg = rl.NativeEngineConfig(dtype="bfloat16", max_batch=8, num_pages=512)
+    cfg = rl.NativeEngineConfig(dtype="bfloat16", max_batch=8, num_pages=num_pages)
     return NativeEngine(model, cfg, device)
 
 

@@ -2,9 +2,10 @@
 
     python -m benchmarks.sglang_learning --python /tmp/sgl [--seeds 0 1 2] [--save]
 
-The runs of an engine share one GPU and take place at once, so no time is reported. The model is
-that of examples/arithmetic/gpu.toml with one layer more, 27M parameters. Runs of one seed differ in
-the engine alone.
+The runs of an engine share one GPU and take place at once, so no time is reported. Each run has
+room for few tokens of keys and values, so that no run counts on memory that another one takes. The
+model is that of examples/arithmetic/gpu.toml with one layer more, 27M parameters. Runs of one seed
+differ in the engine alone.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from spmd_rl.rollout.sglang.options import ask_site
 
 PACKAGES = ("torch", "transformers", "triton")
 EXAMPLE = Path("examples/arithmetic")
+KV_TOKENS, PAGE_TOKENS = 131072, 128
 LAST = 20  # steps that the reward is averaged over
 BAR = 0.03  # between the rewards of the two engines
 RUN = "import sys; from spmd_rl.cli.main import main; sys.exit(main())"
@@ -44,14 +46,17 @@ def write_model(folder: Path) -> Path:
 
 def engine_words(kind: str, python: str) -> list[str]:
     if kind == "native":
-        return ["--engine.memory_fraction=0.25"]
+        return [
+            f"--engine.num_pages={KV_TOKENS // PAGE_TOKENS}",
+            f"--engine.page_size={PAGE_TOKENS}",
+        ]
     return [
         "--engine.kind=sglang",
         f"--engine.python={python}",
         "--engine.options.attention_backend=triton",
         "--engine.options.cuda_graph_max_bs_decode=64",
         "--engine.max_batch=512",
-        "--engine.memory_fraction=0.25",
+        f"--engine.options.max_total_tokens={KV_TOKENS}",
     ]
 
 

@@ -101,6 +101,7 @@ if TYPE_CHECKING:
     from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
     from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
     from spmd_rl.recipes.policy_update import extra_roles_of as extra_roles_of
+    from spmd_rl.recipes.rollout_settings import rollout_settings as rollout_settings
     from spmd_rl.rollout.engine import NativeEngineConfig as NativeEngineConfig
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
@@ -157,6 +158,7 @@ _HOMES = {
     "algo.packing": ("pack", "pack_sft"),
     "algo.policy_loss": ("policy_loss",),
     "algo.value_loss": ("value_loss",),
+    "recipes.rollout_settings": ("rollout_settings",),
     "recipes.policy_update": ("PolicyUpdate", "algorithm_of", "extra_roles_of"),
     "algo.self_check": ("check_reference",),
     "algo.losses": ("LossInput", "Needs", "ValueInput", "grpo_loss", "sft_loss"),

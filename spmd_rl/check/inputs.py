@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from spmd_rl.data.documents import DocumentConfig, check_documents
@@ -10,7 +10,8 @@ from spmd_rl.data.files import DataRecord, read_records
 from spmd_rl.data.pairs import PairConfig, answer_text
 from spmd_rl.data.prompt_format import PromptFormat, check_prompts
 from spmd_rl.errors import ConfigError
-from spmd_rl.hooks.signatures import load_reward
+from spmd_rl.hooks.config import HookConfig
+from spmd_rl.hooks.signatures import check_hooks, load_reward, reward_weights
 from spmd_rl.model.spec import ModelSpec, head_of
 from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer
 from spmd_rl.model.vocabulary import check_same_vocabulary
@@ -24,7 +25,8 @@ def check_inputs(
     *,
     model: str,
     data: str,
-    reward: str = "",
+    reward: str | Mapping[str, float] = "",
+    hooks: HookConfig | None = None,
     prompts: PromptFormat | None = None,
     trainer: TrainerConfig | None = None,
     sampling: SamplingConfig | None = None,
@@ -32,7 +34,7 @@ def check_inputs(
     teacher: str = "",
     reward_model: str = "",
 ) -> None:
-    """Check the model's config and tokenizer, every record of the data, and the reward function.
+    """Check the model's config and tokenizer, every record of the data, and all hooks.
 
     With `prompts`, each record must have their keys, and a prompt of the right form; the first ones
     are tokenised. With `trainer`, the model folder must have the weights that it starts from, by
@@ -61,8 +63,10 @@ def check_inputs(
     if prompts:
         _check_answers(records, prompts)
         check_prompts(records, prompts, tokenizer)
-    if reward:
-        load_reward(reward)
+    for name in reward_weights(reward):
+        load_reward(name)
+    if hooks:
+        check_hooks(hooks)
 
 
 def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpec:

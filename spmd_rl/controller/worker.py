@@ -7,8 +7,7 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ import msgspec
 from spmd_rl.controller.capabilities import Contracted, Pumped
 from spmd_rl.controller.channel import secret
 from spmd_rl.controller.channel.address import Address
-from spmd_rl.controller.channel.codec import NOTHING, Codec, Packed, pack
+from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
 from spmd_rl.controller.channel.dealer import Answer, Dealer, ReceivedCommand
 from spmd_rl.controller.channel.import_names import resolve
 from spmd_rl.controller.channel.messages import (
@@ -36,9 +35,9 @@ from spmd_rl.controller.channel.messages import (
 )
 from spmd_rl.controller.constructor import Constructor
 from spmd_rl.controller.deferred import Deferred
-from spmd_rl.controller.endpoint import Signature, endpoints
 from spmd_rl.controller.lifecycle.controller_process import ControllerProcess
 from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
+from spmd_rl.controller.local_endpoint import LocalEndpoint, bind
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.controller.running_calls import DeferredCall, RunningCalls
 from spmd_rl.controller.shard_turns import ShardTurns
@@ -55,17 +54,6 @@ ENDPOINT_KEY = "spmd_rl/endpoint"
 _RESULT = encode(Result())
 
 
-@dataclass(frozen=True, slots=True)
-class _LocalEndpoint:
-    """One endpoint of a role of this rank: its method, and how its values cross the wire."""
-
-    name: str
-    parameters: tuple[str, ...]
-    method: Callable[..., Any]
-    arguments: Codec
-    result: Codec
-
-
 class Worker:
     """The roles of one rank, by name."""
 
@@ -75,7 +63,7 @@ class Worker:
         self._trace = Trace()
         self._roles = meshes.neighbours
         self._pumped: dict[str, Pumped] = {}
-        self._endpoints: dict[tuple[str, str], _LocalEndpoint] = {}
+        self._endpoints: dict[tuple[str, str], LocalEndpoint] = {}
         self._running = RunningCalls[ReceivedCommand](_is_concurrent)
         self._answers: list[Answer] = []  # not sent yet
         self._shard: ShardTurns[ReceivedCommand] | None = None  # of a role, if it has several ranks
@@ -89,9 +77,8 @@ class Worker:
         dealer = lifecycle.dealer
         while True:
             for received in self._next_turn(dealer):
-                if (
-                    type(received[0]) is Stop
-                ):  # isinstance takes ten times as long on a msgspec type
+                # isinstance takes ten times as long on a msgspec type
+                if type(received[0]) is Stop:
                     self._trace.close()
                     return
                 if type(received[0]) is Abort:
@@ -169,9 +156,10 @@ class Worker:
 
     def _call(self, call: Call, value: Packed, number: int) -> Packed | None:
         """Run an endpoint, and return its packed value; None if its answer comes later."""
-        endpoint = self._endpoints.get((call.name, call.endpoint)) or self._bind(
-            call.name, call.endpoint
-        )
+        key = call.name, call.endpoint
+        endpoint = self._endpoints.get(key)
+        if endpoint is None:
+            endpoint = self._endpoints[key] = bind(call.name, self._roles[call.name], call.endpoint)
         began_ns = now_ns() if self._trace.on else 0
         is_deferred = False
         try:
@@ -192,7 +180,7 @@ class Worker:
     def _defer(
         self,
         call: Call,
-        endpoint: _LocalEndpoint,
+        endpoint: LocalEndpoint,
         number: int,
         deferred: Deferred[Any],
         began_ns: int,
@@ -212,24 +200,11 @@ class Worker:
 
         self._running.defer(DeferredCall(call.name, number, deferred, answer))
 
-    def _trace_call(self, call: Call, endpoint: _LocalEndpoint, number: int, began_ns: int) -> None:
+    def _trace_call(self, call: Call, endpoint: LocalEndpoint, number: int, began_ns: int) -> None:
         if self._trace.on:
             self._trace.add(
                 endpoint.name, began_ns, now_ns(), role=call.name, phase=call.phase, call=number
             )
-
-    def _bind(self, role_name: str, endpoint_name: str) -> _LocalEndpoint:
-        role = self._roles[role_name]
-        signature = Signature(endpoints(type(role))[endpoint_name])
-        endpoint = _LocalEndpoint(
-            name=f"{role_name}.{endpoint_name}",
-            parameters=signature.names,
-            method=signature.method(role),
-            arguments=signature.arguments,
-            result=signature.result,
-        )
-        self._endpoints[role_name, endpoint_name] = endpoint
-        return endpoint
 
     def _build(self, command: Command, value: Packed) -> Packed:
         """Build a role or meshes, as the command says."""

@@ -174,4 +174,5 @@ class AsyncServer(asyncio.Protocol):
             engine.answer(ask_id, value)
 
     def _send(self, message: ToRank) -> None:
+        self._watcher.state.end_if_forked()
         self._transport.write(frame(pack(message)))

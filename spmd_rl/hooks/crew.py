@@ -25,10 +25,9 @@ from spmd_rl.hooks.messages import (
 )
 from spmd_rl.hooks.running_note import Running
 
-AHEAD_S = 0.05  # work that a process is sent before it answers; more than that asks for another
-MAX_AHEAD = 512  # calls
+AHEAD_S = 0.05  # of work that a process is sent at once; another is started if more waits for that
+MAX_AHEAD = 64  # calls, which wait even if the one before them turns out to be slow
 START_DEADLINE_S = 600.0  # for a process to import the hooks
-OUTPUT_S = 1.0  # until more output may be read
 _NEWEST = 0.1  # weight of the newest call in the mean time of calls
 
 FromCall = Answer | Ask | AskTokens
@@ -65,8 +64,14 @@ class Place:
     started_s: float
     ready: bool = False
     calls: dict[int, bool] = field(default_factory=dict)  # false: nobody wants the answer any more
+    is_fresh: bool = True  # it has answered no call yet
     is_alone: bool = False  # with a call that may have ended a process
     is_spoiled: bool = False  # it gets no more calls, and ends after those that it has
+
+    @property
+    def is_proof(self) -> bool:
+        """Whether what goes wrong here can be the fault of nothing but its one call."""
+        return self.is_alone and self.is_fresh
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ class Crew:
         self._waiting: deque[int] = deque()
         self._suspects: deque[int] = deque()  # each is made alone in a process
         self._mean_s = 0.0  # of a call; 0: not known
+        self._behind_since_s: float | None = None  # when too much work began to wait
 
     def start(self, now_s: float) -> None:
         """Start one process."""
@@ -128,7 +134,7 @@ class Crew:
         Raises: ConfigError when a hook cannot be imported; SpmdError when a process cannot start.
         """
         for place in self.places.copy():
-            if place.member in news:
+            if place.member in news or place.member.has_unread_output:
                 sentence = place.member.exit_sentence()
                 yield from self._received(place)
                 if sentence:
@@ -145,6 +151,7 @@ class Crew:
     def dispatch(self, now_s: float) -> None:
         """Send waiting calls to processes that have room, and start another if they wait long."""
         if not self._waiting and not self._suspects:
+            self._behind_since_s = None
             return
         usable = [place for place in self.places if not place.is_spoiled]
         if not usable:
@@ -164,15 +171,12 @@ class Crew:
             room = min(share, self._ahead() - len(place.calls))
             if room > 0:
                 self._send(place, [self._waiting.popleft() for _ in range(room)])
-        if self._waiting and self._wants_another(now_s):
+        if not self._is_behind(now_s):
+            self._behind_since_s = None
+        elif self._behind_since_s is None:
+            self._behind_since_s = now_s
+        elif now_s - self._behind_since_s > AHEAD_S:
             self.start(now_s)
-
-    def wait_s(self, now_s: float) -> float | None:
-        """Return the seconds until `read` must be called although there is no news; None: never."""
-        waits = [wait for place in self.places for wait in self._waits(place, now_s)]
-        if self._waiting and len(self.places) < self._limits.processes:
-            waits.append(AHEAD_S)
-        return max(0.0, min(waits)) if waits else None
 
     def close(self) -> None:
         """End all processes."""
@@ -190,21 +194,27 @@ class Crew:
                 self._hands.introduce(place, message)
             elif isinstance(message, NotReady):
                 raise ConfigError(message.error)
-            elif message.call_id in place.calls:
-                if isinstance(message, (Ask, AskTokens)) or self._settle(place, message):
-                    yield message
+            elif self._concerns(place, message):
+                yield message
+
+    def _concerns(self, place: Place, message: FromCall) -> bool:
+        """Take a message of a call; return whether anybody is to hear of it."""
+        if message.call_id not in place.calls:
+            return False
+        return isinstance(message, (Ask, AskTokens)) or self._settle(place, message)
 
     def _settle(self, place: Place, answer: Answer) -> bool:
         """Take an answer; return whether it stands, or the call is to be made again, alone."""
         is_wanted = place.calls.pop(answer.call_id)
-        in_doubt = isinstance(answer, Problem) and answer.in_doubt and not place.is_alone
-        if in_doubt and is_wanted:
+        stands = not isinstance(answer, Problem) or not answer.in_doubt or place.is_proof
+        if is_wanted and not stands:
             self._suspects.append(answer.call_id)
         place.is_spoiled |= isinstance(answer, Problem) and answer.spoiled
-        place.is_alone = False
-        newest = answer.seconds if self._mean_s else answer.seconds / _NEWEST
-        self._mean_s += (newest - self._mean_s) * _NEWEST
-        return not in_doubt
+        if not place.is_fresh:  # a first call may import something, or fill a cache
+            newest = answer.seconds if self._mean_s else answer.seconds / _NEWEST
+            self._mean_s += (newest - self._mean_s) * _NEWEST
+        place.is_alone = place.is_fresh = False
+        return stands
 
     def _end_if_late(self, place: Place, now_s: float) -> Iterator[FromCall]:
         """End a process that has not started in time, or whose hook has run for too long."""
@@ -238,7 +248,7 @@ class Crew:
         if not place.ready:
             tail = place.member.tail
             raise SpmdError(f"a process of hooks {sentence} while it imported them\n{tail}".strip())
-        if place.is_alone:
+        if place.is_proof:
             blamed = next(iter(place.calls), blamed)
         wanted = [call_id for call_id, is_wanted in place.calls.items() if is_wanted]
         if blamed in wanted:
@@ -259,9 +269,9 @@ class Crew:
             return self._limits.slots
         return min(MAX_AHEAD, max(1, int(AHEAD_S / self._mean_s))) if self._mean_s else 1
 
-    def _wants_another(self, now_s: float) -> bool:
-        """Whether what waits is more than `AHEAD_S` of work for processes that are all busy."""
-        if not self._may_start():
+    def _is_behind(self, now_s: float) -> bool:
+        """Whether what waits is more than `AHEAD_S` of work, and one more process is allowed."""
+        if not self._waiting or not self._may_start():
             return False
         ages = [now_s - run.since_s for place in self.places if (run := place.member.running())]
         call_s = max([self._mean_s, *ages])
@@ -271,15 +281,6 @@ class Crew:
         """Return whether one more process is allowed, and none is just starting."""
         places = [place for place in self.places if not place.is_spoiled]
         return len(places) < self._limits.processes and all(place.ready for place in places)
-
-    def _waits(self, place: Place, now_s: float) -> Iterator[float]:
-        if not place.ready:
-            yield place.started_s + START_DEADLINE_S - now_s
-        elif place.calls and self._limits.deadline_s:
-            running = place.member.running()
-            yield (running.since_s if running else now_s) + self._limits.deadline_s - now_s
-        if place.member.has_unread_output:
-            yield OUTPUT_S
 
 
 def _load(place: Place) -> int:

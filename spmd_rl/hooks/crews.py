@@ -73,12 +73,6 @@ class Crews:
         for crew in self._crews.values():
             crew.dispatch(time.monotonic())
 
-    def wait_s(self) -> float | None:
-        """Return the seconds until `read` must be called although there is no news; None: never."""
-        now_s = time.monotonic()
-        waits = [crew.wait_s(now_s) for crew in self._crews.values()]
-        return min((wait for wait in waits if wait is not None), default=None)
-
     def close(self) -> None:
         """End all processes. Blocks: until the system has ended them."""
         for crew in self._crews.values():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 
 from spmd_rl.controller.channel.codec import MAX_BODY_BYTES, MAX_PAYLOAD_BYTES, Packed
-from spmd_rl.errors import ContractError
 
 MARK = b"\xc1hk1"  # msgpack never uses this first byte
 _HEADER = struct.Struct("<4sIQ")
@@ -25,13 +24,11 @@ class FrameReader:
     """Cuts a stream of bytes into frames."""
 
     def __init__(self) -> None:
+        self.is_garbled = False  # what has come next is no frame
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Packed]:
-        """Return the frames that these bytes complete.
-
-        Raises: ContractError when the stream holds what is no frame.
-        """
+        """Return the frames that these bytes complete, up to what is no frame."""
         buffer = self._buffer
         buffer += data
         frames: list[Packed] = []
@@ -39,7 +36,8 @@ class FrameReader:
         while end - at >= _HEADER.size:
             mark, body_bytes, payload_bytes = _HEADER.unpack_from(buffer, at)
             if mark != MARK or body_bytes > MAX_BODY_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-                raise ContractError("bytes that are no message came through the socket")
+                self.is_garbled = True
+                break
             start = at + _HEADER.size
             split, stop = start + body_bytes, start + body_bytes + payload_bytes
             if stop > end:

@@ -1,42 +1,59 @@
-"""The hook `keep_group`, which the controller calls on each group that has ended."""
+"""Choice of groups by the user's `keep_group`, in the controller."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 from spmd_rl.errors import DataError
 from spmd_rl.hooks.context import HookContext, Keep
-from spmd_rl.hooks.results import describe, preview
+from spmd_rl.hooks.results import preview
+from spmd_rl.hooks.reward_calls import problem_of
 from spmd_rl.hooks.signatures import load_keep_group, part_name
 from spmd_rl.types.samples import Group
 
 
 class KeepGroup:
-    """Calls a user's `keep_group`. `config` is the recipe's config as plain data.
+    """The function of that name, as a call that takes a group and returns a Keep.
 
-    It runs on a thread of the controller, so it should be quick. What it emits is not recorded.
-    Raises: ConfigError when the function cannot be loaded, or has another signature.
+    `config` is the recipe's config as plain nested data, and `seed` the run's. The recipe may set
+    `step`, which the function finds in its context. One thread at a time may call it.
     """
 
-    def __init__(self, name: str, config: Mapping[str, Any], seed: int) -> None:
-        self._name = part_name(name)
-        self._function = load_keep_group(name)
-        self._config = config
-        self._seed = seed
+    def __init__(self, name: str, config: Mapping[str, Any] | None = None, seed: int = 0) -> None:
+        """Import the function. Raises: ConfigError when it cannot be used."""
+        self.step = 0
+        self._function, self._name = load_keep_group(name), part_name(name)
+        self._config, self._seed = dict(config or {}), seed
+        self._emitted: defaultdict[str, list[float]] = defaultdict(list)
 
     def __call__(self, group: Group) -> Keep:
-        """Return what the function says. Raises: DataError when it raises, or says no `Keep`."""
-        context = HookContext(
-            self._config, seed=self._seed, prompt_uid=group.prompt.uid, metrics={}
-        )
-        where = f"keep_group {self._name} on {describe(group.prompt, group.samples)}"
+        """Return whether the group is trained on.
+
+        Raises: DataError that names the group when the function raises or returns no Keep.
+        """
+        uid = group.prompt.uid
+        version = max((int(one.versions.max(initial=-1)) for one in group.samples), default=-1)
+        context = HookContext(self._config, self.step, version, False, self._seed, uid)
         try:
-            verdict = self._function(context, group)
-        # a user's function may raise anything: report it with the group
-        except Exception as error:
-            problem = f"raised {type(error).__name__}: {preview(error, str)}"
-            raise DataError(where, problem) from error
-        if not isinstance(verdict, Keep):
-            raise DataError(where, f"returned no rl.Keep: {preview(verdict)}")
-        return verdict
+            keep = self._function(context, group)
+        # a user's function may raise anything
+        except (Exception, SystemExit) as error:
+            raise DataError(self._where(group), problem_of(error, self._function)) from error
+        if not isinstance(keep, Keep):
+            raise DataError(self._where(group), f"returned no Keep: {preview(keep)}")
+        for name, value in context.metrics.items():
+            self._emitted[name].append(value)
+        return keep
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the mean of each value that was emitted since the last call."""
+        emitted, self._emitted = self._emitted, defaultdict(list)
+        return {name: fmean(values) for name, values in emitted.items()}
+
+    def _where(self, group: Group) -> str:
+        return (
+            f"keep_group {self._name} on prompt {group.prompt.uid} ({preview(group.prompt.text)})"
+        )

@@ -67,6 +67,7 @@ class HookPool(AbstractContextManager["HookPool"]):
     def poll(self) -> list[Event]:
         """Return what has happened since the last call, and send what was submitted.
 
+        It must be called a few times a second, even without news, because deadlines may be due.
         Raises: ConfigError when a hook cannot be imported; SpmdError when a process cannot start.
         """
         events: list[Event] = []
@@ -95,12 +96,6 @@ class HookPool(AbstractContextManager["HookPool"]):
     def filenos(self) -> list[int]:
         """Return descriptors of which one can be read when `poll` has news."""
         return [self._crews.fileno()]
-
-    def wait_s(self) -> float | None:
-        """Return the seconds after which `poll` must be called although it has no news, because a
-        deadline is due; None: there is none.
-        """
-        return self._crews.wait_s()
 
     def close(self) -> None:
         """End all processes. Blocks: until the system has ended them."""

@@ -98,10 +98,12 @@ class HookProcess:
         # the other end may be closed while the process still runs
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while not self.garbled and (data := self._socket.recv(_RECEIVE_BYTES)):
-                try:
-                    messages += map(TO_RANK.unpack, self._reader.feed(data))
-                except ContractError:
-                    self.garbled = True
+                for packed in self._reader.feed(data):
+                    try:
+                        messages.append(TO_RANK.unpack(packed))
+                    except ContractError:
+                        self.garbled = True
+                self.garbled |= self._reader.is_garbled
                 if len(data) < _RECEIVE_BYTES:
                     break
         return messages

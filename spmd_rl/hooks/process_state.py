@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import _signal  # type: ignore[import-not-found]  # its `getsignal` looks for no enum, which is slow
 import io
 import os
 import resource
@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any, TextIO
 
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
-_handler_of = inspect.unwrap(signal.getsignal)  # which looks for no enum, and takes half the time
 _SIGALRM = int(signal.SIGALRM)
 
 
@@ -27,17 +26,20 @@ class ProcessState:
         self._torch = _torch_state()
         signal.signal(signal.SIGALRM, _ignore)
 
+    def end_if_forked(self) -> None:
+        """End a process that a hook has forked, and that has returned from it."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+
     def restore(self) -> None:
         """Put the folder, the streams, the alarm and torch's switches back.
 
-        A process that the call has forked ends here.
         Raises: OSError when the call has closed descriptors of the process.
         """
-        if os.getpid() != self._pid:
-            os._exit(0)
+        self.end_if_forked()
         os.fchdir(self._folder)
         self._restore_streams()
-        if _handler_of(_SIGALRM) is not _ignore:
+        if _signal.getsignal(_SIGALRM) is not _ignore:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, _ignore)
         if "torch" in sys.modules:

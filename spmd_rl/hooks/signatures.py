@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
+from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.load import load_function
 
 CONTEXT, WHOLE_GROUP = "ctx", "samples"  # names of parameters that say how a function is called
@@ -60,6 +63,14 @@ def load_keep_group(name: str) -> Callable[..., Any]:
     return function
 
 
+def check_hooks(cfg: HookConfig) -> None:
+    """Import the hooks that a config names. Raises: ConfigError when one cannot be used."""
+    if cfg.generate:
+        load_generate(cfg.generate)
+    if cfg.keep_group:
+        load_keep_group(cfg.keep_group)
+
+
 def part_name(name: str) -> str:
     """Return the name of the function itself, under which it is a part of the reward."""
     return name.rpartition(":")[2]
@@ -68,10 +79,13 @@ def part_name(name: str) -> str:
 def reward_weights(reward: str | Mapping[str, float]) -> dict[str, float]:
     """Return the weight of each reward function by its name; without one, an empty dict.
 
-    Raises: ConfigError for two functions of one name, whose parts could not be told apart.
+    Raises: ConfigError for two functions of one name, whose parts could not be told apart, and for
+    a weight that is no number.
     """
     if isinstance(reward, str):
         return {reward: 1.0} if reward else {}
+    for name, weight in reward.items():
+        require(math.isfinite(weight), f"reward.{name}", weight, "a finite number")
     parts = [part_name(name) for name in reward]
     if twice := [part for part in parts if parts.count(part) > 1]:
         raise ConfigError(

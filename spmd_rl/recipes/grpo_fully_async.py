@@ -32,16 +32,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
     update = rl.PolicyUpdate(ctl, cfg, trainer, roles, keep_group=cfg.hooks.keep_group)
-    rollout = ctl.spawn(
-        rl.Rollout,
-        cfg.engine,
-        on=roles.infer,
-        model=cfg.model,
-        reward=cfg.reward,
-        hooks=cfg.hooks,
-        settings=rl.as_data(cfg),
-        seed=cfg.run.seed,
-    )
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)

@@ -47,6 +47,7 @@ def check(cfg: Config) -> None:
         model=cfg.model,
         data=cfg.data,
         reward=cfg.reward,
+        hooks=cfg.hooks,
         prompts=cfg.prompts,
         trainer=rl.TrainerConfig(),  # nothing is trained, but the folder must hold weights
         sampling=cfg.sampling,
@@ -55,16 +56,8 @@ def check(cfg: Config) -> None:
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
-    rollout = ctl.spawn(
-        rl.Rollout,
-        cfg.engine,
-        on=ctl.world.split(cfg.split).infer,
-        model=cfg.model,
-        reward=cfg.reward,
-        hooks=cfg.hooks,
-        settings=rl.as_data(cfg),
-        seed=cfg.run.seed,
-    )
+    engines = ctl.world.split(cfg.split).infer
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=engines, **rl.rollout_settings(cfg))
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
     file = rl.SftFile(ctl.run_folder / "sft.jsonl")
     num_prompts = cfg.epochs * len(prompts)

@@ -35,7 +35,7 @@ def requests(first_uid: int = 0) -> list[Request]:
     kinds = [
         {},
         {"temperature": 0.7},
-        {"temperature": 1.3, "top_k": 50, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 50, "top_p": 0.9, "replay_filters": False},
         {"temperature": 0.0},
     ]
     return [

@@ -12,6 +12,7 @@ from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.capabilities import (
     CAPABILITIES,
     Contracted,
+    Pumped,
     Saver,
     Sleeper,
     WeightProvider,
@@ -48,7 +49,7 @@ class Napper(Role):
 
 def test_trainer_and_rollout_have_the_capabilities_that_they_declare() -> None:
     assert capabilities(Trainer) == {WeightProvider, Saver, Contracted}
-    assert capabilities(Rollout) == {WeightReceiver, Sleeper, Contracted}
+    assert capabilities(Rollout) == {WeightReceiver, Sleeper, Contracted, Pumped}
     for role in (Trainer, Rollout):
         assert capabilities(role) == set(CAPABILITIES) & set(role.__mro__)
 

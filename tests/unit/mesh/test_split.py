@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.errors import PlanError
-from spmd_rl.mesh.split import Placement, RoleSplit, Split, colocated, disjoint, plan_split
+from spmd_rl.mesh.split import (
+    Placement,
+    RoleSplit,
+    SeparateSplit,
+    Split,
+    colocated,
+    disjoint,
+    plan_split,
+)
 
 
 def test_default_split_colocates_both_roles_on_all_ranks() -> None:
@@ -31,6 +39,26 @@ def test_mixed_split_of_user_roles() -> None:
     assert [placement.ranks for placement in roles.values()] == [(1, 2), (0, 1), (0, 1, 2, 3)]
     assert not disjoint(roles.judge, roles.train)
     assert not colocated(roles.judge, roles.train)
+
+
+def test_an_engine_that_is_kept_apart() -> None:
+    roles = plan_split(SeparateSplit(), 3)
+    assert (roles.train.ranks, roles.infer.ranks) == ((0,), (1,))
+    trained = plan_split(SeparateSplit(critic=RoleSplit("0-1"), train=RoleSplit("2")), 3)
+    assert trained.critic.ranks == trained.train.ranks == (0, 1), "others may share ranks"
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        SeparateSplit(infer=RoleSplit()),
+        SeparateSplit(train=RoleSplit()),
+        SeparateSplit(critic=RoleSplit("1-2")),
+    ],
+)
+def test_an_engine_that_shares_ranks_is_refused(split: SeparateSplit) -> None:
+    with pytest.raises(PlanError, match=r"split\.infer shares ranks with split\.\w+, but this "):
+        plan_split(split, 3)
 
 
 @pytest.mark.parametrize(

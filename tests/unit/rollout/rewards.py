@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
+from spmd_rl.hooks.context import HookContext
+from spmd_rl.hooks.episode_engine import EpisodeEngine
+from spmd_rl.hooks.transcript import Transcript
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
@@ -40,3 +43,12 @@ def rank_of_length(prompt: Prompt, samples: list[Sample]) -> list[float]:
     """A whole group: 0 for its shortest sample, 1 for the next, and so on."""
     order = sorted(range(len(samples)), key=lambda number: len(samples[number].tokens))
     return [float(order.index(number)) for number in range(len(samples))]
+
+
+async def two_turns(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
+    transcript = Transcript(prompt)
+    await engine.complete(transcript, max_tokens=4)
+    transcript.observe(await engine.encode("77"))
+    await engine.complete(transcript)
+    ctx.emit("turns", 2)
+    return transcript.sample()

@@ -87,7 +87,7 @@ class Rollout:
         self.complete = self.partials = self
 
     def start(
-        self, prompt: Prompt, sampling: SamplingConfig, *, partial: list[Sample]
+        self, prompt: Prompt, sampling: SamplingConfig, *, partial: list[Sample], step: int
     ) -> Pending[Group]:
         with self.news:
             call = Call(self, prompt, partial)

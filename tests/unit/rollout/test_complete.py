@@ -1,0 +1,130 @@
+"""Requests of one prompt: aborts, answers that go on, snapshots, and episodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spmd_rl.errors import DataError, SpmdError
+from spmd_rl.hooks.config import HookConfig
+from spmd_rl.rollout.engine import SamplingConfig
+from tests.unit.rollout.pumped import answer_of, generated
+from tests.unit.rollout.test_rollout import folder, new_role, prompts
+
+__all__ = ["folder", "new_role"]  # fixtures
+
+LONG = SamplingConfig(num_samples=3, max_tokens=30, ignore_eos=True)
+
+
+def bits(group):
+    return [(one.index, one.tokens.tolist(), one.logprobs.tobytes()) for one in group.samples]
+
+
+def pump_until(role, has_come) -> None:
+    while not has_come():
+        role.pump()
+
+
+def test_an_aborted_answer_goes_on_where_it_was(new_role):
+    role = new_role()
+    asked = prompts(role, "12+3=", "4+4=")
+    whole, other = generated(role, asked, LONG)
+    first, second = (role.complete(prompt, LONG) for prompt in asked)
+    pump_until(role, lambda: all(len(s.tokens) > 5 for g in role.partials() for s in g.samples))
+    first.abort()
+    group = first.value
+    assert [sample.status for sample in group.samples] == ["aborted"] * 3
+    assert all(0 < len(sample.tokens) < 30 for sample in group.samples)
+    assert all(len(sample.text) > 0 for sample in group.samples)
+    rest = answer_of(role, role.complete(asked[0], LONG, partial=group.samples))
+    assert bits(rest) == bits(whole)
+    assert bits(answer_of(role, second)) == bits(other)
+
+
+def test_finished_samples_of_a_partial_answer_are_kept(new_role):
+    role = new_role(reward="count_zeros")
+    (asked,) = prompts(role, "12+3=")
+    whole = generated(role, [asked], LONG)[0]
+    kept = [whole.samples[1].replace(reward=7.0), whole.samples[2].replace(reward=float("nan"))]
+    group = answer_of(role, role.complete(asked, LONG, partial=kept))
+    assert bits(group) == bits(whole)
+    rewards = [sample.reward for sample in whole.samples]
+    assert [sample.reward for sample in group.samples] == [rewards[0], 7.0, rewards[2]]
+
+
+def test_snapshots_disturb_nothing(new_role):
+    role = new_role()
+    (asked,) = prompts(role, "12+3=")
+    whole = generated(role, [asked], LONG)[0]
+    call, seen = role.complete(asked, LONG), []
+    while not call.is_answered:
+        role.pump()
+        seen += role.partials()
+    assert bits(call.value) == bits(whole)
+    assert role.partials() == []
+    for group in seen:
+        for sample, final in zip(group.samples, whole.samples, strict=True):
+            assert sample.status == "aborted"
+            assert sample.tokens.tolist() == final.tokens[: len(sample.tokens)].tolist()
+    lengths = [len(group.samples[0].tokens) for group in seen]
+    assert lengths == sorted(lengths)
+    assert max(lengths) > min(lengths)
+
+
+def test_samples_may_be_asked_for_in_parts(new_role):
+    role = new_role()
+    (asked,) = prompts(role, "12+3=")
+    whole = generated(role, [asked], LONG)[0]
+    two = SamplingConfig(num_samples=2, max_tokens=30, ignore_eos=True)
+    one = SamplingConfig(num_samples=1, max_tokens=30, ignore_eos=True)
+    late, early = role.complete(asked, one, index=2), role.complete(asked, two)
+    assert bits(answer_of(role, early)) + bits(answer_of(role, late)) == bits(whole)
+
+
+def test_a_request_that_is_refused_disturbs_no_other(new_role):
+    role = new_role()
+    asked = prompts(role, "12+3=", "4+4=")
+    whole = generated(role, asked[:1], LONG)[0]
+    call = role.complete(asked[0], LONG)
+    too_long = asked[1].replace(tokens=np.full(5000, 3, np.int32))
+    with pytest.raises(DataError, match="context"):
+        role.complete(too_long, LONG)
+    with pytest.raises(SpmdError, match="in the engine already"):
+        role.complete(asked[0], LONG)
+    assert bits(answer_of(role, call)) == bits(whole)
+
+
+EPISODE = HookConfig(generate="tests.unit.rollout.rewards:two_turns", processes=1)
+
+
+def test_an_episode_of_two_turns(new_role):
+    """Its first turn is what the engine draws alone; observed tokens are masked."""
+    role = new_role(hooks=EPISODE, reward="count_zeros")
+    (asked,) = prompts(role, "12+3=")
+    sampling = SamplingConfig(num_samples=3, max_tokens=8, ignore_eos=True)
+    plain = generated(new_role(), [asked], sampling)[0]
+    group = answer_of(role, role.complete(asked, sampling))
+    observed = role.tokenizer(["77"], add_special_tokens=False)["input_ids"][0]
+    for sample, alone in zip(group.samples, plain.samples, strict=True):
+        assert sample.tokens[:4].tolist() == alone.tokens[:4].tolist()
+        assert sample.logprobs[:4].tobytes() == alone.logprobs[:4].tobytes()
+        assert sample.tokens[4:6].tolist() == observed
+        assert sample.mask.tolist() == [True] * 4 + [False] * 2 + [True] * 8
+        assert sample.versions[4:6].tolist() == [-1, -1]
+        assert sample.logprobs[4:6].tolist() == [0, 0]
+        assert sample.text == role._text_of(sample.tokens.tolist())
+        assert np.isfinite(sample.reward)
+        assert sample.metadata["metrics"] == {"turns": 2.0}
+
+
+def test_an_aborted_episode_begins_again(new_role):
+    role = new_role(hooks=EPISODE)
+    (asked,) = prompts(role, "12+3=")
+    sampling = SamplingConfig(num_samples=2, max_tokens=8, ignore_eos=True)
+    whole = answer_of(role, role.complete(asked, sampling))
+    call = role.complete(asked, sampling)
+    call.abort()
+    assert [(one.status, len(one.tokens)) for one in call.value.samples] == [("aborted", 0)] * 2
+    again = answer_of(role, role.complete(asked, sampling, partial=call.value.samples))
+    assert bits(again) == bits(whole)
+    assert not role.engine.has_work
