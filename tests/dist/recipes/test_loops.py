@@ -127,7 +127,7 @@ def test_metrics_go_to_the_sinks_too(run: Any, monkeypatch: pytest.MonkeyPatch) 
 
 def test_poisoned_samples_fail_and_are_counted(run: Any, tmp_path: Path) -> None:
     """One sample of prompt 1, and all of prompt 5: the first group goes on without it, the other is
-    left out.
+    left out. All are recorded.
     """
     reward = tmp_path / "poison.py"
     reward.write_text(
@@ -139,8 +139,12 @@ def test_poisoned_samples_fail_and_are_counted(run: Any, tmp_path: Path) -> None
     check_proof(ended, 2)
     counted = [(row["reward/failed_samples"], row["reward/failed_groups"]) for row in ended.metrics]
     assert counted == [(5, 1), (0, 0)]
-    drawn_of = [(row["prompt_uid"], row["index"]) for row in ended.samples(1)]
-    assert drawn_of == [(u, i) for u in range(8) for i in range(4) if u != 5 and (u, i) != (1, 0)]
+    failed = [(1, 0), *((5, index) for index in range(4))]
+    for is_failed in (False, True):
+        rows = [row for row in ended.samples(1) if (row["status"] == "failed") == is_failed]
+        expected = [(u, i) for u in range(8) for i in range(4) if ((u, i) in failed) == is_failed]
+        assert [(row["prompt_uid"], row["index"]) for row in rows] == expected
+        assert all("poisoned" in row["metadata"]["error"] for row in rows if is_failed)
     assert "prompt 5 sample 3" in ended.sentence
     assert "poisoned" in ended.sentence
 
