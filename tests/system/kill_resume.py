@@ -48,6 +48,7 @@ SMALL = [
 MODES = {
     "sync": ["grpo", "--nproc=1"],
     "async": ["grpo_async", "--nproc=2", "--split.train.ranks=1", "--split.infer.ranks=1"],
+    "sampler": ["grpo", "--nproc=1", "--sampler.oversample=1.5"],
     "sharded": ["grpo", "--nproc=2", "--trainer.minibatches=2"],
     "warm-up": [str(EXAMPLE / "recipe.py"), "--nproc=1", "--warmup_steps=30", "--warmup_pairs=32"],
 }
