@@ -43,6 +43,11 @@ class RunningCalls(Generic[C]):
     def num_unanswered(self) -> int:
         return len(self._unanswered)
 
+    @property
+    def num_held(self) -> int:
+        """The commands that have not started."""
+        return len(self._held)
+
     def add(self, command: C) -> None:
         """Queue a command."""
         self._held.append(command)

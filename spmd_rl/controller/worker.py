@@ -105,9 +105,11 @@ class Worker:
         return commands
 
     def _next(self, dealer: Dealer) -> ReceivedCommand | None:
-        """Send the answers, and return the next command; None if a role has work instead."""
+        """Send the answers, and return the next command; None if there is work instead: of a role,
+        or a command that was held back until now.
+        """
         if not self._running.num_unanswered:
-            return self._receive(dealer, True)
+            return self._receive(dealer, not self._running.num_held)
         roles = self._pumped.values()
         if any(role.has_work() for role in roles):
             return self._receive(dealer, False)
