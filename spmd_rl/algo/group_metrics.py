@@ -8,6 +8,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.observe.request_times import request_metrics
 from spmd_rl.types.samples import NO_VERSION, Group, GroupColumns, SampleColumns
 
 
@@ -32,6 +33,7 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
         "rollout/response_tokens_mean": num_drawn_tokens(samples) / len(samples),
         "rollout/truncated": samples.status.count("truncated") / len(samples),
         **_version_lags(samples.versions, version),
+        **request_metrics(samples.metadata),
     }
 
 

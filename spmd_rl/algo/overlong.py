@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spmd_rl.types.samples import Group, Sample
+import numpy as np
+
+from spmd_rl.types.samples import NO_VERSION, Group, Sample
 
 
 def overlong_penalty(
     num_tokens: int, *, max_response_tokens: int, buffer: int, penalty: float
 ) -> float:
-    """Return what an answer of this length adds to its reward: 0 or less.
+    """Return what an answer of so many drawn tokens adds to its reward: 0 or less.
 
     It falls from 0 to -penalty over the last `buffer` tokens before `max_response_tokens`.
     Source: Yu et al. 2025 (DAPO), equation 13.
@@ -26,7 +28,7 @@ def with_overlong_penalty(
 
     def shaped(sample: Sample) -> Sample:
         less = overlong_penalty(
-            len(sample.tokens),
+            int(np.count_nonzero(sample.versions != NO_VERSION)),
             max_response_tokens=max_response_tokens,
             buffer=buffer,
             penalty=penalty,

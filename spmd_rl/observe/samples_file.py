@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.errors import DataError
 from spmd_rl.observe.jsonl import numbered_lines, parse_json
+from spmd_rl.observe.request_times import TIMES
 from spmd_rl.types.columns import split_at
 from spmd_rl.types.prompts import Prompt, PromptColumns
 from spmd_rl.types.samples import NO_VERSION, Group, Sample, SampleColumns, SampleStatus
@@ -119,7 +120,7 @@ def _rows(
         samples.temperature.tolist(),
         samples.execution.tolist(),
         [sets.tobytes() for sets in samples.filled("kept")],
-        samples.filled("metadata"),
+        [_without_times(metadata) for metadata in samples.filled("metadata")],
         _repeat(prompts.source, counts),
         _repeat(prompts.meta, counts),
     )
@@ -127,6 +128,13 @@ def _rows(
     if len(samples.mask):
         _add_masks(rows, samples)
     return rows
+
+
+def _without_times(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return what is the same in each run with the same settings."""
+    if TIMES not in metadata:
+        return metadata
+    return {key: value for key, value in metadata.items() if key != TIMES}
 
 
 def _add_masks(rows: list[_SampleRow], samples: SampleColumns) -> None:

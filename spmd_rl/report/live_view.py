@@ -38,6 +38,7 @@ _POLICY_METRICS = (
     ("train/clip_frac", "clipped {}", ".1%"),
     ("version/lag_max", "lag {}", ".0f"),
     ("rollout/running", "running {}", ".0f"),
+    ("rollout/waiting", "waiting {}", ".0f"),
     ("rollout/buffered", "buffered {}", ".0f"),
     ("memory/gpu_peak_gib", "GPU peak {} GiB", ".1f"),
 )

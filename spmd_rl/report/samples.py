@@ -11,6 +11,7 @@ import msgspec
 from spmd_rl.errors import DataError
 from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json
 from spmd_rl.report.token_texts import find_tokenizer, token_texts
+from spmd_rl.types.samples import NO_VERSION
 
 OVERHEAD_TOKENS = 30  # the size of a sample without its tokens, in tokens
 
@@ -29,6 +30,7 @@ class _Row(msgspec.Struct):
     logprobs: list[float | None] = []
     versions: list[int] = []
     parts: dict[str, float | None] = {}
+    metadata: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -127,16 +129,21 @@ def _without_tokens(row: _Row) -> dict[str, Any]:
         "reward": row.reward,
         "status": row.status,
         "parts": row.parts,
+        "error": str(row.metadata.get("error", "")),
         "num_tokens": len(row.tokens),
     }
 
 
 def _per_token(row: _Row, texts: list[str]) -> dict[str, list[Any]]:
-    """Return what the page shows of each token."""
+    """Return what the page shows of each token. One that no engine drew has no log-prob."""
+    is_drawn = [version != NO_VERSION for version in row.versions] or [True] * len(row.tokens)
     return {
         "pieces": texts,
         "tokens": row.tokens,
-        "logprobs": [None if value is None else round(value, 4) for value in row.logprobs],
+        "logprobs": [
+            None if value is None or not drawn else round(value, 4)
+            for value, drawn in zip(row.logprobs, is_drawn, strict=False)
+        ],
         "versions": row.versions,
     }
 

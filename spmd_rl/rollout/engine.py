@@ -8,7 +8,7 @@ weights or others.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
@@ -211,6 +211,7 @@ class Request(msgspec.Struct, frozen=True):
 class StepOutput:
     """The tokens that one step added: token m belongs to sample (uids[m], indices[m]).
 
+    `started` names the requests whose first tokens the engine has begun to compute, if it knows.
     Shape: `uids`, `indices`, `tokens`, `logprobs` are [M].
     """
 
@@ -219,6 +220,7 @@ class StepOutput:
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float32]
     finished: list[Sample]
+    started: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Engine(Protocol):

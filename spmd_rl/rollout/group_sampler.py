@@ -57,6 +57,7 @@ class GroupSampler:
         # calls that were aborted because no step may learn from them
         self._leaving: dict[int, QueuedGroup] = {}
         self._metrics: dict[str, float] = {}
+        self._stats: Pending[list[dict[str, int]]] | None = None  # of the engines, at the last take
         self._error: BaseException | None = None
         self._closed = False
         self._recipe_collects = False
@@ -97,8 +98,14 @@ class GroupSampler:
         return taken.groups
 
     def metrics(self) -> dict[str, float]:
-        """Return what the sampler held after the last `take`, and what that has removed."""
-        return self._metrics
+        """Return what the sampler held after the last `take`, and what that has removed.
+
+        Blocks: until every engine has told how many requests waited in it.
+        """
+        if self._stats is None:
+            return {}
+        waiting = sum(of_engine["num_waiting"] for of_engine in self._stats.wait())
+        return self._metrics | {"rollout/waiting": waiting}
 
     def save(self, folder: str) -> None:
         """Write all groups, what there is of unfinished ones, and the state of the source.
@@ -180,6 +187,7 @@ class GroupSampler:
             if taken is not None:
                 self._release(taken.surplus)
                 self._metrics = self._measured(taken)
+                self._stats = self._rollout.stats.start()
             self._submit()
             return taken
 

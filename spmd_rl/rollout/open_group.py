@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.results import Grade
+from spmd_rl.observe.request_times import TIMES
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
@@ -18,7 +19,8 @@ class OpenGroup:
 
     `drawing` are the indices of samples that the engine or an episode makes. `grading` are drawn
     samples by their index that nobody has graded yet. `grades` holds what functions gave so far, by
-    sample and function. `on_done` is called with the group once nothing is missing.
+    sample and function. `on_done` is called with the group once nothing is missing. `first` is
+    (uid, index) of the first sample that is drawn, and `times` are those of the request.
     """
 
     prompt: Prompt
@@ -33,6 +35,8 @@ class OpenGroup:
     failed: list[Sample] = field(default_factory=list)
     reward_time_s: float = 0.0
     has_group_grades: bool = False
+    first: tuple[int, int] = (0, 0)
+    times: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_drawn_and_graded(self) -> bool:
@@ -44,12 +48,14 @@ class OpenGroup:
         return Group(self.prompt, samples, self.failed, self.reward_time_s)
 
     def whole(self) -> Group:
-        """Return the finished group.
+        """Return the finished group, whose first sample has the times of the request.
 
         A group that failures leave with a single sample, which nothing compares with, is emptied.
         """
         lone = bool(self.failed) and len(self.samples) < 2
         samples = [] if lone else sorted(self.samples, key=_index)
+        if self.times and (listed := samples or self.failed):
+            listed[0] = listed[0].replace(metadata={**listed[0].metadata, TIMES: self.times})
         return Group(self.prompt, samples, self.failed, self.reward_time_s)
 
     def fail(self, sample: Sample, error: str) -> None:

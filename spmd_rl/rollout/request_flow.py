@@ -10,6 +10,8 @@ from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.pool import HookPool
 from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded, Event, Failed
+from spmd_rl.observe.request_times import RequestTimes
+from spmd_rl.observe.trace import Trace, now_ns
 from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
 from spmd_rl.rollout.episodes import Episodes, Key, unstarted
 from spmd_rl.rollout.grading import Grading
@@ -22,7 +24,8 @@ class RequestFlow:
     """Requests that are on their way through one engine. The main thread of a rank uses it.
 
     `text_of` decodes a sample's tokens. `grading` is None where there is no reward, and `episodes`
-    where the engine makes each sample in one turn; both use `pool`.
+    where the engine makes each sample in one turn; both use `pool`. With a `trace` that is on,
+    groups get the times of their requests.
     """
 
     def __init__(
@@ -32,12 +35,14 @@ class RequestFlow:
         pool: HookPool | None = None,
         grading: Grading | None = None,
         episodes: Episodes | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self._engine = engine
         self._text_of = text_of
         self._pool = pool
         self._grading = grading
         self._episodes = episodes
+        self._times = RequestTimes(trace or Trace())
         self._drawing: dict[Key, OpenGroup] = {}  # by the request that the engine has
         self._open: dict[int, OpenGroup] = {}  # by identity
 
@@ -72,8 +77,11 @@ class RequestFlow:
         fresh = set(range(first_index, first_index + sampling.num_samples))
         fresh -= {sample.index for sample in finished}
         self._open[id(group)] = group
+        indices = sorted(fresh | unfinished.keys())
+        group.first = prompt.uid, indices[0] if indices else first_index
+        self._times.submit(group.first)
         try:
-            for index in sorted(fresh | unfinished.keys()):
+            for index in indices:
                 self._draw(group, index, unfinished.get(index))
         except BaseException:
             self.abort(group)
@@ -85,6 +93,7 @@ class RequestFlow:
     def abort(self, group: OpenGroup) -> Group:
         """End a group now, and return it with its unfinished samples. `on_done` is not called."""
         drawing: list[Sample] = []
+        self._times.forget(group.first)
         if self._episodes is not None:
             self._abort_requests(self._episodes.forget(group))
             drawing = [unstarted(group, index) for index in sorted(group.drawing)]
@@ -114,8 +123,12 @@ class RequestFlow:
 
         Raises: DataError for a hook that fails, if failures raise; what the engine raises.
         """
-        if self.can_step and (finished := self._engine.step().finished):
-            self._finish([drawn for sample in finished if (drawn := self._drawn(sample))])
+        if self.can_step:
+            began_ns = now_ns()
+            output = self._engine.step()
+            self._times.mark_step(began_ns, output.started, output.uids, output.indices)
+            if finished := output.finished:
+                self._finish([drawn for sample in finished if (drawn := self._drawn(sample))])
         if self._pool is not None and self._pool.num_unfinished:
             for event in self._pool.poll():
                 self._act(event)
@@ -170,6 +183,8 @@ class RequestFlow:
         if ungraded and self._grading is not None:
             self._grading.submit(ungraded)
         for group, _ in samples:
+            if not group.drawing:
+                self._times.mark("drawn", group.first)
             self._close_if_whole(group)
 
     def _act(self, event: Event) -> None:
@@ -210,4 +225,7 @@ class RequestFlow:
         if self._grading is not None and self._grading.grade_group(group):
             return
         del self._open[id(group)]
+        if self._grading is not None:
+            self._times.mark("graded", group.first)
+        group.times = self._times.finish(group.first)
         group.on_done(group.whole())

@@ -100,7 +100,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
             grading = Grading(pool, weights, raises=raises)
         if pool is not None and hooks.generate:
             episodes = Episodes(pool, raises=raises, context_tokens=spec.max_positions)
-        self._flow = RequestFlow(self.engine, self._text_of, pool, grading, episodes)
+        self._flow = RequestFlow(self.engine, self._text_of, pool, grading, episodes, context.trace)
         known = self.tokenizer.config_eos_ids
         self._more_ends = tuple(
             one for one in eos_ids(self.tokenizer) if one not in known and one < spec.vocab_size

@@ -44,7 +44,8 @@ class Sample:
     of 0, the version -1 and an empty kept set.
 
     `metadata` is plain data of any kind. `metadata["error"]` says why a sample failed, and
-    `metadata["metrics"]` holds the numbers that hooks emitted.
+    `metadata["metrics"]` holds the numbers that hooks emitted. In a traced run, `metadata["times"]`
+    of a group's first sample has the times of its request (`observe/request_times.py`).
 
     Shape: `tokens`, `logprobs`, `versions`, `mask` are [R].
     """

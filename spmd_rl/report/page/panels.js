@@ -27,6 +27,7 @@ const PANELS = [
       ["rollout/surplus", "surplus"],
     ],
   },
+  { title: "Samples that wait for an engine", floor: 0, lines: [["rollout/waiting", "waiting"]] },
   { title: "Entropy", unit: "nats", floor: 0, lines: [["train/entropy", "per token"]] },
   { title: "Clip fraction", floor: 0, lines: [["train/clip_frac", "of tokens"]] },
   {
@@ -182,6 +183,18 @@ const PANELS = [
     ],
   },
   { title: "Time per warm-up step", unit: "s", floor: 0, lines: [["time/warmup", "whole step"]] },
+  {
+    title: "Time of a request",
+    unit: "s",
+    floor: 0,
+    lines: [
+      ["time/queue_mean", "queue"],
+      ["time/prefill_mean", "prefill"],
+      ["time/decode_mean", "decode"],
+      ["time/grading_mean", "grading"],
+      ["time/request_max", "longest, in all", "dashed"],
+    ],
+  },
   { title: "Reward function time", unit: "s", floor: 0, lines: [["time/reward", "all processes"]] },
   { title: "Time to verify weights", unit: "s", floor: 0, lines: [["time/verify", "slowest rank"]] },
   {

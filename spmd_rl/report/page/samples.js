@@ -13,17 +13,18 @@ function tokenNode(sample, i) {
     logprob = sample.logprobs[i] ?? null;
   const strength = logprob === null ? 0 : Math.min(1, -logprob / DARKEST) * 70;
   const version = sample.versions.length > 1 ? sample.versions[i] : sample.versions[0];
+  const isObserved = version < 0;
   const details = [
     `token ${sample.tokens[i]}`,
     logprob === null ? null : `log-prob ${number(logprob)}`,
     logprob === null ? null : `p ${(100 * Math.exp(logprob)).toPrecision(3)} %`,
-    version === undefined ? null : `weights version ${version}`,
+    version === undefined ? null : isObserved ? "not drawn: part of an observation" : `weights version ${version}`,
   ];
   const special = sample.known && /^<[|/]?[\w|]+[|]?>$/.test(piece);
   return el(
     "span",
     {
-      class: special ? "t special" : "t",
+      class: `t${special ? " special" : ""}${isObserved ? " observed" : ""}`,
       "data-about": details.filter(Boolean).join("\n"),
       paint: { background: strength > 1 ? `color-mix(in srgb, var(--heat) ${strength.toFixed(0)}%, transparent)` : "" },
     },
@@ -41,7 +42,8 @@ function answerNode(sample, low, high) {
       el("span", { class: "gap" }, `… ${number(sample.num_tokens - sample.pieces.length)} tokens left out …`),
     );
   const parts = Object.entries(sample.parts).filter(([name]) => name !== "reward");
-  const versions = sample.versions.length ? span(sample.versions) : [];
+  const drawnBy = sample.versions.filter((version) => version >= 0),
+    versions = drawnBy.length ? span(drawnBy) : [];
   return el(
     "article",
     { class: "card answer", "data-index": sample.index },
@@ -71,6 +73,7 @@ function answerNode(sample, low, high) {
       ),
     ),
     el("div", { class: "text", dir: "auto" }, tokens),
+    sample.error ? el("div", { class: "parts" }, sample.error) : null,
     parts.length
       ? el(
           "div",

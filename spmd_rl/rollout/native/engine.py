@@ -114,9 +114,10 @@ class NativeEngine:
         runner, version = self._check_ready()
         try:
             launched = self._schedule_and_launch(runner, version)
+            started = self.scheduler.take_admitted()
             if self._async_scheduling:
                 launched, self._in_flight = self._in_flight, launched
-            output = self._collect(launched)
+            output = self._collect(launched, started)
         except BaseException:
             self._reset()
             raise
@@ -244,11 +245,11 @@ class NativeEngine:
         self._num_steps += 1
         return InFlightStep(rows, self.table.sequence_id[rows], version, sampled)
 
-    def _collect(self, step: InFlightStep | None) -> StepOutput:
+    def _collect(self, step: InFlightStep | None, started: list[tuple[int, int]]) -> StepOutput:
         """Write what `step` sampled to the table, for rows that still hold the same sequences."""
         if step is None:
             nothing = np.zeros(0, np.int64)
-            return StepOutput(nothing, nothing, nothing, np.zeros(0, np.float32), finished=[])
+            return StepOutput(nothing, nothing, nothing, np.zeros(0, np.float32), [], started)
         tokens, logprobs, kept = step.sampled.wait()
         is_same = self.table.sequence_id[step.rows] == step.sequence_ids
         rows, tokens, logprobs = step.rows[is_same], tokens[is_same], logprobs[is_same]
@@ -258,7 +259,8 @@ class NativeEngine:
         self.table.write_sampled(rows, tokens, logprobs, step.version, kept)
         self._num_generated += len(rows)
         uids, indices = self.table.uid[rows], self.table.index[rows]
-        return StepOutput(uids, indices, tokens, logprobs, finished=self._finish(rows, tokens))
+        finished = self._finish(rows, tokens)
+        return StepOutput(uids, indices, tokens, logprobs, finished, started)
 
     def _check_logprobs(self, rows: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
         nan_rows = rows[np.isnan(logprobs)]

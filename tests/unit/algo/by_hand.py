@@ -205,8 +205,8 @@ def _reward(answer: Answer, part: str, s: dict[str, Any]) -> float:
     if "overlong" in s:
         buffer, penalty = s["overlong"]
         allowed = s["max_tokens"] - buffer
-        if answer.num_tokens > allowed:
-            reward -= penalty * min((answer.num_tokens - allowed) / buffer, 1.0)
+        if (drawn := sum(answer.learned)) > allowed:
+            reward -= penalty * min((drawn - allowed) / buffer, 1.0)
     return reward
 
 

@@ -5,7 +5,7 @@ Every number that a batch holds as float32 is one that float32 holds exactly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.losses import LossInput
-from spmd_rl.algo.packing import pack_sft
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
@@ -55,7 +54,8 @@ def draw_case(seed: int, *, observations: bool = False, equal_group: bool = Fals
             size = int(rng.integers(1, 8))
             learned = [True] * size
             if observations and size > 3:
-                learned[int(rng.integers(1, size - 1))] = False
+                for token in rng.integers(1, size, size // 3).tolist():
+                    learned[token] = False
             old = numbers(size, -1.5, 0.6)
             right, ended = float(rng.integers(0, 2)), float(rng.integers(0, 3)) / 2
             answers.append(
@@ -81,21 +81,24 @@ def groups_of(answers: list[Answer]) -> list[Group]:
     groups = []
     for prompt in sorted({answer.prompt for answer in answers}):
         mine = [answer for answer in answers if answer.prompt == prompt]
-        samples = [
-            Sample(
-                prompt,
-                index,
-                np.arange(answer.num_tokens, dtype=np.int32),
-                np.array(answer.rollout, np.float32),
-                np.zeros(answer.num_tokens, np.int32),
-                answer.status,  # type: ignore[arg-type]
-                reward=answer.reward,
-                parts=answer.parts,
-            )
-            for index, answer in enumerate(mine)
-        ]
+        samples = [_sample(prompt, index, answer) for index, answer in enumerate(mine)]
         groups.append(Group(Prompt(prompt, np.arange(1 + prompt, dtype=np.int32)), samples))
     return groups
+
+
+def _sample(prompt: int, index: int, answer: Answer) -> Sample:
+    """Return an answer as a sample, in which a tool's tokens have no version."""
+    learned = np.array(answer.learned)
+    return Sample(
+        prompt,
+        index,
+        np.arange(answer.num_tokens, dtype=np.int32),
+        np.where(learned, answer.rollout, 0).astype(np.float32),
+        np.where(learned, 0, -1).astype(np.int32),
+        answer.status,  # type: ignore[arg-type]
+        reward=answer.reward,
+        parts=answer.parts,
+    )
 
 
 def batch_of(answers: list[Answer], algorithm: Algorithm) -> Batch:
@@ -105,8 +108,6 @@ def batch_of(answers: list[Answer], algorithm: Algorithm) -> Batch:
     """
     batch = algorithm.pack(groups_of(answers))
     kept = kept_answers(answers, algorithm)
-    if not all(all(answer.learned) for answer in kept):
-        batch = _with_observations(batch, kept, algorithm)
     batch = batch.with_columns(
         old_logprobs=column(batch, kept, "old"),
         reference_logprobs=column(batch, kept, "reference"),
@@ -122,24 +123,6 @@ def kept_answers(answers: list[Answer], algorithm: Algorithm) -> list[Answer]:
     groups = groups_of(answers)
     kept = [g.prompt.uid for g in groups if algorithm.keeps is None or algorithm.keeps(g)]
     return [answer for answer in answers if not kept or answer.prompt in kept]
-
-
-def _with_observations(batch: Batch, answers: list[Answer], algorithm: Algorithm) -> Batch:
-    """Return the batch without the tokens that were not learned, as packing of pairs weights it."""
-    pairs = []
-    for answer, length in zip(answers, batch.lengths, strict=True):
-        before = [False] * (int(length) - answer.num_tokens)
-        pairs.append((np.zeros(length, np.int32), np.array(before + answer.learned)))
-    packed = pack_sft(
-        pairs,
-        aggregation=algorithm.aggregation,
-        max_response_tokens=algorithm.max_response_tokens,
-    )
-    return replace(
-        packed,
-        advantages=batch.advantages * packed.mask,
-        rollout_logprobs=batch.rollout_logprobs * packed.mask,
-    )
 
 
 def column(batch: Batch, answers: list[Answer], name: str) -> NDArray[np.float32]:

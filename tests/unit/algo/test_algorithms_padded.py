@@ -9,10 +9,11 @@ import torch
 from tests.unit.algo.by_hand import flat_logprobs
 from tests.unit.algo.cases import batch_of, draw_case, kept_answers, loss_and_gradient
 from tests.unit.algo.padded import padded_loss
-from tests.unit.algo.test_algorithms_by_hand import CASES, MASKED_CASES, MAX_TOKENS, algorithm
+from tests.unit.algo.test_algorithms_by_hand import CASES, MAX_TOKENS, algorithm
 
 
-@pytest.mark.parametrize(("case", "observations"), MASKED_CASES)
+@pytest.mark.parametrize("observations", [False, True])
+@pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient(case: str, observations: bool) -> None:
     name, settings, by_hand = CASES[case]
     made = algorithm(name, **settings)

@@ -162,3 +162,14 @@ def test_what_json_lacks_is_written_as_python_shows_it() -> None:
         )
         (row,) = samples_as_json_lines([Group(rl.Prompt(3, zero), [sample])]).splitlines()
         assert "(1+2j)" in json.dumps(json.loads(row)["metadata"])
+
+
+def test_times_are_not_recorded(tmp_path: Path) -> None:
+    """Runs with the same settings write the same files."""
+    zero = np.zeros(1, np.int32)
+    sample = Sample(3, 0, zero, zero.astype(np.float32), zero, "completed")
+    timed = sample.replace(metadata={"times": {"drawn": 1.0}, "a": 1})
+    lines = samples_as_json_lines([Group(rl.Prompt(3, zero), [timed])])
+    (group,) = rl.read_groups(written(tmp_path, lines), 7)
+    assert group.samples[0].metadata == {"a": 1}
+    assert timed.metadata == {"times": {"drawn": 1.0}, "a": 1}

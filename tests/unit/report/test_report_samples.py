@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.errors import DataError
+from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.observe.timeline import write_chrome
 from spmd_rl.report.samples import PageBudget, coarse_to_fine_order, evenly_spaced, read_samples
 from spmd_rl.report.spans import read_timeline
 from spmd_rl.report.token_texts import find_tokenizer, token_texts
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 from tests.unit.report.synthetic import HOSTILE, make_run
 
 
@@ -37,6 +41,23 @@ def test_tokens_say_what_they_say(tmp_path: Path) -> None:
         text = "".join(sample["pieces"])
         assert "→ naïve\n" in text  # of several tokens each: whole characters, none torn
         assert text.endswith("<|end|>") == (sample["status"] == "completed")
+
+
+def test_what_no_engine_drew_has_no_log_prob_and_a_failed_sample_says_why(tmp_path: Path) -> None:
+    tokens = np.array([5, 6, 7], np.int32)
+    drawn = np.array([2, -1, 3], np.int32)
+    logprobs = np.array([-0.5, 0, -1.5], np.float32)
+    sample = Sample(0, 0, tokens, logprobs, drawn, "completed", text="abc", reward=1.0)
+    failed = sample.replace(index=1, status="failed", metadata={"error": "the tool hung"})
+    run = RunFolder.open(tmp_path / "run", "", {})
+    run.write_samples(1, [Group(Prompt(0, tokens), [sample], [failed])])
+    shown = first_group(read_samples(run.path, {}, PageBudget()))["samples"]
+    assert [one["logprobs"] for one in shown] == [[-0.5, None, -1.5]] * 2
+    assert [one["versions"] for one in shown] == [[2, -1, 3]] * 2
+    assert [(one["status"], one["error"]) for one in shown] == [
+        ("completed", ""),
+        ("failed", "the tool hung"),
+    ]
 
 
 @given(st.text(max_size=60), st.lists(st.integers(0, 299), max_size=40))

@@ -440,6 +440,13 @@ def test_a_warm_up_is_no_step_of_the_picture() -> None:
     assert curves.picture(rows[:2], "") is None
 
 
+def test_the_live_view_shows_what_runs_waits_and_is_buffered() -> None:
+    text = rendered(
+        progress(**{"rollout/running": 64, "rollout/waiting": 12, "rollout/buffered": 7})
+    )
+    assert "running 64 · waiting 12 · buffered 7" in " ".join(text.split())
+
+
 def test_running_mean_leaves_missing_values_out() -> None:
     values = np.array([np.nan, 1.0, 3.0, np.nan, 5.0])
     expected = [np.nan, 1.0, 2.0, 3.0, 5.0]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from spmd_rl.algo.group_metrics import group_metrics
 from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.hooks.config import HookConfig
-from spmd_rl.rollout.engine import SamplingConfig
+from spmd_rl.observe.timeline import read_spans
+from spmd_rl.observe.trace import Trace
+from spmd_rl.rollout.engine import NativeEngineConfig, SamplingConfig
+from spmd_rl.rollout.rollout import Rollout
 from tests.unit.rollout.pumped import answer_of, generated
-from tests.unit.rollout.test_rollout import folder, new_role, prompts
+from tests.unit.rollout.test_rollout import REWARDS, Seat, folder, new_role, prompts
 
 __all__ = ["folder", "new_role"]  # fixtures
 
@@ -128,3 +134,42 @@ def test_an_aborted_episode_begins_again(new_role):
     again = answer_of(role, role.complete(asked, sampling, partial=call.value.samples))
     assert bits(again) == bits(whole)
     assert not role.engine.has_work
+
+
+class TracedSeat(Seat):
+    def __init__(self, folder: Path) -> None:
+        self.trace = Trace(folder, "rank 0", rank=0)
+
+
+@pytest.mark.parametrize("reward", ["", "count_zeros"])
+def test_a_traced_request_tells_its_times(folder, tmp_path: Path, reward: str):
+    """In the metadata of its first sample, and on a lane of the trace."""
+    seat, rewards = TracedSeat(tmp_path), {f"{REWARDS}:{name}": 1.0 for name in reward.split()}
+    cfg, hooks = NativeEngineConfig(max_batch=2), HookConfig(processes=1)
+    role = Rollout(cfg, seat, str(folder), 0, rewards, hooks)  # type: ignore[arg-type]
+    asked = prompts(role, "12+3=", "4+4=")
+    groups = generated(role, asked, LONG)
+    role.complete(asked[0], LONG).abort()
+    role.close()
+    seat.trace.close()
+    events = ["started", "first_token", "drawn", *(["graded"] if reward else [])]
+    for group in groups:
+        first, *others = group.samples
+        times = first.metadata["times"]
+        assert [*times] == events
+        assert [*times.values()] == sorted(times.values())
+        assert all(sample.metadata == {} for sample in others)
+    assert groups[1].samples[0].metadata["times"]["started"] > 0, "it waited for the first"
+    (_, spans) = zip(*read_spans(tmp_path / "rank_0.jsonl"), strict=True)
+    stages = [span.name for span in spans if span is not None and span.args["prompt"] == 1]
+    assert stages == ["queue", "prefill", "decode", "grading"][: len(events)]
+    means = group_metrics(groups, 0)
+    assert ("time/grading_mean" in means) == bool(reward)
+    assert means["time/request_max"] >= means["time/queue_mean"] + means["time/decode_mean"]
+
+
+def test_an_untraced_request_has_no_times(new_role):
+    role = new_role()
+    (group,) = generated(role, prompts(role, "12+3="), LONG)
+    assert [sample.metadata for sample in group.samples] == [{}] * 3
+    assert "time/queue_mean" not in group_metrics([group], 0)

@@ -62,6 +62,18 @@ def test_requests_join_a_running_batch(model, new_engine):
     assert engine.step().uids.tolist() == [0, 1]
 
 
+def test_a_step_says_which_requests_it_has_started(model, new_engine):
+    """Each once, also where several fork from one prompt, or one waits for a free row."""
+    engine = new_engine(model, max_batch=3)
+    for index in range(4):
+        engine.submit(request(index=index, max_tokens=2 + index))
+    seen = []
+    while engine.has_work:
+        seen.append([index for _, index in engine.step().started])
+    assert seen[0] == [0, 1, 2]
+    assert [*filter(None, seen[1:])] == [[3]]
+
+
 def test_a_step_without_work_does_nothing(model, new_engine):
     progress = new_engine(model).step()
     assert len(progress.tokens) == 0

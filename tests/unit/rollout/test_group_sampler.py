@@ -76,6 +76,13 @@ class Call(StartedCall):
         return self.value
 
 
+class Stats:
+    """Two engines, in which five samples wait."""
+
+    def start(self) -> Pending[list[dict[str, int]]]:
+        return Pending(lambda deadline_s: [{"num_waiting": 2}, {"num_waiting": 3}])
+
+
 class Rollout:
     """Engines whose groups end when the test says so."""
 
@@ -85,6 +92,7 @@ class Rollout:
         self.version = 0
         self.ends_on_abort = False
         self.complete = self.partials = self
+        self.stats = Stats()
 
     def start(
         self, prompt: Prompt, sampling: SamplingConfig, *, partial: list[Sample], step: int
@@ -184,6 +192,7 @@ def test_groups_come_in_the_order_of_submission(make: Any, rollout: Rollout) -> 
     assert uids(sampler.take(0)) == [0, 1]
     assert sampler.metrics() == {
         "rollout/running": 1,
+        "rollout/waiting": 5,
         "rollout/buffered": 1,
         "rollout/surplus": 0,
         "rollout/rejected": 0,
