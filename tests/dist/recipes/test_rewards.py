@@ -32,24 +32,27 @@ def executor_then_error(prompt, sample):
         raise ValueError("poisoned")
     return executor(prompt, sample)
 
-def process_with_a_time_limit(prompt, sample):
+def processes_and_threads(prompt, sample):
+    a_process_with_a_time_limit(prompt)
+    a_request_that_nobody_answers(prompt)
+    return float(sample.index)
+
+def a_process_with_a_time_limit(prompt):
     if prompt.uid == 3:
         judge = FORK.Process(target=time.sleep, args=(60,))
         judge.start()
         judge.terminate()
         judge.join(20)
         assert judge.exitcode == -15
-    return float(sample.index)
 
-def a_request_that_nobody_answers(prompt, sample):
+def a_request_that_nobody_answers(prompt):
     pools or pools.append(ThreadPoolExecutor(1))
     if prompt.uid == 3:
         pools[0].submit(time.sleep, 1000)
-    return float(sample.index)
 
-def another_directory(prompt, sample):
+def executor_in_another_directory(prompt, sample):
     os.chdir(tempfile.mkdtemp())
-    return float(sample.index)
+    return executor(prompt, sample)
 
 def a_child_that_comes_back(prompt, sample):
     if prompt.uid == 3:
@@ -86,15 +89,7 @@ def no_text(prompt, sample):
 """
 
 
-GO_ON = [
-    "executor",
-    "process_with_a_time_limit",
-    "a_request_that_nobody_answers",
-    "another_directory",
-]
-
-
-@pytest.mark.parametrize("function", GO_ON)
+@pytest.mark.parametrize("function", ["executor_in_another_directory", "processes_and_threads"])
 def test_the_run_goes_on(run: Any, tmp_path: Path, function: str) -> None:
     ended = run(
         "grpo", f"--reward={_file(tmp_path)}:{function}", "--steps=2", "--run.save_every=1", nproc=2
@@ -172,10 +167,10 @@ rl.Rollout = Leaving
 @pytest.mark.parametrize(
     ("num_ranks", "leaving", "words"),
     [
-        (1, "0", []),
+        pytest.param(1, "0", [], marks=pytest.mark.system),
         (1, "0", ["--max-restarts=1"]),
         (2, "0", []),
-        (2, "1", []),
+        pytest.param(2, "1", [], marks=pytest.mark.system),
         (2, "01", ["--max-restarts=1"]),
     ],
 )
