@@ -94,3 +94,18 @@ def test_the_oldest_call_has_the_deadline() -> None:
     with pytest.raises(DeadlineError, match="call 1 is late"):
         queue.wait()
     assert channel.now_s == 10.0
+
+
+def test_a_call_that_was_told_twice_does_not_stand_for_a_later_one() -> None:
+    """The later one may have the address of the earlier one, which nobody holds any more."""
+    channel, queue = Channel(), CompletionQueue[int]()
+    for value in range(100):
+        first = Call(channel)
+        queue.add(pending(first, value))
+        first.end()
+        assert queue.wait() is not None
+        later = Call(channel)
+        queue.add(pending(later, value))
+        assert queue.wait(0.0) is None
+        later.end()
+        assert queue.wait() is not None
