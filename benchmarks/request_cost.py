@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pstats
 import subprocess
 import sys
@@ -61,7 +62,8 @@ def run(folder: Path, requests: int, *, profile: bool = False) -> Found:
         f"--run.folder={folder}",
         "--run.name=requests",
     ]
-    subprocess.run([*COMMAND, *words], cwd=ROOT, check=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*COMMAND, *words], cwd=ROOT, check=True, env=environment)
     told = json.loads((folder / "requests" / FILE).read_text())
     return Found([_reading(**one) for one in told["readings"]], told["left"])
 
