@@ -59,8 +59,10 @@ class CompletionQueue(Generic[R]):
             oldest.wait(0.0)  # raises, unless the call has ended in this moment
 
     def wake(self) -> None:
-        """End the `wait` of another thread, within a moment, or else the next one."""
+        """End the `wait` of another thread, or else the next one."""
         self._is_woken = True
+        for call in list(self._open.values())[:1]:
+            call.started_call.wake()
 
     def _has_news(self) -> bool:
         return bool(self._ended) or self._is_woken

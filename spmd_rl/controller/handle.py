@@ -158,6 +158,9 @@ class IssuedCall(StartedCall):
     def call_when_done(self, listener: Callable[[], object]) -> None:
         self._record.call_when_done(listener)
 
+    def wake(self) -> None:
+        self._dispatcher.wake()
+
     def handle_until(self, done: Callable[[], object], seconds: float) -> bool:
         return self._dispatcher.calls.wait_until(done, seconds)
 

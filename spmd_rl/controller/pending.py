@@ -27,6 +27,9 @@ class StartedCall:
         """Call `listener` once the call has ended, perhaps twice, on any thread."""
         listener()
 
+    def wake(self) -> None:
+        """Have whoever is in `handle_until` look again."""
+
     def handle_until(self, done: Callable[[], object], seconds: float) -> bool:
         """Handle what arrives from workers until `done()`, for `seconds` at most."""
         return bool(done())

@@ -18,11 +18,13 @@ from spmd_rl.hooks.rank_link import RankLink
 from spmd_rl.hooks.running_note import RunningNote
 
 PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded before anything forks
 
 
 def main(socket_fd: int, note_fd: int, parent_pid: int) -> None:
     """Serve calls until the rank ends. Its program is `process.PROGRAM`."""
     end_with_parent(parent_pid)
+    os.register_at_fork(after_in_child=_end_with_parent)
     faulthandler.enable(all_threads=False)
     link = RankLink(socket.socket(fileno=socket_fd))
     start = link.receive()
@@ -48,7 +50,11 @@ def main(socket_fd: int, note_fd: int, parent_pid: int) -> None:
 
 def end_with_parent(parent_pid: int) -> None:
     """Have Linux end this process when the thread that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _end_with_parent()
     if os.getppid() != parent_pid:  # it ended before
         os._exit(1)
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

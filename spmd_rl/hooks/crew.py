@@ -25,8 +25,8 @@ from spmd_rl.hooks.messages import (
 )
 from spmd_rl.hooks.running_note import Running
 
-AHEAD_S = 0.05  # work that a process is sent before it answers; more than that asks for another
-MAX_AHEAD = 512  # calls
+AHEAD_S = 0.05  # of work that a process is sent at once; another is started if more waits for that
+MAX_AHEAD = 64  # calls, which wait even if the one before them turns out to be slow
 START_DEADLINE_S = 600.0  # for a process to import the hooks
 _NEWEST = 0.1  # weight of the newest call in the mean time of calls
 
@@ -105,6 +105,7 @@ class Crew:
         self._waiting: deque[int] = deque()
         self._suspects: deque[int] = deque()  # each is made alone in a process
         self._mean_s = 0.0  # of a call; 0: not known
+        self._behind_since_s: float | None = None  # when too much work began to wait
 
     def start(self, now_s: float) -> None:
         """Start one process."""
@@ -150,6 +151,7 @@ class Crew:
     def dispatch(self, now_s: float) -> None:
         """Send waiting calls to processes that have room, and start another if they wait long."""
         if not self._waiting and not self._suspects:
+            self._behind_since_s = None
             return
         usable = [place for place in self.places if not place.is_spoiled]
         if not usable:
@@ -169,7 +171,11 @@ class Crew:
             room = min(share, self._ahead() - len(place.calls))
             if room > 0:
                 self._send(place, [self._waiting.popleft() for _ in range(room)])
-        if self._waiting and self._wants_another(now_s):
+        if not self._is_behind(now_s):
+            self._behind_since_s = None
+        elif self._behind_since_s is None:
+            self._behind_since_s = now_s
+        elif now_s - self._behind_since_s > AHEAD_S:
             self.start(now_s)
 
     def close(self) -> None:
@@ -204,9 +210,10 @@ class Crew:
         if is_wanted and not stands:
             self._suspects.append(answer.call_id)
         place.is_spoiled |= isinstance(answer, Problem) and answer.spoiled
+        if not place.is_fresh:  # a first call may import something, or fill a cache
+            newest = answer.seconds if self._mean_s else answer.seconds / _NEWEST
+            self._mean_s += (newest - self._mean_s) * _NEWEST
         place.is_alone = place.is_fresh = False
-        newest = answer.seconds if self._mean_s else answer.seconds / _NEWEST
-        self._mean_s += (newest - self._mean_s) * _NEWEST
         return stands
 
     def _end_if_late(self, place: Place, now_s: float) -> Iterator[FromCall]:
@@ -262,9 +269,9 @@ class Crew:
             return self._limits.slots
         return min(MAX_AHEAD, max(1, int(AHEAD_S / self._mean_s))) if self._mean_s else 1
 
-    def _wants_another(self, now_s: float) -> bool:
-        """Whether what waits is more than `AHEAD_S` of work for processes that are all busy."""
-        if not self._may_start():
+    def _is_behind(self, now_s: float) -> bool:
+        """Whether what waits is more than `AHEAD_S` of work, and one more process is allowed."""
+        if not self._waiting or not self._may_start():
             return False
         ages = [now_s - run.since_s for place in self.places if (run := place.member.running())]
         call_s = max([self._mean_s, *ages])

@@ -57,6 +57,7 @@ def check(cfg: Config) -> None:
         model=cfg.model,
         data=cfg.data,
         reward=cfg.reward,
+        hooks=cfg.hooks,
         prompts=cfg.prompts,
         trainer=cfg.trainer,
         sampling=cfg.sampling,

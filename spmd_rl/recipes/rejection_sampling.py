@@ -47,6 +47,7 @@ def check(cfg: Config) -> None:
         model=cfg.model,
         data=cfg.data,
         reward=cfg.reward,
+        hooks=cfg.hooks,
         prompts=cfg.prompts,
         trainer=rl.TrainerConfig(),  # nothing is trained, but the folder must hold weights
         sampling=cfg.sampling,

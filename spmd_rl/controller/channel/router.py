@@ -146,14 +146,18 @@ class Router:
         while they answer, until the other sources are due.
         Blocks: for `seconds` at most; a short wait, while workers answer, for a tick.
         """
-        if seconds > SHORT_WAIT_S:
+        if seconds > SHORT_WAIT_S or not self._leader.lead(0.0):
             return self._leader.handle_until(done, seconds)
-        if self._leader.lead(seconds):
-            try:
-                self._receive_until(done, time.monotonic() + seconds)
-            finally:
-                self._leader.resign()
+        try:
+            self._receive_until(done, time.monotonic() + seconds)
+        finally:
+            self._leader.resign()
         return bool(done())
+
+    def wake(self) -> None:
+        """Have the threads that wait look whether they need to wait any longer."""
+        self._leader.handle_due = True
+        self._wakeup.wake()
 
     def close(self) -> None:
         """Send what is queued and close.
@@ -206,6 +210,7 @@ class Router:
                 handle_message(receive)
             except zmq.Again:  # no worker answered within SHORT_WAIT_S
                 return
+            leader.wake_followers()
 
     def _send(self) -> None:
         while self._outbox:

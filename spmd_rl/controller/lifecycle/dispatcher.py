@@ -134,6 +134,10 @@ class Dispatcher:
                 )
         return record.answers
 
+    def wake(self) -> None:
+        """Have the threads that wait for workers look whether they need to wait any longer."""
+        self._router.wake()
+
     def stacks(self) -> str:
         """Return the stacks of all ranks as text. Blocks: for `snapshots.GATHER_S` at most."""
         with self._snapshots.lock:

@@ -143,3 +143,33 @@ def test_what_is_queued_while_nobody_waits_is_done_at_once(pipe: Pipe) -> None:
     pipe.outbox.append("letter")
     leader.run_or_wake(pipe.flush)
     assert pipe.sent == ["letter"]
+
+
+def test_a_follower_is_woken_by_its_answer_and_by_the_end_of_the_lead(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither waits for the tick: b's answer comes while a leads, and c's after a has ended."""
+    monkeypatch.setattr(leader_followers, "TICK_S", WAIT_S)
+    leader = LeaderFollowers(pipe.handle, pipe.wakeup, "not started")
+    began, ended = time.monotonic(), {byte: threading.Event() for byte in (b"a", b"b", b"c")}
+
+    def wait_for(byte: bytes) -> None:
+        leader.handle_until(lambda: any(seen == byte for _, seen in pipe.handled), WAIT_S)
+        ended[byte].set()
+
+    waiting = [threading.Thread(target=wait_for, args=[byte], name=byte.decode()) for byte in ended]
+    waiting[0].start()
+    while not pipe.busy.locked():
+        time.sleep(0)
+    for thread in waiting[1:]:
+        thread.start()
+    while len(leader._followers) < 2:
+        time.sleep(0)
+    for byte in (b"b", b"a", b"c"):
+        pipe.send(byte)
+        assert ended[byte].wait(WAIT_S / 2)
+    for thread in waiting:
+        thread.join(WAIT_S)
+    assert pipe.handled[:2] == [("a", b"b"), ("a", b"a")]
+    assert pipe.handled[2] == ("c", b"c")
+    assert time.monotonic() - began < WAIT_S / 2

@@ -1,0 +1,33 @@
+"""Random faults in graders and episodes. `python -m benchmarks.hook_faults` makes more of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.faulty_hooks import ASYNC, EPISODE, PLAIN, is_slow, known
+from benchmarks.hook_faults import Case, make_cases, run
+from spmd_rl.hooks.crew import Crew, Place
+
+
+def test_random_faults_fail_their_own_samples_and_no_others() -> None:
+    outcome = run(make_cases(25, seed=33, slow_share=0.1), deadline_s=3.0)
+    assert outcome.wrong == {}
+
+
+def test_without_blame_others_are_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the last call that a process got is blamed for its end."""
+
+    def last_call(crew: Crew, place: Place) -> int | None:
+        return next(reversed(place.calls), None)
+
+    monkeypatch.setattr(Crew, "_known_runner", last_call)
+    cases = [Case(uid, PLAIN, "", "") for uid in range(1, 40)]
+    cases[10] = Case(11, PLAIN, "os._exit", known(PLAIN)["os._exit"])
+    assert run(cases, deadline_s=60.0).wrong
+
+
+def test_every_fault_is_known_where_it_may_happen() -> None:
+    names = {place: {*known(place)} for place in (PLAIN, ASYNC, EPISODE)}
+    assert names[PLAIN] < names[ASYNC]
+    assert {"hang", "segfault"} <= names[PLAIN] & names[EPISODE]
+    assert is_slow("spin") and is_slow("hang") and not is_slow("segfault")
