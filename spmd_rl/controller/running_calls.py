@@ -58,6 +58,7 @@ class RunningCalls(Generic[C]):
             if self._unanswered and not self._is_concurrent(self._held[0]):
                 return
             yield self._held.popleft()
+        self._aborted.clear()  # a call that has neither started nor is held was answered already
 
     def defer(self, call: DeferredCall) -> None:
         """Keep a call that started, until it is answered."""
