@@ -27,8 +27,10 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class Peer:
     """The driver's side of one contender, with all processes that it starts."""
 
-    def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
-        """Start the contender.
+    def __init__(
+        self, command: list[str], env: dict[str, str], log: Path, cwd: Path | None = None
+    ) -> None:
+        """Start the contender, in the folder `cwd`.
 
         Blocks: until it has connected. Raises: RuntimeError with its output if it does not.
         """
@@ -42,6 +44,7 @@ class Peer:
             self._process = subprocess.Popen(
                 command,
                 env=os.environ | env | {SOCKET_ENV: path},
+                cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -19,7 +21,9 @@ class CompletionQueue(Generic[R]):
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, Pending[R]] = {}  # by identity, the oldest first
+        self._numbers = itertools.count()
+        self._open: dict[int, Pending[R]] = {}  # by number, the oldest first
+        self._lock = threading.Lock()  # held to insert, and to look for the oldest
         self._ended: deque[int] = deque()
         self._is_woken = False
 
@@ -27,8 +31,10 @@ class CompletionQueue(Generic[R]):
         return len(self._open)
 
     def add(self, call: Pending[R]) -> None:
-        self._open[id(call)] = call
-        call.started_call.call_when_done(partial(self._ended.append, id(call)))
+        number = next(self._numbers)
+        with self._lock:
+            self._open[number] = call
+        call.started_call.call_when_done(partial(self._ended.append, number))
 
     def wait(self, seconds: float | None = None) -> Pending[R] | None:
         """Remove and return the next call that has ended; None if there is none, or after `wake`.
@@ -39,7 +45,8 @@ class CompletionQueue(Generic[R]):
         while True:
             if (call := self._pop_ended()) is not None:
                 return call
-            oldest = next(iter(list(self._open.values())), None)
+            with self._lock:
+                oldest = next(iter(self._open.values()), None)
             if oldest is None or self._is_woken:
                 self._is_woken = False
                 return None

@@ -43,6 +43,11 @@ class RunningCalls(Generic[C]):
     def num_unanswered(self) -> int:
         return len(self._unanswered)
 
+    @property
+    def num_held(self) -> int:
+        """The commands that have not started."""
+        return len(self._held)
+
     def add(self, command: C) -> None:
         """Queue a command."""
         self._held.append(command)
@@ -53,6 +58,7 @@ class RunningCalls(Generic[C]):
             if self._unanswered and not self._is_concurrent(self._held[0]):
                 return
             yield self._held.popleft()
+        self._aborted.clear()  # a call that has neither started nor is held was answered already
 
     def defer(self, call: DeferredCall) -> None:
         """Keep a call that started, until it is answered."""

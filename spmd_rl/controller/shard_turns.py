@@ -61,23 +61,25 @@ class ShardTurns(Generic[C]):
         self._broadcast(msgspec.msgpack.encode(turn))
 
     def follow(
-        self, receive: Callable[[bool], C | None], release: Callable[[Iterable[int]], None]
+        self, receive: Callable[[bool], Iterable[C]], release: Callable[[Iterable[int]], None]
     ) -> list[C]:
         """Begin the next turn, and return its commands.
 
-        `receive(wait)` returns the next command that this rank has got, and `release` answers
-        calls. Blocks: until the first rank begins the turn, and its commands are here too.
+        `receive(wait)` returns commands that this rank has got, and `release` answers calls.
+        Blocks: until the first rank begins the turn, and its commands are here too.
         """
         turn = msgspec.msgpack.decode(self._broadcast(b""), type=Turn)
         release(turn.answered)
-        shared: list[C] = []
         commands: list[C] = []
-        while len(shared) < turn.num_commands:
-            command = self._early.popleft() if self._early else receive(True)
-            if command is not None:
-                commands.append(command)
-                if self._is_shared(command):
-                    shared.append(command)
-        if (command := receive(False)) is not None:
-            (self._early if self._is_shared(command) else commands).append(command)
-        return commands
+        num_shared = 0
+        received = [*self._early, *receive(False)]
+        self._early.clear()
+        while True:
+            for command in received:
+                is_shared = self._is_shared(command)
+                is_early = is_shared and num_shared == turn.num_commands
+                (self._early if is_early else commands).append(command)
+                num_shared += is_shared and not is_early
+            if num_shared == turn.num_commands:
+                return commands
+            received = list(receive(True))

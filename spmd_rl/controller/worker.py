@@ -79,14 +79,14 @@ class Worker:
             for received in self._next_turn(dealer):
                 # isinstance takes ten times as long on a msgspec type
                 if type(received[0]) is Stop:
+                    self._run_ready()
                     self._trace.close()
                     return
                 if type(received[0]) is Abort:
                     self._running.abort(received[2])
                 else:
                     self._running.add(received)
-            for ready in self._running.ready():
-                self._run(*ready)
+            self._run_ready()
             self._pump()
 
     def _next_turn(self, dealer: Dealer) -> list[ReceivedCommand]:
@@ -95,19 +95,19 @@ class Worker:
         """
         shard = self._shard
         if shard is None or not (self._running.num_unanswered or shard.has_untold):
-            received = self._next(dealer)
-            return [] if received is None else [received]
+            return self._next(dealer)
         if not shard.is_first:
             return shard.follow(partial(self._receive, dealer), self._running.release)
-        received = None if shard.has_untold else self._next(dealer)
-        commands = [] if received is None else [received]
+        commands = [] if shard.has_untold else self._next(dealer)
         shard.lead(commands)
         return commands
 
-    def _next(self, dealer: Dealer) -> ReceivedCommand | None:
-        """Send the answers, and return the next command; None if a role has work instead."""
+    def _next(self, dealer: Dealer) -> list[ReceivedCommand]:
+        """Send the answers, and return the next command; all that are here if there is work: of a
+        role, or a command that was held back until now.
+        """
         if not self._running.num_unanswered:
-            return self._receive(dealer, True)
+            return self._receive(dealer, not self._running.num_held)
         roles = self._pumped.values()
         if any(role.has_work() for role in roles):
             return self._receive(dealer, False)
@@ -115,10 +115,14 @@ class Worker:
 
     def _receive(
         self, dealer: Dealer, wait: bool, watched: Sequence[int] = ()
-    ) -> ReceivedCommand | None:
+    ) -> list[ReceivedCommand]:
         received = dealer.next(self._answers, wait=wait, watched=watched)
         self._answers.clear()
         return received
+
+    def _run_ready(self) -> None:
+        for ready in self._running.ready():
+            self._run(*ready)
 
     def _run(self, command: Command | Stop, value: Packed, number: int) -> None:
         """Run a command, and keep its answer to be sent, unless it comes later."""

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from spmd_rl.hooks.results import encodable
+
 
 class CallInfo(msgspec.Struct, frozen=True, array_like=True):
     """What a rank tells a hook of the call: the step, the version of the weights, and the seed."""
@@ -53,7 +55,7 @@ class HookContext:
         number = float(value)
         if not math.isfinite(number):
             raise ValueError(f"emit({name!r}, {value!r}): expected a finite number")
-        self.metrics[str(name)] = number
+        self.metrics[encodable(str(name))] = number
 
 
 @dataclass(frozen=True)

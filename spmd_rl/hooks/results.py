@@ -36,7 +36,7 @@ def as_grade(result: Any) -> Grade:
         return Grade(_number(result, WHOLE))
     if WHOLE not in result:
         raise BadResult(f"returned a dict without the key 'reward': {preview(result)}")
-    parts = {str(key): _number(value, str(key)) for key, value in result.items()}
+    parts = {encodable(str(key)): _number(value, str(key)) for key, value in result.items()}
     for key in parts:
         if f"reward/{key}" in METRIC_OF_NAME:
             raise BadResult(
@@ -73,7 +73,12 @@ def preview(value: object, as_text: Callable[[object], str] = repr) -> str:
         text = as_text(value)
     except Exception:  # noqa: BLE001  a user's type may raise anything here
         text = f"a {type(value).__name__}"
-    return text if len(text) <= MAX_PREVIEW else text[:MAX_PREVIEW] + "..."
+    return encodable(text if len(text) <= MAX_PREVIEW else text[:MAX_PREVIEW] + "...")
+
+
+def encodable(text: str) -> str:
+    """Return a text with lone surrogates, which UTF-8 cannot encode, written as escapes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def describe(prompt: Prompt, samples: Sequence[Sample]) -> str:

@@ -48,10 +48,10 @@ SMALL = [
 MODES = {
     "sync": ["grpo", "--nproc=1"],
     "async": ["grpo_async", "--nproc=2", "--split.train.ranks=1", "--split.infer.ranks=1"],
+    "sampler": ["grpo", "--nproc=1", "--sampler.oversample=1.5"],
     "sharded": ["grpo", "--nproc=2", "--trainer.minibatches=2"],
     "warm-up": [str(EXAMPLE / "recipe.py"), "--nproc=1", "--warmup_steps=30", "--warmup_pairs=32"],
 }
-LOOK_S = 0.002  # between two looks at the run's folder
 # prefixes of metrics that depend on a clock or on other processes
 TIMES = ("time/", "before/", "perf/", "rollout/tokens_per_s", "memory/", "unix_s")
 
@@ -107,10 +107,19 @@ class Run:
     output: str = ""
     num_events: int = 0  # changes of files that were seen in the last start
     limit_s: float = 1000.0
+    look_s: float = 0.002  # between two looks at the folder, each of which takes processor time
 
     @property
     def folder(self) -> Path:
         return self.cwd / "runs" / self.name
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment that the run starts with."""
+        base = {
+            k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))
+        }
+        search = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return base | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.cwd)}
 
     def finish(self) -> Outcome:
         """Let the run complete."""
@@ -127,21 +136,11 @@ class Run:
 
     def _live(self, moment: Moment | None, fault: Fault = lambda launcher, mark: None) -> int:
         mark = uuid.uuid4().hex
-        base = {
-            k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))
-        }
-        search = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
-        paths = {
-            "PYTHONPATH": search,
-            "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(self.cwd),
-            processes.MARK: mark,
-        }
         with (self.cwd / f"{self.name}.log").open("w+") as log:
             process = subprocess.Popen(
                 [*self.command, *self.words, f"--run.name={self.name}"],
                 cwd=self.cwd,
-                env=base | paths,
+                env=self.environment() | {processes.MARK: mark},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -163,7 +162,7 @@ class Run:
         self.num_events, num_looks, within = 0, 0, moment.within if moment else ""
         while time.monotonic() < give_up_at:
             try:
-                process.wait(LOOK_S)
+                process.wait(self.look_s)
             except subprocess.TimeoutExpired:
                 found = self._look()
                 self.num_events += sum(within in path for path, _ in found.items() - seen.items())

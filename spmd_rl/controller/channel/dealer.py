@@ -117,12 +117,12 @@ class Dealer:
 
     def next(
         self, answers: Sequence[Answer] = (), *, wait: bool = True, watched: Sequence[int] = ()
-    ) -> ReceivedCommand | None:
-        """Send the answers, and return the next command.
+    ) -> list[ReceivedCommand]:
+        """Send the answers, and return the next command; without `wait`, all that are here.
 
-        It returns None if there is none and it should not `wait`. With `watched` descriptors it
-        returns None once one of them is readable, and a few times a second. Else it sleeps in
-        `recv`, which costs half of a poll. Other sources are polled when `handle_due` says so.
+        With `watched` descriptors it returns nothing once one of them is readable, and a few times
+        a second. Else it sleeps in `recv`, which costs half of a poll. Other sources are polled
+        when `handle_due` says so.
         Blocks: on the controller; the listener ends this process if the controller is lost.
         """
         leader, unsent = self._leader, deque(answers)
@@ -136,21 +136,33 @@ class Dealer:
                 if leader.handle_due:
                     leader.handle_due = False
                     self._loop.handle(0.0)
+                if not wait:
+                    return self._all_here()
                 if self._inbox:
-                    return self._inbox.popleft()
-                if watched and wait:
+                    return [self._inbox.popleft()]
+                if watched:
                     self._loop.handle(TICK_S, watched)
-                    return self._inbox.popleft() if self._inbox else None
+                    return [self._inbox.popleft()] if self._inbox else []
                 try:
-                    frame = self._receive(0 if wait else NOBLOCK)
-                except zmq.Again:  # nothing arrived within a tick, or yet
-                    if not wait:
-                        return None
+                    frame = self._receive()
+                except zmq.Again:  # nothing arrived within a tick
                     continue
                 if command := self.handle_frame(frame):
-                    return command
+                    return [command]
             finally:
                 leader.resign()
+
+    def _all_here(self) -> list[ReceivedCommand]:
+        """Return the commands that have arrived. Only the leader calls it."""
+        commands = list(self._inbox)
+        self._inbox.clear()
+        while True:
+            try:
+                frame = self._receive(NOBLOCK)
+            except zmq.Again:
+                return commands
+            if command := self.handle_frame(frame):
+                commands.append(command)
 
     def close(self) -> list[Signals]:
         """Send what is queued and close; return the signals that nobody was told of.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -40,9 +40,9 @@ def builder_for(value: Any, layouts: Mapping[int, ArrayLayout]) -> Build | None:
     if kind is list:
         return _list_builder(value, layouts)
     if kind is tuple:
-        return _sequence_builder([builder_for(item, layouts) for item in value], as_tuple=True)
+        return _sequence_builder(value, layouts, as_tuple=True)
     if kind is dict:
-        return _dict_builder({key: builder_for(item, layouts) for key, item in value.items()})
+        return _dict_builder(value, layouts)
     return None
 
 
@@ -57,7 +57,7 @@ def _array_builder(shape: tuple[int, ...], dtype: np.dtype[Any], offset: int) ->
 def _list_builder(items: list[Any], layouts: Mapping[int, ArrayLayout]) -> Build | None:
     if all(_is_array(item, layouts) for item in items):
         return _array_list_builder([layouts[id(item)] for item in items])
-    return _sequence_builder([builder_for(item, layouts) for item in items], as_tuple=False)
+    return _sequence_builder(items, layouts, as_tuple=False)
 
 
 def _array_list_builder(layouts: list[ArrayLayout]) -> Build:
@@ -70,8 +70,12 @@ def _array_list_builder(layouts: list[ArrayLayout]) -> Build:
     return build_arrays
 
 
-def _sequence_builder(items: Sequence[Build | None], as_tuple: bool) -> Build | None:
-    builds = [build for build in items if build is not None]
+def _sequence_builder(
+    items: Sequence[Any], layouts: Mapping[int, ArrayLayout], *, as_tuple: bool
+) -> Build | None:
+    builds = _all_builders(items, layouts)
+    if builds is None:
+        return None
 
     def build_sequence(payload: bytearray) -> Sequence[Any]:
         built = []
@@ -79,16 +83,30 @@ def _sequence_builder(items: Sequence[Build | None], as_tuple: bool) -> Build | 
             built.append(build(payload))
         return tuple(built) if as_tuple else built
 
-    return build_sequence if len(builds) == len(items) else None
+    return build_sequence
 
 
-def _dict_builder(items: dict[Any, Build | None]) -> Build | None:
-    builds = [(key, build) for key, build in items.items() if build is not None]
+def _dict_builder(items: dict[Any, Any], layouts: Mapping[int, ArrayLayout]) -> Build | None:
+    builds = _all_builders(items.values(), layouts)
+    if builds is None:
+        return None
+    named = list(zip(items, builds, strict=True))
 
     def build_dict(payload: bytearray) -> dict[Any, Any]:
         built = {}
-        for key, build in builds:
+        for key, build in named:
             built[key] = build(payload)
         return built
 
-    return build_dict if len(builds) == len(items) else None
+    return build_dict
+
+
+def _all_builders(values: Iterable[Any], layouts: Mapping[int, ArrayLayout]) -> list[Build] | None:
+    """Return what makes each of the values, or None at the first for which there is nothing."""
+    builds: list[Build] = []
+    for value in values:
+        build = builder_for(value, layouts)
+        if build is None:
+            return None
+        builds.append(build)
+    return builds

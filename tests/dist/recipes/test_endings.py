@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.recipes.forked_run import ForkedRun
 from tests.system import chaos_processes as processes
 from tests.system.kill_resume import (
     COMMAND,
@@ -105,12 +106,13 @@ def kill_launcher(launcher: int, mark: str) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """What a run leaves that nobody disturbed."""
-    run = Run(tmp_path_factory.mktemp("whole"), [*MODES["sharded"], *SMALL, "--steps=8", RARELY])
-    return run.finish()
+    words = [*MODES["sharded"], *SMALL, "--steps=8", RARELY]
+    return ForkedRun(tmp_path_factory.mktemp("whole"), words).finish()
 
 
 def disturbed(folder: Path, launcher: str, *words: str) -> Run:
-    run = Run(folder, [*MODES["sharded"], *SMALL, "--steps=8", RARELY, *words])
+    words = (*MODES["sharded"], *SMALL, "--steps=8", RARELY, *words)
+    run = ForkedRun(folder, [*words], look_s=0.02)
     if launcher == "torchrun":
         run.command = TORCHRUN
         run.words.remove("--nproc=2")  # torchrun takes it for a short form of its own option
@@ -163,7 +165,7 @@ def test_a_kill_of_who_is_no_rank_says_where_it_goes_on(
 
 def test_sigterm_in_a_step_that_is_too_long(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    run = Run(tmp_path, ["slow.py", "--nproc=2", "--run.grace_s=1"])
+    run = Run(tmp_path, ["slow.py", "--nproc=2", "--run.grace_s=1"], look_s=0.02)
     assert run.meet(Moment(1, 0, within="asleep"), end_launcher) == 143, run.output
     assert run.output.rstrip().endswith(
         "every rank got SIGTERM; step 1 did not end within 1 s and is lost"

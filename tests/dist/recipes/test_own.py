@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,8 @@ def prompts(ended: Any, step: int) -> list[int]:
     return [row["tokens"] for row in ended.samples(step)]
 
 
-@pytest.mark.parametrize("split", [[], ["--split.train.ranks=1", "--split.infer.ranks=1"]])
-def test_the_tour_runs(run: Any, split: list[str]) -> None:
-    ended = run(TOUR, *WORDS, *split, "--steps=4", nproc=2)
+def check_tour(ended: Any) -> None:
+    """Assert that the tour ended well, and that its metrics are what the page says."""
     assert ended.code == 0, ended.sentence
     assert [("eval/reward" in row) for row in ended.metrics] == [True, False, True, False]
     for row in ended.metrics:
@@ -42,12 +42,25 @@ def test_the_tour_runs(run: Any, split: list[str]) -> None:
     assert all(distances[1:])
 
 
+def test_the_tour_runs_on_a_rank_for_each_role(run: Any) -> None:
+    split = ("--split.train.ranks=1", "--split.infer.ranks=1")
+    check_tour(run(TOUR, *WORDS, *split, "--steps=4", nproc=2))
+
+
 def test_the_tour_goes_on(run: Any) -> None:
-    whole = run(TOUR, *WORDS, "--steps=4", name="whole")
-    run(TOUR, *WORDS, "--steps=4", "--run.save_every=2", name="parts")
-    parts = run(TOUR, *WORDS, "--steps=4", "--run.save_every=2", name="parts")
-    assert whole.code == parts.code == 0, parts.sentence
-    assert [prompts(parts, step) for step in (1, 4)] == [prompts(whole, step) for step in (1, 4)]
+    """From the checkpoint after two steps it draws and learns what it drew and learned before."""
+    words = (TOUR, *WORDS, "--steps=4", "--run.save_every=2")
+    whole = run(*words, nproc=2)
+    check_tour(whole)
+    drawn = [prompts(whole, step) for step in range(1, 5)]
+    weights = (whole.folder / "hf/model.safetensors").read_bytes()
+    for path in ("checkpoints/step_000004", "hf", "samples"):
+        shutil.rmtree(whole.folder / path)
+    parts = run(*words, nproc=2)
+    assert parts.code == 0, parts.sentence
+    assert "resuming at step 3 from " in parts.output
+    assert [prompts(parts, step) for step in (3, 4)] == drawn[2:]
+    assert (parts.folder / "hf/model.safetensors").read_bytes() == weights
 
 
 def test_a_reward_without_a_difference_is_told_and_the_tokenizers_end_is_enough(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.recipes.forked_run import ForkedRun
 from tests.system.kill_resume import MODES, SMALL, Moment, Outcome, Run, differences
 
 pytestmark = pytest.mark.dist
@@ -36,7 +37,7 @@ def ahead(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def undisturbed(mode: str, folders: pytest.TempPathFactory) -> Run:
-    run = Run(folders.mktemp(mode), [*MODES[mode], *SMALL, KEEP_ALL], name="whole")
+    run = ForkedRun(folders.mktemp(mode), [*MODES[mode], *SMALL, KEEP_ALL], name="whole")
     run.finish()
     return run
 
@@ -45,7 +46,7 @@ def beside(run: Run, name: str, *, until: int | None = None) -> Run:
     """The same command in another folder: empty, or like the first one's when checkpoint `until`
     was its newest.
     """
-    other = Run(run.cwd, run.words, name=name)
+    other = ForkedRun(run.cwd, run.words, name=name)
     if until is not None:
         shutil.copytree(run.folder, other.folder)
         shutil.rmtree(other.folder / "hf")
@@ -65,7 +66,8 @@ def test_killed_at_a_random_moment(request: pytest.FixtureRequest, mode: str) ->
     assert len({row["train/loss"] for row in expected.metrics}) == 5, (
         "nothing was learned, so nothing can be lost"
     )
-    assert run.kill(Moment.random(rng, whole.num_events // 2)), run.output
+    num_files = sum(1 for _ in whole.folder.rglob("*"))
+    assert run.kill(Moment.random(rng, num_files // 2)), run.output
     assert differences(expected, run.finish()) == []
     assert "bit for bit" not in run.output
 
@@ -100,7 +102,7 @@ def test_two_ranks_then_one(sync: Run) -> None:
     promise then.
     """
     run = beside(sync, "one-rank", until=CUT)
-    one = Run(run.cwd, [*run.words, "--nproc=1"], name=run.name)
+    one = ForkedRun(run.cwd, [*run.words, "--nproc=1"], name=run.name)
     steps, expected = one.finish().metrics, Outcome.of(sync.folder).metrics
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
     assert steps[:CUT] == expected[:CUT]

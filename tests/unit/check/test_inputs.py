@@ -17,6 +17,7 @@ from spmd_rl.check.inputs import check_inputs
 from spmd_rl.data.prompt_format import CHECKED_CHARACTERS, CHECKED_PROMPTS
 from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.hooks.config import HookConfig
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig
@@ -120,3 +121,35 @@ def test_messages(model: Path) -> None:
         DataError, match=r"data\.jsonl:1: prompt: expected messages, each with 'role' and 'content'"
     ):
         _check(model, [{"prompt": [{"role": "user"}]}], chat_template=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "sentence"),
+    [
+        ("reward", "def f(sample)", r"reward .*f\(sample\): write it as reward\(prompt, sample\)"),
+        (
+            "generate",
+            "def f(ctx, prompt, engine)",
+            r"hooks\.generate .* write it as async gen",
+        ),
+        (
+            "keep_group",
+            "def f(group)",
+            r"hooks\.keep_group .*: write it as keep_group\(ctx",
+        ),
+    ],
+)
+def test_a_hook_of_another_signature(
+    tmp_path: Path, model: Path, kind: str, line: str, sentence: str
+) -> None:
+    file = tmp_path / "hooks.py"
+    file.write_text(f"{line}:\n    pass\ndef good(prompt, sample):\n    return 1\n")
+    reward = {f"{file}:good": 1.0} | ({f"{file}:f": 0.5} if kind == "reward" else {})
+    settings = {kind: f"{file}:f"} if kind != "reward" else {}
+    with pytest.raises(ConfigError, match=sentence):
+        check_inputs(
+            model=str(model),
+            data=str(EXAMPLE / "train.jsonl"),
+            reward=reward,
+            hooks=HookConfig(**settings),
+        )

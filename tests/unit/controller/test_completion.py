@@ -94,3 +94,18 @@ def test_the_oldest_call_has_the_deadline() -> None:
     with pytest.raises(DeadlineError, match="call 1 is late"):
         queue.wait()
     assert channel.now_s == 10.0
+
+
+def test_a_call_that_was_told_twice_does_not_stand_for_a_later_one() -> None:
+    """The later one may have the address of the earlier one, which nobody holds any more."""
+    channel, queue, early = Channel(), CompletionQueue[int](), 0
+    for value in range(100):
+        first, later = Call(channel), Call(channel)
+        queue.add(pending(first, value))
+        first.end()
+        queue.wait()
+        queue.add(pending(later, value))
+        early += queue.wait(0.0) is not None
+        later.end()
+        queue.wait()
+    assert early == 0

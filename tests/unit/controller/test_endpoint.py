@@ -92,6 +92,40 @@ def test_arguments_cross_in_order_also_those_that_go_by_name() -> None:
     assert none.method(role)(*none.arguments.unpack(none.arguments.pack(none.bind((), {})))) == 3
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((), {}),
+        ((1,), {}),
+        ((1, 2), {}),
+        ((1, 2, 3), {}),
+        ((1, 2, 3, 4), {}),
+        ((), {"a": 1}),
+        ((), {"c": 3, "a": 1}),
+        ((1,), {"c": 3}),
+        ((1,), {"a": 3}),
+        ((1, 2), {"d": 4}),
+        ((), {"b": 2}),
+    ],
+)
+def test_arguments_are_bound_as_the_method_binds_them(
+    args: tuple[int, ...], kwargs: dict[str, int]
+) -> None:
+    class Three(Role):
+        @collective
+        def three(self, a: int, b: int = 20, c: int = 30) -> tuple[int, int, int]:
+            return a, b, c
+
+    signature, role = Signature(endpoints(Three)["three"]), Three(None, None)  # type: ignore[arg-type]
+    try:
+        expected = role.three(*args, **kwargs)
+    except TypeError:
+        with pytest.raises(TypeError):
+            signature.bind(args, kwargs)
+    else:
+        assert signature.bind(args, kwargs) == expected
+
+
 def test_signatures_that_cannot_cross_are_refused() -> None:
     class Bad(Role):
         @collective

@@ -84,6 +84,18 @@ def test_an_abort_reaches_a_call_that_runs_and_one_that_waits() -> None:
     assert rank.aborted == [1, 2]
 
 
+def test_an_abort_that_comes_after_the_answer_is_forgotten() -> None:
+    rank = Rank()
+    rank.calls.add(("concurrent", 1))
+    rank.run_ready()
+    rank.answer(1)
+    rank.calls.add(("concurrent", 2))
+    rank.calls.abort(1)
+    rank.run_ready()
+    assert (rank.started, rank.aborted) == ([1, 2], [])
+    assert not rank.calls._aborted
+
+
 def test_an_error_answers_all_calls_of_its_role() -> None:
     rank = Rank()
     rank.calls.add(("concurrent", 1))

@@ -62,6 +62,11 @@ def test_anything_else_is_told(result: Any, problem: str) -> None:
     assert problem in str(told.value)
 
 
+def test_texts_that_utf8_cannot_encode_are_escaped() -> None:
+    assert as_grade({"reward": 1.0, "\ud800": 2.0}).parts == {"reward": 1.0, "\\ud800": 2.0}
+    assert preview(ValueError("\ud800"), str) == "\\ud800"
+
+
 @pytest.mark.parametrize("result", ["x" * 10**6, {"form": "x" * 10**6}, {"x" * 10**6: None}])
 def test_not_all_of_a_long_value_is_shown(result: Any) -> None:
     with pytest.raises(BadResult, match="xxx") as told:

@@ -1,14 +1,16 @@
 """Triton kernels run by its interpreter, without a GPU: for their results, not their speed.
 
-Triton decides when it is imported whether to interpret, so this runs in a process of its own:
-
-    TRITON_INTERPRET=1 python -m tests.unit.kernels.interpreted CALLS RESULTS
+Triton decides when it is imported whether to interpret, so this runs in a process of its own. It
+imports both once, and forks for each file of calls, so that no constant of one is another's.
 """
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import functools
 import importlib
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -22,6 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
+ENDED = "ended with exit code {}\n"
+
 
 class Calls(NamedTuple):
     """Calls of a module's function, and constants that are set before."""
@@ -33,12 +37,39 @@ class Calls(NamedTuple):
 
 
 def results(calls: Calls, folder: Path) -> list[Any]:
-    """Return what the calls return. Waits for the process."""
+    """Return what the calls return. Blocks: for the process that runs them."""
     given, found = folder / "calls.pt", folder / "results.pt"
     torch.save(tuple(calls), given)
-    words = [sys.executable, "-m", "tests.unit.kernels.interpreted", str(given), str(found)]
-    subprocess.run(words, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+    _interpreter().run(given, found)
     return list(torch.load(found))
+
+
+class _Interpreter:
+    """A process that forks to run the calls of a file, until its stdin is closed."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.kernels.interpreted"],
+            env=os.environ | {"TRITON_INTERPRET": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        atexit.register(self._process.communicate)
+
+    def run(self, given: Path, found: Path) -> None:
+        """Run the calls in `given`, and write `found`. Raises: RuntimeError if they fail."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(given, found, sep="\t", file=self._process.stdin, flush=True)
+        said = self._process.stdout.readline()
+        if said != ENDED.format(0):
+            raise RuntimeError(f"the interpreter of {given} {said or 'ended'}")
+
+
+@functools.cache
+def _interpreter() -> _Interpreter:
+    return _Interpreter()
 
 
 class _Kind(type):
@@ -97,7 +128,8 @@ def _replace(module: ModuleType, name: str, value: Any) -> None:
         setattr(module, name, value)
 
 
-def main(given: str, found: str) -> None:
+def run(given: str, found: str) -> None:
+    """Run the calls in a file, and write what they return into another."""
     calls = Calls(*torch.load(given))
     module = importlib.import_module(calls.module)
     _prepare()
@@ -106,5 +138,17 @@ def main(given: str, found: str) -> None:
     torch.save([getattr(module, calls.function)(*each) for each in calls.arguments], found)
 
 
+def serve() -> None:
+    """Run the calls of each pair of files that stdin names, in a process of their own."""
+    for line in sys.stdin:
+        child = multiprocessing.get_context("fork").Process(
+            target=run, args=line.rstrip("\n").split("\t")
+        )
+        child.start()
+        child.join()
+        sys.stdout.write(ENDED.format(child.exitcode))
+        sys.stdout.flush()
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve()

@@ -312,7 +312,15 @@ def test_attention_in_blocks_adds_in_its_own_order(dim: int) -> None:
     assert added(ptx) == {"add.rn.f32": 2 * (each - 1 + 2 + 1)}
 
 
-@pytest.mark.parametrize(("capability", "shared_kib"), [(80, 163), (86, 99), (90, 227), (120, 99)])
+@pytest.mark.parametrize(
+    ("capability", "shared_kib"),
+    [
+        pytest.param(80, 163, marks=pytest.mark.system),
+        (86, 99),
+        (90, 227),
+        pytest.param(120, 99, marks=pytest.mark.system),
+    ],
+)
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("dim", [128, 256])
 def test_attention_in_blocks_fits_every_gpu_since_ampere(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spmd_rl.microscope.diagnose.kernel_names import KernelInfo, identify
 from spmd_rl.microscope.diagnose.kernel_profile import kernels_between_marks, kernels_of
+from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import MARK
 
@@ -190,9 +192,11 @@ def test_a_function_of_ours_is_looked_into() -> None:
     assert [kernel.name for kernel in kernels] == ["aten::square [16,64]", "aten::mean [16,64]"]
 
 
-def test_a_rows_kernels_are_those_of_its_own_pass(engine, case) -> None:
-    kernels = kernels_of(engine(), case)
-    prompt, decoded = int(case.offsets[2]) + 20, int(case.offsets[2]) + 100
+def test_a_rows_kernels_are_those_of_its_own_pass(engine) -> None:
+    rng = np.random.default_rng(0)
+    sequence = ReplaySequence("0:0", rng.integers(2, 100, 50), rng.integers(2, 100, 10))
+    kernels = kernels_of(engine(), ReplayCase((sequence,)))
+    prompt, decoded = 20, 55
     assert kernels.forward_of[prompt] != kernels.forward_of[decoded]
     point = Point(1, "down_proj")
     assert "[48,192]" in str(kernels.at(point, prompt)[0])  # a chunk of 40, padded to the row tile

@@ -28,10 +28,11 @@ def supervised() -> list[Row]:
     return [{name: value for name, value in row.items() if name.startswith(kept)} for row in rows]
 
 
-def panels(rows: list[Row]) -> dict[str, Any]:
-    """The axes by the title, as they are laid out."""
+def panels(rows: list[Row], *, laid_out: bool = False) -> dict[str, Any]:
+    """The axes by the title. Only those that are laid out, which takes a while, have extents."""
     figure = curves.picture(rows, "runs/demo")
-    figure.canvas.draw()
+    if laid_out:
+        figure.draw_without_rendering()
     return {axes.get_title("left"): axes for axes in figure.axes if axes.get_title("left")}
 
 
@@ -50,7 +51,7 @@ def places(drawn: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def test_a_run_has_six_panels_and_no_title_runs_out_of_its_own() -> None:
-    drawn = panels(rows_of(onpolicy__compared_tokens=123_456_789))
+    drawn = panels(rows_of(onpolicy__compared_tokens=123_456_789), laid_out=True)
     assert list(drawn) == [
         "reward",
         "response length",
@@ -91,7 +92,7 @@ def test_what_a_reward_returns_beside_it_has_a_panel() -> None:
         "late",
     ]
     many = {f"reward__a_part_with_a_long_name_{i}": float(i) for i in range(6)}
-    axes = panels(rows_of(**many))["reward parts: 4 of 6"]
+    axes = panels(rows_of(**many), laid_out=True)["reward parts: 4 of 6"]
     assert len(axes.get_legend().get_texts()) == 4
     assert axes.get_legend().get_window_extent().x1 <= axes.bbox.x1 + 15
 
@@ -117,7 +118,7 @@ def test_mismatched_tokens_are_counted_in_red() -> None:
 
 
 def test_legends_name_every_line_and_hide_no_data() -> None:
-    for title, axes in panels(rows_of(onpolicy__mismatched_tokens=3)).items():
+    for title, axes in panels(rows_of(onpolicy__mismatched_tokens=3), laid_out=True).items():
         legend = axes.get_legend()
         box, named = legend.get_window_extent(), [text.get_text() for text in legend.get_texts()]
         assert box.y0 >= axes.bbox.y1, title

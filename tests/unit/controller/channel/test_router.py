@@ -20,6 +20,7 @@ from spmd_rl.controller.channel.dealer import Dealer
 from spmd_rl.controller.channel.envelope import PREAMBLE, PREAMBLE_BYTES, FrameReader, FrameWriter
 from spmd_rl.controller.channel.messages import (
     Bye,
+    Call,
     Hello,
     Pong,
     Stop,
@@ -166,6 +167,25 @@ def test_they_meet_over_ipv6(
         dealer.post(Hello(0, "host", 1))
         assert events.seen.get(timeout=WAIT_S) == (0, Hello(0, "host", 1))
     router.close()
+
+
+def test_a_dealer_that_does_not_wait_returns_all_commands_that_are_here(
+    router: Router, events: RecordingListener
+) -> None:
+    keys = derive_keys(b"a" * 32)
+    with closing(Dealer(router.endpoint, keys, GENERATION, 0, SilentListener())) as dealer:
+        dealer.start()
+        dealer.post(Hello(0, "host", 1))
+        assert events.seen.get(timeout=WAIT_S) == (0, Hello(0, "host", 1))
+        assert dealer.next(wait=False) == []
+        for number in range(1, 6):
+            router.post([0], Call("role", "go"), NOTHING, number)
+        received = dealer.next()
+        assert [number for _, _, number in received] == [1]
+        while len(received) < 5:
+            received += dealer.next(wait=False)
+        assert [number for _, _, number in received] == [1, 2, 3, 4, 5]
+        assert dealer.next(wait=False) == []
 
 
 def test_a_rank_that_is_not_of_this_world_is_a_stranger(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,8 @@ def test_a_worker_whose_controller_is_lost_says_where_the_run_resumes(
 def test_a_worker_without_its_launcher_does_not_abandon_the_controller(
     worker: WorkerLifecycle, exits: Exits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.getppid", lambda: 1)
+    another = os.getppid() + 1
+    monkeypatch.setattr("os.getppid", lambda: another)
     worker.on_tick(0.0)
     assert exits.ended[0][0].startswith(f"{WHO} lost its launcher (pid ")
     assert not exits.abandoned

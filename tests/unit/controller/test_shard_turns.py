@@ -1,0 +1,63 @@
+"""Turns of a shard: its ranks run the same commands in each of them, however these arrive."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from spmd_rl.controller.shard_turns import ShardTurns
+
+Command = tuple[str, int]
+
+
+def is_shared(command: Command) -> bool:
+    return command[0] == "shared"
+
+
+class Follower:
+    """The second rank of a shard, to which commands arrive in chunks."""
+
+    def __init__(self, arriving: list[Command], rng: random.Random) -> None:
+        self.told: deque[bytes] = deque()
+        self.released: list[int] = []
+        self._arriving, self._rng = deque(arriving), rng
+        self.turns = ShardTurns[Command](False, lambda _: self.told.popleft(), is_shared)
+
+    def turn(self) -> list[Command]:
+        return self.turns.follow(self._receive, self.released.extend)
+
+    def _receive(self, wait: bool) -> list[Command]:
+        count = self._rng.randint(0, 4) if not wait else min(1, len(self._arriving))
+        return [self._arriving.popleft() for _ in range(min(count, len(self._arriving)))]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_run_the_same_shared_commands_in_each_turn(seed: int) -> None:
+    rng = random.Random(seed)
+    shared = [("shared", number) for number in range(30)]
+    arriving: list[Command] = list(shared)
+    for number in range(10):  # other commands to the second rank alone
+        arriving.insert(rng.randint(0, len(arriving)), ("own", number))
+    follower = Follower(arriving, rng)
+
+    def broadcast(turn: bytes) -> bytes:
+        follower.told.append(turn)
+        return turn
+
+    first = ShardTurns[Command](True, broadcast, is_shared)
+    unsent, answered, ran = deque(shared), [], []
+    while unsent or len(ran) < len(arriving):
+        now = [unsent.popleft() for _ in range(rng.randint(0, min(4, len(unsent))))]
+        if rng.random() < 0.5:
+            answered.append(len(answered))
+            first.note_answered(answered[-1])
+        first.lead(now)
+        commands = follower.turn()
+        assert [command for command in commands if is_shared(command)] == now
+        assert follower.released == answered
+        ran += commands
+    assert [command for command in ran if is_shared(command)] == shared
+    own = [command for command in arriving if not is_shared(command)]
+    assert [command for command in ran if not is_shared(command)] == own
