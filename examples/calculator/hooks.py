@@ -43,4 +43,4 @@ def right(prompt: rl.Prompt, sample: rl.Sample) -> dict[str, float]:
     """1 when what follows the last result is exactly the answer, and the model ended there."""
     answer = sample.text.rpartition(";")[2]
     is_right = sample.status == "completed" and answer == prompt.answer
-    return {"reward": float(is_right), "calls": float(sample.text.count("="))}
+    return {"reward": float(is_right), "calls": float(sample.text.count("]="))}
