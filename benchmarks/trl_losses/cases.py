@@ -19,7 +19,7 @@ def no_factor(answers: list[Answer]) -> float:
 
 def ended_share(answers: list[Answer]) -> float:
     """Return all tokens over those of answers that ended: TRL divides by the latter."""
-    ended = sum(sum(answer.learned) for answer in answers if answer.finish == "stop")
+    ended = sum(sum(answer.learned) for answer in answers if answer.status == "completed")
     return sum(sum(answer.learned) for answer in answers) / ended
 
 

@@ -125,7 +125,7 @@ def policy_request(case: Case, answers: list[Answer], **changes: Any) -> dict[st
 
 def _tokens(answer: Answer) -> list[int]:
     """Return token ids, the last of which says whether the answer ended."""
-    return [OTHER] * (answer.num_tokens - 1) + [EOS if answer.finish == "stop" else OTHER]
+    return [OTHER] * (answer.num_tokens - 1) + [EOS if answer.status == "completed" else OTHER]
 
 
 GROUP = 5  # answers of a prompt, for TRL; those that are missing have no reward

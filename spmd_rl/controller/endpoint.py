@@ -17,7 +17,7 @@ import functools
 import inspect
 import itertools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Annotated, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -164,13 +164,7 @@ class Signature:
         self._signature = inspect.signature(endpoint.function)
         hints = self._hints(endpoint)
         parameters = list(self._signature.parameters.values())[1:]
-        for parameter in parameters:
-            variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if variadic or parameter.name not in hints:
-                raise ConfigError(
-                    f"{self.where}: parameter '{parameter.name}' needs a name and a type, "
-                    "since it crosses to workers"
-                )
+        self._require_types(parameters, hints)
         self.names = tuple(parameter.name for parameter in parameters)
         self._keyword_only = [
             parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
@@ -179,10 +173,6 @@ class Signature:
         self._defaults = {
             one.name: one.default for one in parameters if one.default is not one.empty
         }
-        if "return" not in hints:
-            raise ConfigError(
-                f"{self.where} needs a return type, since its result crosses the wire"
-            )
         self.is_deferred = typing.get_origin(hints["return"]) is Deferred
         if self.is_deferred:
             (hints["return"],) = typing.get_args(hints["return"])
@@ -197,6 +187,20 @@ class Signature:
             )
         self.result = Codec(hints["return"], functions=False)
         self.arguments = Codec(tuple[tuple(hints[name] for name in self.names)])  # type: ignore[misc]
+
+    def _require_types(self, parameters: list[inspect.Parameter], hints: Mapping[str, Any]) -> None:
+        """Raises: ConfigError for a parameter or a result without a type."""
+        for parameter in parameters:
+            variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if variadic or parameter.name not in hints:
+                raise ConfigError(
+                    f"{self.where}: parameter '{parameter.name}' needs a name and a type, "
+                    "since it crosses to workers"
+                )
+        if "return" not in hints:
+            raise ConfigError(
+                f"{self.where} needs a return type, since its result crosses the wire"
+            )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return all arguments, defaults included. Raises: TypeError as the method itself would."""

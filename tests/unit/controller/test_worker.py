@@ -87,10 +87,8 @@ class Dealer:
     def next(self, answers: Sequence[Any], *, wait: bool, watched: Sequence[int]) -> Any:
         self.answered += [number for _, _, number in answers]
         if self.commands:
-            return self.commands.pop(0)
-        if wait:
-            return Stop("", 0, []), NOTHING, 0
-        return None
+            return [self.commands.pop(0)]
+        return [(Stop("", 0, []), NOTHING, 0)] if wait else []
 
 
 def test_a_command_that_was_held_back_starts_when_the_last_answer_is_there() -> None:
