@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.columns import concatenate, entry_indices, offsets_of
-from spmd_rl.types.samples import NO_VERSION, Group, GroupColumns
+from spmd_rl.types.samples import NO_VERSION, Group, GroupColumns, error_of
 
 Aggregation = Literal["token", "sample", "execution", "const"]
 TokensAndMask = tuple[NDArray[np.int32], NDArray[np.bool_]]
@@ -54,7 +54,7 @@ def _check(columns: GroupColumns, advantages: Sequence[NDArray[np.floating]]) ->
             "pack needs one advantage for each sample of each group, in the order of the groups"
         )
     if not len(columns.samples) and (failed := columns.failed.samples.rows()):
-        raise DataError("no sample of this step is usable", failed[0].metadata["error"])
+        raise DataError("no sample of this step is usable", error_of(failed[0]))
     prompts = columns.prompts
     prompt_of_sample = np.repeat(np.arange(len(prompts)), columns.lengths)
     empty = prompts.uid[prompt_of_sample][prompts.lengths[prompt_of_sample] == 0]

@@ -24,7 +24,7 @@ from spmd_rl.report.reward_warnings import RewardWarnings
 from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
-from spmd_rl.types.samples import Group
+from spmd_rl.types.samples import Group, error_of
 
 RESULTS = ("report.html", "curves.png", "metrics.jsonl", "samples", "checkpoints", "hf")
 
@@ -126,7 +126,7 @@ class Recorder:
         """
         for sample in Group.to_columns(groups).failed.samples.rows():
             print(
-                f"step {version + 1} goes on without a sample: {sample.metadata['error']}",
+                f"step {version + 1} goes on without a sample: {error_of(sample)}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -54,9 +54,10 @@ class OpenGroup:
         """
         lone = bool(self.failed) and len(self.samples) < 2
         samples = [] if lone else sorted(self.samples, key=_index)
-        if self.times and (listed := samples or self.failed):
+        failed = sorted(self.failed, key=_index)
+        if self.times and (listed := samples or failed):
             listed[0] = listed[0].replace(metadata={**listed[0].metadata, TIMES: self.times})
-        return Group(self.prompt, samples, self.failed, self.reward_time_s)
+        return Group(self.prompt, samples, failed, self.reward_time_s)
 
     def fail(self, sample: Sample, error: str) -> None:
         """Take a sample that nothing learns from."""

@@ -43,9 +43,8 @@ class Sample:
     tokens with a version. Tokens of an observation, such as the result of a tool, have a log-prob
     of 0, the version -1 and an empty kept set.
 
-    `metadata` is plain data of any kind. `metadata["error"]` says why a sample failed, and
-    `metadata["metrics"]` holds the numbers that hooks emitted. In a traced run, `metadata["times"]`
-    of a group's first sample has the times of its request (`observe/request_times.py`).
+    `metadata` is plain data: "error" says why a sample failed, "metrics" is what hooks emitted, and
+    "times" of a group's first sample are those of its request (`observe/request_times.py`).
 
     Shape: `tokens`, `logprobs`, `versions`, `mask` are [R].
     """
@@ -86,7 +85,6 @@ class Sample:
     def to_columns(samples: list[Sample]) -> SampleColumns:
         """Return the columns in which a list of samples crosses between processes.
 
-        A column of masks crosses only if a sample has one that was given, or that was read.
         Raises: ContractError when the arrays of a sample differ in length.
         """
         tokens = [sample.tokens for sample in samples]
@@ -116,6 +114,11 @@ class Sample:
         )
 
 
+def error_of(failed: Sample) -> str:
+    """Return why a sample failed."""
+    return str(failed.metadata.get("error", "no reason is given"))
+
+
 def _check_lengths(samples: list[Sample], *arrays: Sequence[NDArray[Any]]) -> list[int]:
     """Return the lengths of the samples. Raises: ContractError where their arrays differ in it."""
     lengths, *others = ([*map(len, own)] for own in arrays)
@@ -134,10 +137,8 @@ class Group:
     """All samples of one prompt, in the order of their index.
 
     `failed` holds the samples of status "failed", from which nothing is learned. `reward_time_s` is
-    how long the reward functions took for this group.
-
-    A group from another process is only a row of columns at first. Its fields are made when one of
-    them is first read.
+    how long the reward functions took for this group. A group from another process is only a row of
+    columns at first. Its fields are made when one of them is first read.
     """
 
     prompt: Prompt

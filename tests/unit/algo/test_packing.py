@@ -174,3 +174,6 @@ def test_failed_samples_leave_the_batch_that_the_others_make(make_group, failed)
         np.testing.assert_array_equal(getattr(alone, entry.name), getattr(beside, entry.name))
     with pytest.raises(DataError, match="no sample of this step is usable: poisoned"):
         pack([emptied], group_advantage([emptied]))
+    silent = replace(emptied, failed=[emptied.failed[0].replace(metadata={})])
+    with pytest.raises(DataError, match="usable: no reason is given"):
+        pack([silent], group_advantage([silent]))
