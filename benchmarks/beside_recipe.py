@@ -25,6 +25,7 @@ EngineConfig: Any = getattr(engines, "NativeEngineConfig", None) or engines.Engi
 class Config:
     model: str
     vocab: int = 100  # the prompts' ids are below
+    reward: str = ""
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.Split = field(default_factory=rl.Split)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -33,9 +34,11 @@ class Config:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     on = ctl.world.split(cfg.split).infer
     if "model" in {one.name for one in fields(EngineConfig)}:
-        rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model), on=on)
+        engine = replace(cfg.engine, model=cfg.model, reward=cfg.reward)
+        rollout = ctl.spawn(rl.Rollout, engine, on=on)
     else:
-        rollout = ctl.spawn(rl.Rollout, cfg.engine, on=on, model=cfg.model, seed=0)
+        settings = {"model": cfg.model, "seed": 0, "reward": cfg.reward}
+        rollout = ctl.spawn(rl.Rollout, cfg.engine, on=on, **settings)
     laps = Laps()
     while True:
         asked = laps.request()

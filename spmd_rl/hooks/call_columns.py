@@ -10,15 +10,8 @@ from spmd_rl.hooks.messages import Calls, Episodes
 from spmd_rl.types.prompts import Prompt, PromptColumns
 from spmd_rl.types.samples import Sample
 
-
-class CallRow(NamedTuple):
-    """One call of the reward function number `function`."""
-
-    call_id: int
-    function: int
-    prompt: Prompt
-    samples: Sequence[Sample]
-    info: CallInfo
+# One call: its id, the number of the reward function, and what that is called on.
+CallRow = tuple[int, int, Prompt, Sequence[Sample], CallInfo]
 
 
 class EpisodeRow(NamedTuple):

@@ -8,7 +8,7 @@ fault.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -111,9 +111,9 @@ class Crew:
         """Start one process."""
         self.places.append(Place(self._hands.start(), now_s))
 
-    def add(self, call_id: int) -> None:
-        """Queue a call. It is sent by the next `dispatch`."""
-        self._waiting.append(call_id)
+    def add(self, call_ids: Iterable[int]) -> None:
+        """Queue calls. They are sent by the next `dispatch`."""
+        self._waiting.extend(call_ids)
 
     def drop(self, call_id: int) -> None:
         """Forget a call. What its process still sends of it is ignored."""
@@ -128,25 +128,27 @@ class Crew:
         """Return the process that has this call."""
         return next((place for place in self.places if call_id in place.calls), None)
 
-    def read(self, now_s: float, news: Collection[Member]) -> Iterator[FromCall]:
-        """Yield what calls have sent, and end those processes that are late.
+    def read(self, now_s: float, news: Collection[Member]) -> list[FromCall]:
+        """Return what calls have sent, and end those processes that are late.
 
         Raises: ConfigError when a hook cannot be imported; SpmdError when a process cannot start.
         """
+        found: list[FromCall] = []
         for place in self.places.copy():
             if place.member in news or place.member.has_unread_output:
                 sentence = place.member.exit_sentence()
-                yield from self._received(place)
+                found += self._received(place)
                 if sentence:
-                    yield from self._end(place, sentence, self._known_runner(place))
+                    found += self._end(place, sentence, self._known_runner(place))
                     continue
                 if place.member.garbled:
                     runner = None if self._limits.slots else next(iter(place.calls), None)
-                    yield from self._end(place, "wrote into the socket of its process", runner)
+                    found += self._end(place, "wrote into the socket of its process", runner)
                     continue
-            yield from self._end_if_late(place, now_s)
+            found += self._end_if_late(place, now_s)
             if place.is_spoiled and not place.calls and place in self.places:
                 self._close(place)
+        return found
 
     def dispatch(self, now_s: float) -> None:
         """Send waiting calls to processes that have room, and start another if they wait long."""
@@ -187,45 +189,46 @@ class Crew:
         place.member.close()
         self.places.remove(place)
 
-    def _received(self, place: Place) -> Iterator[FromCall]:
+    def _received(self, place: Place) -> list[FromCall]:
+        """Take what a process has sent, and return what somebody is to hear of."""
+        found: list[FromCall] = []
         for message in place.member.receive():
             if isinstance(message, Ready):
                 place.ready = True
                 self._hands.introduce(place, message)
             elif isinstance(message, NotReady):
                 raise ConfigError(message.error)
-            elif self._concerns(place, message):
-                yield message
-
-    def _concerns(self, place: Place, message: FromCall) -> bool:
-        """Take a message of a call; return whether anybody is to hear of it."""
-        if message.call_id not in place.calls:
-            return False
-        return isinstance(message, (Ask, AskTokens)) or self._settle(place, message)
+            elif message.call_id in place.calls and (
+                isinstance(message, (Ask, AskTokens)) or self._settle(place, message)
+            ):
+                found.append(message)
+        return found
 
     def _settle(self, place: Place, answer: Answer) -> bool:
         """Take an answer; return whether it stands, or the call is to be made again, alone."""
-        is_wanted = place.calls.pop(answer.call_id)
-        stands = not isinstance(answer, Problem) or not answer.in_doubt or place.is_proof
-        if is_wanted and not stands:
-            self._suspects.append(answer.call_id)
-        place.is_spoiled |= isinstance(answer, Problem) and answer.spoiled
+        is_wanted, stands = place.calls.pop(answer.call_id), True
+        if isinstance(answer, Problem):
+            stands = not answer.in_doubt or place.is_proof
+            if is_wanted and not stands:
+                self._suspects.append(answer.call_id)
+            place.is_spoiled |= answer.spoiled
         if not place.is_fresh:  # a first call may import something, or fill a cache
             newest = answer.seconds if self._mean_s else answer.seconds / _NEWEST
             self._mean_s += (newest - self._mean_s) * _NEWEST
         place.is_alone = place.is_fresh = False
         return stands
 
-    def _end_if_late(self, place: Place, now_s: float) -> Iterator[FromCall]:
+    def _end_if_late(self, place: Place, now_s: float) -> list[FromCall]:
         """End a process that has not started in time, or whose hook has run for too long."""
         if not place.ready and now_s - place.started_s > START_DEADLINE_S:
             raise SpmdError(f"hooks were not imported within {START_DEADLINE_S:g} s")
         if self._late_runner(place, now_s) is None:
-            return
-        yield from self._received(place)  # it may have answered just now
+            return []
+        found = self._received(place)  # it may have answered just now
         if (runner := self._late_runner(place, now_s)) is not None:
             sentence = self._limits.late.format(self._limits.deadline_s)
-            yield from self._end(place, sentence, runner)
+            found += self._end(place, sentence, runner)
+        return found
 
     def _late_runner(self, place: Place, now_s: float) -> int | None:
         deadline_s, running = self._limits.deadline_s, place.member.running()
@@ -239,7 +242,7 @@ class Crew:
             return None
         return running.call_id
 
-    def _end(self, place: Place, sentence: str, blamed: int | None) -> Iterator[FromCall]:
+    def _end(self, place: Place, sentence: str, blamed: int | None) -> list[FromCall]:
         """End a process, fail the call that is to blame, and queue its others again.
 
         If nobody is known to be, each call is suspected, and made alone in a process.
@@ -251,13 +254,15 @@ class Crew:
         if place.is_proof:
             blamed = next(iter(place.calls), blamed)
         wanted = [call_id for call_id, is_wanted in place.calls.items() if is_wanted]
+        failed: list[FromCall] = []
         if blamed in wanted:
             wanted.remove(blamed)
-            yield Problem(blamed, 0.0, sentence)
+            failed.append(Problem(blamed, 0.0, sentence))
         if blamed is None and not place.is_spoiled:
             self._suspects.extend(wanted)
         else:
             self._waiting.extendleft(reversed(wanted))
+        return failed
 
     def _send(self, place: Place, call_ids: list[int]) -> None:
         place.calls |= dict.fromkeys(call_ids, True)

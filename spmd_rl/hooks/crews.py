@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import selectors
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from spmd_rl.hooks.config import HookConfig
@@ -48,9 +48,9 @@ class Crews:
         """Return the kind of a reward function."""
         return "async" if self.forms and self.forms[function].is_async else "plain"
 
-    def add(self, kind: Kind, call_id: int) -> None:
-        """Queue a call."""
-        self._crews[kind].add(call_id)
+    def add(self, kind: Kind, call_ids: Iterable[int]) -> None:
+        """Queue calls."""
+        self._crews[kind].add(call_ids)
 
     def drop(self, kind: Kind, call_id: int) -> None:
         """Forget a call."""
@@ -61,12 +61,11 @@ class Crews:
         if place := self._crews[kind].place_of(call_id):
             place.member.send(message)
 
-    def read(self) -> Iterator[tuple[Kind, FromCall]]:
-        """Yield what calls have sent, and their kind. Raises: as `Crew.read` does."""
+    def read(self) -> Iterator[tuple[Kind, list[FromCall]]]:
+        """Yield what calls of each kind have sent. Raises: as `Crew.read` does."""
         news = {key.data for key, _ in self._selector.select(0)}
         for kind, crew in self._crews.items():
-            for message in crew.read(time.monotonic(), news):
-                yield kind, message
+            yield kind, crew.read(time.monotonic(), news)
 
     def dispatch(self) -> None:
         """Send what waits."""

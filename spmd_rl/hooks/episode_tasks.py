@@ -50,7 +50,7 @@ class EpisodeTasks:
     def open(self, task_id: int, task: EpisodeTask) -> None:
         """Take a task and queue its call."""
         self._tasks[task_id] = _OpenEpisode(task)
-        self._crews.add(KIND, task_id)
+        self._crews.add(KIND, [task_id])
 
     def message(self, call_ids: Sequence[int]) -> Episodes:
         """Return the message that asks for these episodes, from their start."""

@@ -171,5 +171,5 @@ class AskTokens(Message, frozen=True):
 Answer = Result | EpisodeResult | Problem  # the last message of a call
 ToProcess = Start | Serve | Calls | Episodes | Cancel | Drawn | Encoded | Refused
 ToRank = Ready | NotReady | Answer | Ask | AskTokens
-TO_PROCESS: Codec = Codec(ToProcess, functions=False)
-TO_RANK: Codec = Codec(ToRank, functions=False)
+TO_PROCESS: Codec = Codec(ToProcess, functions=False, repeats=False)
+TO_RANK: Codec = Codec(ToRank, functions=False, repeats=False)

@@ -10,7 +10,7 @@ from typing import Any
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.crews import Crews
 from spmd_rl.hooks.episode_tasks import EpisodeTasks
-from spmd_rl.hooks.messages import Ask, AskTokens, EpisodeResult, Kind, Result, Start, ToProcess
+from spmd_rl.hooks.messages import Kind, Problem, Result, Start, ToProcess
 from spmd_rl.hooks.reward_tasks import RewardTasks
 from spmd_rl.hooks.signatures import part_name
 from spmd_rl.hooks.tasks import EpisodeTask, Event, Task
@@ -71,11 +71,15 @@ class HookPool(AbstractContextManager["HookPool"]):
         Raises: ConfigError when a hook cannot be imported; SpmdError when a process cannot start.
         """
         events: list[Event] = []
-        for kind, message in self._crews.read():
-            if kind == "episode" and not isinstance(message, Result):
-                events += self._episodes.take(message)
-            elif not isinstance(message, (EpisodeResult, Ask, AskTokens)):
-                events += self._rewards.take(message)
+        for kind, messages in self._crews.read():
+            if kind == "episode":
+                for message in messages:
+                    if not isinstance(message, Result):
+                        events += self._episodes.take(message)
+            else:
+                events += self._rewards.take(
+                    message for message in messages if isinstance(message, (Result, Problem))
+                )
         events += self._rewards.route()
         self._crews.dispatch()
         return events

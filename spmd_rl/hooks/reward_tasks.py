@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 from spmd_rl.hooks.call_columns import CallRow, calls_message
 from spmd_rl.hooks.crews import Crews
@@ -16,25 +15,21 @@ from spmd_rl.types.samples import Sample
 class _OpenTask:
     """A task without an answer yet, and what its calls have brought so far."""
 
-    __slots__ = ("calls", "grades", "metrics", "samples", "seconds", "task")
+    __slots__ = ("calls", "grades", "metrics", "num_missing", "samples", "seconds", "task")
 
     def __init__(self, task: SampleTask | GroupTask) -> None:
         self.task = task
         self.samples: Sequence[Sample] = (
-            (task.sample,) if isinstance(task, SampleTask) else task.samples
+            (task.sample,) if type(task) is SampleTask else task.samples  # type: ignore[union-attr]
         )
-        self.calls: set[int] = set()
+        self.calls: list[int] = []
+        self.num_missing = 0  # answers
         self.grades: dict[str, list[Grade]] = {}
         self.metrics: dict[str, float] = {}
         self.seconds = 0.0
 
 
-class _Call(NamedTuple):
-    """One function, by its number, for one task."""
-
-    task_id: int
-    function: int
-    kind: Kind
+_Call = tuple[int, _OpenTask, int, Kind]  # the id of the task, the task, the function, its kind
 
 
 class RewardTasks:
@@ -66,49 +61,56 @@ class RewardTasks:
         for number, form in enumerate(forms):
             by_subject[form.whole_group].append((number, self._crews.kind_of(number)))
         new, self._new = self._new, []
+        queued: dict[Kind, list[int]] = {}
         for task_id in new:
             if (task := self._tasks.get(task_id)) is None:  # it was cancelled
                 continue
-            for number, kind in by_subject[isinstance(task.task, GroupTask)]:
+            for number, kind in by_subject[type(task.task) is GroupTask]:
                 call_id = next(self._ids)
-                self._calls[call_id] = _Call(task_id, number, kind)
-                task.calls.add(call_id)
-                self._crews.add(kind, call_id)
+                self._calls[call_id] = task_id, task, number, kind
+                task.calls.append(call_id)
+                task.num_missing += 1
+                queued.setdefault(kind, []).append(call_id)
             if not task.calls:
                 yield self._graded(task_id)
+        for kind, call_ids in queued.items():
+            self._crews.add(kind, call_ids)
 
-    def message(self, call_ids: Sequence[int]) -> Calls:
+    def message(self, call_ids: Iterable[int]) -> Calls:
         """Return the message that asks for these calls."""
         return calls_message(map(self._row, call_ids))
 
-    def take(self, answer: Result | Problem) -> Iterator[Graded | Failed]:
-        """Yield the event of a task that this answer completes or fails."""
-        call = self._calls.pop(answer.call_id, None)
-        if call is None:  # it was cancelled
-            return
-        task, name = self._tasks[call.task_id], self._names[call.function]
-        task.calls.discard(answer.call_id)
-        task.seconds += answer.seconds
-        if isinstance(answer, Problem):
-            self.cancel(call.task_id)
-            where = f"reward {name} on {describe(task.task.prompt, task.samples)}"
-            yield Failed(call.task_id, where, answer.problem, task.seconds)
-            return
-        task.grades[name] = answer.grades
-        task.metrics |= answer.metrics
-        if not task.calls:
-            yield self._graded(call.task_id)
+    def take(self, answers: Iterable[Result | Problem]) -> Iterator[Graded | Failed]:
+        """Yield the event of each task that these answers complete or fail."""
+        calls, names = self._calls, self._names
+        for answer in answers:
+            if (call := calls.pop(answer.call_id, None)) is None:  # it was cancelled
+                continue
+            task_id, task, function, _ = call
+            name = names[function]
+            task.num_missing -= 1
+            task.seconds += answer.seconds
+            if isinstance(answer, Problem):
+                self.cancel(task_id)
+                where = f"reward {name} on {describe(task.task.prompt, task.samples)}"
+                yield Failed(task_id, where, answer.problem, task.seconds)
+                continue
+            task.grades[name] = answer.grades
+            if answer.metrics:
+                task.metrics |= answer.metrics
+            if not task.num_missing:
+                yield self._graded(task_id)
 
     def cancel(self, task_id: int) -> None:
         """Forget a task and its calls."""
         if task := self._tasks.pop(task_id, None):
             for call_id in task.calls:
-                self._crews.drop(self._calls.pop(call_id).kind, call_id)
+                if call := self._calls.pop(call_id, None):
+                    self._crews.drop(call[-1], call_id)
 
     def _row(self, call_id: int) -> CallRow:
-        call = self._calls[call_id]
-        task = self._tasks[call.task_id]
-        return CallRow(call_id, call.function, task.task.prompt, task.samples, task.task.info)
+        _, task, function, _ = self._calls[call_id]
+        return call_id, function, task.task.prompt, task.samples, task.task.info
 
     def _graded(self, task_id: int) -> Graded:
         task = self._tasks.pop(task_id)

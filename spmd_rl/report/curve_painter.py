@@ -5,26 +5,37 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from spmd_rl.report.curve_axes import Rows
 from spmd_rl.report.curves import draw
 
 LOWEST_PRIORITY = 19  # niceness
+LEAST_S = 10.0  # between two drawings, each of which takes a processor for a second or two
 
 
 class CurvePainter:
-    """Draws the curves in a background process. A request during a drawing is dropped."""
+    """Draws the curves in a background process. A request during a drawing, or soon after the last
+    one began, is dropped.
+    """
 
-    def __init__(self, metrics: Path, path: Path, title: str) -> None:
+    def __init__(
+        self, metrics: Path, path: Path, title: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._metrics = metrics
         self._path = path
         self._title = title
+        self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
+        self._next_s = clock()  # when the next drawing may begin
 
     def request(self) -> None:
-        """Start to draw the metrics written so far, unless a drawing is under way."""
-        if self._process is None or self._process.poll() is not None:
+        """Start to draw the metrics written so far, unless the last drawing is too recent."""
+        is_drawing = self._process is not None and self._process.poll() is None
+        if not is_drawing and (now_s := self._clock()) >= self._next_s:
+            self._next_s = now_s + LEAST_S
             arguments = [str(self._metrics), str(self._path), self._title]
             command = [sys.executable, "-m", "spmd_rl.report.curves", *arguments]
             null = subprocess.DEVNULL  # errors are reported when `finish` draws again

@@ -31,8 +31,6 @@ class Grading:
     def submit(self, samples: Iterable[tuple[OpenGroup, Sample]]) -> None:
         """Begin to grade samples. It does not block."""
         for group, sample in samples:
-            for array in (group.prompt.tokens, sample.tokens, sample.logprobs, sample.versions):
-                array.setflags(write=False)
             group.grading[sample.index] = sample
             task = self._pool.submit(SampleTask(group.prompt, sample, group.info))
             self._tasks[task] = group, sample

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-
-import numpy as np
 
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded, Event, Failed
+from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded, Event, Failed, Graded
 from spmd_rl.observe.request_times import RequestTimes
 from spmd_rl.observe.trace import Trace, now_ns
 from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
@@ -176,13 +175,13 @@ class RequestFlow:
         for group, sample in samples:
             if sample.status == "failed":
                 group.failed.append(sample)
-            elif self._grading is None or not np.isnan(sample.reward):
+            elif self._grading is None or not math.isnan(sample.reward):
                 group.samples.append(sample)
             else:
                 ungraded.append((group, sample))
         if ungraded and self._grading is not None:
             self._grading.submit(ungraded)
-        for group, _ in samples:
+        for group in {id(group): group for group, _ in samples}.values():
             if not group.drawing:
                 self._times.mark("drawn", group.first)
             self._close_if_whole(group)
@@ -191,7 +190,7 @@ class RequestFlow:
         """Act on an event of the pool of hooks."""
         if self._episodes is not None and self._episodes.owns(event.task_id):
             self._act_on_episode(self._episodes, event)
-        elif self._grading is not None and not isinstance(event, EngineCall | EpisodeEnded):
+        elif self._grading is not None and isinstance(event, (Graded, Failed)):
             self._close_if_whole(self._grading.take(event))
 
     def _act_on_episode(self, episodes: Episodes, event: Event) -> None:

@@ -69,16 +69,17 @@ class Codec:
     """Encodes and decodes the values of one annotation.
 
     `pack` encodes a value, as the function of that name does. Without `functions`, decoding imports
-    nothing.
+    nothing. Without `repeats`, it does not look for a value like one of those before.
     """
 
-    def __init__(self, annotation: Any, *, functions: bool = True) -> None:
+    def __init__(self, annotation: Any, *, functions: bool = True, repeats: bool = True) -> None:
         columns = _columns(annotation)
         self.pack: Callable[[Any], Packed] = (
             functools.partial(_pack_columns, columns.row_type) if columns else pack
         )
         self._finish = columns.column_type.rows if columns else None
         self._builders: dict[bytes, Build | None] = {}
+        self._repeats = repeats
         self._decode = msgspec.msgpack.Decoder(
             columns.column_type if columns else annotation,
             dec_hook=functools.partial(_decode_custom, functions),
@@ -99,7 +100,7 @@ class Codec:
             value = self._decode(body)
             if self._finish is not None:
                 value = self._finish(value)
-            if body not in self._builders:
+            if self._repeats and body not in self._builders:
                 store(self._builders, body, builder_for(value, _decoding.layouts))
             return value
         except (

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.controller.channel.codec import pack
-from spmd_rl.hooks.call_columns import CallRow, EpisodeRow, calls_message, episodes_message
+from spmd_rl.hooks.call_columns import EpisodeRow, calls_message, episodes_message
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.episode_calls import episodes_of
 from spmd_rl.hooks.frames import FrameReader, frame
@@ -117,9 +117,9 @@ def test_calls_cross_with_each_prompt_and_sample_once() -> None:
     info = CallInfo(step=2, seed=9)
     message = calls_message(
         [
-            CallRow(5, 0, one, run, info),
-            CallRow(6, 1, one, run, info),
-            CallRow(7, 2, other, group, info),
+            (5, 0, one, run, info),
+            (6, 1, one, run, info),
+            (7, 2, other, group, info),
         ]
     )
     assert len(message.prompts) == 2 and len(message.samples) == 3

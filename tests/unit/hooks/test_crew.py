@@ -69,13 +69,12 @@ class Scene:
         self.cancelled.append(call_id)
 
     def add(self, *call_ids: int) -> None:
-        for call_id in call_ids:
-            self.crew.add(call_id)
+        self.crew.add(call_ids)
 
     def turn(self) -> list[Any]:
         """Read and send; return what calls have sent."""
         news = [one for one in self.started if one.inbox or one.exit or one.garbled]
-        found = list(self.crew.read(self.now_s, news))
+        found = self.crew.read(self.now_s, news)
         self.crew.dispatch(self.now_s)
         return found
 
@@ -275,7 +274,7 @@ def test_a_call_that_answers_just_before_it_is_ended_is_not_late() -> None:
     process.__class__ = Finishing
     process.note = Running(1, scene.now_s)
     scene.now_s += DEADLINE_S + 1
-    assert list(scene.crew.read(scene.now_s, [])) == answered(1)
+    assert scene.crew.read(scene.now_s, []) == answered(1)
     assert not process.closed
 
 
@@ -392,4 +391,4 @@ def test_output_that_was_left_is_read_without_news() -> None:
     scene.add(1)
     scene.turn()
     process.inbox.extend(answered(1))
-    assert list(scene.crew.read(scene.now_s, [])) == answered(1)
+    assert scene.crew.read(scene.now_s, []) == answered(1)

@@ -456,15 +456,24 @@ def test_running_mean_leaves_missing_values_out() -> None:
 def test_a_picture_is_drawn_by_a_process_of_its_own(tmp_path: Path) -> None:
     metrics, picture = tmp_path / "metrics.jsonl", tmp_path / "curves.png"
     metrics.write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "reward/mean": 0.75}\n')
-    painter = CurvePainter(metrics, picture, "run")
+    clock = Clock()
+    painter = CurvePainter(metrics, picture, "run", clock)
     painter.request()
     child = painter._process
     assert child is not None
+    clock.now += curve_painter.LEAST_S
     painter.request()
     assert painter._process is child, "one drawing at a time"
     assert child.wait() == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "curves.png"}
+    painter.request()
+    assert painter._process is not child
+    following = painter._process
+    assert following is not None
+    assert following.wait() == 0
+    painter.request()
+    assert painter._process is following, "not so soon after the last"
 
 
 def test_a_disk_that_takes_no_picture_is_said_at_the_end_not_in_between(tmp_path: Path) -> None:
