@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.hooks.answer_ring import Rewards
 from spmd_rl.hooks.messages import (
     Answer,
+    Answered,
     Ask,
     AskTokens,
     NotReady,
@@ -30,7 +32,9 @@ MAX_AHEAD = 64  # calls, which wait even if the one before them turns out to be 
 START_DEADLINE_S = 600.0  # for a process to import the hooks
 _NEWEST = 0.1  # weight of the newest call in the mean time of calls
 
-FromCall = Answer | Ask | AskTokens
+HELD_S = 0.05  # a call that runs for longer does not hold back the answers before it
+
+FromCall = Rewards | Answer | Ask | AskTokens
 
 
 class Member(Protocol):
@@ -48,6 +52,8 @@ class Member(Protocol):
     def send(self, message: ToProcess) -> None: ...
 
     def receive(self) -> list[ToRank]: ...
+
+    def take_answers(self, until: int | None = None) -> Rewards: ...
 
     def running(self) -> Running | None: ...
 
@@ -139,11 +145,11 @@ class Crew:
                 sentence = place.member.exit_sentence()
                 found += self._received(place)
                 if sentence:
+                    found += self._taken(place)
                     found += self._end(place, sentence, self._known_runner(place))
                     continue
                 if place.member.garbled:
-                    runner = None if self._limits.slots else next(iter(place.calls), None)
-                    found += self._end(place, "wrote into the socket of its process", runner)
+                    found += self._end_garbled(place)
                     continue
             found += self._end_if_late(place, now_s)
             if place.is_spoiled and not place.calls and place in self.places:
@@ -193,7 +199,9 @@ class Crew:
         """Take what a process has sent, and return what somebody is to hear of."""
         found: list[FromCall] = []
         for message in place.member.receive():
-            if isinstance(message, Ready):
+            if isinstance(message, Answered):
+                found += self._taken(place, message.count)
+            elif isinstance(message, Ready):
                 place.ready = True
                 self._hands.introduce(place, message)
             elif isinstance(message, NotReady):
@@ -204,6 +212,14 @@ class Crew:
                 found.append(message)
         return found
 
+    def _taken(self, place: Place, until: int | None = None) -> list[FromCall]:
+        """Take answers of a process's ring. Calls that nobody waits for may be among them."""
+        rewards = place.member.take_answers(until)
+        for call_id, seconds in zip(rewards.call_ids, rewards.seconds, strict=True):
+            place.calls.pop(call_id, None)
+            self._note_seconds(place, seconds)
+        return [rewards] if rewards.call_ids else []
+
     def _settle(self, place: Place, answer: Answer) -> bool:
         """Take an answer; return whether it stands, or the call is to be made again, alone."""
         is_wanted, stands = place.calls.pop(answer.call_id), True
@@ -212,23 +228,35 @@ class Crew:
             if is_wanted and not stands:
                 self._suspects.append(answer.call_id)
             place.is_spoiled |= answer.spoiled
+        self._note_seconds(place, answer.seconds)
+        return stands
+
+    def _note_seconds(self, place: Place, seconds: float) -> None:
+        """Note how long a call took that a process has answered."""
         if not place.is_fresh:  # a first call may import something, or fill a cache
-            newest = answer.seconds if self._mean_s else answer.seconds / _NEWEST
+            newest = seconds if self._mean_s else seconds / _NEWEST
             self._mean_s += (newest - self._mean_s) * _NEWEST
         place.is_alone = place.is_fresh = False
-        return stands
 
     def _end_if_late(self, place: Place, now_s: float) -> list[FromCall]:
         """End a process that has not started in time, or whose hook has run for too long."""
         if not place.ready and now_s - place.started_s > START_DEADLINE_S:
             raise SpmdError(f"hooks were not imported within {START_DEADLINE_S:g} s")
-        if self._late_runner(place, now_s) is None:
+        running = place.member.running()
+        if running is None or now_s - running.since_s < HELD_S:
             return []
         found = self._received(place)  # it may have answered just now
+        found += self._taken(place)
         if (runner := self._late_runner(place, now_s)) is not None:
             sentence = self._limits.late.format(self._limits.deadline_s)
             found += self._end(place, sentence, runner)
         return found
+
+    def _end_garbled(self, place: Place) -> list[FromCall]:
+        """End a process in whose socket a hook wrote: any call whose answer it did not tell of."""
+        is_known = len(place.calls) == 1 and not self._limits.slots
+        runner = next(iter(place.calls)) if is_known else None
+        return self._end(place, "wrote into the socket of its process", runner)
 
     def _late_runner(self, place: Place, now_s: float) -> int | None:
         deadline_s, running = self._limits.deadline_s, place.member.running()

@@ -79,6 +79,12 @@ class Result(Message, frozen=True):
     metrics: dict[str, float]
 
 
+class Answered(Message, frozen=True):
+    """So many answers are in the ring now, from the start of the process on (answer_ring.py)."""
+
+    count: int
+
+
 class Episodes(Message, frozen=True):
     """Calls of `generate`. Call m is for prompt `prompt_of[m]`, and for what would be its sample
     `indices[m]` of `num_samples[m]`.
@@ -170,6 +176,6 @@ class AskTokens(Message, frozen=True):
 
 Answer = Result | EpisodeResult | Problem  # the last message of a call
 ToProcess = Start | Serve | Calls | Episodes | Cancel | Drawn | Encoded | Refused
-ToRank = Ready | NotReady | Answer | Ask | AskTokens
+ToRank = Ready | NotReady | Answered | Answer | Ask | AskTokens
 TO_PROCESS: Codec = Codec(ToProcess, functions=False, repeats=False)
 TO_RANK: Codec = Codec(ToRank, functions=False, repeats=False)

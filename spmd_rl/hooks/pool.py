@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 
+from spmd_rl.hooks.answer_ring import Rewards
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.crews import Crews
 from spmd_rl.hooks.episode_tasks import EpisodeTasks
@@ -72,14 +73,11 @@ class HookPool(AbstractContextManager["HookPool"]):
         """
         events: list[Event] = []
         for kind, messages in self._crews.read():
-            if kind == "episode":
-                for message in messages:
-                    if not isinstance(message, Result):
-                        events += self._episodes.take(message)
-            else:
-                events += self._rewards.take(
-                    message for message in messages if isinstance(message, (Result, Problem))
-                )
+            for message in messages:
+                if kind == "episode" and not isinstance(message, (Rewards, Result)):
+                    events += self._episodes.take(message)
+                elif isinstance(message, (Rewards, Result, Problem)):
+                    events += self._rewards.take(message)
         events += self._rewards.route()
         self._crews.dispatch()
         return events

@@ -19,6 +19,7 @@ from typing import Any
 
 from spmd_rl.controller.channel.codec import pack
 from spmd_rl.errors import ContractError, SpmdError
+from spmd_rl.hooks.answer_ring import Rewards
 from spmd_rl.hooks.frames import FrameReader, frame
 from spmd_rl.hooks.messages import DAMAGED_EXIT, TO_RANK, Start, ToProcess, ToRank
 from spmd_rl.hooks.output import Output
@@ -111,6 +112,10 @@ class HookProcess:
     def running(self) -> Running | None:
         """Return the call that the process is running now."""
         return self._note.read()
+
+    def take_answers(self, until: int | None = None) -> Rewards:
+        """Return answers of the ring, as `AnswerRing.take` does."""
+        return self._note.answers.take(until)
 
     def exit_sentence(self) -> str | None:
         """Return how the process ended, as the end of a sentence; None while it runs."""

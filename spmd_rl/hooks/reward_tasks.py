@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from spmd_rl.hooks.answer_ring import Rewards
 from spmd_rl.hooks.call_columns import CallRow, calls_message
 from spmd_rl.hooks.crews import Crews
 from spmd_rl.hooks.messages import Calls, Kind, Problem, Result
 from spmd_rl.hooks.results import Grade, describe
 from spmd_rl.hooks.tasks import Failed, Graded, GroupTask, SampleTask
 from spmd_rl.types.samples import Sample
+
+_NO_METRICS: dict[str, float] = {}
 
 
 class _OpenTask:
@@ -80,26 +83,35 @@ class RewardTasks:
         """Return the message that asks for these calls."""
         return calls_message(map(self._row, call_ids))
 
-    def take(self, answers: Iterable[Result | Problem]) -> Iterator[Graded | Failed]:
-        """Yield the event of each task that these answers complete or fail."""
-        calls, names = self._calls, self._names
-        for answer in answers:
-            if (call := calls.pop(answer.call_id, None)) is None:  # it was cancelled
-                continue
+    def take(self, answer: Rewards | Result | Problem) -> Iterator[Graded | Failed]:
+        """Yield the events of tasks that an answer completes or fails."""
+        if isinstance(answer, Rewards):
+            for call_id, seconds, reward in zip(*answer, strict=True):
+                yield from self._complete(call_id, seconds, [Grade(reward)], _NO_METRICS)
+        elif isinstance(answer, Result):
+            call_id, seconds = answer.call_id, answer.seconds
+            yield from self._complete(call_id, seconds, answer.grades, answer.metrics)
+        elif call := self._calls.pop(answer.call_id, None):
             task_id, task, function, _ = call
-            name = names[function]
-            task.num_missing -= 1
             task.seconds += answer.seconds
-            if isinstance(answer, Problem):
-                self.cancel(task_id)
-                where = f"reward {name} on {describe(task.task.prompt, task.samples)}"
-                yield Failed(task_id, where, answer.problem, task.seconds)
-                continue
-            task.grades[name] = answer.grades
-            if answer.metrics:
-                task.metrics |= answer.metrics
-            if not task.num_missing:
-                yield self._graded(task_id)
+            self.cancel(task_id)
+            where = f"reward {self._names[function]} on {describe(task.task.prompt, task.samples)}"
+            yield Failed(task_id, where, answer.problem, task.seconds)
+
+    def _complete(
+        self, call_id: int, seconds: float, grades: list[Grade], metrics: Mapping[str, float]
+    ) -> Iterator[Graded]:
+        """Take what a call returned; yield the event of its task if that was the last one."""
+        if (call := self._calls.pop(call_id, None)) is None:  # it was cancelled
+            return
+        task_id, task, function, _ = call
+        task.num_missing -= 1
+        task.seconds += seconds
+        task.grades[self._names[function]] = grades
+        if metrics:
+            task.metrics |= metrics
+        if not task.num_missing:
+            yield self._graded(task_id)
 
     def cancel(self, task_id: int) -> None:
         """Forget a task and its calls."""

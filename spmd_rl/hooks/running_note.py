@@ -1,6 +1,7 @@
-"""Note of the call that a process of hooks is running: one page that it shares with its rank.
+"""Note of the call that a process of hooks is running: memory that it shares with its rank.
 
-The rank reads there whom a death or a hang is to be blamed on, without waiting for the process.
+The rank reads there whom a death or a hang is to be blamed on, without waiting for the process. The
+ring of the process's answers lies behind it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import threading
 import time
 from typing import NamedTuple
 
+from spmd_rl.hooks.answer_ring import SIZE_BYTES, AnswerRing
+
 NOBODY = -1  # no hook is running
 _CALL, _SINCE, _THREADS = 0, 1, 2  # places of 8 bytes
+_RING_AT = 64  # bytes
+_ALL_BYTES = _RING_AT + SIZE_BYTES
 
 
 class Running(NamedTuple):
@@ -30,14 +35,16 @@ class RunningNote:
     """One end of the note. The process writes it, the rank reads it."""
 
     def __init__(self, descriptor: int) -> None:
-        self._places = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE)).cast("q")
+        memory = memoryview(mmap.mmap(descriptor, _ALL_BYTES))
+        self._places = memory[:_RING_AT].cast("q")
+        self.answers = AnswerRing(memory[_RING_AT:])
         self._lock = threading.Lock()  # of the threads of this process
 
     @staticmethod
     def create() -> int:
         """Return the descriptor of a new note, in a temporary file without a name."""
         with tempfile.TemporaryFile() as file:
-            file.truncate(mmap.PAGESIZE)
+            file.truncate(_ALL_BYTES)
             descriptor = os.dup(file.fileno())
         RunningNote(descriptor).clear()
         return descriptor

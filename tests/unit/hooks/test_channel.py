@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.controller.channel.codec import pack
+from spmd_rl.hooks.answer_ring import CAPACITY, SIZE_BYTES, AnswerRing
 from spmd_rl.hooks.call_columns import EpisodeRow, calls_message, episodes_message
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.episode_calls import episodes_of
@@ -79,6 +80,29 @@ def test_output_is_shown_up_to_a_bound_a_second() -> None:
     assert output.tail.endswith("xxxthe end")
     output.close()
     os.close(output.writing_end)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=200))
+def test_answers_come_out_of_the_ring_in_order(steps: list[tuple[int, bool]]) -> None:
+    """The process adds some, and the rank takes those that it was told of, or all."""
+    memory = memoryview(bytearray(SIZE_BYTES))
+    process, rank = AnswerRing(memory), AnswerRing(memory)
+    added: list[int] = []
+    taken: list[int] = []
+    told = 0
+    for number, (count, is_told) in enumerate(steps):
+        for _ in range(count):
+            if len(added) - len(taken) < CAPACITY:
+                added.append(1000 * number + len(added))
+                process.add(added[-1], added[-1] / 4, added[-1] / 2)
+        told = process.count if is_told else told
+        found = rank.take(told)
+        assert found.seconds == [call_id / 4 for call_id in found.call_ids]
+        assert found.rewards == [call_id / 2 for call_id in found.call_ids]
+        taken += found.call_ids
+        assert taken == added[:told]
+    assert taken + rank.take().call_ids == added
+    assert rank.take() == ([], [], [])
 
 
 def test_one_that_prints_for_ever_is_read_up_to_a_bound_a_second() -> None:

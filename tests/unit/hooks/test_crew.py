@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.hooks.crew import AHEAD_S, START_DEADLINE_S, Crew, Hands, Limits, Place
-from spmd_rl.hooks.messages import NotReady, Problem, Ready, Result, ToProcess, ToRank
+from spmd_rl.hooks.answer_ring import Rewards
+from spmd_rl.hooks.crew import AHEAD_S, HELD_S, START_DEADLINE_S, Crew, Hands, Limits, Place
+from spmd_rl.hooks.messages import Answered, NotReady, Problem, Ready, Result, ToProcess, ToRank
 from spmd_rl.hooks.running_note import Running
 
 DEADLINE_S = 30.0
@@ -27,6 +28,8 @@ class FakeProcess:
     tail: str = "its last words"
     has_unread_output: bool = False
     closed: bool = False
+    ring: list[int] = field(default_factory=list)  # calls
+    num_taken: int = 0
 
     def send(self, message: ToProcess) -> None:
         raise AssertionError("the crew's hands send")
@@ -36,6 +39,11 @@ class FakeProcess:
         self.inbox.clear()
         return messages
 
+    def take_answers(self, until: int | None = None) -> Rewards:
+        taken = self.ring[self.num_taken : until]
+        self.num_taken += len(taken)
+        return rewarded(*taken)
+
     def running(self) -> Running | None:
         return self.note
 
@@ -44,6 +52,10 @@ class FakeProcess:
 
     def close(self) -> None:
         self.closed = True
+
+
+def rewarded(*call_ids: int) -> Rewards:
+    return Rewards(list(call_ids), [1e-5] * len(call_ids), [0.5] * len(call_ids))
 
 
 class Scene:
@@ -303,14 +315,73 @@ def test_what_a_call_left_running_blames_no_other() -> None:
 
 
 @pytest.mark.parametrize(("slots", "blamed"), [(0, [1]), (8, [])])
-def test_garbage_in_the_socket_is_that_of_the_first_plain_call(
+def test_garbage_in_the_socket_is_that_of_the_only_plain_call(
     slots: int, blamed: list[int]
 ) -> None:
     scene = ready_scene(slots=slots)
-    scene.add(1, 2)
+    scene.add(1)
     scene.turn()
     scene.started[0].garbled = True
     assert [problem.call_id for problem in scene.turn()] == blamed
+
+
+def test_garbage_of_one_of_several_calls_makes_each_of_them_alone() -> None:
+    """An answer in the ring, of which the rank was not told, may be that of the culprit."""
+    scene = ready_scene()
+    scene.add(1, 2)
+    scene.turn()
+    scene.calls_sent()
+    scene.started[0].ring = [1]
+    scene.started[0].garbled = True
+    assert scene.turn() == []
+    scene.make_ready()
+    assert scene.calls_sent() == [[1]]
+    scene.started[1].inbox.extend(answered(1))
+    assert scene.turn() == answered(1)
+    assert scene.calls_sent() == [[2]]
+    scene.started[1].garbled = True
+    assert [problem.call_id for problem in scene.turn()] == [2]
+
+
+def test_answers_in_the_ring_are_taken_when_the_process_tells_of_them() -> None:
+    scene = ready_scene()
+    scene.add(1, 2, 3)
+    scene.turn()
+    process = scene.started[0]
+    process.ring = [1, 2, 3]
+    assert scene.turn() == []
+    process.inbox.append(Answered(2))
+    assert scene.turn() == [rewarded(1, 2)]
+    process.inbox.append(Answered(3))
+    assert scene.turn() == [rewarded(3)]
+    process.inbox.append(Answered(3))
+    assert scene.turn() == []
+
+
+def test_a_call_that_ends_its_process_does_not_take_the_answers_before_it_along() -> None:
+    scene = ready_scene()
+    scene.add(1, 2, 3)
+    scene.turn()
+    process = scene.started[0]
+    process.ring = [1]
+    process.note, process.exit = Running(2, scene.now_s), "ended its process with SIGSEGV"
+    assert scene.turn() == [rewarded(1), Problem(2, 0.0, "ended its process with SIGSEGV")]
+    scene.calls_sent()
+    scene.make_ready()
+    assert scene.calls_sent() == [[3]]
+
+
+def test_a_slow_call_does_not_hold_back_the_answers_before_it() -> None:
+    scene = ready_scene()
+    scene.add(1, 2)
+    scene.turn()
+    process = scene.started[0]
+    process.ring, process.note = [1], Running(2, scene.now_s)
+    assert scene.turn() == []
+    scene.now_s += 2 * HELD_S
+    assert scene.turn() == [rewarded(1)]
+    scene.now_s += DEADLINE_S
+    assert scene.turn() == [Problem(2, 0.0, "took longer than 30 s")]
 
 
 def test_a_problem_in_doubt_is_looked_at_again_in_a_fresh_process() -> None:
