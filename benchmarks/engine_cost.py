@@ -60,7 +60,6 @@ PATHS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 def engine(folder: Path) -> NativeEngine:
     cfg = NativeEngineConfig(
-        model=str(folder),
         dtype="bfloat16",
         page_size=128,
         num_pages=NUM_PAGES,

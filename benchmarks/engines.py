@@ -111,14 +111,13 @@ class Ours:
         from spmd_rl.rollout.native.build import build
 
         cfg = NativeEngineConfig(
-            model=folder,
             page_size=PAGE_SIZE,
             num_pages=KV_TOKENS // PAGE_SIZE,
             max_batch=MAX_BATCH,
             max_step_tokens=STEP_TOKENS,
             dtype="bfloat16",
         )
-        self.engine = build(cfg, torch.device("cuda"), str)
+        self.engine = build(cfg, folder, torch.device("cuda"), str)
 
     def generate(self, prompts: list[NDArray[np.int32]], new_tokens: list[int]) -> dict[str, Any]:
         from spmd_rl.rollout.engine import Request, SamplingConfig

@@ -4,15 +4,20 @@ The work is in grpo_step/work.py. Our step is push, rollout, reward, pack and tr
 controller, with the bitwise mismatch check on. Both sides stay alive and take turns. Each number is
 the median step over all turns.
 
-    python -m benchmarks.laptop_vs_trl [--quick] [--save] [--sizes 0.14,1.0]
+TRL runs in an interpreter of its own, with trl==1.16.0, datasets and accelerate, as for
+losses_vs_trl.py. With --before, a third side is an earlier commit's code with its own benchmark,
+from a file of `git archive COMMIT spmd_rl examples benchmarks`; it takes turns with the others.
 
-Needs: pip install trl==1.16.0 datasets accelerate, beside this package.
+    python -m benchmarks.laptop_vs_trl --python trl/bin/python [--before then.tar] [--quick]
+        [--save] [--sizes 0.14,1.0]
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
+import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.beside_commit import unpack
 from benchmarks.grpo_step.work import SIZES, Size, write_model, write_prompts
 from benchmarks.peer import Peer
 from benchmarks.record import compared, finish, measured
@@ -28,6 +34,7 @@ from benchmarks.table import Row
 
 ROOT = Path(__file__).parents[1]
 AT_MOST = 0.5
+NO_MORE = 1.03  # than the earlier commit
 SAME_NORM = 1e-3  # relative, of the gradient at the same weights and tokens
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 WARM_LAPS = 2
@@ -49,35 +56,40 @@ class Side:
         self.cpu_s.append(self.last["cpu_s"] / laps)
 
 
-def contest(size: Size, folder: Path, turns: int, laps: int) -> Iterator[Row]:
-    """Measure both sides at one size."""
+def contest(
+    size: Size, folder: Path, turns: int, laps: int, trl_python: str, before: Path | None
+) -> Iterator[Row]:
+    """Measure all sides at one size. `before` is the folder of an earlier commit's code."""
     write_model(size, folder)
     write_prompts(folder / "prompts.jsonl")
-    with _start("ours", folder) as ours, _start("trl", folder) as trl:
-        sides = [Side(peer, peer.ask(laps=1)) for peer in (ours, trl)]
-        _check_equal(*(side.first for side in sides))
-        for side in sides:
+    starts = {"ours": (sys.executable, ROOT), "trl": (trl_python, ROOT)}
+    if before is not None:
+        starts["before"] = sys.executable, before
+    with contextlib.ExitStack() as stack:
+        peers = {
+            name: stack.enter_context(_start(name, python, root, folder))
+            for name, (python, root) in starts.items()
+        }
+        sides = {name: Side(peer, peer.ask(laps=1)) for name, peer in peers.items()}
+        _check_equal(sides["ours"].first, sides["trl"].first)
+        for side in sides.values():
             side.peer.ask(laps=WARM_LAPS)
-        for _ in range(turns):
-            for side in sides:
+        for turn in range(turns):
+            for side in list(sides.values())[:: 1 if turn % 2 else -1]:
                 side.turn(laps)
-        yield from _rows(size, *sides)
+        yield from _rows(size, sides["ours"], sides["trl"])
+        if before is not None:
+            yield from _rows_beside(size, sides["ours"], sides["before"])
 
 
-def _start(name: str, folder: Path) -> Peer:
+def _start(name: str, python: str, root: Path, folder: Path) -> Peer:
     model, data = str(folder / "model"), str(folder / "prompts.jsonl")
-    run = [f"--run.folder={folder / 'runs'}", f"--model={model}", f"--data={data}"]
+    run = [f"--run.folder={folder / name}", f"--model={model}", f"--data={data}"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    commands = {
-        "ours": [*torchrun, "-m", "spmd_rl", "run", "benchmarks.grpo_step.ours", *run],
-        "trl": ["-m", "benchmarks.grpo_step.trl_side", model, data],
-    }
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return Peer(
-        [sys.executable, *commands[name]],
-        ENVIRONMENT | {"PYTHONPATH": path},
-        folder / f"{name}.log",
-    )
+    ours = [*torchrun, "-m", "spmd_rl", "run", "benchmarks.grpo_step.ours", *run]
+    words = ["-m", "benchmarks.grpo_step.trl_side", model, data] if name == "trl" else ours
+    environment = ENVIRONMENT | {"PYTHONPATH": str(root)}
+    return Peer([python, *words], environment, folder / f"{name}.log", root)
 
 
 def _check_equal(ours: dict[str, Any], trl: dict[str, Any]) -> None:
@@ -93,8 +105,10 @@ def _check_equal(ours: dict[str, Any], trl: dict[str, Any]) -> None:
 
 
 def _rows(size: Size, ours: Side, trl: Side) -> Iterator[Row]:
+    num_tokens = ours.last["generated_tokens"]
     if (
-        ours.last["generated_tokens"] != trl.last["generated_tokens"]
+        num_tokens != trl.last["generated_tokens"]
+        or num_tokens != ours.last["compared_tokens"]
         or ours.last["mismatched_tokens"]
     ):
         raise SystemExit(
@@ -129,6 +143,31 @@ def _rows(size: Size, ours: Side, trl: Side) -> Iterator[Row]:
     )
 
 
+def _rows_beside(size: Size, ours: Side, before: Side) -> Iterator[Row]:
+    what, peer = f"GRPO step, {size.millions}M parameters", "the earlier commit"
+    times = median(ours.seconds) * 1e3, median(before.seconds) * 1e3
+    least = min(ours.seconds) * 1e3, min(before.seconds) * 1e3
+    cpu = median(ours.cpu_s) * 1e3, median(before.cpu_s) * 1e3
+    yield compared(what, times[0], "ms", peer=peer, peer_value=times[1], at_most=NO_MORE)
+    yield compared(f"{what}, least", least[0], "ms", peer=peer, peer_value=least[1])
+    yield compared(f"{what}, CPU time", cpu[0], "ms", peer=peer, peer_value=cpu[1])
+
+
+def mend(code: Path) -> None:
+    """Let an earlier benchmark do without what the first step does not measure."""
+    file = code / "benchmarks/grpo_step/ours.py"
+    asked = re.compile(r'stats\["(onpolicy/\w+)"\]')
+    file.write_text(asked.sub(r'stats.get("\1", 0.0)', file.read_text()))
+
+
+def _versions(python: str) -> dict[str, str]:
+    """Return the versions of TRL's packages, as its interpreter has them."""
+    names = ("trl", "transformers", "accelerate")
+    program = f"from importlib.metadata import version; print(*map(version, {names}))"
+    told = subprocess.check_output([python, "-c", program], text=True).split()
+    return dict(zip(names, told, strict=True))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -137,17 +176,23 @@ def main() -> int:
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/laptop/laptop_vs_trl.json"
     )
+    parser.add_argument("--python", default=sys.executable, help="of the environment with TRL")
+    parser.add_argument("--before", type=Path, help="an earlier commit, as git archive packs it")
     parser.add_argument("--sizes", default=",".join(size.millions for size in SIZES))
     arguments = parser.parse_args()
     turns, laps = (2, 2) if arguments.quick else (8, 4)
     rows: list[Row] = []
-    for size in SIZES:
-        if size.millions in arguments.sizes.split(","):
-            with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-                rows += contest(size, Path(folder), turns, laps)
-    return finish(
-        __file__, ("torch", "transformers", "trl", "accelerate"), rows, save=arguments.save
-    )
+    versions, before = _versions(arguments.python), None
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        if arguments.before is not None:
+            before = Path(name)
+            versions["the earlier commit"] = unpack(arguments.before, before)
+            mend(before)
+        for size in SIZES:
+            if size.millions in arguments.sizes.split(","):
+                with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+                    rows += contest(size, Path(folder), turns, laps, arguments.python, before)
+    return finish(__file__, ("torch",), rows, save=arguments.save, **versions)
 
 
 if __name__ == "__main__":

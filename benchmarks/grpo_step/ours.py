@@ -111,6 +111,7 @@ def _facts(groups: list[Group], batch: rl.Batch, stats: dict[str, float]) -> dic
         "loss": stats["train/loss"],
         "grad_norm": stats["train/grad_norm"],
         "entropy": stats["train/entropy"],
-        "mismatched_tokens": stats["onpolicy/mismatched_tokens"],
-        "compared_tokens": stats["onpolicy/compared_tokens"],
+        # none in the first step, whose tokens no engine drew
+        "mismatched_tokens": stats.get("onpolicy/mismatched_tokens", 0.0),
+        "compared_tokens": stats.get("onpolicy/compared_tokens", 0.0),
     }
