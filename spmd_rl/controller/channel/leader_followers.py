@@ -87,8 +87,9 @@ class LeaderFollowers:
         """Stop being the leader."""
         self._led_recently = True
         self._lead.release()
-        for follower in self._followers.copy():
-            follower.wakeup.set()
+        if self._followers:
+            for follower in self._followers.copy():
+                follower.wakeup.set()
 
     def wake_followers(self) -> None:
         """Wake the followers that need not wait any longer. The leader calls it as it handles."""

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import engine_cost, proof_cost, record, rollout_vs_sglang, train_variants
+from benchmarks import engine_cost, engines, proof_cost, record, rollout_vs_sglang, train_variants
 from benchmarks.cublas import every_way
 from benchmarks.fsdp_overlap import overlap, union
 from benchmarks.grpo_proof import USED, broken_promises
@@ -22,6 +22,7 @@ from spmd_rl.kernels.attention import token_attention
 from spmd_rl.kernels.linear import dispatch, swiglu
 from spmd_rl.kernels.linear.cublaslt import Gemm, Shape
 from spmd_rl.model import network
+from spmd_rl.rollout.native import build
 from spmd_rl.rollout.native.counters import SchedulerCounters
 from spmd_rl.train import on_policy
 from spmd_rl.train.metric_sums import MetricSums
@@ -98,6 +99,28 @@ def test_engines_free_of_the_contract_multiply_in_other_ways() -> None:
     assert ours == (dispatch.matmul, True)
     assert free[0] is apart[0] is not ours[0]
     assert (free[1], apart[1]) == (True, False)
+
+
+def test_engines_are_built_as_the_code_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[tuple[object, ...]] = []
+    monkeypatch.setattr(build, "build", lambda *given: built.append(given))
+    engines.Ours(str(tmp_path))
+    cfg, folder, device, _ = built[0]
+    assert (cfg.max_batch, folder, device.type) == (engines.MAX_BATCH, str(tmp_path), "cuda")
+
+    class Engine:
+        def __init__(self, *given: object) -> None:
+            self.given = given
+
+        def sink(self) -> SimpleNamespace:
+            return SimpleNamespace(commit=lambda version: None)
+
+    monkeypatch.setattr(engine_cost, "load_model", lambda *given: given)
+    monkeypatch.setattr(engine_cost, "NativeEngine", Engine)
+    model, cfg, device = engine_cost.engine(tmp_path).given
+    assert (model[0], cfg.num_pages) == (tmp_path, engine_cost.NUM_PAGES)
 
 
 def test_a_shape_is_raced_once(monkeypatch: pytest.MonkeyPatch) -> None:
