@@ -55,7 +55,7 @@ GPU_WORDS = [
     "--engine.max_batch=128",
     "--engine.num_pages=1500",
 ]
-CPU_TURNS, GPU_TURNS = 4, 2
+CPU_TURNS, GPU_TURNS = 3, 2
 
 
 @dataclass(frozen=True)

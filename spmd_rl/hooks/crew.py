@@ -70,6 +70,7 @@ class Place:
     started_s: float
     ready: bool = False
     calls: dict[int, bool] = field(default_factory=dict)  # false: nobody wants the answer any more
+    looked_s: float = 0.0  # when its ring was last looked into, since it said nothing
     is_fresh: bool = True  # it has answered no call yet
     is_alone: bool = False  # with a call that may have ended a process
     is_spoiled: bool = False  # it gets no more calls, and ends after those that it has
@@ -243,8 +244,9 @@ class Crew:
         if not place.ready and now_s - place.started_s > START_DEADLINE_S:
             raise SpmdError(f"hooks were not imported within {START_DEADLINE_S:g} s")
         running = place.member.running()
-        if running is None or now_s - running.since_s < HELD_S:
+        if running is None or now_s - max(running.since_s, place.looked_s) < HELD_S:
             return []
+        place.looked_s = now_s
         found = self._received(place)  # it may have answered just now
         found += self._taken(place)
         if (runner := self._late_runner(place, now_s)) is not None:
