@@ -84,11 +84,11 @@ def test_the_calculator_is_called(run: Any) -> None:
 
 @pytest.mark.system
 def test_the_calculator_is_learned(run: Any) -> None:
-    ended = run("grpo", *CALCULATES, f"--model={pupil(run)}", "--steps=25", nproc=2, small=False)
+    ended = run("grpo", *CALCULATES, f"--model={pupil(run)}", nproc=2, small=False)
     check_episodes(ended)
     rewards = [row["reward/mean"] for row in ended.metrics]
-    assert rewards[0] < 0.55
-    assert sum(rewards[-3:]) / 3 > 0.8
+    assert len(rewards) == 60
+    assert sum(rewards[-5:]) / 5 > rewards[0] + 0.3
 
 
 def test_decoding_goes_on_while_a_verdict_is_waited_for(run: Any, tmp_path: Path) -> None:
