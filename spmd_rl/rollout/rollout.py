@@ -158,9 +158,14 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
 
     @concurrent
     @collective
-    def partials(self) -> Sharded[list[Group]]:
-        """Return all groups that are unanswered, as they are now; their requests go on."""
-        return self._flow.snapshots()
+    def partials(self) -> Deferred[Sharded[list[Group]]]:
+        """Return all groups that are unanswered, as they are now; their requests go on.
+
+        It answers at once. It is deferred because of a shard only the first rank hears of rewards.
+        """
+        answer = Deferred[list[Group]]()
+        answer.resolve(self._flow.snapshots())
+        return answer
 
     def close(self) -> None:
         """End the processes of the hooks; they would end with this one."""

@@ -85,6 +85,10 @@ def ask_at_random(
     ended = rl.CompletionQueue[rl.Group]()
     for call in calls.values():
         ended.add(call)
+    first = struck.pop()
+    while not any(has_begun(group, first) for group in rollout.partials.call()):
+        pass  # until the engine has drawn a token of it
+    calls[first].abort()
     groups, num_resumed = [], 0
     while (call := ended.wait()) is not None:
         group = call.wait()
@@ -99,3 +103,7 @@ def ask_at_random(
             calls[struck.pop()].abort()
     print(f"{num_resumed} answers were resumed", flush=True)
     return groups + (whole.wait() if whole else [])
+
+
+def has_begun(group: rl.Group, uid: int) -> bool:
+    return group.prompt.uid == uid and any(len(sample.tokens) for sample in group.samples)

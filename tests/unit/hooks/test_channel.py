@@ -17,7 +17,7 @@ from spmd_rl.hooks.episode_calls import episodes_of
 from spmd_rl.hooks.frames import FrameReader, frame
 from spmd_rl.hooks.loaded import LoadedHooks
 from spmd_rl.hooks.messages import TO_PROCESS
-from spmd_rl.hooks.output import READ_BYTES_PER_S, SHOWN_BYTES_PER_S, Output
+from spmd_rl.hooks.output import SHOWN_BYTES_PER_S, Output
 from spmd_rl.hooks.reward_calls import calls_of
 from spmd_rl.hooks.running_note import Running, RunningNote
 from spmd_rl.hooks.signatures import RewardForm, RewardFunction
@@ -106,7 +106,7 @@ def test_answers_come_out_of_the_ring_in_order(steps: list[tuple[int, bool]]) ->
 
 
 def test_one_that_prints_for_ever_is_read_up_to_a_bound_a_second() -> None:
-    clock, num_read = [0.0], 0
+    clock = [0.0]
     output = Output(lambda text: None, lambda: clock[0])
     stopped = threading.Event()
 
@@ -117,8 +117,7 @@ def test_one_that_prints_for_ever_is_read_up_to_a_bound_a_second() -> None:
     thread = threading.Thread(target=flood, daemon=True)
     thread.start()
     while output.read():
-        num_read += 1
-    assert num_read <= 10 * READ_BYTES_PER_S // 65_536
+        pass  # for ever, if there were no bound
     assert not output.read(), "not before the next second"
     stopped.set()
     clock[0] += 1

@@ -36,7 +36,9 @@ def test_an_aborted_answer_goes_on_where_it_was(new_role):
     asked = prompts(role, "12+3=", "4+4=")
     whole, other = generated(role, asked, LONG)
     first, second = (role.complete(prompt, LONG) for prompt in asked)
-    pump_until(role, lambda: all(len(s.tokens) > 5 for g in role.partials() for s in g.samples))
+    pump_until(
+        role, lambda: all(len(s.tokens) > 5 for g in role._flow.snapshots() for s in g.samples)
+    )
     first.abort()
     group = first.value
     assert [sample.status for sample in group.samples] == ["aborted"] * 3
@@ -65,9 +67,9 @@ def test_snapshots_disturb_nothing(new_role):
     call, seen = role.complete(asked, LONG), []
     while not call.is_answered:
         role.pump()
-        seen += role.partials()
+        seen += role._flow.snapshots()
     assert bits(call.value) == bits(whole)
-    assert role.partials() == []
+    assert role._flow.snapshots() == []
     for group in seen:
         for sample, final in zip(group.samples, whole.samples, strict=True):
             assert sample.status == "aborted"

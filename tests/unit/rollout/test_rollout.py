@@ -220,7 +220,7 @@ def test_a_reward_that_raises_shows_the_sample_and_leaves_the_engine_clean(new_r
     with pytest.raises(SpmdError, match=r"prompt '7\+8=', answer '=8\+7'.*ZeroDivisionError"):
         generated(role, asked, sampling)
     assert not role.engine.has_work
-    assert role.partials() == []
+    assert role._flow.snapshots() == []
 
 
 @pytest.mark.parametrize("poisoned", [1, 3])
