@@ -37,9 +37,14 @@ class AnswerRing:
         self.count += 1
         self._integers[0] = self.count  # last of all: the rank may read now
 
+    @property
+    def num_added(self) -> int:
+        """How many answers the process has added."""
+        return self._integers[0]
+
     def take(self, until: int | None = None) -> Rewards:
         """Return the answers that were not taken yet, up to number `until`, by default all."""
-        last = self._integers[0] if until is None else until
+        last = self.num_added if until is None else until
         first, self.count = self.count, max(self.count, last)
         places = [number % CAPACITY for number in range(first, self.count)]
         return Rewards(

@@ -53,6 +53,9 @@ class Member(Protocol):
 
     def receive(self) -> list[ToRank]: ...
 
+    @property
+    def num_answers(self) -> int: ...
+
     def take_answers(self, until: int | None = None) -> Rewards: ...
 
     def running(self) -> Running | None: ...
@@ -145,12 +148,12 @@ class Crew:
             if place.member in news or place.member.has_unread_output:
                 sentence = place.member.exit_sentence()
                 found += self._received(place)
+                if place.member.garbled:
+                    found += self._end_garbled(place)
+                    continue
                 if sentence:
                     found += self._taken(place)
                     found += self._end(place, sentence, self._known_runner(place))
-                    continue
-                if place.member.garbled:
-                    found += self._end_garbled(place)
                     continue
             found += self._end_if_late(place, now_s)
             if place.is_spoiled and not place.calls and place in self.places:
@@ -247,8 +250,12 @@ class Crew:
         if running is None or now_s - max(running.since_s, place.looked_s) < HELD_S:
             return []
         place.looked_s = now_s
-        found = self._received(place)  # it may have answered just now
-        found += self._taken(place)
+        # it may have answered just now; what it wrote before an answer is then in the socket
+        num_answers = place.member.num_answers
+        found = self._received(place)
+        if place.member.garbled:
+            return found + self._end_garbled(place)
+        found += self._taken(place, num_answers)
         if (runner := self._late_runner(place, now_s)) is not None:
             sentence = self._limits.late.format(self._limits.deadline_s)
             found += self._end(place, sentence, runner)

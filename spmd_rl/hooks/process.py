@@ -113,6 +113,11 @@ class HookProcess:
         """Return the call that the process is running now."""
         return self._note.read()
 
+    @property
+    def num_answers(self) -> int:
+        """How many answers the process has added to its ring."""
+        return self._note.answers.num_added
+
     def take_answers(self, until: int | None = None) -> Rewards:
         """Return answers of the ring, as `AnswerRing.take` does."""
         return self._note.answers.take(until)

@@ -41,8 +41,11 @@ def check_lag(ended: Any, max_lag: int) -> None:
 
 
 def test_engines_go_on_beneath_pushes(run: Any) -> None:
-    """Prompts are learned from in their order, and answers go on under newer weights."""
-    ended = run("grpo_fully_async", *ASYNC, "--steps=8", nproc=2)
+    """Prompts are learned from in their order, and answers go on under newer weights.
+
+    One group at a time keeps the engine slower than the trainer, so that pushes meet answers.
+    """
+    ended = run("grpo_fully_async", *ASYNC, "--steps=8", "--sampler.max_running=1", nproc=2)
     check_lag(ended, max_lag=2)
     assert max(row["version/lag_max"] for row in ended.metrics) > 0
     assert [*chain(*learned(ended))] == [*range(64)]

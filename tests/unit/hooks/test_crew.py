@@ -39,6 +39,10 @@ class FakeProcess:
         self.inbox.clear()
         return messages
 
+    @property
+    def num_answers(self) -> int:
+        return len(self.ring)
+
     def take_answers(self, until: int | None = None) -> Rewards:
         taken = self.ring[self.num_taken : until]
         self.num_taken += len(taken)
@@ -341,6 +345,44 @@ def test_garbage_of_one_of_several_calls_makes_each_of_them_alone() -> None:
     assert scene.calls_sent() == [[2]]
     scene.started[1].garbled = True
     assert [problem.call_id for problem in scene.turn()] == [2]
+
+
+def test_garbage_that_came_while_the_ring_was_looked_into_is_not_missed() -> None:
+    """The answer of a slow call is in the ring only once what it wrote is in the socket."""
+    scene = ready_scene()
+    scene.add(1)
+    scene.turn()
+    process = scene.started[0]
+
+    class Writing(FakeProcess):
+        def receive(self) -> list[ToRank]:
+            self.garbled, self.ring = True, [1]
+            return []
+
+    process.__class__ = Writing
+    process.note = Running(1, scene.now_s)
+    scene.now_s += 2 * HELD_S
+    found = scene.crew.read(scene.now_s, [])
+    assert found == [Problem(1, 0.0, "wrote into the socket of its process")]
+
+
+def test_an_answer_that_comes_while_the_socket_is_read_waits_for_the_next_look() -> None:
+    scene = ready_scene()
+    scene.add(1)
+    scene.turn()
+    process = scene.started[0]
+
+    class Answering(FakeProcess):
+        def receive(self) -> list[ToRank]:
+            self.ring = [1]
+            return []
+
+    process.__class__ = Answering
+    process.note = Running(1, scene.now_s)
+    scene.now_s += 2 * HELD_S
+    assert scene.crew.read(scene.now_s, []) == []
+    scene.now_s += 2 * HELD_S
+    assert scene.crew.read(scene.now_s, []) == [rewarded(1)]
 
 
 def test_answers_in_the_ring_are_taken_when_the_process_tells_of_them() -> None:
