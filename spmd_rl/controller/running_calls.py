@@ -75,7 +75,8 @@ class RunningCalls(Generic[C]):
         A call that was answered already is left alone.
         """
         if (call := self._unanswered.get(number)) is not None:
-            call.deferred.abort()
+            if not call.deferred.is_answered:  # its answer may be held
+                call.deferred.abort()
         elif self._held:
             self._aborted.add(number)
 

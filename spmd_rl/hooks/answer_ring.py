@@ -39,8 +39,9 @@ class AnswerRing:
 
     @property
     def num_added(self) -> int:
-        """How many answers the process has added."""
-        return self._integers[0]
+        """How many answers the process has added; a hook may have written nonsense there."""
+        added = self._integers[0]
+        return added if self.count <= added <= self.count + CAPACITY else self.count
 
     def take(self, until: int | None = None) -> Rewards:
         """Return the answers that were not taken yet, up to number `until`, by default all."""

@@ -16,6 +16,8 @@ class HookConfig:
     # makes the samples of a prompt in several turns: async module:function or path/to/file.py:f
     generate: str = ""
     keep_group: str = ""  # says whether a group is trained on: module:function or file.py:f
+    # more reward functions, for records and evaluation sets that name their own
+    extra_rewards: tuple[str, ...] = ()
     processes: int = 2  # of each rank and kind, at most; they are started when they are needed
     concurrency: int = 64  # async calls at once in one process
     deadline_s: float = 30.0  # of one reward call, and between two awaits of an async one; 0: none

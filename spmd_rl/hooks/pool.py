@@ -49,9 +49,10 @@ class HookPool(AbstractContextManager["HookPool"]):
         return len(self._rewards) + len(self._episodes)
 
     @property
-    def grades_groups(self) -> bool:
-        """Whether a reward takes a whole group; known once any sample is graded."""
-        return any(form.whole_group for form in self._crews.forms or [])
+    def group_functions(self) -> frozenset[int]:
+        """The numbers of the rewards that take a whole group; known once any sample is graded."""
+        forms = enumerate(self._crews.forms or [])
+        return frozenset(number for number, form in forms if form.whole_group)
 
     def submit(self, task: Task) -> int:
         """Take a task and return its id, by which events of `poll` name it.

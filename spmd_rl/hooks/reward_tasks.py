@@ -68,7 +68,10 @@ class RewardTasks:
         for task_id in new:
             if (task := self._tasks.get(task_id)) is None:  # it was cancelled
                 continue
+            wanted = task.task.functions
             for number, kind in by_subject[type(task.task) is GroupTask]:
+                if wanted is not None and number not in wanted:
+                    continue
                 call_id = next(self._ids)
                 self._calls[call_id] = task_id, task, number, kind
                 task.calls.append(call_id)

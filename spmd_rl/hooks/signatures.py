@@ -69,6 +69,8 @@ def check_hooks(cfg: HookConfig) -> None:
         load_generate(cfg.generate)
     if cfg.keep_group:
         load_keep_group(cfg.keep_group)
+    for name in cfg.extra_rewards:
+        load_reward(name)
 
 
 def part_name(name: str) -> str:

@@ -15,19 +15,27 @@ from spmd_rl.types.samples import Sample
 
 
 class SampleTask(msgspec.Struct, frozen=True):
-    """Grade one sample by every reward function that takes a sample."""
+    """Grade one sample by the reward functions that take a sample.
+
+    `functions` are the numbers of those that may be called; None stands for all.
+    """
 
     prompt: Prompt
     sample: Sample
     info: CallInfo
+    functions: frozenset[int] | None = None
 
 
 class GroupTask(msgspec.Struct, frozen=True):
-    """Grade the samples of a prompt by every reward function that takes a whole group."""
+    """Grade the samples of a prompt by the reward functions that take a whole group.
+
+    `functions` are the numbers of those that may be called; None stands for all.
+    """
 
     prompt: Prompt
     samples: Sequence[Sample]
     info: CallInfo
+    functions: frozenset[int] | None = None
 
 
 class EpisodeTask(msgspec.Struct, frozen=True):

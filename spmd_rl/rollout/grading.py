@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from spmd_rl.errors import DataError
 from spmd_rl.hooks.pool import HookPool
 from spmd_rl.hooks.results import merged
-from spmd_rl.hooks.signatures import part_name
 from spmd_rl.hooks.tasks import Failed, Graded, GroupTask, SampleTask
+from spmd_rl.rollout.grader_choice import GraderChoice
 from spmd_rl.rollout.open_group import OpenGroup
+from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
 _Graded = tuple[OpenGroup, Sample | None]  # a sample of a group, or None for all of them
@@ -18,21 +19,26 @@ _Graded = tuple[OpenGroup, Sample | None]  # a sample of a group, or None for al
 class Grading:
     """Sends samples to the pool of hooks, and completes them with what comes back.
 
-    `weights` holds the weight of each reward function by its name. With `raises`, a function that
-    fails ends the calls of the rank; else its sample has failed.
+    `choice` says which functions grade a prompt's samples. With `raises`, a function that fails
+    ends the calls of the rank; else its sample has failed.
     """
 
-    def __init__(self, pool: HookPool, weights: Mapping[str, float], *, raises: bool) -> None:
+    def __init__(self, pool: HookPool, choice: GraderChoice, *, raises: bool) -> None:
         self._pool = pool
-        self._weights = {part_name(name): weight for name, weight in weights.items()}
+        self._choice = choice
         self._raises = raises
         self._tasks: dict[int, _Graded] = {}
+
+    def grades(self, prompt: Prompt) -> bool:
+        """Return whether any function grades this prompt's samples. Raises: DataError."""
+        return bool(self._choice.of(prompt).numbers)
 
     def submit(self, samples: Iterable[tuple[OpenGroup, Sample]]) -> None:
         """Begin to grade samples. It does not block."""
         for group, sample in samples:
             group.grading[sample.index] = sample
-            task = self._pool.submit(SampleTask(group.prompt, sample, group.info))
+            numbers = self._choice.of(group.prompt).numbers
+            task = self._pool.submit(SampleTask(group.prompt, sample, group.info, numbers))
             self._tasks[task] = group, sample
 
     def take(self, event: Graded | Failed) -> OpenGroup:
@@ -52,13 +58,16 @@ class Grading:
 
     def grade_group(self, group: OpenGroup) -> bool:
         """Begin the functions that take the whole group; return whether there are any."""
-        if group.has_group_grades or not group.samples or not self._pool.grades_groups:
+        if group.has_group_grades or not group.samples:
+            return False
+        numbers = self._choice.of(group.prompt).numbers & self._pool.group_functions
+        if not numbers:
             return False
         group.has_group_grades = True
         samples = sorted(group.samples, key=lambda sample: sample.index)
         group.samples = []
         group.grading = {sample.index: sample for sample in samples}
-        task = self._pool.submit(GroupTask(group.prompt, samples, group.info))
+        task = self._pool.submit(GroupTask(group.prompt, samples, group.info, numbers))
         self._tasks[task] = group, None
         return True
 
@@ -84,11 +93,12 @@ class Grading:
     def _rewarded(self, sample: Sample, group: OpenGroup) -> Sample:
         """Return the sample with its reward, from the grades that there are so far."""
         grades = group.grades[sample.index]
-        if len(self._weights) == 1 and grades:
+        weights = self._choice.of(group.prompt).weights
+        if len(weights) == 1 and grades:
             (grade,) = grades.values()
-            (weight,) = self._weights.values()
+            (weight,) = weights.values()
             return sample.replace(reward=weight * grade.reward, parts=grade.parts)
-        grade = merged(grades, self._weights)
+        grade = merged(grades, weights)
         return sample.replace(reward=grade.reward, parts=grade.parts)
 
     def _fail(self, group: OpenGroup, sample: Sample | None, event: Failed) -> None:

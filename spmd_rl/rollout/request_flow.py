@@ -175,7 +175,7 @@ class RequestFlow:
         for group, sample in samples:
             if sample.status == "failed":
                 group.failed.append(sample)
-            elif self._grading is None or not math.isnan(sample.reward):
+            elif not self._grades(group.prompt) or not math.isnan(sample.reward):
                 group.samples.append(sample)
             else:
                 ungraded.append((group, sample))
@@ -185,6 +185,9 @@ class RequestFlow:
             if not group.drawing:
                 self._times.mark("drawn", group.first)
             self._close_if_whole(group)
+
+    def _grades(self, prompt: Prompt) -> bool:
+        return self._grading is not None and self._grading.grades(prompt)
 
     def _act(self, event: Event) -> None:
         """Act on an event of the pool of hooks."""

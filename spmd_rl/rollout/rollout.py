@@ -27,6 +27,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.rollout.engine import Engine, NativeEngineConfig, SamplingConfig
 from spmd_rl.rollout.episodes import Episodes
+from spmd_rl.rollout.grader_choice import GraderChoice, all_rewards
 from spmd_rl.rollout.grading import Grading
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.rollout.request_flow import RequestFlow
@@ -85,9 +86,10 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         self.seed = seed
         # one rank of a shard grades for all
         weights = reward_weights(reward) if context.shard_rank == 0 else {}
+        rewards = all_rewards(weights, hooks.extra_rewards) if context.shard_rank == 0 else []
         pool = None
-        if weights or hooks.generate:  # its processes import the hooks while this one loads
-            pool = HookPool(hooks, list(weights), settings, self._encode)
+        if rewards or hooks.generate:  # its processes import the hooks while this one loads
+            pool = HookPool(hooks, rewards, settings, self._encode)
         self.tokenizer = load_tokenizer(model)
         from spmd_rl.rollout.build import build_engine
 
@@ -96,8 +98,8 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         )
         spec, raises = ModelSpec.from_folder(model), hooks.on_error == "raise"
         grading = episodes = None
-        if pool is not None and weights:
-            grading = Grading(pool, weights, raises=raises)
+        if pool is not None and rewards:
+            grading = Grading(pool, GraderChoice(rewards, weights), raises=raises)
         if pool is not None and hooks.generate:
             episodes = Episodes(pool, raises=raises, context_tokens=spec.max_positions)
         self._flow = RequestFlow(self.engine, self._text_of, pool, grading, episodes, context.trace)

@@ -27,7 +27,8 @@ class Prompt:
     """One tokenised prompt.
 
     `uid` numbers the draw, not the record of the data file. A record drawn in two epochs has two
-    uids, so its samples use different random streams.
+    uids, so its samples use different random streams. `reward` holds the weights of the reward
+    functions that grade this prompt's samples, by their names; empty, the run's own grade them.
     """
 
     uid: int
@@ -36,6 +37,7 @@ class Prompt:
     answer: str = ""
     source: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
+    reward: dict[str, float] = field(default_factory=dict)
 
     def replace(self, **values: Any) -> Prompt:
         """Return a copy with these fields changed, five times as fast as `dataclasses.replace`."""
@@ -52,6 +54,7 @@ class Prompt:
             answer=[prompt.answer for prompt in prompts],
             source=[prompt.source for prompt in prompts],
             meta=[prompt.meta for prompt in prompts],
+            reward=[prompt.reward for prompt in prompts],
         )
 
 
@@ -67,11 +70,11 @@ class PromptColumns(Columns):
     answer: list[str]
     source: list[str]
     meta: list[dict[str, Any]]
+    reward: list[dict[str, float]]
 
     def rows(self) -> list[Prompt]:
         """Return the prompts as objects. Raises: ValueError, as `check` does."""
         self.check()
         tokens = split_at(self.tokens, self.offsets)
-        return list(
-            map(Prompt, self.uid.tolist(), tokens, self.text, self.answer, self.source, self.meta)
-        )
+        columns = self.text, self.answer, self.source, self.meta, self.reward
+        return list(map(Prompt, self.uid.tolist(), tokens, *columns))

@@ -96,6 +96,18 @@ def test_an_abort_that_comes_after_the_answer_is_forgotten() -> None:
     assert not rank.calls._aborted
 
 
+def test_an_abort_leaves_alone_a_call_whose_answer_is_held() -> None:
+    rank = Rank()
+    rank.calls.holds_answers = True
+    rank.calls.add(("concurrent", 1))
+    rank.run_ready()
+    rank.answer(1)
+    rank.calls.abort(1)
+    assert rank.aborted == []
+    rank.calls.release([1])
+    assert rank.calls.num_unanswered == 0
+
+
 def test_an_error_answers_all_calls_of_its_role() -> None:
     rank = Rank()
     rank.calls.add(("concurrent", 1))

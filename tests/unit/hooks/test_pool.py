@@ -105,7 +105,7 @@ def test_whole_groups_and_single_samples_go_to_their_own_functions() -> None:
         single = pool.submit(SampleTask(make_prompt(), samples[0], INFO))
         group = pool.submit(GroupTask(make_prompt(), samples, INFO))
         events = events_of(pool)
-        assert pool.grades_groups
+        assert pool.group_functions
     order = [Grade(1.0), Grade(2.0), Grade(0.0)]
     assert events[single].grades == {"length": [Grade(3.0)], "judge": [Grade(3.0)]}
     assert events[group].grades == {"ranks": order, "slow_ranks": order}
@@ -225,7 +225,7 @@ def test_a_cancelled_async_call_makes_room() -> None:
             for number in range(2)
         ]
         waiting = pool.submit(SampleTask(make_prompt(), make_sample("1"), INFO))
-        events_of(pool, until=lambda: pool.grades_groups is False and _is_ready(pool))
+        events_of(pool, until=lambda: pool.group_functions == frozenset() and _is_ready(pool))
         for task in stuck:
             pool.cancel(task)
         assert isinstance(events_of(pool)[waiting], Graded)

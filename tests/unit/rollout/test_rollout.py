@@ -297,3 +297,23 @@ def test_a_call_may_have_a_seed_of_its_own(new_role):
     assert drawn(role) == first
     with pytest.raises(ConfigError, match=r"^seed = -1: expected in \[0, 2\^63\)"):
         generated(role, prompts(role, "5+5="), sampling, seed=-1)
+
+
+def test_a_prompt_may_name_its_own_reward_functions(new_role):
+    hooks = HookConfig(processes=1, extra_rewards=(f"{REWARDS}:slow",))
+    role = new_role(reward="count_zeros", hooks=hooks)
+    first, second = prompts(role, "1+1=", "2+2=")
+    second = second.replace(reward={f"{REWARDS}:slow": 3.0})
+    groups = generated(role, [first, second], SamplingConfig(num_samples=2, max_tokens=4))
+    assert all(sample.parts.keys() == {"reward", "long"} for sample in groups[0].samples)
+    assert [sample.reward for sample in groups[1].samples] == [3.0, 3.0]
+
+
+def test_without_a_reward_of_the_run_only_prompts_that_name_one_are_graded(new_role):
+    hooks = HookConfig(processes=1, extra_rewards=(f"{REWARDS}:slow",))
+    role = new_role(hooks=hooks)
+    first, second = prompts(role, "1+1=", "2+2=")
+    second = second.replace(reward={f"{REWARDS}:slow": 1.0})
+    groups = generated(role, [first, second], SamplingConfig(num_samples=2, max_tokens=4))
+    assert np.isnan([sample.reward for sample in groups[0].samples]).all()
+    assert [sample.reward for sample in groups[1].samples] == [1.0, 1.0]

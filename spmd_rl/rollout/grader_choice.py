@@ -1,0 +1,70 @@
+"""Choice of reward functions: those of a prompt's own, or else the run's, with their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.hooks.signatures import part_name
+from spmd_rl.types.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class Graders:
+    """Functions that grade a prompt's samples: weights by the functions' own names, and their
+    numbers in the pool of hooks.
+    """
+
+    weights: dict[str, float]
+    numbers: frozenset[int]
+
+
+class GraderChoice:
+    """Says which functions grade a prompt's samples.
+
+    `names` are all that the pool has, in its order. `weights` are those of the run.
+    """
+
+    def __init__(self, names: Sequence[str], weights: Mapping[str, float]) -> None:
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._own = self._graders(weights)
+        self._by_reward: dict[tuple[tuple[str, float], ...], Graders] = {}
+
+    def of(self, prompt: Prompt) -> Graders:
+        """Return who grades this prompt's samples.
+
+        Raises: DataError for a function that the pool does not have.
+        """
+        if not prompt.reward:
+            return self._own
+        key = tuple(prompt.reward.items())
+        if key not in self._by_reward:
+            if missing := [name for name in prompt.reward if name not in self._numbers]:
+                loaded = ", ".join(self._numbers) or "none"
+                raise DataError(
+                    f"prompt {prompt.uid} of {prompt.source or 'the data'}",
+                    f"it names the reward {missing[0]!r}, but only these are loaded: {loaded}: "
+                    "add it to hooks.extra_rewards",
+                )
+            self._by_reward[key] = self._graders(prompt.reward)
+        return self._by_reward[key]
+
+    def _graders(self, weights: Mapping[str, float]) -> Graders:
+        numbers = frozenset(self._numbers[name] for name in weights)
+        return Graders({part_name(name): weight for name, weight in weights.items()}, numbers)
+
+
+def all_rewards(weights: Mapping[str, float], extra: Sequence[str]) -> list[str]:
+    """Return the names of the run's own reward functions, and of the others after them.
+
+    Raises: ConfigError for two of one name, whose parts could not be told apart.
+    """
+    names = list(dict.fromkeys([*weights, *extra]))
+    parts = [part_name(name) for name in names]
+    if twice := [part for part in parts if parts.count(part) > 1]:
+        raise ConfigError(
+            f"two reward functions are called {twice[0]!r}: rename one, "
+            "because each is a part of the reward under its own name"
+        )
+    return names
