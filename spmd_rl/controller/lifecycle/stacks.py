@@ -12,6 +12,7 @@ from types import FrameType
 
 # torch's functions that dump the flight record, by backend; a build may lack either
 FLIGHT_RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+SERVING = "its wait for hooks or other ranks"
 _LIBRARIES = ("<frozen", *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")))
 _PACKAGE = str(Path(__file__).parents[2])
 
@@ -28,8 +29,11 @@ def all_stacks() -> str:
 def main_thread_location() -> str:
     """Return the line that the main thread is at, such as "reward.py:12 in score".
 
-    It is the innermost line in a file that is no library.
+    It is the innermost line in a file that is no library. A main thread that asks this itself is
+    at no line of a call: it serves messages while hooks or other ranks work.
     """
+    if threading.current_thread() is threading.main_thread():
+        return SERVING
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = frame
     while frame is not None and _is_library(frame.f_code.co_filename):

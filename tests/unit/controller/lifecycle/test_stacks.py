@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from spmd_rl.controller.lifecycle.stacks import all_stacks, main_thread_location
+from spmd_rl.controller.lifecycle.stacks import SERVING, all_stacks, main_thread_location
 
 
 def location_from_another_thread() -> str:
@@ -17,6 +17,10 @@ def location_from_another_thread() -> str:
 
 def test_here_is_this_line() -> None:
     assert "test_here_is_this_line" in all_stacks()
+
+
+def test_a_main_thread_that_asks_itself_is_at_no_line() -> None:
+    assert main_thread_location() == SERVING
 
 
 def test_a_location_is_that_of_the_innermost_file_that_is_no_library() -> None:
