@@ -54,9 +54,7 @@ def _lines(file: Path, content: bytes) -> Iterator[str]:
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{file}:{number}", f"not UTF-8 at byte {error.start + 1}"
-            ) from error
+            raise DataError(f"{file}:{number}", f"not UTF-8 at byte {error.start + 1}") from error
 
 
 @contextmanager

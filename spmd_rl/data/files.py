@@ -69,9 +69,7 @@ def _open(path: str, openers: dict[str, Callable[[Path], Records]]) -> Records:
 def _opened(file: Path, openers: dict[str, Callable[[Path], Records]]) -> Records:
     if file.is_dir():
         if not is_dataset(file):
-            raise DataError(
-                str(file), "this is a folder, not a file or a data set of save_to_disk"
-            )
+            raise DataError(str(file), "this is a folder, not a file or a data set of save_to_disk")
         return open_dataset(file)
     if not file.is_file():
         raise DataError(str(file), "no such file")
