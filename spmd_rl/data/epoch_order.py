@@ -45,5 +45,5 @@ class EpochOrder:
         # same state numpy draws the same numbers, in less time and memory.
         _, state, _ = random.Random(f"{self._seed}/{epoch}").getstate()
         stream = np.random.RandomState()
-        stream.set_state(("MT19937", np.array(state[:-1], np.uint32), state[-1]))
+        stream.set_state(("MT19937", np.array(state[:-1], np.uint32), state[-1], 0, 0.0))
         return np.argsort(stream.random_sample(self.num_records), kind="stable")

@@ -10,8 +10,8 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,7 @@ class JsonLines(Records):
         with self._open() as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
 
-    def _open(self) -> BinaryIO:
+    def _open(self) -> BufferedReader:
         try:
             content = self._file.open("rb")
         except OSError as error:
@@ -81,7 +81,7 @@ class LineIndex:
     numbers: NDArray[np.int64]
 
 
-def index_lines(content: BinaryIO) -> LineIndex:
+def index_lines(content: BufferedReader) -> LineIndex:
     """Return the places of all lines that are not blank. Only a newline ends a line."""
     newlines, blanks, offset, at_start = [], [], 0, True
     while piece := content.read(_PIECE):
@@ -111,7 +111,7 @@ def json_record(where: str, line: bytes) -> DataRecord:
     return DataRecord(where, row)
 
 
-def _state(content: BinaryIO) -> tuple[int, int]:
+def _state(content: BufferedReader) -> tuple[int, int]:
     """Return what changes with a file: its size and its time."""
     status = os.fstat(content.fileno())
     return status.st_size, status.st_mtime_ns

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.data.files import without_slice
-from spmd_rl.errors import ConfigError
+from spmd_rl.errors import ConfigError, SpmdError
 
 Pick = Callable[[int, list[str]], Mapping[str, float]]
 
@@ -40,13 +39,13 @@ def source_names(paths: Sequence[str]) -> list[str]:
 
     Where two are equal, all names get their folders too, and at last numbers.
     """
-    parts = [without_slice(path).resolve().with_suffix("").parts for path in paths]
+    files = [without_slice(path).absolute() for path in paths]
+    parts = [(file.with_suffix("") if file.is_file() else file).parts for file in files]
     for depth in (1, 2, 3):
         names = ["-".join(part for part in of[-depth:] if part != "/") for of in parts]
         if len({*names}) == len(names):
             return names
-    stems = [Path(of[-1]).name for of in parts]
-    return [f"{stem}-{number}" for number, stem in enumerate(stems, start=1)]
+    return [f"{of[-1]}-{number}" for number, of in enumerate(parts, start=1)]
 
 
 class Mixture:
@@ -54,7 +53,7 @@ class Mixture:
 
     After any number of draws, each source has had its share but for a few draws. `pick`, if there
     is one, returns the weights for each step of `per_step` draws.
-    Raises: ConfigError in `places` for weights of `pick` that cannot be used.
+    Raises: SpmdError in `places` when `pick` fails, or its weights cannot be used.
     """
 
     def __init__(
@@ -120,7 +119,12 @@ class Mixture:
 
     def _bounds_of(self, step: int) -> NDArray[np.float64]:
         assert self._pick is not None
-        weights = self._pick(step, [*self.names])
+        try:
+            weights = self._pick(step, [*self.names])
+        except Exception as error:
+            raise SpmdError(
+                f"hooks.pick_sources failed for step {step + 1}: {type(error).__name__}: {error}"
+            ) from error
         is_usable = isinstance(weights, Mapping) and all(
             name in self.names and isinstance(weight, (int, float)) and 0 <= weight < math.inf
             for name, weight in weights.items()

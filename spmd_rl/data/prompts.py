@@ -54,7 +54,9 @@ class Prompts(DataSource):
         ]
         by_name = dict(zip(names, weights.values(), strict=True))
         self._mixture = Mixture(by_name, seed=cfg.seed, pick=pick, per_step=per_step)
-        seeds = [cfg.seed] if len(names) == 1 else [f"{cfg.seed}/{name}" for name in names]
+        seeds: list[int | str] = [cfg.seed]
+        if len(names) > 1:
+            seeds = [f"{cfg.seed}/{name}" for name in names]
         self._orders = [
             EpochOrder(len(store), seed=seed, shuffle=cfg.shuffle)
             for store, seed in zip(self._stores, seeds, strict=True)
