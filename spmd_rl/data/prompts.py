@@ -141,4 +141,5 @@ class Prompts(DataSource):
         digests = [store.digest for store in self._stores]
         if len(digests) == 1:
             return digests[0]
-        return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+        named = [" ".join(pair) for pair in zip(self._mixture.names, digests, strict=True)]
+        return hashlib.sha256("\n".join(named).encode()).hexdigest()
