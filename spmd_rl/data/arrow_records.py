@@ -1,17 +1,17 @@
 """Records of a .parquet file, or of a Hugging Face dataset that `save_to_disk` has written.
 
-Both are tables in the Arrow format. A table on disk is mapped into memory, which holds only the
-pages that are in use. A large parquet file is unpacked into such a table first.
+Both are tables in the Arrow format. Of a table on disk, only the rows that are being read are in
+memory. A large parquet file is unpacked into such a table first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,37 +21,45 @@ from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.jsonl import parse_json
 
 _IN_MEMORY = 1 << 26  # bytes of a parquet file that is not unpacked to disk
-_BATCH = 8192  # rows that are unpacked at once
+_BATCH = 512  # rows of an unpacked parquet file that are read at once
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
 class ArrowRecords(Records):
-    """The rows of Arrow record batches. `order` says which row each record is; None: as stored."""
+    """The rows of Arrow record batches.
+
+    `open_batches` returns the batches for the time of one reading, so that no mapped page stays.
+    `num_rows` are their rows. `order` says which row each record is; None: as stored.
+    """
 
     def __init__(
         self,
         path: Path,
-        batches: Sequence[Any],
+        open_batches: Callable[[], Batches],
+        *,
+        num_rows: Sequence[int],
+        num_bytes: int,
         files: Sequence[Path],
         order: NDArray[np.int64] | None = None,
     ) -> None:
         self._path, self._files, self._order = path, files, order
-        self._batches = [batch for batch in batches if batch.num_rows]
-        self._stops = np.array([*accumulate(b.num_rows for b in self._batches)], np.int64)
-        self.num_bytes = sum(batch.nbytes for batch in self._batches)
+        self._open_batches = open_batches
+        self._starts = np.array([0, *accumulate(num_rows)], np.int64)
+        self.num_bytes = num_bytes
 
     def __len__(self) -> int:
-        if self._order is not None:
-            return len(self._order)
-        return int(self._stops[-1]) if len(self._stops) else 0
+        return int(self._starts[-1]) if self._order is None else len(self._order)
 
     def read(self, numbers: Sequence[int]) -> list[DataRecord]:
         """Return these records."""
         rows = numbers if self._order is None else self._order[list(numbers)].tolist()
-        return [
-            DataRecord(f"{self._path}:{number + 1}", self._row(row))
-            for number, row in zip(numbers, rows, strict=True)
-        ]
+        batches = self._open_batches()
+        records = []
+        for number, row in zip(numbers, rows, strict=True):
+            of_row = int(np.searchsorted(self._starts, row, side="right")) - 1
+            (found,) = batches[of_row].slice(row - int(self._starts[of_row]), 1).to_pylist()
+            records.append(DataRecord(f"{self._path}:{number + 1}", found))
+        return records
 
     def digest(self) -> str:
         """Return a digest of the files' bytes."""
@@ -61,13 +69,11 @@ class ArrowRecords(Records):
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
 
-    def _row(self, row: int) -> dict[str, Any]:
-        number = int(np.searchsorted(self._stops, row, side="right"))
-        batch = self._batches[number]
-        found: dict[str, Any] = batch.slice(
-            row - int(self._stops[number]) + batch.num_rows, 1
-        ).to_pylist()[0]
-        return found
+
+class Batches(Protocol):
+    """Record batches by their numbers."""
+
+    def __getitem__(self, number: int, /) -> Any: ...
 
 
 def open_parquet(file: Path) -> ArrowRecords:
@@ -78,12 +84,51 @@ def open_parquet(file: Path) -> ArrowRecords:
     try:
         with parquet.ParquetFile(file) as table:
             groups = (table.metadata.row_group(n) for n in range(table.metadata.num_row_groups))
-            is_small = sum(group.total_byte_size for group in groups) <= _IN_MEMORY
-            rows = table.iter_batches(batch_size=_BATCH)
-            batches = [*rows] if is_small else _unpacked(table.schema_arrow, rows)
+            num_bytes = sum(group.total_byte_size for group in groups)
+            if num_bytes > _IN_MEMORY:
+                unpacked = _Unpacked(table)
+                batches: Batches = unpacked
+                num_rows = unpacked.num_rows
+            else:
+                batches = held = [*table.iter_batches()]
+                num_rows = [batch.num_rows for batch in held]
     except (lib.ArrowException, OSError) as error:
         raise DataError(str(file), f"not a parquet file: {error}") from error
-    return ArrowRecords(file, batches, [file])
+    return ArrowRecords(file, lambda: batches, num_rows=num_rows, num_bytes=num_bytes, files=[file])
+
+
+class _Unpacked:
+    """The rows of a parquet file in a temporary file, whose space is free when this object is.
+
+    Raises: ConfigError when there is no space.
+    """
+
+    def __init__(self, table: Any) -> None:
+        import pyarrow
+        from pyarrow import ipc
+
+        self.num_rows: list[int] = []
+        with tempfile.TemporaryDirectory(prefix="spmd-rl-data-") as folder:
+            path = Path(folder) / "rows.arrow"
+            with path.open("wb") as file, ipc.new_file(file, table.schema_arrow) as writer:
+                for batch in table.iter_batches(batch_size=_BATCH):
+                    _write(writer, batch, folder)
+                    self.num_rows.append(batch.num_rows)
+            # what is open can be read although it has no name any more
+            self._reader = ipc.open_file(pyarrow.OSFile(str(path)))
+
+    def __getitem__(self, number: int) -> Any:
+        return self._reader.get_batch(number)
+
+
+def _write(writer: Any, batch: Any, folder: str) -> None:
+    try:
+        writer.write_batch(batch)
+    except OSError as error:
+        raise ConfigError(
+            f"a large parquet file is unpacked into {Path(folder).parent}, and that failed: "
+            f"{error}: make space, or set TMPDIR to a folder with more of it"
+        ) from error
 
 
 def is_dataset(folder: Path) -> bool:
@@ -107,10 +152,20 @@ def open_dataset(folder: Path) -> ArrowRecords:
     if not files:
         raise DataError(str(folder / _STATE), "_data_files names no file")
     indices = _files(folder, state, "_indices_data_files")
-    batches = [batch for file in files for batch in _mapped(file)]
+
+    def open_batches() -> list[Any]:
+        return [batch for file in files for batch in _mapped(file)]
+
+    batches = open_batches()
     order = [batch.column(0).to_numpy() for file in indices for batch in _mapped(file)]
-    in_order = np.concatenate(order).astype(np.int64) if order else None
-    return ArrowRecords(folder, batches, [*files, *indices], in_order)
+    return ArrowRecords(
+        folder,
+        open_batches,
+        num_rows=[batch.num_rows for batch in batches],
+        num_bytes=sum(batch.nbytes for batch in batches),
+        files=[*files, *indices],
+        order=np.concatenate(order).astype(np.int64) if order else None,
+    )
 
 
 def _files(folder: Path, state: Any, key: str) -> list[Path]:
@@ -131,28 +186,6 @@ def _mapped(file: Path) -> list[Any]:
             return [*stream]
     except (lib.ArrowException, OSError) as error:
         raise DataError(str(file), f"not an Arrow file: {error}") from error
-
-
-def _unpacked(schema: Any, batches: Iterable[Any]) -> list[Any]:
-    """Write batches into a temporary file; return them mapped. Its space is free after their use.
-
-    Raises: ConfigError when there is no space.
-    """
-    from pyarrow import ipc
-
-    with tempfile.TemporaryDirectory(prefix="spmd-rl-data-") as folder:
-        path = Path(folder) / "rows.arrow"
-        # reading fails for the parquet file's sake, writing for want of space
-        with path.open("wb") as file, ipc.new_stream(file, schema) as stream:
-            for batch in batches:
-                try:
-                    stream.write_batch(batch)
-                except OSError as error:
-                    raise ConfigError(
-                        f"a large parquet file is unpacked into {Path(folder).parent}, and that "
-                        f"failed: {error}: make space, or set TMPDIR to a folder with more of it"
-                    ) from error
-        return _mapped(path)
 
 
 def _require_pyarrow(path: Path) -> None:

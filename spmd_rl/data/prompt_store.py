@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from spmd_rl.data.eos import StopConditions, sampling_warnings
 from spmd_rl.data.files import open_records
 from spmd_rl.data.prompt_format import (
     Tokenizer,
@@ -37,7 +36,12 @@ Make = Callable[[Sequence[DataRecord]], list[Prompt]]
 
 
 class PromptStore(ABC):
-    """Prompts of a file, by their numbers. `num_dropped` counts those found to be too long."""
+    """Prompts of a file, by their numbers. `num_dropped` counts those found to be too long.
+
+    `lengths` are those of the prompts that were tokenised at the start.
+    """
+
+    lengths: Sequence[int]
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -59,14 +63,8 @@ class PromptStore(ABC):
     def digest(self) -> str: ...
 
 
-def open_prompts(
-    path: str,
-    cfg: PromptConfig,
-    tokenizer: Tokenizer,
-    source: str,
-    sampling: StopConditions | None,
-) -> PromptStore:
-    """Open a file, and print what would cut samples, if `sampling` is given.
+def open_prompts(path: str, cfg: PromptConfig, tokenizer: Tokenizer, source: str) -> PromptStore:
+    """Open a file, and tokenise its prompts, or the first ones of a large file.
 
     Raises: DataError or ConfigError, which names the first thing to correct.
     """
@@ -80,14 +78,8 @@ def open_prompts(
     prompts = make(first)
     report_numeric_answers(path, cfg.answer_key, first)
     if is_small:
-        store: PromptStore = HeldPrompts(path, cfg, first, prompts)
-    else:
-        store = ReadPrompts(path, cfg, records, make, prompts)
-    if sampling is not None:
-        lengths = [len(p.tokens) for p in prompts if not is_too_long(cfg, len(p.tokens))]
-        for line in sampling_warnings(tokenizer, sampling, tokenizer.context, lengths, path):
-            print(line, flush=True)
-    return store
+        return HeldPrompts(path, cfg, first, prompts)
+    return ReadPrompts(path, cfg, records, make, prompts)
 
 
 class HeldPrompts(PromptStore):
@@ -104,6 +96,7 @@ class HeldPrompts(PromptStore):
         self._prompts = [*compress(prompts, fits)]
         self._written = [prompt_of(record, cfg) for record in compress(records, fits)]
         self._num_dropped = len(records) - len(self._prompts)
+        self.lengths = [len(prompt.tokens) for prompt in self._prompts]
         report_dropped(path, cfg, self._num_dropped, len(records))
 
     def __len__(self) -> int:
@@ -141,6 +134,8 @@ class ReadPrompts(PromptStore):
     ) -> None:
         self._path, self._cfg, self._records, self._make = path, cfg, records, make
         self._of_first = _digest(first)
+        lengths = [len(prompt.tokens) for prompt in first]
+        self.lengths = [length for length in lengths if not is_too_long(cfg, length)]
         self._too_long = np.zeros(len(records), np.bool_)
 
     def __len__(self) -> int:

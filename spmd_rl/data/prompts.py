@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from spmd_rl.data.eos import StopConditions
+from spmd_rl.data.eos import StopConditions, sampling_warnings
 from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.mixture import Mixture, Pick, data_weights, source_names
 from spmd_rl.data.prompt_format import Tokenizer
@@ -49,9 +49,11 @@ class Prompts(DataSource):
         names = source_names([*weights])
         self._paths = ", ".join(weights)
         self._stores = [
-            open_prompts(path, cfg, tokenizer, name, sampling)
+            open_prompts(path, cfg, tokenizer, name)
             for path, name in zip(weights, names, strict=True)
         ]
+        if sampling is not None:
+            self._warn(tokenizer, sampling, [*weights])
         by_name = dict(zip(names, weights.values(), strict=True))
         self._mixture = Mixture(by_name, seed=cfg.seed, pick=pick, per_step=per_step)
         seeds: list[int | str] = [cfg.seed]
@@ -135,6 +137,17 @@ class Prompts(DataSource):
             for uid in uids
             if (prompt := found[uid]) is not None
         ]
+
+    def _warn(self, tokenizer: Tokenizer, sampling: StopConditions, paths: Sequence[str]) -> None:
+        """Print what would cut samples; what is so for all files, once."""
+        lines = [
+            line
+            for path, store in zip(paths, self._stores, strict=True)
+            for line in sampling_warnings(
+                tokenizer, sampling, tokenizer.context, store.lengths, path
+            )
+        ]
+        print(*dict.fromkeys(lines), sep="\n", end="\n" * bool(lines), flush=True)
 
     @cached_property
     def _digest(self) -> str:
