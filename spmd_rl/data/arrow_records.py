@@ -52,14 +52,23 @@ class ArrowRecords(Records):
 
     def read(self, numbers: Sequence[int]) -> list[DataRecord]:
         """Return these records."""
-        rows = numbers if self._order is None else self._order[list(numbers)].tolist()
+        if not numbers:
+            return []
+        rows = np.array(numbers, np.int64)
+        if self._order is not None:
+            rows = self._order[rows]
+        of = np.searchsorted(self._starts, rows, side="right") - 1
+        breaks = (np.diff(rows) != 1) | (np.diff(of) != 0)
         batches = self._open_batches()
-        records = []
-        for number, row in zip(numbers, rows, strict=True):
-            of_row = int(np.searchsorted(self._starts, row, side="right")) - 1
-            (found,) = batches[of_row].slice(row - int(self._starts[of_row]), 1).to_pylist()
-            records.append(DataRecord(f"{self._path}:{number + 1}", found))
-        return records
+        found: list[dict[str, Any]] = []
+        for run in np.split(rows, np.flatnonzero(breaks) + 1):  # of rows that follow each other
+            batch = int(of[len(found)])
+            start = int(run[0] - self._starts[batch])
+            found += batches[batch].slice(start, len(run)).to_pylist()
+        return [
+            DataRecord(f"{self._path}:{number + 1}", row)
+            for number, row in zip(numbers, found, strict=True)
+        ]
 
     def digest(self) -> str:
         """Return a digest of the files' bytes."""

@@ -12,7 +12,7 @@ from typing import Any
 from spmd_rl.errors import DataError
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell these, but UTF-8 cannot
-_CHUNK = 1024  # records that are read at once
+_CHUNK = 4096  # records that are read at once
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,10 @@ def test_a_dataset_on_disk(tmp_path: Path, order: list[int]) -> None:
     folder = write_dataset(tmp_path / "chat", ROWS, order)
     expected = [ROWS[number] for number in order or range(5)]
     assert [record.row for record in read_records(str(folder))] == expected
+    numbers = [3, 0, 1, 2, 2]
+    found = open_records(str(folder)).read(numbers)
+    assert [record.row for record in found] == [expected[number] for number in numbers]
+    assert open_records(str(folder)).read([]) == []
     last = read_records(f"{folder}@[-1:]")
     assert [(r.where, r.row) for r in last] == [(f"{folder}:{len(expected)}", expected[-1])]
 
