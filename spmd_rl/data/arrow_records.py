@@ -117,27 +117,25 @@ class _Unpacked:
         from pyarrow import ipc
 
         self.num_rows: list[int] = []
-        with tempfile.TemporaryDirectory(prefix="spmd-rl-data-") as folder:
-            path = Path(folder) / "rows.arrow"
-            with path.open("wb") as file, ipc.new_file(file, table.schema_arrow) as writer:
-                for batch in table.iter_batches(batch_size=_BATCH):
-                    _write(writer, batch, folder)
-                    self.num_rows.append(batch.num_rows)
-            # what is open can be read although it has no name any more
-            self._reader = ipc.open_file(pyarrow.OSFile(str(path)))
+        try:
+            with tempfile.TemporaryDirectory(prefix="spmd-rl-data-") as folder:
+                path = Path(folder) / "rows.arrow"
+                with path.open("wb") as file, ipc.new_file(file, table.schema_arrow) as writer:
+                    for batch in table.iter_batches(batch_size=_BATCH):
+                        writer.write_batch(batch)
+                        self.num_rows.append(batch.num_rows)
+                # what is open can be read although it has no name any more
+                self._reader = ipc.open_file(pyarrow.OSFile(str(path)))
+        except OSError as error:
+            if error.errno is None:  # it is not the system's, but says what is wrong in the file
+                raise
+            raise ConfigError(
+                f"a large parquet file is unpacked into a temporary folder, and that failed: "
+                f"{error}: make space, or set TMPDIR to a folder with more of it"
+            ) from error
 
     def __getitem__(self, number: int) -> Any:
         return self._reader.get_batch(number)
-
-
-def _write(writer: Any, batch: Any, folder: str) -> None:
-    try:
-        writer.write_batch(batch)
-    except OSError as error:
-        raise ConfigError(
-            f"a large parquet file is unpacked into {Path(folder).parent}, and that failed: "
-            f"{error}: make space, or set TMPDIR to a folder with more of it"
-        ) from error
 
 
 def is_dataset(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from spmd_rl.data import arrow_records, jsonl_records
 from spmd_rl.data.csv_records import read_csv
 from spmd_rl.data.files import open_records, read_records
 from spmd_rl.data.json_records import read_json
-from spmd_rl.errors import DataError
+from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.jsonl import numbered_lines
 
 FILE = Path("x.csv")
@@ -202,9 +202,17 @@ def test_parquet_in_memory_and_unpacked(
     assert [record.row for record in records.read([3, 0, 2])] == [ROWS[4], ROWS[1], ROWS[3]]
     assert records.read([3])[0].where == f"{path}:5"
     assert [*tmp_path.iterdir()] == [path], "no temporary file is left"
-    path.write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"x\.parquet: not a parquet file"):
-        open_records(str(path))
+    if not in_memory:
+        monkeypatch.setattr(arrow_records.tempfile, "tempdir", str(tmp_path / "none"))
+        with pytest.raises(ConfigError, match="unpacked into a temporary folder.*set TMPDIR"):
+            open_records(str(path))
+        monkeypatch.setattr(arrow_records.tempfile, "tempdir", str(tmp_path))
+    content = bytearray(path.read_bytes())
+    content[4:100] = bytes(96)  # the first page, which is compressed
+    for broken in (content, b"PAR1"):
+        path.write_bytes(broken)
+        with pytest.raises(DataError, match=r"x\.parquet: not a parquet file"):
+            open_records(str(path))
 
 
 def test_digests_notice_a_changed_byte_and_another_slice(tmp_path: Path) -> None:
