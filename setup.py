@@ -43,7 +43,7 @@ setup(
         "sglang": ["sglang==0.5.16"],
         "torchao": ["torchao>=0.14"],  # trainer.optimizer.kind = "adamw8bit"
         "log": ["tensorboard>=2.18", "wandb>=0.19"],
-        "parquet": ["pyarrow>=18"],
+        "data": ["pyarrow>=18"],  # .parquet files and Hugging Face datasets
         "docs": ["pdoc==16.0.0"],  # `make api`
         "dev": [
             "hypothesis>=6.120",

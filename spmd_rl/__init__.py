@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
     from spmd_rl.observe.samples_file import read_groups as read_groups
+    from spmd_rl.recipes.load_prompts import load_prompts as load_prompts
     from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
     from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
     from spmd_rl.recipes.policy_update import extra_roles_of as extra_roles_of
@@ -158,6 +159,7 @@ _HOMES = {
     "algo.packing": ("pack", "pack_sft"),
     "algo.policy_loss": ("policy_loss",),
     "algo.value_loss": ("value_loss",),
+    "recipes.load_prompts": ("load_prompts",),
     "recipes.rollout_settings": ("rollout_settings",),
     "recipes.policy_update": ("PolicyUpdate", "algorithm_of", "extra_roles_of"),
     "algo.self_check": ("check_reference",),

@@ -18,7 +18,8 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
     `reward/solve_none` is the share of groups with no reward above 0, and `reward/solve_all` the
     share with all rewards at 1 or above. Both presume rewards from 0 to 1. Groups without samples
     are counted as failed and are part of no share. `reward/NAME` is the mean of the values that
-    the reward function returned as NAME.
+    the reward function returned as NAME. If there are several sources of prompts, `source/NAME/...`
+    are metrics of each.
     """
     columns = Group.to_columns(groups)
     failed = {
@@ -33,6 +34,7 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
         "rollout/response_tokens_mean": num_drawn_tokens(samples) / len(samples),
         "rollout/truncated": samples.status.count("truncated") / len(samples),
         **_version_lags(samples.versions, version),
+        **_by_source(groups),
         **request_metrics(samples.metadata),
     }
 
@@ -40,6 +42,25 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
 def num_drawn_tokens(samples: SampleColumns) -> int:
     """Return how many tokens of the samples an engine drew."""
     return int(np.count_nonzero(samples.versions != NO_VERSION))
+
+
+def _by_source(groups: list[Group]) -> dict[str, float]:
+    """Return the metrics of each source of prompts, if there are several in these groups."""
+    of_source: dict[str, list[Group]] = {}
+    for group in groups:
+        of_source.setdefault(group.prompt.source, []).append(group)
+    if len(of_source) == 1:
+        return {}
+    metrics = {}
+    for source, own in of_source.items():
+        name = f"source/{source or 'unnamed'}"
+        metrics[f"{name}/share"] = len(own) / len(groups)
+        samples = Group.to_columns(own).samples
+        if len(samples):
+            metrics[f"{name}/reward"] = float(samples.reward.mean())
+            tokens_mean = num_drawn_tokens(samples) / len(samples)
+            metrics[f"{name}/response_tokens_mean"] = tokens_mean
+    return metrics
 
 
 def _reward_metrics(columns: GroupColumns) -> dict[str, float]:

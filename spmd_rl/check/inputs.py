@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from spmd_rl.data.documents import DocumentConfig, check_documents
-from spmd_rl.data.files import DataRecord, read_records
+from spmd_rl.data.files import open_records
+from spmd_rl.data.mixture import data_weights
 from spmd_rl.data.pairs import PairConfig, answer_text
-from spmd_rl.data.prompt_format import PromptFormat, check_prompts
-from spmd_rl.errors import ConfigError
+from spmd_rl.data.prompt_format import LightTokenizer, PromptFormat, check_prompts
+from spmd_rl.data.prompt_records import PromptConfig, own_reward
+from spmd_rl.data.record import DataRecord
+from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.signatures import check_hooks, load_reward, reward_weights
 from spmd_rl.model.spec import ModelSpec, head_of
@@ -20,11 +23,13 @@ from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.parameter_groups import update_rules
 
+CHECKED_BYTES = 1 << 26  # of a data file; what follows is checked when it is drawn
+
 
 def check_inputs(
     *,
     model: str,
-    data: str,
+    data: str | Mapping[str, float],
     reward: str | Mapping[str, float] = "",
     hooks: HookConfig | None = None,
     prompts: PromptFormat | None = None,
@@ -34,17 +39,17 @@ def check_inputs(
     teacher: str = "",
     reward_model: str = "",
 ) -> None:
-    """Check the model's config and tokenizer, every record of the data, and all hooks.
+    """Check the model's config and tokenizer, the records of the data, and all hooks.
 
-    With `prompts`, each record must have their keys, and a prompt of the right form; the first ones
-    are tokenised. With `trainer`, the model folder must have the weights that it starts from, by
+    Of a data file, the first 64 MiB are checked. With `prompts`, each record must have their keys,
+    a prompt of the right form, and no rewards but those that are loaded; the first ones are
+    tokenised. With `trainer`, the model folder must have the weights that it starts from, by
     their headers, and a parameter for each pattern of names. With `sampling`, the stop ids must be
     tokens of the model. With `documents`, the data is that of continued pre-training. A `teacher`
     or a `reward_model` must have the model's vocabulary, and the latter a value head.
     Raises: ConfigError or DataError, which names the first thing to correct.
     """
-    if not data:
-        raise ConfigError("--data is missing: name a file")
+    paths = data_weights(data)
     spec = check_model(model, trainer=trainer)
     if sampling:
         check_stop_ids(sampling, spec.vocab_size)
@@ -57,16 +62,18 @@ def check_inputs(
             "sequence classification; `spmd-rl run reward_model` trains one"
         )
     if documents:
-        check_documents(data, documents, spec.max_positions)
+        for path in paths:
+            check_documents(path, documents, spec.max_positions)
         return
-    records = read_records(data)
-    if prompts:
-        _check_answers(records, prompts)
-        check_prompts(records, prompts, tokenizer)
+    rewards = {*reward_weights(reward), *(hooks.extra_rewards if hooks else ())}
+    for path in paths:
+        _check_records(path, prompts, tokenizer, rewards)
     for name in reward_weights(reward):
         load_reward(name)
     if hooks:
         check_hooks(hooks)
+        if hooks.pick_sources and len(paths) == 1:
+            raise ConfigError("hooks.pick_sources weights several sources, but data has only one")
 
 
 def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpec:
@@ -85,9 +92,41 @@ def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpe
     return spec
 
 
+def _check_records(
+    path: str,
+    prompts: PromptFormat | None,
+    tokenizer: LightTokenizer | None,
+    rewards: Collection[str],
+) -> None:
+    """Check the records of a file, in parts, so that they need not fit into memory."""
+    records = open_records(path)
+    for chunk in records.chunks(records.num_within(CHECKED_BYTES)):
+        if prompts:
+            _check_answers(chunk, prompts)
+            check_prompts(chunk, prompts, tokenizer)
+        if isinstance(prompts, PromptConfig) and prompts.reward_key:
+            _check_rewards(chunk, prompts, rewards)
+        tokenizer = None  # only the first prompts are tokenised
+
+
 def _check_answers(records: Iterable[DataRecord], prompts: PromptFormat) -> None:
     """Raise a DataError unless every record has its answers, where the data has answers."""
     read = answer_text if isinstance(prompts, PairConfig) else DataRecord.text_or_number
     for key in prompts.answer_keys:
         for record in records:
             read(record, key)
+
+
+def _check_rewards(
+    records: Iterable[DataRecord], prompts: PromptConfig, rewards: Collection[str]
+) -> None:
+    """Raise a DataError for a record that names a reward function which is not loaded."""
+    for record in records:
+        for name in own_reward(record, prompts):
+            if name not in rewards:
+                loaded = ", ".join(sorted(rewards)) or "none"
+                raise DataError(
+                    f"{record.where}: {prompts.reward_key}",
+                    f"it names the reward {name!r}, but only these are loaded: {loaded}: "
+                    "add it to hooks.extra_rewards",
+                )

@@ -21,7 +21,7 @@ from spmd_rl.errors import ConfigError, DataError
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentConfig:
-    text_key: str = "text"  # of a .jsonl or .parquet file
+    text_key: str = "text"  # of any file but .txt
     # what stands between two documents of a .txt file; "": the file is one document
     separator: str = "\n\n"
     max_tokens: int = 2048  # longer documents are cut into pieces of that length

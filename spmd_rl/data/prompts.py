@@ -1,80 +1,78 @@
-"""Prompts for rollouts, tokenised once and drawn in a repeatable order."""
+"""Prompts for rollouts, drawn in a repeatable order from one data file or several."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import compress, pairwise
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
-
-import msgspec
 
 from spmd_rl.data.eos import StopConditions, sampling_warnings
 from spmd_rl.data.epoch_order import EpochOrder
-from spmd_rl.data.files import DataRecord, read_records
-from spmd_rl.data.prompt_format import (
-    PromptFormat,
-    Tokenizer,
-    encode_prompts,
-    is_too_long,
-    prompt_of,
-    report_dropped,
-    report_numeric_answers,
-)
+from spmd_rl.data.mixture import Mixture, Pick, data_weights, source_names
+from spmd_rl.data.prompt_format import Tokenizer
+from spmd_rl.data.prompt_records import PromptConfig as PromptConfig
+from spmd_rl.data.prompt_store import open_prompts
 from spmd_rl.data.source import DataSource
 from spmd_rl.data.stream import DATA_CHANGED
 from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.types.prompts import Prompt
 
-_encode = msgspec.msgpack.Encoder().encode
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptConfig(PromptFormat):
-    answer_key: str = "answer"  # the reference answer, for the reward function; "" if there is none
-
-    @property
-    def answer_keys(self) -> tuple[str, ...]:
-        return (self.answer_key,) if self.answer_key else ()
-
 
 class Prompts(DataSource):
-    """An endless stream of prompts from a .jsonl or .parquet file, or a slice `path@[start:stop]`.
+    """An endless stream of prompts from a data file, or a slice `path@[start:stop]` of one.
+
+    `data` may also be a mixture: paths with weights. The source of each draw follows from the
+    seed and the number of the draw, and every source has an order of its own. `pick(step, names)`
+    returns other weights for each step of `per_step` draws.
 
     `len()` is the number of prompts of an epoch; `num_dropped` counts those that were too long.
+    Those of a large file are dropped when they are drawn, and until then `len()` counts them.
     With `sampling`, the constructor prints what would cut samples: no end-of-text token, or a
     short context.
-    Raises: DataError (file, line, field) or ConfigError in the constructor, never later.
+    Raises: DataError (file, line, field) or ConfigError in the constructor. Later only for a large
+    file, whose records are read when they are drawn, and for weights of `pick`.
     """
 
     def __init__(
         self,
-        path: str,
+        data: str | Mapping[str, float],
         cfg: PromptConfig,
         tokenizer: Tokenizer,
         sampling: StopConditions | None = None,
+        *,
+        pick: Pick | None = None,
+        per_step: int = 1,
     ) -> None:
-        records = read_records(path)
-        prompts = _make_prompts(records, cfg, tokenizer)
-        fits = [not is_too_long(cfg, len(prompt.tokens)) for prompt in prompts]
-        kept = [*compress(prompts, fits)]
-        self.num_dropped = len(records) - len(kept)
-        report_dropped(path, cfg, self.num_dropped, len(records))
-        report_numeric_answers(path, cfg.answer_key, records)
+        weights = data_weights(data)
+        names = source_names([*weights])
+        self._paths = ", ".join(weights)
+        self._stores = [
+            open_prompts(path, cfg, tokenizer, name)
+            for path, name in zip(weights, names, strict=True)
+        ]
         if sampling is not None:
-            _print_sampling_warnings(path, kept, tokenizer, sampling)
-        self._path = path
-        self._prompts = kept
-        self._written = [prompt_of(record, cfg) for record in compress(records, fits)]
-        self._order = EpochOrder(len(kept), seed=cfg.seed, shuffle=cfg.shuffle)
+            self._warn(tokenizer, sampling, [*weights])
+        by_name = dict(zip(names, weights.values(), strict=True))
+        self._mixture = Mixture(by_name, seed=cfg.seed, pick=pick, per_step=per_step)
+        seeds: list[int | str] = [cfg.seed]
+        if len(names) > 1:
+            seeds = [f"{cfg.seed}/{name}" for name in names]
+        self._orders = [
+            EpochOrder(len(store), seed=seed, shuffle=cfg.shuffle)
+            for store, seed in zip(self._stores, seeds, strict=True)
+        ]
+        self._num_drawn = 0
         self._given_back: list[int] = []  # uids, in order
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return sum(map(len, self._stores))
+
+    @property
+    def num_dropped(self) -> int:
+        """How many prompts were found to be too long so far."""
+        return sum(store.num_dropped for store in self._stores)
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts, across the end of an epoch if need be.
@@ -82,9 +80,12 @@ class Prompts(DataSource):
         Those that were given back come first, in the order of their uids.
         """
         again, self._given_back = self._given_back[:num_prompts], self._given_back[num_prompts:]
-        first = self._order.num_drawn
-        self._order.num_drawn += num_prompts - len(again)
-        return [*map(self._drawn, [*again, *range(first, self._order.num_drawn)])]
+        prompts = self._drawn(again)
+        while num_left := num_prompts - len(prompts):
+            first = self._num_drawn
+            self._num_drawn += num_left
+            prompts += self._drawn(range(first, self._num_drawn))
+        return prompts
 
     def give_back(self, prompts: Sequence[Prompt]) -> None:
         """Have these prompts taken again, under the uids that they have.
@@ -92,14 +93,15 @@ class Prompts(DataSource):
         Raises: SpmdError for a prompt that is not out.
         """
         uids = sorted(self._given_back + [prompt.uid for prompt in prompts])
-        for uid, following in pairwise([*uids, self._order.num_drawn]):
+        for uid, following in pairwise([*uids, self._num_drawn]):
             if not 0 <= uid < following:
                 raise SpmdError(f"prompt {uid} is given back, but it is not out")
         self._given_back = uids
 
     def as_written(self, prompt: Prompt) -> str | list[dict[str, Any]]:
         """Return a drawn prompt as it stands in the file: a text or chat messages."""
-        return self._written[self._order.index_of(prompt.uid)]
+        ((source, draw),) = self._mixture.places([prompt.uid])
+        return self._stores[source].as_written(self._orders[source].index_of(draw))
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, as plain data.
@@ -107,7 +109,7 @@ class Prompts(DataSource):
         That is the draws so far, the uids that were given back, and a digest of the data.
         """
         return {
-            "drawn": self._order.num_drawn,
+            "drawn": self._num_drawn,
             "given_back": self._given_back,
             "digest": self._digest,
         }
@@ -118,64 +120,39 @@ class Prompts(DataSource):
         Raises: DataError when the data is not the same.
         """
         if state["digest"] != self._digest:
-            raise DataError(self._path, f"the prompts are {DATA_CHANGED}")
-        self._order.num_drawn, self._given_back = state["drawn"], list(state.get("given_back", ()))
+            raise DataError(self._paths, f"the prompts are {DATA_CHANGED}")
+        self._num_drawn, self._given_back = state["drawn"], list(state.get("given_back", ()))
 
-    def _drawn(self, uid: int) -> Prompt:
-        prompt = self._prompts[self._order.index_of(uid)]
-        return prompt.replace(uid=uid, meta=prompt.meta.copy())
+    def _drawn(self, uids: Sequence[int]) -> list[Prompt]:
+        """Return the prompts of these draws, without those that are too long."""
+        of_source: dict[int, dict[int, int]] = {}  # uid and number of the record, by source
+        for uid, (source, draw) in zip(uids, self._mixture.places(uids), strict=True):
+            of_source.setdefault(source, {})[uid] = self._orders[source].index_of(draw)
+        found: dict[int, Prompt | None] = {}
+        for source, numbers in of_source.items():
+            prompts = self._stores[source].get([*numbers.values()])
+            found |= dict(zip(numbers, prompts, strict=True))
+        return [
+            prompt.replace(uid=uid, meta=prompt.meta.copy())
+            for uid in uids
+            if (prompt := found[uid]) is not None
+        ]
+
+    def _warn(self, tokenizer: Tokenizer, sampling: StopConditions, paths: Sequence[str]) -> None:
+        """Print what would cut samples; what is so for all files, once."""
+        lines = [
+            line
+            for path, store in zip(paths, self._stores, strict=True)
+            for line in sampling_warnings(
+                tokenizer, sampling, tokenizer.context, store.lengths, path
+            )
+        ]
+        print(*dict.fromkeys(lines), sep="\n", end="\n" * bool(lines), flush=True)
 
     @cached_property
     def _digest(self) -> str:
-        """Digest of all fields of the prompts: a corrected answer, for one, changes rewards."""
-        digest = hashlib.sha256()
-        for prompt in self._prompts:
-            texts = json.dumps(
-                [prompt.text, prompt.answer, prompt.meta], sort_keys=True, default=repr
-            ).encode()
-            for part in (prompt.tokens.tobytes(), texts):
-                digest.update(len(part).to_bytes(8, "little") + part)
-        return digest.hexdigest()
-
-
-def _make_prompts(
-    records: Sequence[DataRecord], cfg: PromptConfig, tokenizer: Tokenizer
-) -> list[Prompt]:
-    encoded = encode_prompts(records, cfg, tokenizer)
-    source = Path(records[0].where.rpartition(":")[0]).stem
-    return [
-        Prompt(
-            uid=-1,  # set by each draw
-            tokens=tokens,
-            text=text,
-            answer=record.text_or_number(cfg.answer_key) if cfg.answer_key else "",
-            source=source,
-            meta=_meta(record, cfg),
-        )
-        for record, (text, tokens) in zip(records, encoded, strict=True)
-    ]
-
-
-def _print_sampling_warnings(
-    path: str, prompts: Sequence[Prompt], tokenizer: Tokenizer, sampling: StopConditions
-) -> None:
-    lengths = [len(prompt.tokens) for prompt in prompts]
-    for line in sampling_warnings(tokenizer, sampling, tokenizer.context, lengths, path):
-        print(line, flush=True)
-
-
-def _meta(record: DataRecord, cfg: PromptConfig) -> dict[str, Any]:
-    """Return the fields of a record besides prompt and answer.
-
-    Raises: DataError for a value that cannot be sent to another process.
-    """
-    used = {cfg.prompt_key, cfg.answer_key}
-    meta = {key: value for key, value in record.row.items() if key not in used}
-    for item in meta.items():
-        try:
-            _encode(item)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            where = f"{record.where}: {item[0]}"
-            problem = f"this value cannot be sent to another process: {error}"
-            raise DataError(where, problem) from error
-    return meta
+        digests = [store.digest for store in self._stores]
+        if len(digests) == 1:
+            return digests[0]
+        named = [" ".join(pair) for pair in zip(self._mixture.names, digests, strict=True)]
+        return hashlib.sha256("\n".join(named).encode()).hexdigest()

@@ -15,6 +15,8 @@ class HookConfig:
 
     # makes the samples of a prompt in several turns: async module:function or path/to/file.py:f
     generate: str = ""
+    # says how the sources of a mixture are weighted at a step: module:function or file.py:f
+    pick_sources: str = ""
     keep_group: str = ""  # says whether a group is trained on: module:function or file.py:f
     # more reward functions, for records and evaluation sets that name their own
     extra_rewards: tuple[str, ...] = ()

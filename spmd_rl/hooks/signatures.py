@@ -22,6 +22,7 @@ REWARD_FORMS = (
 )
 GENERATE_FORM = "async generate(ctx, prompt, engine)"
 KEEP_GROUP_FORM = "keep_group(ctx, group)"
+PICK_SOURCES_FORM = "pick_sources(step, sources)"
 
 
 class RewardForm(msgspec.Struct, frozen=True):
@@ -63,12 +64,22 @@ def load_keep_group(name: str) -> Callable[..., Any]:
     return function
 
 
+def load_pick_sources(name: str) -> Callable[[int, list[str]], Mapping[str, float]]:
+    """Return the `pick_sources` of this name. Raises: ConfigError, also for its signature."""
+    function = load_function("hooks.pick_sources", name)
+    if _is_async(function) or not _takes(function, 2):
+        raise _wrong("hooks.pick_sources", name, function, PICK_SOURCES_FORM)
+    return function
+
+
 def check_hooks(cfg: HookConfig) -> None:
     """Import the hooks that a config names. Raises: ConfigError when one cannot be used."""
     if cfg.generate:
         load_generate(cfg.generate)
     if cfg.keep_group:
         load_keep_group(cfg.keep_group)
+    if cfg.pick_sources:
+        load_pick_sources(cfg.pick_sources)
     for name in cfg.extra_rewards:
         load_reward(name)
 

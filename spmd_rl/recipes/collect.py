@@ -16,7 +16,8 @@ from spmd_rl.recipes.rejection_sampling import InferSplit
 @dataclass(frozen=True)
 class Config:
     model: str  # Hugging Face folder with weights
-    data: str  # .jsonl or .parquet of prompts; a slice as path@[a:b]
+    # prompts: a file, or a table of files and weights (docs/data.md); a slice as path@[a:b]
+    data: str | dict[str, float]
     # module:function or path/to/file.py:function; several as a table of names and weights;
     # "": samples are not graded
     reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
@@ -52,7 +53,7 @@ def check(cfg: Config) -> None:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     engines = ctl.world.split(cfg.split).infer
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=engines, **rl.rollout_settings(cfg))
-    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+    prompts = rl.load_prompts(cfg)
 
     for step in ctl.steps(cfg.steps, ctl.resume(prompts=prompts)):
         with ctl.phase("rollout", awake=[rollout]):

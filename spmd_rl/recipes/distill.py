@@ -16,7 +16,8 @@ import spmd_rl as rl
 class Config:
     model: str  # Hugging Face folder of the student
     teacher: str  # Hugging Face folder of a model with the same tokenizer
-    data: str  # .jsonl or .parquet of prompts; a slice as path@[a:b]
+    # prompts: a file, or a table of files and weights (docs/data.md); a slice as path@[a:b]
+    data: str | dict[str, float]
     steps: int = 200  # training steps of the whole run
     prompts_per_step: int = 32  # each with sampling.num_samples samples
     # sampled: the teacher judges the tokens drawn; topk: the student learns its likeliest tokens
@@ -73,7 +74,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     )
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, seed=cfg.run.seed)
     weights = ctl.link(trainer, rollout)
-    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+    prompts = rl.load_prompts(cfg)
     rl.announce_correction(cfg.engine, "none")
     loss = loss_of(cfg)
     needs = rl.Needs(candidates=cfg.form == "topk")

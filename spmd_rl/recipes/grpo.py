@@ -17,7 +17,8 @@ import spmd_rl as rl
 @dataclass(frozen=True)
 class Config(rl.PolicyConfig):
     model: str  # Hugging Face folder
-    data: str  # .jsonl or .parquet of prompts and answers; a slice as path@[a:b]
+    # prompts: a file, or a table of files and weights (docs/data.md); a slice as path@[a:b]
+    data: str | dict[str, float]
     # module:function or path/to/file.py:function; several as a table of names and weights
     reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
     steps: int = 200  # training steps of the whole run
@@ -73,7 +74,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     update = rl.PolicyUpdate(ctl, cfg, trainer, roles, keep_group=cfg.hooks.keep_group)
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
-    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+    prompts = rl.load_prompts(cfg)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
     sampler = make_sampler(cfg, rollout, prompts, update)
     source = {"sampler": sampler} if sampler else {"prompts": prompts}

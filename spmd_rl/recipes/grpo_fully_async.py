@@ -34,7 +34,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     update = rl.PolicyUpdate(ctl, cfg, trainer, roles, keep_group=cfg.hooks.keep_group)
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
-    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+    prompts = rl.load_prompts(cfg)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
     sampler = rl.GroupSampler(
         rollout,

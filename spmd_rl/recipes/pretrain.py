@@ -14,7 +14,7 @@ from spmd_rl.recipes.sft import TrainSplit
 @dataclass(frozen=True)
 class Config:
     model: str  # Hugging Face folder
-    data: str  # .jsonl or .parquet with a text in each record, or .txt; a slice as path@[a:b]
+    data: str  # file with a text in each record, or .txt; a slice as path@[a:b]
     steps: int = 200  # training steps of the whole run
     tokens_per_step: int = 65536  # of the documents; no chat template is applied
     run: rl.RunConfig = field(default_factory=rl.RunConfig)

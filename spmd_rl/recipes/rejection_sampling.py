@@ -20,7 +20,8 @@ class InferSplit:
 @dataclass(frozen=True)
 class Config:
     model: str  # Hugging Face folder with weights
-    data: str  # .jsonl or .parquet of prompts and answers; a slice as path@[a:b]
+    # prompts: a file, or a table of files and weights (docs/data.md); a slice as path@[a:b]
+    data: str | dict[str, float]
     # module:function or path/to/file.py:function; several as a table of names and weights
     reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
     epochs: int = 1  # how often samples are drawn for each prompt
@@ -58,7 +59,7 @@ def check(cfg: Config) -> None:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     engines = ctl.world.split(cfg.split).infer
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=engines, **rl.rollout_settings(cfg))
-    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+    prompts = rl.load_prompts(cfg)
     file = rl.SftFile(ctl.run_folder / "sft.jsonl")
     num_prompts = cfg.epochs * len(prompts)
     num_steps = -(-num_prompts // cfg.prompts_per_step)

@@ -21,7 +21,7 @@ __all__ = ["Config", "check", "main"]
 class Config(grpo.Config):
     # settings of data, reward, prompts, engine, hooks and sampler are accepted, and not used
     recorded: str  # folder of a run of grpo, grpo_async, grpo_fully_async or collect
-    data: str = ""
+    data: str | dict[str, float] = ""
     sampler: rl.SamplerConfig = field(default_factory=rl.SamplerConfig)
     is_on_policy: ClassVar[bool] = False
 

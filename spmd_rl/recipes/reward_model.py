@@ -17,7 +17,7 @@ from spmd_rl.recipes.sft import TrainSplit
 @dataclass(frozen=True)
 class Config:
     model: str  # Hugging Face folder; the head of a language model is replaced by a value head
-    data: str  # .jsonl or .parquet of prompts with two answers; a slice as path@[a:b]
+    data: str  # file of prompts with two answers (docs/data.md); a slice as path@[a:b]
     held_out: str = ""  # pairs to evaluate with; "": none
     eval_every: int = 20  # steps between evaluations; the last step is always followed by one
     steps: int = 200  # training steps of the whole run

@@ -56,7 +56,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     )
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, seed=cfg.run.seed)
     weights = ctl.link(trainer, rollout)
-    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+    prompts = rl.load_prompts(cfg)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
     start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
 

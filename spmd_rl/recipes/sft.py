@@ -18,7 +18,7 @@ class TrainSplit:
 @dataclass(frozen=True)
 class Config:
     model: str  # Hugging Face folder
-    data: str  # .jsonl or .parquet of prompts and answers; a slice as path@[a:b]
+    data: str  # file of prompts and answers (docs/data.md); a slice as path@[a:b]
     steps: int = 200  # training steps of the whole run
     pairs_per_step: int = 64  # prompts with their answers
     run: rl.RunConfig = field(default_factory=rl.RunConfig)

@@ -26,7 +26,7 @@ def about(run: Path, config: Mapping[str, Any], plan: Any, facts: Mapping[str, A
     known = {
         "model": config.get("model"),
         "parameters": f"{parameters:,}" if isinstance(parameters, int) else None,
-        "data": config.get("data"),
+        "data": _data(config.get("data")),
         "reward": config.get("reward"),
         "ranks": ranks,
         "device": device,
@@ -43,6 +43,13 @@ def about(run: Path, config: Mapping[str, Any], plan: Any, facts: Mapping[str, A
 def without_command(known: Texts) -> Texts:
     """Return the facts to compare between runs. The command only repeats their settings."""
     return {label: text for label, text in known.items() if label != "command"}
+
+
+def _data(data: Any) -> Any:
+    """Return the path of the data, or those of a mixture with their weights."""
+    if not isinstance(data, Mapping):
+        return data
+    return ", ".join(f"{path}: {weight}" for path, weight in data.items())
 
 
 def _with_commit(facts: Mapping[str, Any]) -> str:

@@ -74,3 +74,28 @@ def test_what_is_flat(make_group, failed) -> None:
     assert not rewards_are_equal([make_group([float("nan")] * 2)])  # no rewards
     assert not rewards_are_equal([emptied])
     assert not rewards_are_equal([])
+
+
+def test_metrics_of_each_source_if_there_are_several(make_group) -> None:
+    def of(source, *args, **kwargs):
+        group = make_group(*args, **kwargs)
+        return replace(group, prompt=group.prompt.replace(source=source))
+
+    groups = [
+        of("easy", [1, 1], lengths=[2, 5]),
+        of("hard", [0, 1], lengths=[1, 2]),
+        of("easy", [0, 1], lengths=[4, 5]),
+        of("lost", []),
+    ]
+    found = group_metrics(groups, version=0)
+    assert {name: value for name, value in found.items() if name.startswith("source/")} == {
+        "source/easy/share": 0.5,
+        "source/easy/reward": 0.75,
+        "source/easy/response_tokens_mean": 4.0,
+        "source/hard/share": 0.25,
+        "source/hard/reward": 0.5,
+        "source/hard/response_tokens_mean": 1.5,
+        "source/lost/share": 0.25,
+    }
+    alone = group_metrics([of("easy", [1, 1]), of("easy", [0, 1])], version=0)
+    assert not any(name.startswith("source/") for name in alone)

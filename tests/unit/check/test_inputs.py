@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from spmd_rl.check import inputs
 from spmd_rl.check.inputs import check_inputs
 from spmd_rl.data.prompt_format import CHECKED_CHARACTERS, CHECKED_PROMPTS
 from spmd_rl.data.prompts import PromptConfig
@@ -133,6 +134,11 @@ def test_messages(model: Path) -> None:
             r"hooks\.generate .* write it as async gen",
         ),
         (
+            "pick_sources",
+            "def f(ctx, step, sources)",
+            r"hooks\.pick_sources .*: write it as pick_sources\(step, sources\)",
+        ),
+        (
             "keep_group",
             "def f(group)",
             r"hooks\.keep_group .*: write it as keep_group\(ctx",
@@ -153,3 +159,64 @@ def test_a_hook_of_another_signature(
             reward=reward,
             hooks=HookConfig(**settings),
         )
+
+
+def test_a_record_names_a_reward_that_is_loaded(tmp_path: Path, model: Path) -> None:
+    file, data = tmp_path / "hooks.py", tmp_path / "data.jsonl"
+    file.write_text(
+        "def own(prompt, sample):\n    return 1\ndef more(prompt, sample):\n    return 1"
+    )
+    names = [f"{file}:own", {f"{file}:more": 1, f"{file}:own": 2}, None]
+    rows = [{"prompt": "1+1=", "answer": "2", "grader": name} for name in names]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def check(*extra: str) -> None:
+        check_inputs(
+            model=str(model),
+            data=str(data),
+            reward=f"{file}:own",
+            prompts=PromptConfig(reward_key="grader"),
+            hooks=HookConfig(extra_rewards=extra),
+        )
+
+    check(f"{file}:more")
+    with pytest.raises(
+        DataError,
+        match=r"data\.jsonl:2: grader: it names the reward '.*:more', but only these are loaded: "
+        r".*:own: add it to hooks\.extra_rewards",
+    ):
+        check()
+
+
+def test_every_file_of_a_mixture_is_checked(tmp_path: Path, model: Path) -> None:
+    good, bad = tmp_path / "good.csv", tmp_path / "bad.csv"
+    good.write_text("prompt,answer\n1+1=,2\n")
+    bad.write_text("prompt,result\n1+1=,2\n")
+
+    def check(*paths: Path, pick: str = "") -> None:
+        check_inputs(
+            model=str(model),
+            data={str(path): 0.5 for path in paths},
+            prompts=PromptConfig(),
+            hooks=HookConfig(pick_sources=pick),
+        )
+
+    check(good)
+    with pytest.raises(DataError, match=r"bad\.csv:2: answer: no such key in this record"):
+        check(good, bad)
+    file = tmp_path / "hooks.py"
+    file.write_text("def pick(step, sources):\n    return {sources[0]: 1}\n")
+    with pytest.raises(
+        ConfigError, match="pick_sources weights several sources, but data has only"
+    ):
+        check(good, pick=f"{file}:pick")
+
+
+def test_of_a_large_file_the_first_part_is_checked(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": "1+1="}] * 5000
+    monkeypatch.setattr(inputs, "CHECKED_BYTES", 3000 * len('{"answer": "1", "prompt": "1+1="}\n'))
+    _check(model, [*rows, {"prompt": None}])
+    with pytest.raises(DataError, match=r"data\.jsonl:2001: prompt: expected a string"):
+        _check(model, [*rows[:2000], {"prompt": None}, *rows])

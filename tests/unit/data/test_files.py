@@ -69,7 +69,7 @@ def test_missing_empty_or_unknown_files(jsonl: Jsonl, tmp_path: Path) -> None:
         read_records(jsonl(""))
     with pytest.raises(DataError, match="slice is empty: the file holds 6 records"):
         read_records(jsonl(*LINES) + "@[6:]")
-    with pytest.raises(ConfigError, match=r"data files end in \.jsonl or \.parquet"):
+    with pytest.raises(ConfigError, match=r"data files end in \.jsonl, \.json, \.csv or \.parquet"):
         read_records(jsonl("x", name="train.txt"))
     with pytest.raises(ConfigError, match="write a slice as"):
         read_records(jsonl(*LINES) + "@[1]")
@@ -110,7 +110,7 @@ def test_parquet_without_pyarrow_names_the_extra(
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     with pytest.raises(
-        ConfigError, match=r"needs pyarrow: pip install -e '.\[parquet\]' in its repository"
+        ConfigError, match=r"needs pyarrow: pip install -e '.\[data\]' in its repository"
     ):
         read_records(str(tmp_path / "x.parquet"))
 

@@ -1,0 +1,88 @@
+"""Prompts from the records of a data file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from spmd_rl.data.prompt_format import PromptFormat, Tokenizer, encode_prompts
+from spmd_rl.data.record import DataRecord, short
+from spmd_rl.errors import DataError
+from spmd_rl.types.prompts import Prompt
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptConfig(PromptFormat):
+    answer_key: str = "answer"  # the reference answer, for the reward function; "" if there is none
+    # the reward functions of a record's own: a name, or a table of names and weights; "": none
+    reward_key: str = ""
+
+    @property
+    def answer_keys(self) -> tuple[str, ...]:
+        return (self.answer_key,) if self.answer_key else ()
+
+
+def make_prompts(
+    records: Sequence[DataRecord], cfg: PromptConfig, tokenizer: Tokenizer, source: str
+) -> list[Prompt]:
+    """Return a prompt for each record, with -1 as its uid. Raises: DataError."""
+    return [
+        Prompt(
+            uid=-1,  # set by each draw
+            tokens=tokens,
+            text=text,
+            answer=record.text_or_number(cfg.answer_key) if cfg.answer_key else "",
+            source=source,
+            meta=_meta(record, cfg),
+            reward=own_reward(record, cfg),
+        )
+        for record, (text, tokens) in zip(
+            records, encode_prompts(records, cfg, tokenizer), strict=True
+        )
+    ]
+
+
+def own_reward(record: DataRecord, cfg: PromptConfig) -> dict[str, float]:
+    """Return the reward functions that the record names, with their weights.
+
+    It is empty for a record that names none, or null, or "".
+    Raises: DataError for anything but a name or a table of names and finite weights.
+    """
+    value = record.row.get(cfg.reward_key) if cfg.reward_key else None
+    if value is None or value == "":
+        return {}
+    if isinstance(value, str):
+        return {record.text(cfg.reward_key): 1.0}
+    if isinstance(value, dict):
+        # a column of a table has all names in each row, with nulls
+        weights = {name: weight for name, weight in value.items() if weight is not None}
+        if all(type(one) in (int, float) and math.isfinite(one) for one in weights.values()):
+            return {name: float(weight) for name, weight in weights.items()}
+    raise DataError(
+        f"{record.where}: {cfg.reward_key}",
+        "expected the name of a reward function, or a table of names and finite weights, "
+        f"got {short(value)}",
+    )
+
+
+def _meta(record: DataRecord, cfg: PromptConfig) -> dict[str, Any]:
+    """Return the fields of a record besides prompt, answer and reward.
+
+    Raises: DataError for a value that cannot be sent to another process.
+    """
+    used = {cfg.prompt_key, cfg.answer_key, cfg.reward_key}
+    meta = {key: value for key, value in record.row.items() if key not in used}
+    for item in meta.items():
+        try:
+            _encode(item)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            where = f"{record.where}: {item[0]}"
+            problem = f"this value cannot be sent to another process: {error}"
+            raise DataError(where, problem) from error
+    return meta

@@ -1,0 +1,130 @@
+"""One record of a data file, and the records of a whole file."""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spmd_rl.errors import DataError
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell these, but UTF-8 cannot
+_CHUNK = 4096  # records that are read at once
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    """One row of a data file, and `where` it stands (`file:line`)."""
+
+    where: str
+    row: dict[str, Any]
+
+    def text(self, key: str, expected: str = "a string") -> str:
+        """Return the string under `key`. Raises: DataError when absent or of another type."""
+        value = self.value(key)
+        if not isinstance(value, str):
+            raise DataError(f"{self.where}: {key}", f"expected {expected}, got {short(value)}")
+        if not value.isascii() and _SURROGATE.search(value):
+            raise DataError(f"{self.where}: {key}", "half of a surrogate pair is not text")
+        return value
+
+    def text_or_number(self, key: str) -> str:
+        """Return the string or finite number under `key`, as text. Raises: DataError, as `text`."""
+        if self.has_number(key):
+            return str(self.row[key])
+        return self.text(key, "a string or a finite number")
+
+    def has_number(self, key: str) -> bool:
+        """Whether a finite number is under `key`."""
+        value = self.row.get(key)
+        return math.isfinite(value) if isinstance(value, float) else type(value) is int
+
+    def value(self, key: str) -> Any:
+        """Return the value under `key`. Raises: DataError that lists the keys there are."""
+        if key not in self.row:
+            have = ", ".join(repr(k) for k in self.row) or "none"
+            raise DataError(f"{self.where}: {key}", f"no such key in this record (it has {have})")
+        return self.row[key]
+
+
+class Records(ABC):
+    """The records of a file, by their numbers from 0. They are read when they are asked for.
+
+    `num_bytes` is about how much data they are.
+    """
+
+    num_bytes: int
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, numbers: Sequence[int]) -> list[DataRecord]:
+        """Return these records. Raises: DataError for one that is malformed."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Return a digest of the file's bytes. It reads the whole file."""
+
+    def chunks(self, num_records: int) -> Iterator[list[DataRecord]]:
+        """Yield the first `num_records` records in lists that fit into memory."""
+        for start in range(0, num_records, _CHUNK):
+            yield self.read(range(start, min(start + _CHUNK, num_records)))
+
+    def num_within(self, num_bytes: int) -> int:
+        """Return about how many of the first records make up `num_bytes`; at most all, at least 1.
+
+        All of them are counted exactly.
+        """
+        if self.num_bytes <= num_bytes:
+            return len(self)
+        return max(1, len(self) * num_bytes // self.num_bytes)
+
+
+class ListedRecords(Records):
+    """Records that are all in memory. `file_digest` returns the digest of their file."""
+
+    def __init__(self, records: Iterable[DataRecord], num_bytes: int, digest: str) -> None:
+        self._records = list(records)
+        self._digest = digest
+        self.num_bytes = num_bytes
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read(self, numbers: Sequence[int]) -> list[DataRecord]:
+        """Return these records."""
+        return [self._records[number] for number in numbers]
+
+    def digest(self) -> str:
+        """Return the digest of the file."""
+        return self._digest
+
+
+class SlicedRecords(Records):
+    """Some records of a file, which follow each other."""
+
+    def __init__(self, records: Records, wanted: range) -> None:
+        self._records = records
+        self._wanted = wanted
+        self.num_bytes = records.num_bytes * len(wanted) // len(records)
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def read(self, numbers: Sequence[int]) -> list[DataRecord]:
+        """Return these records. Raises: DataError for one that is malformed."""
+        return self._records.read([self._wanted[number] for number in numbers])
+
+    def digest(self) -> str:
+        """Return the digest of the file, with the records that the slice has."""
+        return f"{self._records.digest()}[{self._wanted.start}:{self._wanted.stop}]"
+
+
+def short(value: Any) -> str:
+    """Return a value's text, of at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
