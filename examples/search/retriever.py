@@ -50,9 +50,9 @@ class Retriever:
     """
 
     def __init__(self, weights: Floats, texts: Sequence[str]) -> None:
-        self._query_weight, document_weight = weights
+        self.query_weight, self.document_weight = weights
         self.texts = list(texts)
-        self._embeddings = embed(self.texts, document_weight)
+        self._embeddings = embed(self.texts, self.document_weight)
 
     @staticmethod
     def load(encoder: Path = ENCODER, corpus: Path = CORPUS) -> Retriever:
@@ -69,7 +69,7 @@ class Retriever:
 
     def find(self, query: str) -> str:
         """Return the document nearest to the query."""
-        similarities = self._embeddings @ embed([query], self._query_weight)[0]
+        similarities = self._embeddings @ embed([query], self.query_weight)[0]
         return self.texts[int(similarities.argmax())]
 
 
