@@ -72,7 +72,7 @@ class Problem:
 
 
 def problem(template: Template, rng: random.Random, distraction: float = 0.3) -> Problem:
-    """Return a problem of a template; at chance `distraction` with a number that does not matter."""
+    """Return a problem of a template; at chance `distraction` with a needless number."""
     while True:
         numbers = {name: rng.randint(2, 12) for name in "xyzd"}
         solved = solve(template.steps, numbers)
