@@ -53,7 +53,8 @@ class _Answers:
 
     def give(self, answer: Result | Problem) -> None:
         """Answer a call. Blocks: until the socket takes what is sent."""
-        if type(answer) is Result and not answer.metrics and len(answer.grades) == 1:
+        is_bare = type(answer) is Result and not (answer.metrics or answer.notes)
+        if is_bare and len(answer.grades) == 1:
             (grade,) = answer.grades
             if not grade.parts:
                 now_s = time.monotonic()
