@@ -16,6 +16,8 @@ from spmd_rl.model.spec import ModelSpec, head_of
 from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer
 from spmd_rl.model.vocabulary import check_same_vocabulary
 from spmd_rl.model.weight_files import stored_weights
+from spmd_rl.rewards.config import GraderConfig
+from spmd_rl.rewards.ready import check_graders
 from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.parameter_groups import update_rules
@@ -27,6 +29,7 @@ def check_inputs(
     data: str,
     reward: str | Mapping[str, float] = "",
     hooks: HookConfig | None = None,
+    graders: GraderConfig | None = None,
     prompts: PromptFormat | None = None,
     trainer: TrainerConfig | None = None,
     sampling: SamplingConfig | None = None,
@@ -39,7 +42,8 @@ def check_inputs(
     With `prompts`, each record must have their keys, and a prompt of the right form; the first ones
     are tokenised. With `trainer`, the model folder must have the weights that it starts from, by
     their headers, and a parameter for each pattern of names. With `sampling`, the stop ids must be
-    tokens of the model. With `documents`, the data is that of continued pre-training. A `teacher`
+    tokens of the model. With `graders`, those that `reward` names must be able to work with these
+    settings on this host. With `documents`, the data is that of continued pre-training. A `teacher`
     or a `reward_model` must have the model's vocabulary, and the latter a value head.
     Raises: ConfigError or DataError, which names the first thing to correct.
     """
@@ -63,10 +67,13 @@ def check_inputs(
     if prompts:
         _check_answers(records, prompts)
         check_prompts(records, prompts, tokenizer)
-    for name in reward_weights(reward):
+    rewards = list(reward_weights(reward))
+    for name in rewards:
         load_reward(name)
     if hooks:
         check_hooks(hooks)
+        rewards += hooks.extra_rewards
+    check_graders(rewards, graders or GraderConfig(), hooks.deadline_s if hooks else 0.0)
 
 
 def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpec:

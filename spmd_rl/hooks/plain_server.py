@@ -53,10 +53,9 @@ class _Answers:
 
     def give(self, answer: Result | Problem) -> None:
         """Answer a call. Blocks: until the socket takes what is sent."""
-        is_bare = type(answer) is Result and not (answer.metrics or answer.notes)
-        if is_bare and len(answer.grades) == 1:
+        if type(answer) is Result and not answer.metrics and len(answer.grades) == 1:
             (grade,) = answer.grades
-            if not grade.parts:
+            if not grade.parts and not answer.notes:
                 now_s = time.monotonic()
                 if not self.are_untold:
                     self._told_s = now_s
