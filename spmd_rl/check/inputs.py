@@ -17,7 +17,7 @@ from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer
 from spmd_rl.model.vocabulary import check_same_vocabulary
 from spmd_rl.model.weight_files import stored_weights
 from spmd_rl.rewards.config import GraderConfig
-from spmd_rl.rewards.ready import check_graders
+from spmd_rl.rewards.ready import check_graders, checked_graders
 from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.parameter_groups import update_rules
@@ -73,7 +73,8 @@ def check_inputs(
     if hooks:
         check_hooks(hooks)
         rewards += hooks.extra_rewards
-    check_graders(rewards, graders or GraderConfig(), hooks.deadline_s if hooks else 0.0)
+    names = checked_graders(rewards)
+    check_graders(names, graders or GraderConfig(), hooks.deadline_s if hooks else 0.0)
 
 
 def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpec:
