@@ -201,7 +201,7 @@ def _file_of(data: bytes, stack: ExitStack) -> int:
 
 
 def _first_process(told: int) -> tuple[int, int] | None:
-    """Return the id and a descriptor of the program's process; None if it has ended already."""
+    """Return the id and a descriptor of the first process; None if it has ended already."""
     line = b""
     while not line.endswith(b"\n"):
         ready, _, _ = select.select([told], [], [], START_S)
@@ -220,7 +220,8 @@ def _limit(cfg: CodeConfig, pid: int) -> None:
     limits = {
         resource.RLIMIT_CPU: cfg.cpu_s,
         resource.RLIMIT_AS: cfg.memory_mb << 20,
-        resource.RLIMIT_NPROC: cfg.processes,
+        # the first process has the program's own user, except where that is another than root
+        resource.RLIMIT_NPROC: cfg.processes + (os.geteuid() != 0),
         resource.RLIMIT_FSIZE: cfg.file_mb << 20,
         resource.RLIMIT_NOFILE: cfg.open_files,
         resource.RLIMIT_CORE: 0,

@@ -25,6 +25,9 @@ ENVIRONMENT = {
 }
 FOLDER = "/sandbox"  # where the program's files are
 NOBODY = 65534
+# It has bubblewrap's own user, as root too, so that Linux lets the one end with the other. With it
+# all other processes of its namespace end.
+FIRST_PROCESS = '"$@"; exit $?'
 FIRST_UNUSED_USER = 1_500_000_000  # above those that systems give out
 
 
@@ -53,7 +56,6 @@ def sandbox_command(
 
     `files` has a descriptor for each file in `FOLDER`. bubblewrap tells the id of its first process
     through the descriptor `status`, and waits for a byte from `gate` before it runs the command.
-    The command is the first process of its namespace, so that all others end with it.
     Root's programs get a user id that nobody has, because limits do not hold for root itself.
     """
     words = ["bwrap", *namespaces(is_root), "--as-pid-1", "--die-with-parent", "--new-session"]
@@ -71,8 +73,8 @@ def sandbox_command(
     words += ["--json-status-fd", str(status), "--block-fd", str(gate), "--cap-drop", "ALL"]
     if is_root:
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        words += ["setpriv", *_unused_user(), "--clear-groups", "--pdeathsig", "KILL", "--"]
-    return [*words, *command]
+        command = ["setpriv", *_unused_user(), "--clear-groups", "--", *command]
+    return [*words, "/bin/sh", "-c", FIRST_PROCESS, "sh", *command]
 
 
 def _system() -> Iterator[str]:

@@ -180,12 +180,10 @@ def test_an_answer_that_is_no_completion_is_tried_again(bad: Any) -> None:
 
 
 def test_a_silent_judge_meets_the_deadline() -> None:
-    with (
-        JsonServer(lambda number, asked: Silence()) as server,
-        pytest.raises(ServerError, match="gave no answer in 0.2 s"),
-    ):
+    with JsonServer(lambda number, asked: Silence()) as server:
         ctx = context(judge=settings(server, deadline_s=0.2))
-        run(judge(ctx, make_prompt(), make_sample("84")))
+        with pytest.raises(ServerError, match="gave no answer in 0.2 s"):
+            run(judge(ctx, make_prompt(), make_sample("84")))
 
 
 def test_the_pool_marks_a_sample_failed_and_notes_the_version_of_others() -> None:
