@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from spmd_rl.errors import DataError
 from spmd_rl.rewards.code_block import last_block
-from spmd_rl.rewards.code_tests import CodeTest, tests_of
+from spmd_rl.rewards.code_tests import CodeTest, read_tests
 from spmd_rl.rewards.config import CodeConfig, graders_of
 from spmd_rl.rewards.sandbox import run_in_sandbox
 from spmd_rl.rewards.sandbox_command import FOLDER, program_command
@@ -26,7 +26,7 @@ def code(ctx: HookContext, prompt: Prompt, sample: Sample) -> dict[str, float]:
     Raises: DataError for tests that cannot be used; SpmdError when the sandbox cannot start.
     """
     cfg = graders_of(ctx.config).code
-    tests = tests_of(prompt)
+    tests = read_tests(prompt)
     if cfg.language != "python" and any(test.driver for test in tests):
         raise DataError(
             f"prompt {prompt.uid} of {prompt.source or 'the data'}: tests",

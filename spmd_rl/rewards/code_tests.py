@@ -92,7 +92,7 @@ class AssertTest:
         return outcome.output == self._token.encode()
 
 
-def tests_of(prompt: Prompt) -> list[CodeTest]:
+def read_tests(prompt: Prompt) -> list[CodeTest]:
     """Return the tests in `meta["tests"]`, else those in the answer.
 
     Raises: DataError when there are none, or they have none of the known forms.

@@ -13,7 +13,7 @@ from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.tasks import Failed, Graded
 from spmd_rl.rewards.code import code
 from spmd_rl.rewards.code_block import last_block
-from spmd_rl.rewards.code_tests import AssertTest, CallTest, PairTest, tests_of
+from spmd_rl.rewards.code_tests import AssertTest, CallTest, PairTest, read_tests
 from spmd_rl.rewards.sandbox import Outcome
 from tests.unit.hooks.cases import make_sample
 from tests.unit.rewards.graded import context, grade, make_prompt
@@ -107,7 +107,7 @@ def test_returned_values_are_compared(expected: Any, returned: str, passes: bool
 
 def test_forms_of_tests_in_the_field() -> None:
     def forms(meta: dict[str, Any], answer: str = "") -> list[Any]:
-        return tests_of(make_prompt(meta, answer))
+        return read_tests(make_prompt(meta, answer))
 
     pair = [PairTest("1\n2", "3")]
     inputs = {"inputs": ["1\n2"], "outputs": ["3"]}
@@ -143,7 +143,7 @@ def test_forms_of_tests_in_the_field() -> None:
 )
 def test_tests_that_cannot_be_used_are_told(tests: Any) -> None:
     with pytest.raises(DataError, match=r"prompt 7 of train.jsonl: tests: (expected|there are no)"):
-        tests_of(make_prompt({"tests": tests}))
+        read_tests(make_prompt({"tests": tests}))
 
 
 def test_without_a_program_the_reward_is_zero() -> None:
@@ -203,7 +203,6 @@ def test_other_languages_have_their_command() -> None:
 
 HOSTILE = {
     "forks": "import os\nwhile True:\n    os.fork()",
-    "sleeps": "import time\ntime.sleep(1e6)",
     "reads": "print(open('/etc/passwd').read())",
     "dials": "import socket\nsocket.create_connection(('127.0.0.1', 80))",
     "prints": "while True:\n    print('x' * 1000)",
@@ -223,13 +222,31 @@ HOSTILE = {
 
 @needs_sandbox
 def test_each_hostile_program_costs_its_own_sample_alone() -> None:
-    marked = Marked(cpu_s=1, test_s=1.5, memory_mb=256)
+    marked = Marked(cpu_s=1, test_s=100.0, deadline_s=100.0, memory_mb=256)
     names, good = [*HOSTILE], fenced("print(input())")
     texts = [text for name in names for text in (fenced(HOSTILE[name]), good)]
     config = {"graders": {"code": marked.settings | {"command": list(marked.cfg.command)}}}
     events = grade("code", make_prompt({"tests": [["7", "7"]]}), texts, config, processes=2)
     rewards = [event.grades["code"][0].reward for event in events if isinstance(event, Graded)]
     assert rewards == [0.0, 1.0] * len(names), dict(zip(names, rewards[::2], strict=False))
+    assert marked.processes() == []
+
+
+# these would go on for ever, and are ended by the time of a test
+ENDLESS = {
+    "sleeps": "import time\ntime.sleep(1e6)",
+    "forks": "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n"
+    "        pass",
+}
+
+
+@needs_sandbox
+def test_an_endless_program_is_ended_with_all_that_it_has_started() -> None:
+    marked = Marked(test_s=1.0, processes=4)
+    config = {"graders": {"code": marked.settings | {"command": list(marked.cfg.command)}}}
+    texts = [fenced(program) for program in ENDLESS.values()]
+    events = grade("code", make_prompt({"tests": [["7", "7"]]}), texts, config, processes=1)
+    assert [event.grades["code"][0].reward for event in events] == [0.0, 0.0]
     assert marked.processes() == []
 
 

