@@ -33,7 +33,7 @@ def nearest_key(name: str, root: type) -> str:
     if len(same) > 1:
         names = ", ".join(repr(key) for key in same[:-1])
         return f"; the nearest known keys are {names} and {same[-1]!r}"
-    nearest = _nearest(name, keys)
+    nearest = same[0] if same else _nearest(name, keys)
     return f"; the nearest known key is {nearest!r}" if nearest else ""
 
 
