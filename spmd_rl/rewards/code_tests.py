@@ -139,7 +139,7 @@ def _pair(given: Any, expected: Any, function: str) -> CodeTest:
         return PairTest(_text(given), _text(expected))
     if isinstance(given, str):
         arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
-        return CallTest(function, arguments, [_json_or_text(expected)])
+        return CallTest(function, arguments, [_from_json(expected)])
     if not isinstance(given, list):
         raise TypeError(f"the arguments are a {type(given).__name__}, not a list")
     is_one = isinstance(expected, list) and len(expected) == 1
@@ -154,7 +154,7 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _json_or_text(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
 
 

@@ -23,6 +23,7 @@ from typing import Literal
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.rewards.config import CodeConfig
 from spmd_rl.rewards.sandbox_command import program_command, sandbox_command
+from spmd_rl.rewards.sandbox_filter import filter_program
 
 START_S = 30.0  # for bubblewrap to make its namespaces
 REAP_S = 10.0  # for bubblewrap to end once its program has ended
@@ -83,6 +84,7 @@ def run_in_sandbox(
     """
     with ExitStack() as stack:
         numbers = {name: _file_of(data, stack) for name, data in files.items()}
+        calls = _file_of(filter_program(), stack) if filter_program() else None
         told, gate = stack.enter_context(_Pipe()), stack.enter_context(_Pipe())
         words = sandbox_command(
             cfg,
@@ -90,6 +92,7 @@ def run_in_sandbox(
             files=numbers,
             status=told.write,
             gate=gate.read,
+            calls=calls,
             is_root=os.geteuid() == 0,
         )
         process = subprocess.Popen(
@@ -97,7 +100,12 @@ def run_in_sandbox(
             stdin=_file_of(stdin, stack),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=(*numbers.values(), told.write, gate.read),
+            pass_fds=[
+                *numbers.values(),
+                *([] if calls is None else [calls]),
+                told.write,
+                gate.read,
+            ],
             cwd="/",
             bufsize=0,
         )

@@ -50,12 +50,14 @@ def sandbox_command(
     files: Mapping[str, int],
     status: int,
     gate: int,
+    calls: int | None,
     is_root: bool,
 ) -> list[str]:
     """Return bubblewrap's command line around `command`.
 
     `files` has a descriptor for each file in `FOLDER`. bubblewrap tells the id of its first process
     through the descriptor `status`, and waits for a byte from `gate` before it runs the command.
+    `calls` has the filter of system calls, where there is one for this machine.
     Root's programs get a user id that nobody has, because limits do not hold for root itself.
     """
     words = ["bwrap", *namespaces(is_root), "--as-pid-1", "--die-with-parent", "--new-session"]
@@ -71,6 +73,8 @@ def sandbox_command(
         words += ["--perms", "0444", "--ro-bind-data", str(descriptor), f"{FOLDER}/{name}"]
     words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     words += ["--json-status-fd", str(status), "--block-fd", str(gate), "--cap-drop", "ALL"]
+    if calls is not None:
+        words += ["--seccomp", str(calls)]
     if is_root:
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         command = ["setpriv", *_unused_user(), "--clear-groups", "--", *command]

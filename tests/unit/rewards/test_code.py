@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.errors import ConfigError, DataError
@@ -46,11 +46,15 @@ def test_the_last_closed_block_of_the_language_is_the_program(text: str, block: 
     assert last_block(text, "python") == block
 
 
-@given(st.text(st.characters(exclude_characters="`"), min_size=1), st.text())
-def test_what_stands_in_a_block_is_kept(program: str, before: str) -> None:
-    text = f"{before}\n```\n```\n```python\n{program}\n```"
-    found = last_block(text, "python")
-    assert found in (f"{program}\n", "\n", None) or "`" in before
+PLAIN = st.text(st.characters(exclude_characters="`"))
+
+
+@settings(max_examples=1000)
+@given(PLAIN, PLAIN, PLAIN, st.sampled_from(["python", "py", "Python3"]))
+def test_what_stands_in_a_block_is_kept(before: str, program: str, after: str, word: str) -> None:
+    text = f"{before}\n```\nsays\n```\n```{word}\n{program}\n```\n{after}"
+    assert last_block(text, "python") == f"{program}\n"
+    assert last_block(text.rpartition("```")[0], "python") == "says\n"
 
 
 def outcome(text: str) -> Outcome:
@@ -74,6 +78,7 @@ def test_output_is_compared_by_line(printed: str, passes: bool) -> None:
     assert PairTest("", "1 2 \n3\n").passes(outcome(printed)) is passes
 
 
+@settings(max_examples=1000)
 @given(st.lists(st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1)))
 def test_blanks_at_the_ends_of_lines_do_not_count(lines: list[str]) -> None:
     test = PairTest("", "\n".join(lines))
@@ -103,6 +108,22 @@ def test_blanks_at_the_ends_of_lines_do_not_count(lines: list[str]) -> None:
 )
 def test_returned_values_are_compared(expected: Any, returned: str, passes: bool) -> None:
     assert CallTest("f", [], [expected]).passes(outcome(returned)) is passes
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200)
+@given(VALUES)
+def test_a_value_equals_itself_and_nothing_around_it(value: Any) -> None:
+    test = CallTest("f", [], [value])
+    assert test.passes(outcome(json.dumps(value)))
+    assert not test.passes(outcome(json.dumps([value])))
+    assert not test.passes(outcome(json.dumps({"": value})))
 
 
 def test_forms_of_tests_in_the_field() -> None:
@@ -208,13 +229,12 @@ HOSTILE = {
     "prints": "while True:\n    print('x' * 1000)",
     "fills": "while True:\n    open('/tmp/x', 'ab').write(b'x' * (1 << 20))",
     "allocates": "x = []\nwhile True:\n    x.append(bytearray(1 << 24))",
-    "kills": "import os\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)\nwhile True:\n    pass",
+    "kills": "import os\nos.kill(-1, 9)\nos.kill(os.getppid(), 9)",
     "stays": "import os, signal\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
     "        signal.pause()\nos._exit(0)",
-    "traces": "import ctypes\nlibc = ctypes.CDLL(None)\nprint(libc.ptrace(16, 1, 0, 0))\n"
-    "while True:\n    pass",
+    "traces": "import ctypes\nlibc = ctypes.CDLL(None)\nprint(libc.ptrace(16, 1, 0, 0))",
     "burns": "while True:\n    pass",
-    "threads": "import threading\nwhile True:\n    threading.Thread(target=input).start()",
+    "threads": "import threading\nwhile True:\n    threading.Thread(target=threading.Event().wait, daemon=True).start()",
     "nests": "x = " + "(" * 5000 + ")" * 5000,
     "binary": "import sys\nsys.stdout.buffer.write(bytes(range(256)) * 1000)",
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from contextlib import suppress
@@ -15,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.rewards import sandbox_command
+from spmd_rl.rewards import sandbox, sandbox_command, sandbox_filter
 from spmd_rl.rewards.config import CodeConfig
 from spmd_rl.rewards.sandbox import check_sandbox
+from spmd_rl.rewards.sandbox_filter import filter_program
 from tests.laws.source import ROOT
 from tests.unit.rewards.sandboxed import Marked, needs_sandbox
 
@@ -115,6 +118,51 @@ def test_no_connection_leaves_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> No
         )
         assert Marked().run(program).output.startswith(b"connected\n")
         assert select.select([server], [], [], 0)[0] == [server]
+
+
+CALLS = """
+import ctypes, errno, socket, threading
+libc = ctypes.CDLL(None, use_errno=True)
+def tried(*arguments):
+    if libc.syscall(*arguments) >= 0:
+        return "done"
+    return errno.errorcode[ctypes.get_errno()]
+print(*[tried(number, 0x10000000 if number == {unshare} else 0, 0, 0, 0) for number in {refused}])
+print(tried({clone}, 0x10000000 | 17, 0, 0, 0, 0), tried({socket}, 40, 1, 0))
+with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_connection(server.getsockname()):
+        threading.Thread(target=print, args=("connected",)).start()
+"""
+
+
+@needs_sandbox
+@pytest.mark.skipif(not filter_program(), reason="there is no filter for this machine")
+def test_calls_that_namespaces_do_not_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = sandbox_filter._MACHINES[platform.machine()].calls
+    program = CALLS.format(
+        unshare=calls["unshare"],
+        refused=[calls[name] for name in sandbox_filter._REFUSED],
+        clone=calls["clone"],
+        socket=calls["socket"],
+    )
+    first, second, third = Marked().run(program).output.decode().splitlines()
+    assert first.split() == ["EPERM"] * len(sandbox_filter._REFUSED)
+    assert (second, third) == ("EPERM EAFNOSUPPORT", "connected")
+
+    # the control: without the filter some of them are not refused so
+    monkeypatch.setattr(sandbox, "filter_program", lambda: b"")
+    first, *_ = Marked().run(program).output.decode().splitlines()
+    assert set(first.split()) != {"EPERM"}
+
+
+def test_the_filter_knows_two_machines() -> None:
+    for machine in ("x86_64", "aarch64"):
+        program = filter_program(machine)
+        steps = [struct.unpack("HBBI", program[at : at + 8]) for at in range(0, len(program), 8)]
+        for place, (code, if_true, if_false, _) in enumerate(steps):
+            assert place + 1 + max(if_true, if_false) < len(steps) or code == 0x06
+        assert steps[-1] == (0x06, 0, 0, 0x7FFF0000)
+    assert filter_program("riscv64") == b""
 
 
 LIMITS = {
