@@ -258,6 +258,12 @@ def folder(runs: RunsFolder) -> HostFinding:
     return HostFinding("ok", "runs", what)
 
 
+def sandbox(problem: str) -> HostFinding:
+    """Say whether programs can be graded here, which few runs need."""
+    what = problem or "programs of responses can be graded (reward = 'code')"
+    return HostFinding("ok", "sandbox", what)
+
+
 def _placement(variables: Mapping[str, str]) -> HostFinding | None:
     """Judge the job's nodes and tasks: the launch script needs one task a node."""
     missing = [name for name in ("SLURM_NNODES", "SLURM_JOB_NODELIST") if name not in variables]

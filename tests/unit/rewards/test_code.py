@@ -234,7 +234,8 @@ HOSTILE = {
     "        signal.pause()\nos._exit(0)",
     "traces": "import ctypes\nlibc = ctypes.CDLL(None)\nprint(libc.ptrace(16, 1, 0, 0))",
     "burns": "while True:\n    pass",
-    "threads": "import threading\nwhile True:\n    threading.Thread(target=threading.Event().wait, daemon=True).start()",
+    "threads": "from threading import Event, Thread\nwhile True:\n"
+    "    Thread(target=Event().wait, daemon=True).start()",
     "nests": "x = " + "(" * 5000 + ")" * 5000,
     "binary": "import sys\nsys.stdout.buffer.write(bytes(range(256)) * 1000)",
 }
