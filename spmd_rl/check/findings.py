@@ -259,9 +259,12 @@ def folder(runs: RunsFolder) -> HostFinding:
 
 
 def sandbox(problem: str) -> HostFinding:
-    """Say whether programs can be graded here, which few runs need."""
-    what = problem or "programs of responses can be graded (reward = 'code')"
-    return HostFinding("ok", "sandbox", what)
+    """Judge whether programs can be graded here, which few runs need."""
+    if problem:
+        return HostFinding(
+            "warn", "sandbox", problem, "runs without reward = 'code' do not need it"
+        )
+    return HostFinding("ok", "sandbox", "programs of responses can be graded (reward = 'code')")
 
 
 def _placement(variables: Mapping[str, str]) -> HostFinding | None:

@@ -89,7 +89,11 @@ CASES = [
     ("fail", "CUDA_VISIBLE_DEVICES", findings.slurm(JOB | {"SLURM_GPUS_ON_NODE": "8"}, 4, 64)),
     ("warn", "1 CPUs for 8 ranks", findings.slurm(JOB, 8, 1)),
     ("ok", "can be graded", findings.sandbox("")),
-    ("ok", "needs bwrap, which is missing", findings.sandbox("needs bwrap, which is missing")),
+    (
+        "warn",
+        "needs bwrap, which is missing: runs without",
+        findings.sandbox("needs bwrap, which is missing"),
+    ),
     ("ok", "500 GiB", findings.folder(FOLDER)),
     ("warn", "5 GiB", findings.folder(replace(FOLDER, free_bytes=5 * GIB))),
     ("fail", "read-only", findings.folder(replace(FOLDER, error="read-only file system"))),
