@@ -60,15 +60,23 @@ def check_httpx() -> None:
 def header_values(variables: Mapping[str, str], setting: str) -> dict[str, str]:
     """Return headers by name, of which `variables` names the environment variables.
 
-    Raises: ConfigError for a variable that is not set.
+    Raises: ConfigError for a variable that is not set, or holds what no header may.
     """
+    values = {}
     for header, variable in variables.items():
-        if not os.environ.get(variable):
+        value = os.environ.get(variable, "").strip()
+        if not value:
             raise ConfigError(
                 f"{setting} reads {header} from the environment variable {variable}, "
                 "which is not set"
             )
-    return {header: os.environ[variable] for header, variable in variables.items()}
+        if not (value.isascii() and value.isprintable()):  # httpx would show it in its error
+            raise ConfigError(
+                f"{setting}: the environment variable {variable} holds more than one line, or "
+                "letters beyond ASCII"
+            )
+        values[header] = value
+    return values
 
 
 async def ask(request: Request, read: Callable[[bytes], T]) -> T:

@@ -47,7 +47,7 @@ async def judge(ctx: HookContext, prompt: Prompt, sample: Sample) -> dict[str, f
     """Return the weighted share of criteria that a response passes, and each one as a part.
 
     The note "judge" names the model as its server calls it, its fingerprint, and a hash of the
-    rubric. The metric `judge_cached` is the share of verdicts that were known already.
+    rubric. `judge_cached` is emitted: 1 if the verdict was known already, else 0.
     Raises: ServerError when there is no verdict that can be used, which fails the sample; DataError
     for a rubric of the record that cannot be used.
     """

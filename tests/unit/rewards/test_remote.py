@@ -28,13 +28,25 @@ def ask(server: JsonServer, **settings: Any) -> Any:
 
 
 def test_a_server_is_told_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRADER_TOKEN", "Bearer 123")
+    monkeypatch.setenv("GRADER_TOKEN", "Bearer 123\n")  # as from a file
     with JsonServer(lambda number, asked: 0.5) as server:
         assert ask(server, headers_from={"Authorization": "GRADER_TOKEN"}) == 0.5
     ((path, body, headers),) = server.asked
     assert path == "/grade"
     assert body == {"prompt": "37+48=", "response": "84", "label": "85", "meta": {"level": 3}}
     assert headers["Authorization"] == "Bearer 123"
+
+
+@pytest.mark.parametrize("value", ["secret\nX-Other: 1", "secret\xe9"])
+def test_a_broken_secret_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("GRADER_TOKEN", value)
+    with JsonServer(lambda number, asked: 0.5) as server:
+        with pytest.raises(ConfigError, match="GRADER_TOKEN holds more than one line") as told:
+            ask(server, headers_from={"Authorization": "GRADER_TOKEN"})
+        assert server.asked == []
+    assert "secret" not in str(told.value)
 
 
 @pytest.mark.parametrize(
