@@ -44,8 +44,10 @@ setup(
         "torchao": ["torchao>=0.14"],  # trainer.optimizer.kind = "adamw8bit"
         "log": ["tensorboard>=2.18", "wandb>=0.19"],
         "data": ["pyarrow>=18"],  # .parquet files and Hugging Face datasets
+        "rewards": ["httpx>=0.27,<1"],
         "docs": ["pdoc==16.0.0"],  # `make api`
         "dev": [
+            "httpx>=0.27,<1",
             "hypothesis>=6.120",
             "mypy>=1.14",
             "pyarrow>=18",

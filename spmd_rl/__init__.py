@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
     from spmd_rl.recipes.policy_update import extra_roles_of as extra_roles_of
     from spmd_rl.recipes.rollout_settings import rollout_settings as rollout_settings
+    from spmd_rl.rewards.config import GraderConfig as GraderConfig
     from spmd_rl.rollout.engine import NativeEngineConfig as NativeEngineConfig
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
@@ -197,6 +198,7 @@ _HOMES = {
     "observe.samples_file": ("read_groups",),
     "check.engine": ("announce_correction", "check_engine"),
     "check.inputs": ("check_inputs", "check_model"),
+    "rewards.config": ("GraderConfig",),
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy", "refuse_replay"),
     "rollout.group_sampler": ("GroupSampler",),
     "rollout.rollout": ("Rollout",),

@@ -83,4 +83,5 @@ def check_host(folder: Path, skew: facts.ClockSkew, num_nodes: int) -> list[Host
         findings.clock(skew),
         findings.slurm(os.environ, num_gpus, len(os.sched_getaffinity(0))),
         findings.folder(runs_folder),
+        findings.sandbox(facts.sandbox_problem()),
     ]

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from spmd_rl.errors import ConfigError
+from spmd_rl.rewards.config import CodeConfig
+from spmd_rl.rewards.sandbox import check_sandbox
+
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 DRIVER = Path("/proc/driver/nvidia/version")
 INFINIBAND = Path("/sys/class/infiniband")
@@ -137,6 +141,15 @@ def runs_folder(path: Path) -> RunsFolder:
             )
     except OSError as error:
         return RunsFolder(existing, error=error.strerror or str(error))
+
+
+def sandbox_problem() -> str:
+    """Return why programs cannot be graded in a sandbox here, or "" where they can."""
+    try:
+        check_sandbox(CodeConfig())
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _nearest_folder(path: Path) -> Path:

@@ -258,6 +258,15 @@ def folder(runs: RunsFolder) -> HostFinding:
     return HostFinding("ok", "runs", what)
 
 
+def sandbox(problem: str) -> HostFinding:
+    """Judge whether programs can be graded here, which few runs need."""
+    if problem:
+        return HostFinding(
+            "warn", "sandbox", problem, "runs without reward = 'code' do not need it"
+        )
+    return HostFinding("ok", "sandbox", "programs of responses can be graded (reward = 'code')")
+
+
 def _placement(variables: Mapping[str, str]) -> HostFinding | None:
     """Judge the job's nodes and tasks: the launch script needs one task a node."""
     missing = [name for name in ("SLURM_NNODES", "SLURM_JOB_NODELIST") if name not in variables]

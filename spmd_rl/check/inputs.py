@@ -19,6 +19,8 @@ from spmd_rl.model.spec import ModelSpec, head_of
 from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer
 from spmd_rl.model.vocabulary import check_same_vocabulary
 from spmd_rl.model.weight_files import stored_weights
+from spmd_rl.rewards.config import GraderConfig
+from spmd_rl.rewards.ready import check_graders, checked_graders
 from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.parameter_groups import update_rules
@@ -32,6 +34,7 @@ def check_inputs(
     data: str | Mapping[str, float],
     reward: str | Mapping[str, float] = "",
     hooks: HookConfig | None = None,
+    graders: GraderConfig | None = None,
     prompts: PromptFormat | None = None,
     trainer: TrainerConfig | None = None,
     sampling: SamplingConfig | None = None,
@@ -45,7 +48,8 @@ def check_inputs(
     a prompt of the right form, and no rewards but those that are loaded; the first ones are
     tokenised. With `trainer`, the model folder must have the weights that it starts from, by
     their headers, and a parameter for each pattern of names. With `sampling`, the stop ids must be
-    tokens of the model. With `documents`, the data is that of continued pre-training. A `teacher`
+    tokens of the model. With `graders`, those that `reward` names must be able to work with these
+    settings on this host. With `documents`, the data is that of continued pre-training. A `teacher`
     or a `reward_model` must have the model's vocabulary, and the latter a value head.
     Raises: ConfigError or DataError, which names the first thing to correct.
     """
@@ -65,15 +69,17 @@ def check_inputs(
         for path in paths:
             check_documents(path, documents, spec.max_positions)
         return
-    rewards = {*reward_weights(reward), *(hooks.extra_rewards if hooks else ())}
+    rewards = [*reward_weights(reward), *(hooks.extra_rewards if hooks else ())]
     for path in paths:
-        _check_records(path, prompts, tokenizer, rewards)
+        _check_records(path, prompts, tokenizer, set(rewards))
     for name in reward_weights(reward):
         load_reward(name)
     if hooks:
         check_hooks(hooks)
         if hooks.pick_sources and len(paths) == 1:
             raise ConfigError("hooks.pick_sources weights several sources, but data has only one")
+    names = checked_graders(rewards)
+    check_graders(names, graders or GraderConfig(), hooks.deadline_s if hooks else 0.0)
 
 
 def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpec:

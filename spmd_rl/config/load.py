@@ -55,6 +55,14 @@ def load(
     return typing.cast(C, _Loader(cls).fill(table, cls, "", MISSING))
 
 
+def from_data(cls: type[C], table: Mapping[str, Any]) -> C:
+    """Return a `cls` from plain nested data, as `as_data` makes it; keys may be missing.
+
+    Raises: ConfigError, which names the key and what was expected.
+    """
+    return typing.cast(C, _Loader(cls).fill(dict(table), cls, "", MISSING))
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the file's table. Raises: ConfigError when it is missing or is not TOML."""
     try:

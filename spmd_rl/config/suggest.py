@@ -19,16 +19,21 @@ def nearest_key(name: str, root: type) -> str:
     """Return the end of a sentence that names the known key nearest to `name`; empty if none is.
 
     A key is near if its last word is alike, or if its comment begins with the words of `name`.
-    Keys with the very same last word are all named, or of these only those in the table of `name`.
+    Keys with the very same last word are all named, or of these only those in the table of `name`,
+    or else the one that is in no table.
     """
     last, keys = _last(name), describe(root)
     same = list(dict.fromkeys(key.name for key in keys if _last(key.name) == last))
     table = name.partition(".")[0] + "."
-    same = [key for key in same if key.startswith(table)] or same
+    same = (
+        [key for key in same if key.startswith(table)]
+        or [key for key in same if key == last]
+        or same
+    )
     if len(same) > 1:
         names = ", ".join(repr(key) for key in same[:-1])
         return f"; the nearest known keys are {names} and {same[-1]!r}"
-    nearest = _nearest(name, keys)
+    nearest = same[0] if same else _nearest(name, keys)
     return f"; the nearest known key is {nearest!r}" if nearest else ""
 
 

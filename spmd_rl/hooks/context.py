@@ -13,6 +13,8 @@ import numpy as np
 
 from spmd_rl.hooks.results import encodable
 
+MAX_NOTE = 1000  # characters
+
 
 class CallInfo(msgspec.Struct, frozen=True, array_like=True):
     """What a rank tells a hook of the call: the step, the version of the weights, and the seed."""
@@ -40,6 +42,7 @@ class HookContext:
     prompt_uid: int = 0
     sample_index: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # what was emitted so far
+    notes: dict[str, str] = field(default_factory=dict)  # what was noted so far
 
     @cached_property
     def rng(self) -> np.random.Generator:
@@ -56,6 +59,14 @@ class HookContext:
         if not math.isfinite(number):
             raise ValueError(f"emit({name!r}, {value!r}): expected a finite number")
         self.metrics[encodable(str(name))] = number
+
+    def note(self, name: str, text: str) -> None:
+        """Record a text in the sample's `metadata["notes"]`, such as the version of a judge.
+
+        Its first 1000 characters are kept. A second text of the same name takes the place of the
+        first.
+        """
+        self.notes[encodable(str(name))] = encodable(str(text)[:MAX_NOTE])
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,9 @@ class EpisodeCall(NamedTuple):
             columns = Sample.to_columns(samples)
         except (ContractError, TypeError, ValueError) as error:
             raise BadResult(f"returned a sample that does not fit: {error}") from error
-        return EpisodeResult(self.call_id, seconds, columns, self.context.metrics)
+        return EpisodeResult(
+            self.call_id, seconds, columns, self.context.metrics, self.context.notes
+        )
 
 
 def episodes_of(message: Episodes, hooks: LoadedHooks) -> Iterator[EpisodeCall]:

@@ -69,9 +69,10 @@ class EpisodeTasks:
             self._send(task_id, self._encoded(message))
         elif isinstance(message, EpisodeResult):
             del self._tasks[task_id]
-            metrics = {"metrics": message.metrics} if message.metrics else {}
+            told = {"metrics": message.metrics, "notes": message.notes}
+            added = {name: values for name, values in told.items() if values}
             samples = [
-                sample.replace(metadata=sample.metadata | metrics)
+                sample.replace(metadata=sample.metadata | added)
                 for sample in message.samples.rows()
             ]
             yield EpisodeEnded(task_id, samples, message.seconds)

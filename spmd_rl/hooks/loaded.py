@@ -9,6 +9,7 @@ from typing import Any
 from spmd_rl.hooks.context import CallInfo, HookContext
 from spmd_rl.hooks.messages import Start
 from spmd_rl.hooks.signatures import RewardFunction, load_generate, load_reward
+from spmd_rl.rewards.ready import check_graders, checked_graders
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,11 @@ class LoadedHooks:
     def of(start: Start) -> LoadedHooks:
         """Import the hooks. Raises: ConfigError when one cannot be used."""
         rewards = [load_reward(name) for name in start.rewards]
+        if names := checked_graders(start.rewards):
+            from spmd_rl.rewards.config import graders_of  # most hooks do not need it
+
+            call_s = start.config.get("hooks", {}).get("deadline_s", 0)
+            check_graders(names, graders_of(start.config), call_s)
         generate = load_generate(start.generate) if start.generate else None
         return LoadedHooks(rewards, generate, start.config)
 

@@ -77,6 +77,7 @@ class Result(Message, frozen=True):
     seconds: float
     grades: list[Grade]
     metrics: dict[str, float]
+    notes: dict[str, str] = {}
 
 
 class Answered(Message, frozen=True):
@@ -150,6 +151,7 @@ class EpisodeResult(Message, frozen=True):
     seconds: float
     samples: SampleColumns
     metrics: dict[str, float]
+    notes: dict[str, str] = {}
 
 
 class Ask(Message, frozen=True):

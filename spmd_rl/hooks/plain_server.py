@@ -55,7 +55,7 @@ class _Answers:
         """Answer a call. Blocks: until the socket takes what is sent."""
         if type(answer) is Result and not answer.metrics and len(answer.grades) == 1:
             (grade,) = answer.grades
-            if not grade.parts:
+            if not grade.parts and not answer.notes:
                 now_s = time.monotonic()
                 if not self.are_untold:
                     self._told_s = now_s

@@ -17,6 +17,7 @@ from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
 _NO_METRICS: dict[str, float] = {}
+_NO_NOTES: dict[str, str] = {}
 
 
 class RewardCall(NamedTuple):
@@ -43,7 +44,8 @@ class RewardCall(NamedTuple):
             else [as_grade(result)]
         )
         metrics = self.context.metrics if self.context else _NO_METRICS
-        return Result(self.call_id, seconds, grades, metrics)
+        notes = self.context.notes if self.context else _NO_NOTES
+        return Result(self.call_id, seconds, grades, metrics, notes)
 
 
 def calls_of(message: Calls, hooks: LoadedHooks) -> Iterator[RewardCall]:

@@ -18,7 +18,7 @@ _NO_METRICS: dict[str, float] = {}
 class _OpenTask:
     """A task without an answer yet, and what its calls have brought so far."""
 
-    __slots__ = ("calls", "grades", "metrics", "num_missing", "samples", "seconds", "task")
+    __slots__ = ("calls", "grades", "metrics", "notes", "num_missing", "samples", "seconds", "task")
 
     def __init__(self, task: SampleTask | GroupTask) -> None:
         self.task = task
@@ -29,6 +29,7 @@ class _OpenTask:
         self.num_missing = 0  # answers
         self.grades: dict[str, list[Grade]] = {}
         self.metrics: dict[str, float] = {}
+        self.notes: dict[str, str] = {}
         self.seconds = 0.0
 
 
@@ -93,6 +94,8 @@ class RewardTasks:
                 yield from self._complete(call_id, seconds, [Grade(reward)], _NO_METRICS)
         elif isinstance(answer, Result):
             call_id, seconds = answer.call_id, answer.seconds
+            if answer.notes and (noted := self._calls.get(call_id)):
+                noted[1].notes |= answer.notes
             yield from self._complete(call_id, seconds, answer.grades, answer.metrics)
         elif call := self._calls.pop(answer.call_id, None):
             task_id, task, function, _ = call
@@ -129,4 +132,4 @@ class RewardTasks:
 
     def _graded(self, task_id: int) -> Graded:
         task = self._tasks.pop(task_id)
-        return Graded(task_id, task.grades, task.metrics, task.seconds)
+        return Graded(task_id, task.grades, task.metrics, task.seconds, task.notes)

@@ -58,13 +58,15 @@ Task = SampleTask | GroupTask | EpisodeTask
 class Graded(msgspec.Struct, frozen=True):
     """A task's grades, one a sample, by the name of the function.
 
-    `metrics` are what the functions emitted. `seconds` is the time that the functions took.
+    `metrics` are what the functions emitted, and `notes` what they noted. `seconds` is the time
+    that the functions took.
     """
 
     task_id: int
     grades: dict[str, list[Grade]]
     metrics: dict[str, float]
     seconds: float
+    notes: dict[str, str] = {}
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -101,7 +103,10 @@ class EngineCall(msgspec.Struct, frozen=True):
 
 
 class EpisodeEnded(msgspec.Struct, frozen=True):
-    """An episode has returned its samples. What it emitted is in their `metadata["metrics"]`."""
+    """An episode has returned its samples.
+
+    What it emitted is in their `metadata["metrics"]`, and what it noted in `metadata["notes"]`.
+    """
 
     task_id: int
     samples: list[Sample]

@@ -31,6 +31,7 @@ class Config:
         default_factory=rl.NativeEngineConfig
     )
     hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
+    graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1})
@@ -43,6 +44,7 @@ def check(cfg: Config) -> None:
         data=cfg.data,
         reward=cfg.reward,
         hooks=cfg.hooks,
+        graders=cfg.graders,
         prompts=cfg.prompts,
         trainer=rl.TrainerConfig(),  # nothing is trained, but the folder must hold weights
         sampling=cfg.sampling,

@@ -31,6 +31,7 @@ class Config(rl.PolicyConfig):
         default_factory=rl.NativeEngineConfig
     )
     hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
+    graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
     sampler: rl.SamplerConfig = field(default_factory=rl.SamplerConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
     # a model that only algorithm = "ppo" trains
@@ -59,6 +60,7 @@ def check(cfg: Config) -> None:
         data=cfg.data,
         reward=cfg.reward,
         hooks=cfg.hooks,
+        graders=cfg.graders,
         prompts=cfg.prompts,
         trainer=cfg.trainer,
         sampling=cfg.sampling,

@@ -34,6 +34,7 @@ class Config:
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
     hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
+    graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
     engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
         default_factory=rl.NativeEngineConfig
     )
@@ -49,6 +50,7 @@ def check(cfg: Config) -> None:
         data=cfg.data,
         reward=cfg.reward,
         hooks=cfg.hooks,
+        graders=cfg.graders,
         prompts=cfg.prompts,
         trainer=rl.TrainerConfig(),  # nothing is trained, but the folder must hold weights
         sampling=cfg.sampling,

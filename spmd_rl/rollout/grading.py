@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from spmd_rl.errors import DataError
 from spmd_rl.hooks.pool import HookPool
@@ -81,14 +81,14 @@ class Grading:
         del group.grading[sample.index]
         grades = {name: of_sample[0] for name, of_sample in event.grades.items()}
         group.grades[sample.index] = grades
-        group.samples.append(self._rewarded(_with_metrics(sample, event.metrics), group))
+        group.samples.append(self._rewarded(_with_told(sample, event), group))
 
     def _complete_group(self, group: OpenGroup, event: Graded) -> None:
         samples, group.grading = list(group.grading.values()), {}
         for number, sample in enumerate(samples):
             own = {name: of_group[number] for name, of_group in event.grades.items()}
             group.grades.setdefault(sample.index, {}).update(own)
-            group.samples.append(self._rewarded(_with_metrics(sample, event.metrics), group))
+            group.samples.append(self._rewarded(_with_told(sample, event), group))
 
     def _rewarded(self, sample: Sample, group: OpenGroup) -> Sample:
         """Return the sample with its reward, from the grades that there are so far."""
@@ -109,9 +109,11 @@ class Grading:
             group.fail(failed, event.error)
 
 
-def _with_metrics(sample: Sample, metrics: Mapping[str, float]) -> Sample:
-    """Return the sample with what hooks emitted."""
-    if not metrics:
-        return sample
-    emitted = {**sample.metadata.get("metrics", {}), **metrics}
-    return sample.replace(metadata={**sample.metadata, "metrics": emitted})
+def _with_told(sample: Sample, event: Graded) -> Sample:
+    """Return the sample with what hooks emitted and noted."""
+    metadata = dict(sample.metadata)
+    if event.metrics:
+        metadata["metrics"] = {**metadata.get("metrics", {}), **event.metrics}
+    if event.notes:
+        metadata["notes"] = {**metadata.get("notes", {}), **event.notes}
+    return sample.replace(metadata=metadata) if event.metrics or event.notes else sample

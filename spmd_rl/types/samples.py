@@ -43,8 +43,9 @@ class Sample:
     tokens with a version. Tokens of an observation, such as the result of a tool, have a log-prob
     of 0, the version -1 and an empty kept set.
 
-    `metadata` is plain data: "error" says why a sample failed, "metrics" is what hooks emitted, and
-    "times" of a group's first sample are those of its request (`observe/request_times.py`).
+    `metadata` is plain data: "error" says why a sample failed, "metrics" is what hooks emitted,
+    "notes" is what they noted, and "times" of a group's first sample are those of its request
+    (`observe/request_times.py`).
 
     Shape: `tokens`, `logprobs`, `versions`, `mask` are [R].
     """

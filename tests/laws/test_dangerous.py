@@ -24,7 +24,16 @@ OWNED_IMPORTS = {
     "zmq": {"controller", "spmd_rl.rollout.sglang.client"},
     # what runs in a process that SGLang's packages come first in
     "sglang": {"spmd_rl.rollout.sglang.child_scheduler", "spmd_rl.microscope.foreign.sglang_dump"},
-    "subprocess": {"check", "controller", "hooks", "observe", "report", "rollout", "slurm"},
+    "subprocess": {
+        "check",
+        "controller",
+        "hooks",
+        "observe",
+        "report",
+        "rewards",
+        "rollout",
+        "slurm",
+    },
     "multiprocessing": {"controller", "rollout"},
 }
 OWNED_CALLS = {

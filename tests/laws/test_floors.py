@@ -28,6 +28,7 @@ HEAVY = {
     "wandb": "observe",
     "tensorboard": "observe",
     "pyarrow": "data",
+    "httpx": "rewards",
     "triton": "kernels",
     "flash_attn": "kernels",
     "cutlass": "kernels",

@@ -4,7 +4,7 @@ set -eu
 
 missing=
 for pair in slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge chromium:chromium \
-    chromedriver:chromium-driver; do
+    chromedriver:chromium-driver bwrap:bubblewrap; do
     PATH=$PATH:/usr/sbin:/sbin command -v "${pair%%:*}" >/dev/null || missing="$missing ${pair##*:}"
 done
 [ -z "$missing" ] && exit 0

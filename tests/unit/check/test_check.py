@@ -39,7 +39,7 @@ def test_it_prints_a_line_a_finding_and_fails_with_any(
     )
     assert main([f"--run.folder={tmp_path}"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 13
+    assert len(lines) == 14
     assert any(line.startswith("fail  nccl") and "tried nccl" in line for line in lines)
     assert any(line.startswith("ok    ipc") for line in lines)
     assert list(tmp_path.iterdir()) == []

@@ -88,6 +88,12 @@ CASES = [
     ("fail", "node 5 of 2", findings.slurm(JOB | {"SLURM_NODEID": "5"}, 0, 8)),
     ("fail", "CUDA_VISIBLE_DEVICES", findings.slurm(JOB | {"SLURM_GPUS_ON_NODE": "8"}, 4, 64)),
     ("warn", "1 CPUs for 8 ranks", findings.slurm(JOB, 8, 1)),
+    ("ok", "can be graded", findings.sandbox("")),
+    (
+        "warn",
+        "needs bwrap, which is missing: runs without",
+        findings.sandbox("needs bwrap, which is missing"),
+    ),
     ("ok", "500 GiB", findings.folder(FOLDER)),
     ("warn", "5 GiB", findings.folder(replace(FOLDER, free_bytes=5 * GIB))),
     ("fail", "read-only", findings.folder(replace(FOLDER, error="read-only file system"))),

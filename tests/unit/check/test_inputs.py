@@ -21,6 +21,7 @@ from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.rewards.config import GraderConfig, RemoteConfig
 from spmd_rl.train.config import TrainerConfig
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
@@ -220,3 +221,22 @@ def test_of_a_large_file_the_first_part_is_checked(
     _check(model, [*rows, {"prompt": None}])
     with pytest.raises(DataError, match=r"data\.jsonl:2001: prompt: expected a string"):
         _check(model, [*rows[:2000], {"prompt": None}, *rows])
+
+
+@pytest.mark.parametrize("kind", ["reward", "extra_rewards"])
+def test_a_grader_that_lacks_its_server_is_refused(model: Path, kind: str) -> None:
+    data = model.with_name("data.jsonl")
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    name = "spmd_rl.rewards.remote:remote"
+    reward = name if kind == "reward" else ""
+    hooks = HookConfig(extra_rewards=(name,) if kind == "extra_rewards" else ())
+
+    def check(**settings: Any) -> None:
+        graders = GraderConfig(remote=RemoteConfig(**settings))
+        check_inputs(model=str(model), data=str(data), reward=reward, hooks=hooks, graders=graders)
+
+    check(url="http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="graders.remote.url = '': expected the address"):
+        check()
+    with pytest.raises(ConfigError, match="expected less than hooks.deadline_s, which is 30"):
+        check(url="http://127.0.0.1:1", deadline_s=30.0)

@@ -30,6 +30,8 @@ def process(prompt: Prompt, sample: Sample) -> float:
 def told(ctx: HookContext, prompt: Prompt, sample: Sample) -> dict[str, float]:
     """What the context says."""
     ctx.emit("length", len(sample.text))
+    if len(sample.text) > 1:
+        ctx.note("first", sample.text[0])
     return {
         "reward": ctx.config["scale"],
         "step": ctx.step,

@@ -35,6 +35,9 @@ def test_a_context_is_frozen_and_records_what_is_emitted() -> None:
     assert context.metrics == {"x": 2.0}
     with pytest.raises(ValueError, match="expected a finite number"):
         context.emit("y", math.inf)
+    context.note("judge", "x" * 2000)
+    context.note("judge", "y" * 2000 + "\ud800")
+    assert context.notes == {"judge": "y" * 1000}
     with pytest.raises(FrozenInstanceError):
         context.step = 3  # type: ignore[misc]
 

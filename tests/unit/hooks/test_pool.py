@@ -94,6 +94,7 @@ def test_the_context_tells_a_function_of_the_call() -> None:
         first, second = grade_all(pool, ["x", "xyz"])
     assert first.grades["told"][0].reward == 0.5
     assert first.metrics == {"length": 1.0} and second.metrics == {"length": 3.0}
+    assert first.notes == {} and second.notes == {"first": "x"}
     parts = second.grades["told"][0].parts
     assert (parts["step"], parts["version"], parts["evaluation"]) == (4, 3, 1)
     assert parts["random"] == np.random.default_rng((11, 7, 1)).random()

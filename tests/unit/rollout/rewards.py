@@ -45,10 +45,16 @@ def rank_of_length(prompt: Prompt, samples: list[Sample]) -> list[float]:
     return [float(order.index(number)) for number in range(len(samples))]
 
 
+def noted(ctx: HookContext, prompt: Prompt, sample: Sample) -> float:
+    ctx.note("grader", "v1")
+    return 1.0
+
+
 async def two_turns(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
     transcript = Transcript(prompt)
     await engine.complete(transcript, max_tokens=4)
     transcript.observe(await engine.encode("77"))
     await engine.complete(transcript)
     ctx.emit("turns", 2)
+    ctx.note("tool", "77")
     return transcript.sample()

@@ -107,7 +107,7 @@ EPISODE = HookConfig(generate="tests.unit.rollout.rewards:two_turns", processes=
 
 def test_an_episode_of_two_turns(new_role):
     """Its first turn is what the engine draws alone; observed tokens are masked."""
-    role = new_role(hooks=EPISODE, reward="count_zeros")
+    role = new_role(hooks=EPISODE, reward="noted")
     (asked,) = prompts(role, "12+3=")
     sampling = SamplingConfig(num_samples=3, max_tokens=8, ignore_eos=True)
     plain = generated(new_role(), [asked], sampling)[0]
@@ -123,6 +123,7 @@ def test_an_episode_of_two_turns(new_role):
         assert sample.text == role._text_of(sample.tokens.tolist())
         assert np.isfinite(sample.reward)
         assert sample.metadata["metrics"] == {"turns": 2.0}
+        assert sample.metadata["notes"] == {"tool": "77", "grader": "v1"}
 
 
 def test_an_aborted_episode_begins_again(new_role):

@@ -1,0 +1,121 @@
+"""System calls that a program in the sandbox may not make, as a filter for seccomp.
+
+Namespaces do not hold for all: sockets between virtual machines, keys of the kernel, and io_uring,
+which opens sockets by itself. Other calls are refused because programs do not need them, and faults
+of the kernel were often found in them. A refused call returns an error; the program goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+from collections.abc import Mapping
+from typing import NamedTuple
+
+ALLOWED_SOCKETS = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
+NEW_USER = 0x10000000  # the flag of clone for a user namespace
+_REFUSED = (
+    "add_key",
+    "bpf",
+    "io_uring_setup",
+    "keyctl",
+    "mount",
+    "perf_event_open",
+    "ptrace",
+    "request_key",
+    "setns",
+    "unshare",
+    "userfaultfd",
+)
+
+
+class _Machine(NamedTuple):
+    audit: int  # what seccomp calls the architecture
+    calls: Mapping[str, int]  # numbers of system calls
+
+
+_X86_64 = {
+    "add_key": 248,
+    "bpf": 321,
+    "clone": 56,
+    "clone3": 435,
+    "io_uring_setup": 425,
+    "keyctl": 250,
+    "mount": 165,
+    "perf_event_open": 298,
+    "ptrace": 101,
+    "request_key": 249,
+    "setns": 308,
+    "socket": 41,
+    "unshare": 272,
+    "userfaultfd": 323,
+}
+_ARM_64 = {
+    "add_key": 217,
+    "bpf": 280,
+    "clone": 220,
+    "clone3": 435,
+    "io_uring_setup": 425,
+    "keyctl": 219,
+    "mount": 40,
+    "perf_event_open": 241,
+    "ptrace": 117,
+    "request_key": 218,
+    "setns": 268,
+    "socket": 198,
+    "unshare": 97,
+    "userfaultfd": 282,
+}
+_MACHINES = {
+    "x86_64": _Machine(0xC000003E, _X86_64),
+    "aarch64": _Machine(0xC00000B7, _ARM_64),
+}
+
+# instructions of classic BPF, as in linux/bpf_common.h
+_LOAD, _IF_EQUAL, _IF_LEAST, _IF_ANY, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+# offsets in struct seccomp_data
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_KILL, _ERROR, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000  # answers of a filter
+_FOREIGN = 0x40000000  # first number of the calls of x32, which are the same under other numbers
+
+
+def filter_program(machine: str = "") -> bytes:
+    """Return the filter for a machine such as "x86_64"; b"" where its calls are not known."""
+    known = _MACHINES.get(machine or platform.machine())
+    if known is None:
+        return b""
+    program = [
+        _step(_LOAD, _ARCHITECTURE),
+        _step(_IF_EQUAL, known.audit, 1, 0),
+        _step(_RETURN, _KILL),
+        _step(_LOAD, _NUMBER),
+        _step(_IF_LEAST, _FOREIGN, 0, 1),
+        _step(_RETURN, _KILL),
+    ]
+    for name in _REFUSED:
+        program += _refused(known.calls[name], errno.EPERM)
+    program += _refused(known.calls["clone3"], errno.ENOSYS)  # libraries then use clone
+    program += [
+        _step(_IF_EQUAL, known.calls["clone"], 0, 4),
+        _step(_LOAD, _FIRST_ARGUMENT),
+        _step(_IF_ANY, NEW_USER, 0, 1),
+        _step(_RETURN, _ERROR | errno.EPERM),
+        _step(_RETURN, _ALLOW),
+        _step(_IF_EQUAL, known.calls["socket"], 1, 0),
+        _step(_RETURN, _ALLOW),
+        _step(_LOAD, _FIRST_ARGUMENT),
+    ]
+    for left, family in enumerate(reversed(ALLOWED_SOCKETS)):
+        program.append(_step(_IF_EQUAL, family, len(ALLOWED_SOCKETS) - left, 0))
+    program += [_step(_RETURN, _ERROR | errno.EAFNOSUPPORT), _step(_RETURN, _ALLOW)]
+    return b"".join(program)
+
+
+def _refused(number: int, error: int) -> list[bytes]:
+    """Return steps that answer a call with an error."""
+    return [_step(_IF_EQUAL, number, 0, 1), _step(_RETURN, _ERROR | error)]
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("HBBI", code, if_true, if_false, value)

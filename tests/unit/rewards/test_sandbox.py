@@ -1,0 +1,358 @@
+"""The sandbox: what a program sees, what it may use, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.rewards import sandbox, sandbox_command, sandbox_filter
+from spmd_rl.rewards.config import CodeConfig
+from spmd_rl.rewards.sandbox import check_sandbox
+from spmd_rl.rewards.sandbox_filter import filter_program
+from tests.laws.source import ROOT
+from tests.unit.rewards.sandboxed import Marked, needs_sandbox
+
+
+@needs_sandbox
+def test_a_program_reads_its_input_and_its_end_is_told() -> None:
+    marked = Marked()
+    outcome = marked.run("import sys\nprint(input().upper())\nsys.exit(3)", b"hello\n")
+    assert (outcome.output, outcome.exit_code, outcome.ended_by) == (b"HELLO\n", 3, "exit")
+    outcome = marked.run("import os\nos.write(1, b'x' * 100)\nos.kill(os.getpid(), 9)")
+    assert outcome.output == b"x" * 100
+    assert marked.run("raise ValueError").exit_code == 1
+
+
+@needs_sandbox
+def test_a_program_sees_no_file_of_this_host(tmp_path: Path) -> None:
+    secret = tmp_path / "metrics.jsonl"
+    secret.write_text("secret")
+    paths = ["/etc/passwd", str(secret), str(ROOT / "setup.py"), str(Path.home()), "/sys", "/var"]
+    program = f"import os, json\nprint(json.dumps([os.path.lexists(p) for p in {paths!r}[:3]]))\n"
+    program += "print(json.dumps([sorted(os.listdir(p)) if os.path.isdir(p) else [] for p in "
+    program += f"{paths!r}[3:] + ['/tmp']]))\nprint(len(os.environ), os.listdir('/proc/self/fd'))"
+    seen, listed, rest = Marked().run(program).output.decode().splitlines()
+    assert json.loads(seen) == [False, False, False]
+    home, sys_folder, var, tmp = json.loads(listed)
+    assert set(home) <= {".pyenv", ".local", "miniconda3"}, "only the way to Python"
+    assert sys_folder == var == tmp == []
+    assert rest.endswith("['0', '1', '2', '3']"), "3 is the folder that is listed"
+
+
+@needs_sandbox
+def test_a_program_writes_nowhere_but_into_its_own_folders() -> None:
+    program = """
+import os
+for path in ("/x", "/usr/x", "/dev/x", "/sandbox/x", "/sandbox/program.py", "/tmp/x", "/dev/shm/x"):
+    try:
+        open(path, "w").close()
+        print(path)
+    except OSError:
+        pass
+try:
+    data = b"x" * (1 << 20)
+    for number in range(200):
+        with open(f"/tmp/{number}", "wb") as file:
+            file.write(data)
+except OSError as error:
+    print(number, error.strerror)
+"""
+    marked = Marked(memory_mb=64)
+    lines = marked.run(program).output.decode().splitlines()
+    assert lines == ["/tmp/x", "/dev/shm/x", "64 No space left on device"]
+    assert not Path("/tmp/199").exists()
+
+
+@needs_sandbox
+def test_a_program_has_no_rights_and_an_identity_of_nobody() -> None:
+    program = """
+import os
+status = dict(line.split(":\\t") for line in open("/proc/self/status") if ":\\t" in line)
+print(status["CapEff"].strip(), status["CapPrm"].strip(), status["NoNewPrivs"].strip())
+print(os.getuid(), os.getgroups())
+"""
+    rights, identity = Marked().run(program).output.decode().splitlines()
+    assert rights == "0" * 16 + " " + "0" * 16 + " 1"
+    user, _, groups = identity.partition(" ")
+    assert int(user) >= sandbox_command.NOBODY
+    assert groups == "[]" or os.getuid() != 0
+
+
+CONNECTS = """
+import socket
+try:
+    socket.create_connection(("127.0.0.1", {port})).sendall(b"here")
+    print("connected")
+except OSError as error:
+    print(type(error).__name__)
+print([name for _, name in socket.if_nameindex()])
+"""
+
+
+@needs_sandbox
+def test_no_connection_leaves_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = CONNECTS.format(port=server.getsockname()[1])
+        lines = Marked().run(program).output.decode().splitlines()
+        assert lines == ["ConnectionRefusedError", "['lo']"]
+        assert select.select([server], [], [], 0)[0] == []
+
+        # the control: without the network namespace the same program arrives
+        namespaces = sandbox_command.namespaces
+        monkeypatch.setattr(
+            sandbox_command,
+            "namespaces",
+            lambda is_root: [word for word in namespaces(is_root) if word != "--unshare-net"],
+        )
+        assert Marked().run(program).output.startswith(b"connected\n")
+        assert select.select([server], [], [], 0)[0] == [server]
+
+
+CALLS = """
+import ctypes, errno, socket, threading
+libc = ctypes.CDLL(None, use_errno=True)
+def tried(*arguments):
+    if libc.syscall(*arguments) >= 0:
+        return "done"
+    return errno.errorcode[ctypes.get_errno()]
+print(*[tried(number, 0x10000000 if number == {unshare} else 0, 0, 0, 0) for number in {refused}])
+print(tried({clone}, 0x10000000 | 17, 0, 0, 0, 0), tried({socket}, 40, 1, 0))
+with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_connection(server.getsockname()):
+        threading.Thread(target=print, args=("connected",)).start()
+"""
+
+
+@needs_sandbox
+@pytest.mark.skipif(not filter_program(), reason="there is no filter for this machine")
+def test_calls_that_namespaces_do_not_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = sandbox_filter._MACHINES[platform.machine()].calls
+    program = CALLS.format(
+        unshare=calls["unshare"],
+        refused=[calls[name] for name in sandbox_filter._REFUSED],
+        clone=calls["clone"],
+        socket=calls["socket"],
+    )
+    first, second, third = Marked().run(program).output.decode().splitlines()
+    assert first.split() == ["EPERM"] * len(sandbox_filter._REFUSED)
+    assert (second, third) == ("EPERM EAFNOSUPPORT", "connected")
+
+    # the control: without the filter some of them are not refused so
+    monkeypatch.setattr(sandbox, "filter_program", lambda: b"")
+    first, *_ = Marked().run(program).output.decode().splitlines()
+    assert set(first.split()) != {"EPERM"}
+
+
+def test_the_filter_knows_two_machines() -> None:
+    for machine in ("x86_64", "aarch64"):
+        program = filter_program(machine)
+        steps = [struct.unpack("HBBI", program[at : at + 8]) for at in range(0, len(program), 8)]
+        for place, (code, if_true, if_false, _) in enumerate(steps):
+            assert place + 1 + max(if_true, if_false) < len(steps) or code == 0x06
+        assert steps[-1] == (0x06, 0, 0, 0x7FFF0000)
+    assert filter_program("riscv64") == b""
+
+
+LIMITS = {
+    "forks": "import os\nn = 0\ntry:\n    while os.fork():\n        n += 1\n    os.pause()\n"
+    "except OSError:\n    print(n)",
+    "memory": "try:\n    bytearray(1 << 30)\nexcept MemoryError:\n    print('none')",
+    "file": "import signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\ntry:\n"
+    "    open('/tmp/x', 'wb').write(b'x' * (3 << 20))\nexcept OSError as e:\n    print(e.strerror)",
+    "open": "files = []\ntry:\n    while True:\n        files.append(open('/dev/null'))\n"
+    "except OSError:\n    print(len(files))",
+}
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("kind", "printed"),
+    [("forks", "7"), ("memory", "none"), ("file", "File too large"), ("open", "29")],
+)
+def test_limits_hold(kind: str, printed: str) -> None:
+    marked = Marked(processes=8, memory_mb=512, file_mb=2, open_files=32)
+    assert marked.run(LIMITS[kind].replace("os.pause", "__import__('signal').pause")).output == (
+        f"{printed}\n".encode()
+    )
+    assert marked.processes() == []
+
+
+STAYS = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+for _ in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.pause()
+        os._exit(0)
+print("gone", flush=True)
+"""
+
+
+@needs_sandbox
+def test_processes_that_want_to_stay_are_gone() -> None:
+    marked = Marked()
+    assert marked.run(STAYS).output == b"gone\n"
+    assert marked.processes() == []
+    outcome = marked.run(STAYS + "signal.pause()", seconds=1.0)
+    assert outcome.ended_by == "time"
+    assert marked.processes() == []
+
+
+@needs_sandbox
+def test_one_that_prints_without_end_is_ended() -> None:
+    marked = Marked(output_kb=64)
+    for stream in ("stdout", "stderr"):
+        outcome = marked.run(f"import sys\nwhile True:\n    print('x' * 99, file=sys.{stream})")
+        assert outcome.ended_by == "output"
+        assert len(outcome.output) < 200_000
+    assert marked.processes() == []
+
+
+@needs_sandbox
+def test_a_program_cannot_kill_what_has_started_it() -> None:
+    marked = Marked()
+    program = """
+import os, signal
+for pid in (os.getppid(), 1, -1):
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:
+        pass
+print("alive")
+"""
+    assert marked.run(program).output == b"alive\n"
+    assert marked.processes() == []
+
+
+@needs_sandbox
+def test_processor_time_is_bounded() -> None:
+    outcome = Marked(cpu_s=1).run("while True: pass")
+    assert outcome.ended_by == "exit" and outcome.exit_code == 128 + signal.SIGKILL
+
+
+KILLED = """
+import os, signal, sys
+from spmd_rl.rewards import sandbox
+from tests.unit.rewards.sandboxed import Marked
+take, limit, pids = sandbox._Output._take, sandbox._limit, []
+def limited(cfg, pid):
+    pids.append(pid)
+    limit(cfg, pid)
+def taken(self, descriptor):
+    more = take(self, descriptor)
+    if self.data:
+        print(pids[0], flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return more
+sandbox._Output._take, sandbox._limit = taken, limited
+Marked().run("import signal; print('runs', flush=True); signal.pause()")
+"""
+
+
+@needs_sandbox
+def test_a_program_ends_with_the_process_that_started_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    with suppress(ProcessLookupError):  # it has ended already
+        descriptor = os.pidfd_open(int(done.stdout))
+        assert select.select([descriptor], [], [], 60)[0], "the program still runs"
+        os.close(descriptor)
+
+
+@needs_sandbox
+def test_a_sandbox_that_cannot_start_is_no_fault_of_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sandbox_command, "SYSTEM", ("/usr", "/bin/sh"))
+    monkeypatch.setattr(sandbox_command, "ENVIRONMENT", {})
+    marked = Marked(read_only=("/no/such/folder",))
+    with pytest.raises(SpmdError, match="the sandbox did not start: bwrap: Can't find source"):
+        marked.run("print('bwrap: No')")
+    # nor can a program pass for one
+    assert Marked().run("import sys; sys.exit('bwrap: No')").ended_by == "exit"
+
+
+def test_a_host_without_bubblewrap_is_told_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="needs bwrap, which is missing: install bubblewrap"):
+        check_sandbox(CodeConfig())
+
+
+def test_a_host_that_refuses_namespaces_is_told_what_to_allow(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+    for name in ("bwrap", "setpriv"):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(
+        ConfigError,
+        match=r"did not start: bwrap: No permissions to create new namespace: install.*remote",
+    ):
+        check_sandbox(CodeConfig())
+
+
+@needs_sandbox
+def test_a_command_that_the_sandbox_does_not_show_is_told(tmp_path: Path) -> None:
+    tool = tmp_path / "tool"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    tmp_path.chmod(0o755)  # as root, programs are of another user
+    with pytest.raises(ConfigError, match=r"cannot be run in the sandbox: name its folder in gra"):
+        check_sandbox(CodeConfig(command=(str(tool),)))
+    check_sandbox(CodeConfig(command=(str(tool),), read_only=(str(tmp_path),)))
+
+
+UNPRIVILEGED = """
+from spmd_rl.rewards.config import CodeConfig
+from spmd_rl.rewards.sandbox import check_sandbox, run_in_sandbox
+cfg = CodeConfig(processes=8)
+check_sandbox(cfg)
+program = '''
+import os
+n = 0
+try:
+    while os.fork():
+        n += 1
+except OSError:
+    print(os.getuid(), n, os.path.exists("/etc/passwd"))
+else:
+    import signal
+    signal.pause()
+'''
+command = ["/usr/bin/python3", "/sandbox/program.py"]
+print(run_in_sandbox(cfg, command, {"program.py": program.encode()}, b"", 60).output.decode())
+"""
+
+
+@needs_sandbox
+@pytest.mark.skipif(os.getuid() != 0, reason="the other tests run without root's rights already")
+def test_without_roots_rights_the_sandbox_is_the_same() -> None:
+    user = ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups"]
+    python = [*user, "/usr/bin/python3", "-c"]
+    words = {"cwd": ROOT, "capture_output": True, "text": True, "check": False}
+    tried = subprocess.run([*python, "import spmd_rl.rewards.config"], **words)  # type: ignore[call-overload]
+    if tried.returncode:
+        pytest.skip("another user cannot read this checkout, or lacks a Python of 3.11")
+    done = subprocess.run([*python, UNPRIVILEGED], **words)  # type: ignore[call-overload]
+    assert done.stdout.strip() == "65534 7 False", done.stderr
