@@ -18,8 +18,8 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
     `reward/solve_none` is the share of groups with no reward above 0, and `reward/solve_all` the
     share with all rewards at 1 or above. Both presume rewards from 0 to 1. Groups without samples
     are counted as failed and are part of no share. `reward/NAME` is the mean of the values that
-    the reward function returned as NAME. If there are several sources of prompts, `source/NAME/...`
-    are metrics of each.
+    the reward function returned as NAME, and `hook/NAME` that of what hooks emitted as NAME. If
+    there are several sources of prompts, `source/NAME/...` are metrics of each.
     """
     columns = Group.to_columns(groups)
     failed = {
@@ -29,12 +29,15 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
     samples = columns.samples
     if not len(samples):
         return failed if failed["reward/failed_groups"] else {}
-    metrics = failed | _mean_parts(samples.parts) | _reward_metrics(columns)
+    parts = _means("reward", samples.parts)
+    parts.pop("reward/reward", None)
+    metrics = failed | parts | _reward_metrics(columns)
     return metrics | {
         "rollout/response_tokens_mean": num_drawn_tokens(samples) / len(samples),
         "rollout/truncated": samples.status.count("truncated") / len(samples),
         **_version_lags(samples.versions, version),
         **_by_source(groups),
+        **_means("hook", (known.get("metrics", {}) for known in samples.metadata)),
         **request_metrics(samples.metadata),
     }
 
@@ -93,11 +96,10 @@ def rewards_are_equal(groups: list[Group]) -> bool:
     return bool((rewards == rewards[first_of_group]).all())
 
 
-def _mean_parts(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each reward part over the samples that have it."""
+def _means(family: str, samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each named value over the samples that have it, as `family/NAME`."""
     values_of: dict[str, list[float]] = {}
-    for parts in samples:
-        for name, value in parts.items():
-            values_of.setdefault(f"reward/{name}", []).append(value)
-    values_of.pop("reward/reward", None)
+    for values in samples:
+        for name, value in values.items():
+            values_of.setdefault(f"{family}/{name}", []).append(value)
     return {name: fmean(values) for name, values in values_of.items()}

@@ -99,3 +99,14 @@ def test_metrics_of_each_source_if_there_are_several(make_group) -> None:
     }
     alone = group_metrics([of("easy", [1, 1]), of("easy", [0, 1])], version=0)
     assert not any(name.startswith("source/") for name in alone)
+
+
+def test_what_hooks_emitted_is_a_metric(make_group) -> None:
+    group = make_group([1, 0, 1])
+    emitted = [{"metrics": {"calls": 2.0}}, {"metrics": {"calls": 4.0, "cost": 1.0}}, {}]
+    samples = [
+        one.replace(metadata=known) for one, known in zip(group.samples, emitted, strict=True)
+    ]
+    found = group_metrics([replace(group, samples=samples)], version=0)
+    hooks = {name: value for name, value in found.items() if name.startswith("hook/")}
+    assert hooks == {"hook/calls": 3.0, "hook/cost": 1.0}
