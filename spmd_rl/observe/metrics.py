@@ -6,11 +6,12 @@ from spmd_rl.observe.metric import Metric
 from spmd_rl.observe.recipe_metrics import RECIPE_METRICS
 
 # Five kinds of names are not listed. reward/NAME is the mean of the values that a reward function
-# returns as NAME, and hook/NAME of those that hooks emit as NAME. source/NAME/reward, /share and /response_tokens_mean are the mean reward of the
-# samples to prompts from one source of a mixture, the share of these prompts in the step, and the
-# mean length of the responses. before/all and before/NAME, in the line of step 1, are the seconds
-# from the start of the run to step 1, in all and in the phase NAME. rollout/rejected_REASON counts
-# the groups that a sampler rejected for one reason.
+# returns as NAME, and hook/NAME of those that hooks emit as NAME. source/NAME/reward, /share and
+# /response_tokens_mean are the mean reward of the samples to prompts from one source of a mixture,
+# the share of these prompts in the step, and the mean length of the responses. before/all and
+# before/NAME, in the line of step 1, are the seconds from the start of the run to step 1, in all
+# and in the phase NAME. rollout/rejected_REASON counts the groups that a sampler rejected for one
+# reason.
 METRICS = (
     Metric("reward/mean", "", "Reward", "mean reward of the step's samples"),
     Metric("reward/std", "", "Spread of rewards", "standard deviation of the step's rewards"),
