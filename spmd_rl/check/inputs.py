@@ -9,6 +9,9 @@ from spmd_rl.data.documents import DocumentConfig, check_documents
 from spmd_rl.data.files import DataRecord, read_records
 from spmd_rl.data.pairs import PairConfig, answer_text
 from spmd_rl.data.prompt_format import PromptFormat, check_prompts
+from spmd_rl.data.prompts import PromptConfig
+from spmd_rl.data.sft import check_sft
+from spmd_rl.data.turns import Learn
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.signatures import check_hooks, load_reward, reward_weights
@@ -33,11 +36,13 @@ def check_inputs(
     documents: DocumentConfig | None = None,
     teacher: str = "",
     reward_model: str = "",
+    learn: Learn | None = None,
 ) -> None:
     """Check the model's config and tokenizer, every record of the data, and all hooks.
 
     With `prompts`, each record must have their keys, and a prompt of the right form; the first ones
-    are tokenised. With `trainer`, the model folder must have the weights that it starts from, by
+    are tokenised. With `learn` too, the data is supervised, and each record must have something to
+    learn. With `trainer`, the model folder must have the weights that it starts from, by
     their headers, and a parameter for each pattern of names. With `sampling`, the stop ids must be
     tokens of the model. With `documents`, the data is that of continued pre-training. A `teacher`
     or a `reward_model` must have the model's vocabulary, and the latter a value head.
@@ -63,6 +68,8 @@ def check_inputs(
     if prompts:
         _check_answers(records, prompts)
         check_prompts(records, prompts, tokenizer)
+        if learn and isinstance(prompts, PromptConfig):
+            check_sft(records, prompts, learn)
     for name in reward_weights(reward):
         load_reward(name)
     if hooks:

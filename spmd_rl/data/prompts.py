@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from spmd_rl.data.chat import chat_of
 from spmd_rl.data.eos import StopConditions, sampling_warnings
 from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.files import DataRecord, read_records
@@ -21,7 +22,6 @@ from spmd_rl.data.prompt_format import (
     Tokenizer,
     encode_prompts,
     is_too_long,
-    prompt_of,
     report_dropped,
     report_numeric_answers,
 )
@@ -69,7 +69,6 @@ class Prompts(DataSource):
             _print_sampling_warnings(path, kept, tokenizer, sampling)
         self._path = path
         self._prompts = kept
-        self._written = [prompt_of(record, cfg) for record in compress(records, fits)]
         self._order = EpochOrder(len(kept), seed=cfg.seed, shuffle=cfg.shuffle)
         self._given_back: list[int] = []  # uids, in order
 
@@ -96,10 +95,6 @@ class Prompts(DataSource):
             if not 0 <= uid < following:
                 raise SpmdError(f"prompt {uid} is given back, but it is not out")
         self._given_back = uids
-
-    def as_written(self, prompt: Prompt) -> str | list[dict[str, Any]]:
-        """Return a drawn prompt as it stands in the file: a text or chat messages."""
-        return self._written[self._order.index_of(prompt.uid)]
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, as plain data.
@@ -151,6 +146,7 @@ def _make_prompts(
             answer=record.text_or_number(cfg.answer_key) if cfg.answer_key else "",
             source=source,
             meta=_meta(record, cfg),
+            chat=_chat(record, cfg),
         )
         for record, (text, tokens) in zip(records, encoded, strict=True)
     ]
@@ -164,18 +160,34 @@ def _print_sampling_warnings(
         print(line, flush=True)
 
 
-def _meta(record: DataRecord, cfg: PromptConfig) -> dict[str, Any]:
-    """Return the fields of a record besides prompt and answer.
+def _chat(record: DataRecord, cfg: PromptConfig) -> dict[str, Any]:
+    """Return what the chat template gets, as `Prompt.chat` has it.
 
-    Raises: DataError for a value that cannot be sent to another process.
+    Raises: DataError as `_check_travels`.
     """
-    used = {cfg.prompt_key, cfg.answer_key}
-    meta = {key: value for key, value in record.row.items() if key not in used}
-    for item in meta.items():
-        try:
-            _encode(item)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            where = f"{record.where}: {item[0]}"
-            problem = f"this value cannot be sent to another process: {error}"
-            raise DataError(where, problem) from error
+    chat = chat_of(record, cfg)
+    if chat is None:
+        return {}
+    data = chat.as_data()
+    _check_travels(chat.where, data)
+    return data
+
+
+def _meta(record: DataRecord, cfg: PromptConfig) -> dict[str, Any]:
+    """Return the fields of a record that neither prompt nor answer are made of.
+
+    Raises: DataError as `_check_travels`.
+    """
+    meta = {key: value for key, value in record.row.items() if key not in cfg.used_keys}
+    for key, value in meta.items():
+        _check_travels(f"{record.where}: {key}", [key, value])
     return meta
+
+
+def _check_travels(where: str, value: Any) -> None:
+    """Raises: DataError for a value that cannot be sent to another process."""
+    try:
+        _encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        problem = f"this value cannot be sent to another process: {error}"
+        raise DataError(where, problem) from error

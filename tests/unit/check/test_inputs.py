@@ -118,7 +118,7 @@ def test_messages(model: Path) -> None:
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     _check(model, [{"prompt": messages}, {"prompt": "1+1="}], chat_template=True)
     with pytest.raises(
-        DataError, match=r"data\.jsonl:1: prompt: expected messages, each with 'role' and 'content'"
+        DataError, match=r"data\.jsonl:1: prompt\[0\]: expected a message with 'role' and 'content'"
     ):
         _check(model, [{"prompt": [{"role": "user"}]}], chat_template=True)
 
