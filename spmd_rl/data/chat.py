@@ -81,14 +81,14 @@ def chat_of(record: DataRecord, cfg: ChatFormat) -> Chat | None:
     Raises: DataError for messages or tools without a template, and for what has another form.
     """
     where = f"{record.where}: {cfg.prompt_key}"
-    tools = tools_of(f"{record.where}: {cfg.tools_key}", _optional(record, cfg.tools_key))
-    prompt = record.value(cfg.prompt_key)
+    tools_where = f"{record.where}: {cfg.tools_key}"
+    prompt, tools = record.value(cfg.prompt_key), _optional(record, cfg.tools_key)
     if not cfg.chat_template:
         if isinstance(prompt, list):
             raise DataError(where, "a list of messages needs chat_template = true")
-        if tools:
+        if tools and tools != "[]":
             raise DataError(
-                f"{record.where}: {cfg.tools_key}",
+                tools_where,
                 'tools need prompts.chat_template = true; --prompts.tools_key="" ignores them',
             )
         return None
@@ -97,7 +97,8 @@ def chat_of(record: DataRecord, cfg: ChatFormat) -> Chat | None:
     else:
         messages = [{"role": "user", "content": record.text(cfg.prompt_key)}]
     kwargs = cfg.template_kwargs | _own_kwargs(record, cfg.template_kwargs_key)
-    return Chat(where, _with_system(messages, record, cfg), tools, kwargs)
+    messages = _with_system(messages, record, cfg)
+    return Chat(where, messages, tools_of(tools_where, tools), kwargs)
 
 
 def render(

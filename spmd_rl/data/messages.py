@@ -37,7 +37,9 @@ def tools_of(where: str, value: Any) -> list[dict[str, Any]]:
 
     Raises: DataError for anything else.
     """
-    tools = [] if value is None or value == "" else _parsed(where, value)
+    tools = _parsed(where, value)
+    if tools is None:
+        return []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(where, "expected tools: a list of objects, or one as JSON text")
     return tools
@@ -48,7 +50,9 @@ def object_of(where: str, value: Any) -> dict[str, Any]:
 
     Raises: DataError for anything else.
     """
-    found = {} if value is None or value == "" else _parsed(where, value)
+    found = _parsed(where, value)
+    if found is None:
+        return {}
     if not isinstance(found, dict):
         raise DataError(where, "expected an object, or one as JSON text")
     return found
@@ -102,9 +106,11 @@ def _with_arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(where: str, value: Any) -> Any:
-    """Return the value of JSON text, and anything else as it is."""
+    """Return the value of JSON text, None of an empty text, and anything else as it is."""
     if not isinstance(value, str):
         return value
+    if not value:
+        return None
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
