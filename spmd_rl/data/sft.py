@@ -119,7 +119,7 @@ def _report_split(path: str, conversations: Sequence[Sequence[SftPair]]) -> None
         print(
             f"{path}: {num_split} of {len(conversations)} conversations are learned in several "
             f"sequences, {sum(map(len, conversations))} of all conversations, because the chat "
-            "template rewrites earlier turns",
+            "template does not repeat an earlier answer as the model gives it",
             flush=True,
         )
 

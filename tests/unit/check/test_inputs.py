@@ -153,3 +153,22 @@ def test_a_hook_of_another_signature(
             reward=reward,
             hooks=HookConfig(**settings),
         )
+
+
+def test_conversations(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    data = model.with_name("data.jsonl")
+    user, said = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
+
+    def check(*messages: dict[str, Any], **prompts: Any) -> None:
+        data.write_text(json.dumps({"messages": messages}) + "\n")
+        cfg = PromptConfig(prompt_key="messages", answer_key="", **prompts)
+        check_inputs(model=str(model), data=str(data), prompts=cfg, learn="all")
+
+    check(user, said, chat_template=True)
+    with pytest.raises(DataError, match=r"data.jsonl:1: messages: .* no assistant message to"):
+        check(user, chat_template=True)
+    with pytest.raises(DataError, match=r"data.jsonl:1: messages: every assistant message"):
+        check(user, said | {"weight": 0}, chat_template=True)
+    with pytest.raises(DataError, match="a list of messages needs chat_template = true"):
+        check(user, said)
