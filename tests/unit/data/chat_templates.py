@@ -49,8 +49,8 @@ MISTRAL = (
 )
 # It marks no end of a turn, and its turns begin with no special token.
 PLAIN = (
-    "{%- for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    "{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    "{%- for m in messages %}{{ m.role + ':\n' + m.content + '\n' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
 )
 ENDS = {"</s>": (MISTRAL, PLAIN), "<|end|>": (CHATML, QWEN), "<|eot|>": (LLAMA,)}
 
