@@ -66,10 +66,10 @@ def check_inputs(
         return
     records = read_records(data)
     if prompts:
-        _check_answers(records, prompts)
-        check_prompts(records, prompts, tokenizer)
         if learn and isinstance(prompts, PromptConfig):
             check_sft(records, prompts, learn)
+        _check_answers(records, prompts)
+        check_prompts(records, prompts, tokenizer)
     for name in reward_weights(reward):
         load_reward(name)
     if hooks:

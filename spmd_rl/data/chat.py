@@ -129,24 +129,39 @@ def render(
 
 
 def refuse_ignored(chats: Sequence[Chat], template: Template) -> None:
-    """Refuse chats of which the template does not show the tools or the system prompt.
+    """Refuse chats of which the template does not show tools, tool calls or the system prompt.
 
-    The first chat with tools and the first with a system prompt tell it for all.
+    The first chat that has such a thing tells it for all.
     Raises: DataError.
     """
-    with_tools = next((chat for chat in chats if chat.tools), None)
-    if with_tools and _is_same(with_tools, replace(with_tools, tools=[]), template):
-        raise DataError(with_tools.where, "this model's chat template ignores the tools")
-    with_system = next((chat for chat in chats if begins_with_system(chat.messages)), None)
-    if with_system:
-        first, *others = with_system.messages
-        other = replace(
-            with_system, messages=[first | {"content": first["content"] + "."}, *others]
-        )
-        if _is_same(with_system, other, template):
-            raise DataError(
-                with_system.where, "this model's chat template ignores the system prompt"
-            )
+    changes = {
+        "tools": _without_tools,
+        "tool calls": _without_tool_calls,
+        "system prompt": _with_another_system_prompt,
+    }
+    for name, change in changes.items():
+        changed = ((chat, other) for chat in chats if (other := change(chat)))
+        chat, other = next(changed, (None, None))
+        if chat and other and _is_same(chat, other, template):
+            raise DataError(chat.where, f"this model's chat template ignores the {name}")
+
+
+def _without_tools(chat: Chat) -> Chat | None:
+    return replace(chat, tools=[]) if chat.tools else None
+
+
+def _without_tool_calls(chat: Chat) -> Chat | None:
+    if not any(message.get("tool_calls") for message in chat.messages):
+        return None
+    messages = [{k: m[k] for k in m if k != "tool_calls"} for m in chat.messages]
+    return replace(chat, messages=messages)
+
+
+def _with_another_system_prompt(chat: Chat) -> Chat | None:
+    first, *others = chat.messages
+    if not begins_with_system(chat.messages):
+        return None
+    return replace(chat, messages=[first | {"content": first["content"] + "."}, *others])
 
 
 def _is_same(chat: Chat, changed: Chat, template: Template) -> bool:

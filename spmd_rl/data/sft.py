@@ -65,6 +65,12 @@ def check_sft(records: Iterable[DataRecord], cfg: PromptConfig, learn: Learn) ->
     """
     for record in records:
         if cfg.answer_key:
+            if cfg.answer_key not in record.row and _is_conversation(record, cfg):
+                raise DataError(
+                    f"{record.where}: {cfg.answer_key}",
+                    "no such key in this record: --prompts.answer_key= learns the assistant "
+                    f"messages of {cfg.prompt_key!r}",
+                )
             record.text_or_number(cfg.answer_key)
         else:
             learned_turns(_conversation(record, cfg), learn)
@@ -100,6 +106,13 @@ def _make_conversations(
             kept.append([_fitting(record, sequence, tokenizer) for sequence in sequences])
     _report_split(path, kept)
     return kept
+
+
+def _is_conversation(record: DataRecord, cfg: PromptConfig) -> bool:
+    """Whether an assistant has the last word in a record's prompt."""
+    prompt = record.row.get(cfg.prompt_key)
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def _conversation(record: DataRecord, cfg: PromptConfig) -> Chat:

@@ -96,10 +96,11 @@ def _turn(chat: Chat, number: int, tokenizer: Tokenizer, ends: Iterable[str]) ->
         raise DataError(
             f"{chat.where}[{number}]",
             "the chat template does not render this turn after its generation prompt, so it "
-            "cannot be learned: give the message weight 0",
+            "cannot be learned here: give it weight 0, or make it the answer of a prompt",
         )
     answer = whole[len(prompt) :]
-    stop = max((answer.rfind(end) + len(end) for end in ends if end in answer), default=0)
+    # an engine stops at the first end-of-text token that it draws
+    stop = min((answer.find(end) + len(end) for end in ends if end in answer), default=0)
     return _Turn(prompt, answer[:stop] if stop else answer, bool(stop))
 
 

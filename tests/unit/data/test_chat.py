@@ -88,6 +88,16 @@ def test_a_system_prompt_that_the_template_ignores() -> None:
         tokenizer.chat_template = LLAMA
 
 
+def test_tool_calls_that_the_template_ignores() -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}]
+    chat = chat_of(DataRecord("f:1", {"prompt": messages}), ChatFormat(chat_template=True))
+    assert chat
+    refuse_ignored([chat], tokenizer_of(CHATML))
+    with pytest.raises(DataError, match="f:1: prompt: .* ignores the tool calls"):
+        refuse_ignored([chat], tokenizer_of(LLAMA))
+
+
 def test_arguments_of_a_record_go_before_those_for_all() -> None:
     cfg: dict[str, Any] = {"template_kwargs": {"no_thinking": True}, "template_kwargs_key": "args"}
     ends = "<think>\n\n</think>\n\n"

@@ -223,6 +223,14 @@ def test_tool_calls_are_learned() -> None:
     assert said == ['<call>{"name": "add", "arguments": {"a": 1}}<|end|>', "It is 2.<|end|>"]
 
 
+def test_an_answer_ends_at_the_first_end_of_text_token() -> None:
+    (one,) = encode(talk("q", "a<|end|>b", "r", "c"), "chatml")
+    tokenizer = tokenizer_of(CHATML)
+    said = [tokenizer.decode(one.tokens[start:stop]) for start, stop in runs(one)]
+    assert said == ["a<|end|>", "c<|end|>"]
+    assert "a<|end|>b<|end|>\n<|start|>user" in tokenizer.decode(one.tokens)
+
+
 def test_a_turn_that_is_no_continuation_is_refused(jsonl: Any) -> None:
     messages = talk("q", "a")
     tokenizer = tokenizer_of(QWEN)
