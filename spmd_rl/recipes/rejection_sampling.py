@@ -73,7 +73,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         ]
         file.add(
             [
-                _record(group.prompt, sample)
+                record_of(group.prompt, sample)
                 for group, samples in zip(groups, accepted, strict=True)
                 for sample in samples
             ]
@@ -83,7 +83,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     print(f"{file.path} holds {file.num_records} answers to {num_prompts} prompts", flush=True)
 
 
-def _record(prompt: rl.Prompt, sample: rl.Sample) -> dict[str, Any]:
+def record_of(prompt: rl.Prompt, sample: rl.Sample) -> dict[str, Any]:
     """Return an answer as supervised data, with the messages and tools of a chat prompt."""
     fields = dict(prompt.chat)
     return {

@@ -12,9 +12,12 @@ from spmd_rl.data.chat import ChatFormat, chat_of, refuse_ignored, render
 from spmd_rl.data.files import DataRecord
 from spmd_rl.data.messages import messages_of
 from spmd_rl.data.prompts import PromptConfig, Prompts
+from spmd_rl.data.sft import SftPairs
 from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.recipes import rejection_sampling
 from spmd_rl.types.prompts import Prompt
 from tests.unit.data.chat_templates import CHATML, LLAMA, MISTRAL, QWEN, tokenizer_of
+from tests.unit.hooks.cases import make_sample
 
 USER = {"role": "user", "content": "hi"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -199,3 +202,18 @@ def test_no_second_bos(jsonl: Jsonl) -> None:
     (prompt,) = Prompts(path, PromptConfig(chat_template=True), tokenizer).take(1)
     assert prompt.tokens.tolist().count(tokenizer.bos_token_id) == 1
     assert prompt.tokens[0] == tokenizer.bos_token_id
+
+
+def test_answers_of_rejection_sampling_are_learned_after_the_same_prompt(jsonl: Jsonl) -> None:
+    row = {"prompt": "hi", "answer": "a", "tools": [TOOL], "args": {"x": 1}, "id": 7}
+    tokenizer = tokenizer_of(CHATML)
+    cfg = PromptConfig(chat_template=True, system="s", template_kwargs_key="args")
+    (prompt,) = Prompts(jsonl(json.dumps(row)), cfg, tokenizer).take(1)
+    written = rejection_sampling.record_of(prompt, make_sample("yes"))
+    assert (written["answer"], written["meta"]) == ("yes", {"id": 7})
+    again = PromptConfig(chat_template=True, template_kwargs_key="template_kwargs")
+    (pair,) = SftPairs(jsonl(json.dumps(written), name="sft.jsonl"), again, tokenizer).next(1)
+    assert pair.tokens[: len(prompt.tokens)].tolist() == prompt.tokens.tolist()
+    assert not pair.mask[: len(prompt.tokens)].any()
+    plain = rejection_sampling.record_of(prompt.replace(chat={}), make_sample("yes"))
+    assert plain["prompt"] == prompt.text
