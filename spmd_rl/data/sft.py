@@ -100,8 +100,8 @@ def _make_conversations(
     eos = learned_eos(tokenizer)
     refuse_ignored(chats, tokenizer)
     kept = []
-    for record, chat in zip(records, chats, strict=True):
-        sequences = encode_turns(chat, learn, tokenizer, eos)
+    encoded = encode_turns(chats, learn, tokenizer, eos)
+    for record, sequences in zip(records, encoded, strict=True):
         if not any(is_too_long(cfg, sequence.num_prompt_tokens) for sequence in sequences):
             kept.append([_fitting(record, sequence, tokenizer) for sequence in sequences])
     _report_split(path, kept)

@@ -8,7 +8,7 @@ sequence so far, because the template rewrites earlier turns, another sequence b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -40,21 +40,19 @@ def learned_turns(chat: Chat, learn: Learn) -> list[int]:
     return learned
 
 
-def encode_turns(chat: Chat, learn: Learn, tokenizer: Tokenizer, eos: int) -> list[SftPair]:
-    """Return the sequences of a conversation, of which most templates make one.
+def encode_turns(
+    chats: Sequence[Chat], learn: Learn, tokenizer: Tokenizer, eos: int
+) -> list[list[SftPair]]:
+    """Return the sequences of each conversation, of which most templates make one.
 
     `eos` ends a turn that the template ends with no end-of-text token of the model.
-    Raises: DataError when the template refuses the conversation or a turn cannot be learned.
+    Raises: DataError when the template refuses a conversation or a turn cannot be learned.
     """
-    ends = [*filter(None, (tokenizer.decode([token]) for token in eos_ids(tokenizer)))]
-    plain = replace(chat, messages=[_without_weight(message) for message in chat.messages])
-    sequences: list[_Sequence] = []
-    for number in learned_turns(chat, learn):
-        turn = _turn(plain, number, tokenizer, ends)
-        if not sequences or not turn.prompt.startswith(sequences[-1].text):
-            sequences.append(_Sequence())
-        sequences[-1].append(turn, tokenizer, eos)
-    return [sequence.pair() for sequence in sequences]
+    ends = {token: tokenizer.decode([token]) for token in (eos, *eos_ids(tokenizer))}
+    split = [_sequences(chat, learn, tokenizer, ends, eos) for chat in chats]
+    pieces = [piece for sequences in split for sequence in sequences for piece in sequence.pieces]
+    encoded = iter(tokenizer(pieces, add_special_tokens=False)["input_ids"])
+    return [[sequence.pair(encoded, eos) for sequence in sequences] for sequences in split]
 
 
 class _Turn(NamedTuple):
@@ -69,23 +67,44 @@ class _Turn(NamedTuple):
 
 
 class _Sequence:
-    """Text and tokens of consecutive turns."""
+    """Consecutive turns: the text so far, and its pieces, which are prompts and answers by turns.
 
-    def __init__(self) -> None:
+    `end` is the text of the token that is added to a turn without one.
+    """
+
+    def __init__(self, end: str) -> None:
         self.text = ""
-        self._tokens: list[int] = []
-        self._mask: list[bool] = []
+        self.pieces: list[str] = []
+        self._end = end
+        self._ended: list[bool] = []  # of each answer
 
-    def append(self, turn: _Turn, tokenizer: Tokenizer, eos: int) -> None:
-        texts = [turn.prompt[len(self.text) :], turn.answer]
-        prompt, answer = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        end = [] if turn.ended else [eos]
-        self._tokens += [*prompt, *answer, *end]
-        self._mask += [False] * len(prompt) + [True] * (len(answer) + len(end))
-        self.text = turn.prompt + turn.answer + ("" if turn.ended else tokenizer.decode(end))
+    def append(self, turn: _Turn) -> None:
+        self.pieces += [turn.prompt[len(self.text) :], turn.answer]
+        self._ended.append(turn.ended)
+        self.text = turn.prompt + turn.answer + ("" if turn.ended else self._end)
 
-    def pair(self) -> SftPair:
-        return SftPair(np.array(self._tokens, np.int32), np.array(self._mask, np.bool_))
+    def pair(self, encoded: Iterator[list[int]], eos: int) -> SftPair:
+        """Return the sequence, from an iterator of which the next are the tokens of its pieces."""
+        tokens, mask = [], []
+        for ended in self._ended:
+            prompt, answer = next(encoded), next(encoded) + ([] if ended else [eos])
+            tokens += [*prompt, *answer]
+            mask += [False] * len(prompt) + [True] * len(answer)
+        return SftPair(np.array(tokens, np.int32), np.array(mask, np.bool_))
+
+
+def _sequences(
+    chat: Chat, learn: Learn, tokenizer: Tokenizer, ends: dict[int, str], eos: int
+) -> list[_Sequence]:
+    """Return the turns to learn, in one sequence as long as a turn's prompt goes on from it."""
+    plain = replace(chat, messages=[_without_weight(message) for message in chat.messages])
+    sequences: list[_Sequence] = []
+    for number in learned_turns(chat, learn):
+        turn = _turn(plain, number, tokenizer, [*filter(None, ends.values())])
+        if not sequences or not turn.prompt.startswith(sequences[-1].text):
+            sequences.append(_Sequence(ends[eos]))
+        sequences[-1].append(turn)
+    return sequences
 
 
 def _turn(chat: Chat, number: int, tokenizer: Tokenizer, ends: Iterable[str]) -> _Turn:

@@ -46,7 +46,8 @@ def conversations(draw: st.DrawFn, contents: st.SearchStrategy[str] = texts) -> 
 def encode(messages: Messages, name: str, learn: Learn = "all", **kwargs: Any) -> list[SftPair]:
     tokenizer = tokenizer_of(TEMPLATES[name])
     chat = Chat("f:1: messages", messages, [], kwargs)
-    return encode_turns(chat, learn, tokenizer, tokenizer.eos_token_id)
+    (sequences,) = encode_turns([chat], learn, tokenizer, tokenizer.eos_token_id)
+    return sequences
 
 
 def answer(message: dict[str, Any], name: str) -> str:

@@ -121,7 +121,8 @@ def test_samples_are_what_supervised_training_learns(
         assert text == tokenizer.apply_chat_template(
             messages[: 2 * number + 1], tokenize=False, add_generation_prompt=True
         ), "the policy is given what the template makes of the messages"
-    expected = encode_turns(Chat("", messages, [], {}), "all", tokenizer, tokenizer.eos_token_id)
+    chat = Chat("", messages, [], {})
+    (expected,) = encode_turns([chat], "all", tokenizer, tokenizer.eos_token_id)
     assert len(samples) == len(expected)
     for sample, sequence in zip(samples, expected, strict=True):
         assert [*prompt.tokens, *sample.tokens] == sequence.tokens.tolist()
