@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from spmd_rl.hooks.config import HookConfig as HookConfig
     from spmd_rl.hooks.context import HookContext as HookContext
     from spmd_rl.hooks.context import Keep as Keep
+    from spmd_rl.hooks.conversation import Conversation as Conversation
     from spmd_rl.hooks.episode_engine import EpisodeEngine as EpisodeEngine
     from spmd_rl.hooks.transcript import Transcript as Transcript
     from spmd_rl.hooks.transcript import Turn as Turn
@@ -190,6 +191,7 @@ _HOMES = {
     "errors": ("ConfigError", "SpmdError", "WeightMismatchError"),
     "hooks.config": ("HookConfig",),
     "hooks.context": ("HookContext", "Keep"),
+    "hooks.conversation": ("Conversation",),
     "hooks.episode_engine": ("EpisodeEngine",),
     "hooks.transcript": ("Transcript", "Turn"),
     "mesh.role_context": ("RoleContext",),

@@ -2,7 +2,8 @@
 
 An estimator maps groups to a list of [G] arrays: one array a group, in the order of its samples.
 Statistics are taken over the samples of one prompt, never over a batch, so groups may differ in
-size. A group all of whose samples failed has no advantages.
+size. The samples of one execution, such as an episode's, count as one together. A group all of
+whose samples failed has no advantages.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.algo.executions import shares_of
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.types.columns import split_at
 from spmd_rl.types.samples import Group, GroupColumns
@@ -22,15 +24,18 @@ EPSILON = 1e-6
 def group_advantage(groups: list[Group], *, use_std: bool = True) -> list[NDArray[np.float64]]:
     """Return GRPO's advantages: (r - mean) / (std + 1e-6), with the G - 1 standard deviation.
 
+    G is the number of executions, which is that of samples unless a hook made several at once.
+
     Dr.GRPO takes `use_std=False` here and packs with `aggregation="const"`.
 
     Source: Shao et al. 2024 (GRPO); Liu et al. 2025 (Dr.GRPO).
     """
     columns = Group.to_columns(groups)
-    centred = _centred(columns)
+    share, num_executions = shares_of(columns)
+    centred = _centred(columns, share, num_executions)
     if not use_std:
         return split_at(centred, columns.offsets)
-    variance = _group_sums(centred * centred, columns) / _num_others(columns)
+    variance = _group_sums(share * centred * centred, columns) / _num_others(num_executions)
     scale = np.sqrt(variance) + EPSILON
     return split_at(centred / np.repeat(scale, columns.lengths), columns.offsets)
 
@@ -43,8 +48,9 @@ def rloo_advantage(groups: list[Group]) -> list[NDArray[np.float64]]:
     Source: Ahmadian et al. 2024.
     """
     columns = Group.to_columns(groups)
-    factor = columns.lengths / _num_others(columns)
-    return split_at(_centred(columns) * np.repeat(factor, columns.lengths), columns.offsets)
+    share, num_executions = shares_of(columns)
+    factor = np.repeat(num_executions / _num_others(num_executions), columns.lengths)
+    return split_at(_centred(columns, share, num_executions) * factor, columns.offsets)
 
 
 def task_rewards(groups: list[Group]) -> list[NDArray[np.float64]]:
@@ -57,11 +63,14 @@ def task_rewards(groups: list[Group]) -> list[NDArray[np.float64]]:
     return split_at(columns.samples.reward, columns.offsets)
 
 
-def _centred(columns: GroupColumns) -> NDArray[np.float64]:
+def _centred(
+    columns: GroupColumns, share: NDArray[np.float64], num_executions: NDArray[np.int64]
+) -> NDArray[np.float64]:
     """Return the rewards less the mean of their group."""
     _check(columns)
     rewards, sizes = columns.samples.reward, columns.lengths
-    centred = rewards - np.repeat(_group_sums(rewards, columns) / np.maximum(sizes, 1), sizes)
+    means = _group_sums(share * rewards, columns) / np.maximum(num_executions, 1)
+    centred = rewards - np.repeat(means, sizes)
     # Equal rewards must give exactly zero, which subtracting a rounded mean does not promise.
     differs = rewards != rewards[np.repeat(columns.offsets[:-1], sizes)]
     group = np.repeat(np.arange(len(sizes)), sizes)
@@ -73,9 +82,9 @@ def _group_sums(values: NDArray[np.float64], columns: GroupColumns) -> NDArray[n
     return np.array([*map(math.fsum, split_at(values.tolist(), columns.offsets))])
 
 
-def _num_others(columns: GroupColumns) -> NDArray[np.int64]:
-    """Return how many other samples each group's samples have; 1 where there are none."""
-    return np.maximum(columns.lengths - 1, 1)
+def _num_others(num_executions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how many others each of a group's executions has; 1 where there are none."""
+    return np.maximum(num_executions - 1, 1)
 
 
 def _check(columns: GroupColumns) -> None:

@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.algo.executions import executions_of
 from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.columns import concatenate, entry_indices, offsets_of
@@ -86,18 +87,9 @@ def _sequences(columns: GroupColumns) -> _Sequences:
         rollout_logprobs=np.concatenate([no_logprobs, samples.logprobs])[flat],
         versions=versions,
         temperature=samples.temperature.astype(np.float32),
-        execution=_executions(columns, prompt_of_sample),
+        execution=executions_of(columns),
         kept=samples.kept if any(map(len, samples.kept)) else [],
     )
-
-
-def _executions(columns: GroupColumns, prompt_of_sample: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number the executions of all groups, and return that of each sample. Shape: [N]."""
-    samples = columns.samples
-    own = -1 - np.arange(len(samples))  # of a sample that is an execution of its own
-    within = np.where(samples.execution < 0, own, samples.execution)
-    keys = np.stack([prompt_of_sample, within], axis=1)
-    return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
 
 
 def pack_sft(

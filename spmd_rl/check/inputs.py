@@ -12,6 +12,8 @@ from spmd_rl.data.pairs import PairConfig, answer_text
 from spmd_rl.data.prompt_format import LightTokenizer, PromptFormat, check_prompts
 from spmd_rl.data.prompt_records import PromptConfig, own_reward
 from spmd_rl.data.record import DataRecord
+from spmd_rl.data.sft import check_sft
+from spmd_rl.data.turns import Learn
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.signatures import check_hooks, load_reward, reward_weights
@@ -41,12 +43,14 @@ def check_inputs(
     documents: DocumentConfig | None = None,
     teacher: str = "",
     reward_model: str = "",
+    learn: Learn | None = None,
 ) -> None:
     """Check the model's config and tokenizer, the records of the data, and all hooks.
 
     Of a data file, the first 64 MiB are checked. With `prompts`, each record must have their keys,
     a prompt of the right form, and no rewards but those that are loaded; the first ones are
-    tokenised. With `trainer`, the model folder must have the weights that it starts from, by
+    tokenised. With `learn` too, the data is supervised, and each record must have something to
+    learn. With `trainer`, the model folder must have the weights that it starts from, by
     their headers, and a parameter for each pattern of names. With `sampling`, the stop ids must be
     tokens of the model. With `graders`, those that `reward` names must be able to work with these
     settings on this host. With `documents`, the data is that of continued pre-training. A `teacher`
@@ -71,7 +75,7 @@ def check_inputs(
         return
     rewards = [*reward_weights(reward), *(hooks.extra_rewards if hooks else ())]
     for path in paths:
-        _check_records(path, prompts, tokenizer, set(rewards))
+        _check_records(path, prompts, tokenizer, set(rewards), learn)
     for name in reward_weights(reward):
         load_reward(name)
     if hooks:
@@ -103,10 +107,13 @@ def _check_records(
     prompts: PromptFormat | None,
     tokenizer: LightTokenizer | None,
     rewards: Collection[str],
+    learn: Learn | None,
 ) -> None:
     """Check the records of a file, in parts, so that they need not fit into memory."""
     records = open_records(path)
     for chunk in records.chunks(records.num_within(CHECKED_BYTES)):
+        if learn and isinstance(prompts, PromptConfig):
+            check_sft(chunk, prompts, learn)
         if prompts:
             _check_answers(chunk, prompts)
             check_prompts(chunk, prompts, tokenizer)

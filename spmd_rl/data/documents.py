@@ -14,7 +14,8 @@ from spmd_rl.config.rules import at_least
 from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.files import read_documents
 from spmd_rl.data.prompt_format import Tokenizer
-from spmd_rl.data.sft import SftPair, learned_eos
+from spmd_rl.data.sft import learned_eos
+from spmd_rl.data.sft_pair import SftPair
 from spmd_rl.data.stream import DATA_CHANGED
 from spmd_rl.errors import ConfigError, DataError
 

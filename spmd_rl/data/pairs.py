@@ -17,7 +17,8 @@ from spmd_rl.data.prompt_format import (
     report_dropped,
     report_numeric_answers,
 )
-from spmd_rl.data.sft import SftPair, encode_answers, join
+from spmd_rl.data.sft import encode_answers, join
+from spmd_rl.data.sft_pair import SftPair
 from spmd_rl.data.stream import RecordStream
 from spmd_rl.errors import DataError
 
@@ -51,6 +52,10 @@ class PreferencePairs(RecordStream[PreferencePair]):
         self.num_dropped = len(records) - len(pairs)
         report_dropped(path, cfg, self.num_dropped, len(records))
         super().__init__(path, "preference pairs", pairs, seed=cfg.seed, shuffle=cfg.shuffle)
+
+    def next(self, num_pairs: int) -> list[PreferencePair]:
+        """Return the next pairs, across the end of an epoch if need be."""
+        return self.draw(num_pairs)
 
     def _arrays(self, record: PreferencePair) -> tuple[NDArray[np.generic], ...]:
         chosen, rejected = record

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.config.rules import at_least
+from spmd_rl.data.chat import ChatFormat, Template, chat_of, refuse_ignored, render
 from spmd_rl.data.eos import EosIds
 from spmd_rl.data.files import DataRecord
 from spmd_rl.errors import ConfigError, DataError
@@ -18,7 +19,7 @@ from spmd_rl.errors import ConfigError, DataError
 CHECKED_PROMPTS, CHECKED_CHARACTERS = 1000, 1 << 18
 
 
-class Tokenizer(EosIds, Protocol):
+class Tokenizer(EosIds, Template, Protocol):
     """Tokenizer of a model, with the interface of transformers."""
 
     @property
@@ -29,7 +30,7 @@ class Tokenizer(EosIds, Protocol):
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
 
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
 
 class LightTokenizer(Protocol):
@@ -45,17 +46,15 @@ class LightTokenizer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptFormat:
+class PromptFormat(ChatFormat):
     """Settings by which prompts are read, whatever else stands in a record."""
 
-    prompt_key: str = "prompt"  # text, or a list of chat messages
-    chat_template: bool = False  # apply the tokenizer's chat template, with the generation prompt
-    template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments for the chat template
     max_prompt_tokens: int = 0  # longer prompts are dropped; 0 keeps all
     shuffle: bool = True  # use a new order every epoch; false: the order of the file
     seed: int = 0  # of the shuffling
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least(self, {"max_prompt_tokens": 0})
 
     @property
@@ -63,14 +62,24 @@ class PromptFormat:
         """The keys of the answers that each record must have."""
         return ()
 
+    @property
+    def used_keys(self) -> set[str]:
+        """The keys of a record that make prompt and answers: no others are in `Prompt.meta`."""
+        return self.chat_keys.union(self.answer_keys)
+
 
 def encode_prompts(
     records: Sequence[DataRecord], cfg: PromptFormat, tokenizer: Tokenizer
 ) -> list[tuple[str, NDArray[np.int32]]]:
     """Return text and tokens of every record's prompt, as the model sees them."""
     if cfg.chat_template:
-        _require_template(tokenizer)
-    texts = [_render(prompt_of(record, cfg), cfg, tokenizer) for record in records]
+        require_template(tokenizer)
+    chats = [chat_of(record, cfg) for record in records]
+    refuse_ignored([chat for chat in chats if chat], tokenizer)
+    texts = [
+        render(chat, tokenizer, generation_prompt=True) if chat else record.text(cfg.prompt_key)
+        for record, chat in zip(records, chats, strict=True)
+    ]
     # a chat template writes its own special tokens: the tokenizer must not add a second BOS
     encoded = tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]
     for record, tokens in zip(records, encoded, strict=True):
@@ -91,14 +100,19 @@ def check_prompts(
     Raises: DataError, ConfigError.
     """
     if cfg.chat_template and tokenizer is not None:
-        _require_template(tokenizer)
-    prompts = [prompt_of(record, cfg) for record in records]
+        require_template(tokenizer)
+    for record in records:
+        if chat_of(record, cfg) is None:
+            record.text(cfg.prompt_key)
     num_characters = 0
-    for record, prompt in zip(records[:CHECKED_PROMPTS], prompts, strict=False):
-        num_characters += len(prompt)
-        if tokenizer is None or cfg.chat_template or num_characters > CHECKED_CHARACTERS:
+    for record in records[:CHECKED_PROMPTS]:
+        if tokenizer is None or cfg.chat_template:
             return
-        _check_length(record, cfg, tokenizer.num_tokens(str(prompt)), tokenizer.context)
+        prompt = record.text(cfg.prompt_key)
+        num_characters += len(prompt)
+        if num_characters > CHECKED_CHARACTERS:
+            return
+        _check_length(record, cfg, tokenizer.num_tokens(prompt), tokenizer.context)
 
 
 def is_too_long(cfg: PromptFormat, num_tokens: int) -> bool:
@@ -129,7 +143,7 @@ def report_numeric_answers(path: str, key: str, records: Sequence[DataRecord]) -
         )
 
 
-def _require_template(tokenizer: Tokenizer | LightTokenizer) -> None:
+def require_template(tokenizer: Tokenizer | LightTokenizer) -> None:
     if not tokenizer.chat_template:
         raise ConfigError("chat_template is true, but this model's tokenizer has no chat template")
 
@@ -144,42 +158,3 @@ def _check_length(record: DataRecord, cfg: PromptFormat, num_tokens: int, contex
             f"the prompt has {num_tokens} tokens, but the model's context of {context} must hold "
             "the response too: set prompts.max_prompt_tokens to drop long prompts",
         )
-
-
-def prompt_of(record: DataRecord, cfg: PromptFormat) -> str | list[dict[str, Any]]:
-    """Return the text or the chat messages of a record's prompt.
-
-    Raises: DataError when it is neither.
-    """
-    messages = record.value(cfg.prompt_key)
-    if not isinstance(messages, list):
-        return record.text(cfg.prompt_key)
-    where = f"{record.where}: {cfg.prompt_key}"
-    if not cfg.chat_template:
-        raise DataError(where, "a list of messages needs chat_template = true")
-    _check_messages(where, messages)
-    return messages
-
-
-def _check_messages(where: str, messages: list[Any]) -> None:
-    """Raises: DataError unless these are chat messages, and at least one."""
-    if not messages or not all(
-        isinstance(m, dict) and "role" in m and "content" in m for m in messages
-    ):
-        raise DataError(where, "expected messages, each with 'role' and 'content'")
-    for content in (message["content"] for message in messages):
-        if isinstance(content, (int, float)):
-            raise DataError(
-                where, f"expected a string as the content of a message, got {content!r}"
-            )
-
-
-def _render(prompt: str | list[dict[str, Any]], cfg: PromptFormat, tokenizer: Tokenizer) -> str:
-    if isinstance(prompt, str):
-        if not cfg.chat_template:
-            return prompt
-        prompt = [{"role": "user", "content": prompt}]
-    text: str = tokenizer.apply_chat_template(
-        prompt, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs
-    )
-    return text

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from spmd_rl.data.chat import chat_of
 from spmd_rl.data.prompt_format import PromptFormat, Tokenizer, encode_prompts
 from spmd_rl.data.record import DataRecord, short
 from spmd_rl.errors import DataError
@@ -41,6 +42,7 @@ def make_prompts(
             source=source,
             meta=_meta(record, cfg),
             reward=own_reward(record, cfg),
+            chat=_chat(record, cfg),
         )
         for record, (text, tokens) in zip(
             records, encode_prompts(records, cfg, tokenizer), strict=True
@@ -71,18 +73,35 @@ def own_reward(record: DataRecord, cfg: PromptConfig) -> dict[str, float]:
     )
 
 
-def _meta(record: DataRecord, cfg: PromptConfig) -> dict[str, Any]:
-    """Return the fields of a record besides prompt, answer and reward.
+def _chat(record: DataRecord, cfg: PromptConfig) -> dict[str, Any]:
+    """Return what the chat template gets, as `Prompt.chat` has it.
 
-    Raises: DataError for a value that cannot be sent to another process.
+    Raises: DataError as `_check_travels`.
     """
-    used = {cfg.prompt_key, cfg.answer_key, cfg.reward_key}
+    chat = chat_of(record, cfg)
+    if chat is None:
+        return {}
+    data = chat.as_data()
+    _check_travels(chat.where, data)
+    return data
+
+
+def _meta(record: DataRecord, cfg: PromptConfig) -> dict[str, Any]:
+    """Return the fields of a record that neither prompt nor answer are made of.
+
+    Raises: DataError as `_check_travels`.
+    """
+    used = cfg.used_keys | {cfg.reward_key}
     meta = {key: value for key, value in record.row.items() if key not in used}
-    for item in meta.items():
-        try:
-            _encode(item)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            where = f"{record.where}: {item[0]}"
-            problem = f"this value cannot be sent to another process: {error}"
-            raise DataError(where, problem) from error
+    for key, value in meta.items():
+        _check_travels(f"{record.where}: {key}", [key, value])
     return meta
+
+
+def _check_travels(where: str, value: Any) -> None:
+    """Raises: DataError for a value that cannot be sent to another process."""
+    try:
+        _encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        problem = f"this value cannot be sent to another process: {error}"
+        raise DataError(where, problem) from error

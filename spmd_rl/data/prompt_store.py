@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import compress
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,6 @@ from spmd_rl.data.files import open_records
 from spmd_rl.data.prompt_format import (
     Tokenizer,
     is_too_long,
-    prompt_of,
     report_dropped,
     report_numeric_answers,
 )
@@ -49,10 +47,6 @@ class PromptStore(ABC):
     @abstractmethod
     def get(self, numbers: Sequence[int]) -> list[Prompt | None]:
         """Return these prompts. None stands for one that is too long."""
-
-    @abstractmethod
-    def as_written(self, number: int) -> str | list[dict[str, Any]]:
-        """Return a prompt as it stands in the file."""
 
     @property
     @abstractmethod
@@ -94,7 +88,6 @@ class HeldPrompts(PromptStore):
     ) -> None:
         fits = [not is_too_long(cfg, len(prompt.tokens)) for prompt in prompts]
         self._prompts = [*compress(prompts, fits)]
-        self._written = [prompt_of(record, cfg) for record in compress(records, fits)]
         self._num_dropped = len(records) - len(self._prompts)
         self.lengths = [len(prompt.tokens) for prompt in self._prompts]
         report_dropped(path, cfg, self._num_dropped, len(records))
@@ -105,10 +98,6 @@ class HeldPrompts(PromptStore):
     def get(self, numbers: Sequence[int]) -> list[Prompt | None]:
         """Return these prompts."""
         return [self._prompts[number] for number in numbers]
-
-    def as_written(self, number: int) -> str | list[dict[str, Any]]:
-        """Return a prompt as it stands in the file."""
-        return self._written[number]
 
     @property
     def num_dropped(self) -> int:
@@ -151,11 +140,6 @@ class ReadPrompts(PromptStore):
         if not all(fits):
             self._note_too_long([n for n, fit in zip(numbers, fits, strict=True) if not fit])
         return [prompt if fit else None for prompt, fit in zip(prompts, fits, strict=True)]
-
-    def as_written(self, number: int) -> str | list[dict[str, Any]]:
-        """Return a prompt as it stands in the file."""
-        (record,) = self._records.read([number])
-        return prompt_of(record, self._cfg)
 
     @property
     def num_dropped(self) -> int:

@@ -98,11 +98,6 @@ class Prompts(DataSource):
                 raise SpmdError(f"prompt {uid} is given back, but it is not out")
         self._given_back = uids
 
-    def as_written(self, prompt: Prompt) -> str | list[dict[str, Any]]:
-        """Return a drawn prompt as it stands in the file: a text or chat messages."""
-        ((source, draw),) = self._mixture.places([prompt.uid])
-        return self._stores[source].as_written(self._orders[source].index_of(draw))
-
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, as plain data.
 

@@ -39,7 +39,7 @@ class RecordStream(ABC, Generic[T]):
     def __len__(self) -> int:
         return len(self._records)
 
-    def next(self, num_records: int) -> list[T]:
+    def draw(self, num_records: int) -> list[T]:
         """Return the next records, across the end of an epoch if need be."""
         return [self._records[self._order.next()] for _ in range(num_records)]
 

@@ -24,6 +24,7 @@ from spmd_rl.hooks.messages import (
     Problem,
     Refused,
     Serve,
+    Text,
     ToProcess,
     ToRank,
 )
@@ -96,7 +97,11 @@ class AsyncServer(asyncio.Protocol):
             case Cancel(call_id):
                 if call_id in self._open:
                     self._cancel(self._open[call_id], "was cancelled")
-            case Drawn(call_id, ask_id, answer) | Encoded(call_id, ask_id, answer):
+            case (
+                Drawn(call_id, ask_id, answer)
+                | Encoded(call_id, ask_id, answer)
+                | Text(call_id, ask_id, answer)
+            ):
                 self._answer(call_id, ask_id, answer)
             case Refused(call_id, ask_id, problem):
                 self._answer(call_id, ask_id, SpmdError(problem))

@@ -18,9 +18,9 @@ from spmd_rl.hooks.messages import (
     Answer,
     Answered,
     Ask,
-    AskTokens,
     NotReady,
     Problem,
+    Question,
     Ready,
     ToProcess,
     ToRank,
@@ -34,7 +34,7 @@ _NEWEST = 0.1  # weight of the newest call in the mean time of calls
 
 HELD_S = 0.05  # a call that runs for longer does not hold back the answers before it
 
-FromCall = Rewards | Answer | Ask | AskTokens
+FromCall = Rewards | Answer | Ask | Question
 
 
 class Member(Protocol):
@@ -211,7 +211,7 @@ class Crew:
             elif isinstance(message, NotReady):
                 raise ConfigError(message.error)
             elif message.call_id in place.calls and (
-                isinstance(message, (Ask, AskTokens)) or self._settle(place, message)
+                isinstance(message, Ask | Question) or self._settle(place, message)
             ):
                 found.append(message)
         return found

@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.episode_calls import EpisodeCall
-from spmd_rl.hooks.messages import Ask, AskTokens, ToRank
+from spmd_rl.hooks.messages import Ask, AskRendered, AskText, AskTokens, ToRank
 from spmd_rl.hooks.stopwatch import Stopwatch
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
 
@@ -78,6 +81,41 @@ class EpisodeEngine:
             lambda ask_id: AskTokens(self._episode.call_id, ask_id, text)
         )
         return tokens
+
+    async def decode(self, tokens: Sequence[int] | NDArray[np.integer]) -> str:
+        """Return the text of token ids, with special tokens.
+
+        Blocks: until the rank has answered.
+        Raises: ValueError for a negative number.
+        """
+        ids = np.asarray(tokens, np.int32)
+        if (ids < 0).any():
+            raise ValueError("decode: token ids are not negative")
+        text: str = await self._ask(lambda ask_id: AskText(self._episode.call_id, ask_id, ids))
+        return text
+
+    async def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """Return what the chat template makes of messages, with the generation prompt.
+
+        `template_kwargs` are more arguments of the template.
+        Blocks: until the rank has answered.
+        Raises: SpmdError with what the template says, when it refuses the messages.
+        """
+        text: str = await self._ask(
+            lambda ask_id: AskRendered(
+                self._episode.call_id,
+                ask_id,
+                list(messages),
+                list(tools or ()),
+                dict(template_kwargs or {}),
+            )
+        )
+        return text
 
     def answer(self, ask_id: int, value: Any) -> None:
         """Hand an answer of the rank to the function that waits for it, if it still does."""

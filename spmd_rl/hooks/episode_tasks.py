@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from spmd_rl.hooks.call_columns import EpisodeRow, episodes_message
 from spmd_rl.hooks.crews import Crews
+from spmd_rl.hooks.episode_texts import EpisodeTexts
 from spmd_rl.hooks.episode_turns import EpisodeTurns
 from spmd_rl.hooks.messages import (
     Ask,
-    AskTokens,
     Drawn,
-    Encoded,
     EpisodeResult,
     Episodes,
     Kind,
     Problem,
+    Question,
     Refused,
     ToProcess,
 )
@@ -24,7 +24,6 @@ from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded, EpisodeTask, Failed
 from spmd_rl.hooks.transcript import Turn
 
 KIND: Kind = "episode"
-Encode = Callable[[str], list[int]]
 
 
 class _OpenEpisode:
@@ -37,11 +36,11 @@ class _OpenEpisode:
 
 class EpisodeTasks:
     """The episodes that are open. The id of a task is that of its call. `name` is that of the
-    function, `encode` turns a text into token ids, and `ids` numbers engine calls.
+    function, `texts` answers for the tokenizer, and `ids` numbers engine calls.
     """
 
-    def __init__(self, name: str, encode: Encode | None, crews: Crews, ids: Iterator[int]) -> None:
-        self._name, self._encode, self._crews, self._ids = name, encode, crews, ids
+    def __init__(self, name: str, texts: EpisodeTexts, crews: Crews, ids: Iterator[int]) -> None:
+        self._name, self._texts, self._crews, self._ids = name, texts, crews, ids
         self._tasks: dict[int, _OpenEpisode] = {}
 
     def __len__(self) -> int:
@@ -57,7 +56,7 @@ class EpisodeTasks:
         return episodes_message(map(self._row, call_ids))
 
     def take(
-        self, message: Ask | AskTokens | EpisodeResult | Problem
+        self, message: Ask | Question | EpisodeResult | Problem
     ) -> Iterator[EngineCall | EpisodeEnded | Failed]:
         """Yield the event that a message of an episode leads to, if any."""
         task_id = message.call_id
@@ -65,8 +64,8 @@ class EpisodeTasks:
             return
         if isinstance(message, Ask):
             yield from self._asked(message)
-        elif isinstance(message, AskTokens):
-            self._send(task_id, self._encoded(message))
+        elif isinstance(message, Question):
+            self._send(task_id, self._texts.answer(message))
         elif isinstance(message, EpisodeResult):
             del self._tasks[task_id]
             told = {"metrics": message.metrics, "notes": message.notes}
@@ -120,11 +119,6 @@ class EpisodeTasks:
                 )
         else:
             self._send(task_id, _answer(task_id, message.ask_id, known))
-
-    def _encoded(self, message: AskTokens) -> ToProcess:
-        if self._encode is None:
-            return Refused(message.call_id, message.ask_id, "there is no tokenizer here")
-        return Encoded(message.call_id, message.ask_id, self._encode(message.text))
 
     def _send(self, task_id: int, message: ToProcess) -> None:
         self._crews.send(KIND, task_id, message)

@@ -122,8 +122,16 @@ class Encoded(Message, frozen=True):
     tokens: list[int]
 
 
+class Text(Message, frozen=True):
+    """Answer to AskText or AskRendered."""
+
+    call_id: int
+    ask_id: int
+    text: str
+
+
 class Refused(Message, frozen=True):
-    """Answer to Ask or AskTokens: why there is none."""
+    """Answer to a question of an episode: why there is none."""
 
     call_id: int
     ask_id: int
@@ -176,8 +184,27 @@ class AskTokens(Message, frozen=True):
     text: str
 
 
+class AskText(Message, frozen=True):
+    """The text of token ids is wanted."""
+
+    call_id: int
+    ask_id: int
+    tokens: NDArray[np.int32]
+
+
+class AskRendered(Message, frozen=True):
+    """The text is wanted that the chat template makes of messages, with a generation prompt."""
+
+    call_id: int
+    ask_id: int
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    template_kwargs: dict[str, Any]
+
+
+Question = AskTokens | AskText | AskRendered  # for the rank's tokenizer
 Answer = Result | EpisodeResult | Problem  # the last message of a call
-ToProcess = Start | Serve | Calls | Episodes | Cancel | Drawn | Encoded | Refused
-ToRank = Ready | NotReady | Answered | Answer | Ask | AskTokens
+ToProcess = Start | Serve | Calls | Episodes | Cancel | Drawn | Encoded | Text | Refused
+ToRank = Ready | NotReady | Answered | Answer | Ask | Question
 TO_PROCESS: Codec = Codec(ToProcess, functions=False, repeats=False)
 TO_RANK: Codec = Codec(ToRank, functions=False, repeats=False)

@@ -11,6 +11,7 @@ from spmd_rl.hooks.answer_ring import Rewards
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.crews import Crews
 from spmd_rl.hooks.episode_tasks import EpisodeTasks
+from spmd_rl.hooks.episode_texts import EpisodeTexts, EpisodeTokenizer
 from spmd_rl.hooks.messages import Kind, Problem, Result, Start, ToProcess
 from spmd_rl.hooks.reward_tasks import RewardTasks
 from spmd_rl.hooks.signatures import part_name
@@ -22,8 +23,8 @@ class HookPool(AbstractContextManager["HookPool"]):
     """Runs the hooks of one rank, whose main thread alone may use it. No method waits for a hook.
 
     `rewards` names the reward functions, and `config` is the recipe's config as plain nested data.
-    `encode` turns a text into token ids for episodes. First processes start at once, so that they
-    import the hooks while the rank loads its model.
+    `tokenizer` returns the tokenizer that answers episodes. First processes start at once, so that
+    they import the hooks while the rank loads its model.
     """
 
     def __init__(
@@ -31,14 +32,15 @@ class HookPool(AbstractContextManager["HookPool"]):
         cfg: HookConfig,
         rewards: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
-        encode: Callable[[str], list[int]] | None = None,
+        tokenizer: Callable[[], EpisodeTokenizer] | None = None,
     ) -> None:
         start = Start(list(rewards), cfg.generate, dict(config or {}))
         self._ids = count()  # of tasks and calls
         self._crews = Crews(cfg, start, self._message_of)
         names = [part_name(name) for name in rewards]
         self._rewards = RewardTasks(names, self._crews, self._ids)
-        self._episodes = EpisodeTasks(part_name(cfg.generate), encode, self._crews, self._ids)
+        texts = EpisodeTexts(tokenizer)
+        self._episodes = EpisodeTasks(part_name(cfg.generate), texts, self._crews, self._ids)
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self.close()

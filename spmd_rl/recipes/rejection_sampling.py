@@ -7,7 +7,7 @@ spmd-rl run sft --model PATH --data runs/rejection_sampling/sft.jsonl
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import spmd_rl as rl
 
@@ -76,12 +76,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         ]
         file.add(
             [
-                {
-                    "prompt": prompts.as_written(group.prompt),
-                    "answer": sample.text,
-                    "reward": sample.reward,
-                    "meta": group.prompt.meta,
-                }
+                record_of(group.prompt, sample)
                 for group, samples in zip(groups, accepted, strict=True)
                 for sample in samples
             ]
@@ -89,3 +84,15 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         step.log(groups, file.metrics())
         step.log({"rejection/solved": sum(map(bool, accepted)) / len(groups)})
     print(f"{file.path} holds {file.num_records} answers to {num_prompts} prompts", flush=True)
+
+
+def record_of(prompt: rl.Prompt, sample: rl.Sample) -> dict[str, Any]:
+    """Return an answer as supervised data, with the messages and tools of a chat prompt."""
+    fields = dict(prompt.chat)
+    return {
+        "prompt": fields.pop("messages", prompt.text),
+        **fields,
+        "answer": sample.text,
+        "reward": sample.reward,
+        "meta": prompt.meta,
+    }

@@ -6,6 +6,7 @@ spmd-rl run sft --model PATH --data train.jsonl
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import spmd_rl as rl
 
@@ -18,9 +19,11 @@ class TrainSplit:
 @dataclass(frozen=True)
 class Config:
     model: str  # Hugging Face folder
-    data: str  # file of prompts and answers (docs/data.md); a slice as path@[a:b]
+    data: str  # file of answers or conversations (docs/data.md); a slice as path@[a:b]
     steps: int = 200  # training steps of the whole run
-    pairs_per_step: int = 64  # prompts with their answers
+    pairs_per_step: int = 64  # prompts with their answers, or conversations
+    # which assistant messages of a conversation are learned; its own "weight" goes before this
+    learn: Literal["all", "last"] = "all"
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: TrainSplit = field(default_factory=TrainSplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
@@ -34,13 +37,15 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    rl.check_inputs(model=cfg.model, data=cfg.data, prompts=cfg.prompts, trainer=cfg.trainer)
+    rl.check_inputs(
+        model=cfg.model, data=cfg.data, prompts=cfg.prompts, trainer=cfg.trainer, learn=cfg.learn
+    )
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    pairs = rl.SftPairs(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
+    pairs = rl.SftPairs(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.learn)
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
         with ctl.phase("train", awake=[trainer]):

@@ -89,7 +89,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         rewards = all_rewards(weights, hooks.extra_rewards) if context.shard_rank == 0 else []
         pool = None
         if rewards or hooks.generate:  # its processes import the hooks while this one loads
-            pool = HookPool(hooks, rewards, settings, self._encode)
+            pool = HookPool(hooks, rewards, settings, lambda: self.tokenizer)
         self.tokenizer = load_tokenizer(model)
         from spmd_rl.rollout.build import build_engine
 
@@ -247,10 +247,6 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return self.tokenizer.decode(list(tokens))
-
-    def _encode(self, text: str) -> list[int]:
-        (ids,) = self.tokenizer([text], add_special_tokens=False)["input_ids"]
-        return list(ids)
 
     def _text_of(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -29,6 +29,8 @@ class Prompt:
     `uid` numbers the draw, not the record of the data file. A record drawn in two epochs has two
     uids, so its samples use different random streams. `reward` holds the weights of the reward
     functions that grade this prompt's samples, by their names; empty, the run's own grade them.
+    `chat` holds what a chat template made the text of: "messages", and "tools" and
+    "template_kwargs" where there are any. It is empty without a chat template.
     """
 
     uid: int
@@ -38,6 +40,7 @@ class Prompt:
     source: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
     reward: dict[str, float] = field(default_factory=dict)
+    chat: dict[str, Any] = field(default_factory=dict)
 
     def replace(self, **values: Any) -> Prompt:
         """Return a copy with these fields changed, five times as fast as `dataclasses.replace`."""
@@ -55,6 +58,7 @@ class Prompt:
             source=[prompt.source for prompt in prompts],
             meta=[prompt.meta for prompt in prompts],
             reward=[prompt.reward for prompt in prompts],
+            chat=[prompt.chat for prompt in prompts],
         )
 
 
@@ -71,10 +75,11 @@ class PromptColumns(Columns):
     source: list[str]
     meta: list[dict[str, Any]]
     reward: list[dict[str, float]]
+    chat: list[dict[str, Any]]
 
     def rows(self) -> list[Prompt]:
         """Return the prompts as objects. Raises: ValueError, as `check` does."""
         self.check()
         tokens = split_at(self.tokens, self.offsets)
-        columns = self.text, self.answer, self.source, self.meta, self.reward
+        columns = self.text, self.answer, self.source, self.meta, self.reward, self.chat
         return list(map(Prompt, self.uid.tolist(), tokens, *columns))

@@ -100,3 +100,32 @@ def test_a_group_goes_on_without_a_failed_sample_and_an_emptied_one_teaches_noth
         assert values[1].shape == (0,)
         with pytest.raises(ConfigError, match="num_samples to 2 or more"):
             estimate([make_group([1])])
+
+
+@given(REWARDS, st.data())
+def test_an_execution_counts_once_however_many_samples_it_has(
+    rewards: np.ndarray, data: st.DataObject
+) -> None:
+    """Siblings with equal rewards get what their execution would get with one sample."""
+    single = _group(rewards)
+    counts = data.draw(st.lists(st.integers(1, 3), min_size=len(rewards), max_size=len(rewards)))
+    samples = [
+        sample.replace(index=8 * number + sample.index, execution=sample.index if count > 1 else -1)
+        for sample, count in zip(single.samples, counts, strict=True)
+        for number in range(count)
+    ]
+    order = data.draw(st.permutations(range(len(samples))))
+    siblings = replace(single, samples=[samples[place] for place in order])
+    owner = np.repeat(np.arange(len(rewards)), counts)[order]
+    for estimator in (group_advantage, rloo_advantage):
+        (expected,), (values,) = estimator([single]), estimator([siblings])
+        np.testing.assert_allclose(values, expected[owner], rtol=1e-6, atol=1e-6)
+
+
+def test_siblings_alone_do_not_count_more() -> None:
+    """Rewards 1 and 0, of which the first is of three siblings: the mean is 1/2, not 3/4."""
+    (one, *_, zero) = _group(np.array([1.0, 1.0, 1.0, 0.0])).samples
+    siblings = [one.replace(index=index, execution=0) for index in (0, 2, 4)]
+    group = Group(Prompt(0, np.zeros(0, np.int32)), [*siblings, zero])
+    (values,) = group_advantage([group], use_std=False)
+    np.testing.assert_allclose(values, [0.5, 0.5, 0.5, -0.5])

@@ -120,7 +120,7 @@ def test_messages(model: Path) -> None:
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     _check(model, [{"prompt": messages}, {"prompt": "1+1="}], chat_template=True)
     with pytest.raises(
-        DataError, match=r"data\.jsonl:1: prompt: expected messages, each with 'role' and 'content'"
+        DataError, match=r"data\.jsonl:1: prompt\[0\]: expected a message with 'role' and 'content'"
     ):
         _check(model, [{"prompt": [{"role": "user"}]}], chat_template=True)
 
@@ -240,3 +240,25 @@ def test_a_grader_that_lacks_its_server_is_refused(model: Path, kind: str) -> No
         check()
     with pytest.raises(ConfigError, match="expected less than hooks.deadline_s, which is 30"):
         check(url="http://127.0.0.1:1", deadline_s=30.0)
+
+
+def test_conversations(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    data = model.with_name("data.jsonl")
+    user, said = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
+
+    def check(*messages: dict[str, Any], **prompts: Any) -> None:
+        data.write_text(json.dumps({"messages": messages}) + "\n")
+        cfg = PromptConfig(prompt_key="messages", answer_key="", **prompts)
+        check_inputs(model=str(model), data=str(data), prompts=cfg, learn="all")
+
+    check(user, said, chat_template=True)
+    with pytest.raises(DataError, match=r"data.jsonl:1: messages: .* no assistant message to"):
+        check(user, chat_template=True)
+    with pytest.raises(DataError, match=r"data.jsonl:1: messages: every assistant message"):
+        check(user, said | {"weight": 0}, chat_template=True)
+    with pytest.raises(DataError, match="a list of messages needs chat_template = true"):
+        check(user, said)
+    cfg = PromptConfig(prompt_key="messages", chat_template=True)
+    with pytest.raises(DataError, match=r"data.jsonl:1: answer: .* --prompts.answer_key= learns"):
+        check_inputs(model=str(model), data=str(data), prompts=cfg, learn="all")

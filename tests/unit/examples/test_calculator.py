@@ -21,7 +21,7 @@ from spmd_rl.hooks.tasks import EngineCall, EpisodeTask
 from spmd_rl.hooks.transcript import Turn
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
-from tests.unit.hooks.cases import events_of
+from tests.unit.hooks.cases import CharTokenizer, events_of
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "calculator"
@@ -95,7 +95,7 @@ def played(*said: str) -> tuple[Sample, list[EngineCall]]:
 
     cfg = HookConfig(generate=f"{EXAMPLE / 'hooks.py'}:solve")
     check_hooks(cfg)
-    with HookPool(cfg, encode=lambda text: [*map(ord, text)]) as pool:
+    with HookPool(cfg, tokenizer=CharTokenizer) as pool:
         task = pool.submit(EpisodeTask(asked(), 0, 1, 1.0, CallInfo()))
         event: Any = events_of(pool, answer)[task]
     (sample,) = event.samples

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,23 @@ from spmd_rl.types.samples import Sample
 
 HERE = Path(__file__).parent
 HOOKS = str(HERE / "hook_functions.py")
+
+
+class CharTokenizer:
+    """A character a token, and a template that ends each turn with a line break."""
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        assert not add_special_tokens
+        return {"input_ids": [[*map(ord, line)] for line in text]}
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(map(chr, token_ids))
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> str:
+        assert kwargs.pop("tokenize") is False
+        assert kwargs.pop("add_generation_prompt") is True
+        turns = "".join(f"{turn['role']}: {turn['content']}\n" for turn in conversation)
+        return turns + "assistant: "
 
 
 def make_prompt(uid: int = 7, text: str = "37+48=") -> Prompt:

@@ -16,8 +16,9 @@ from spmd_rl.hooks.pool import HookPool
 from spmd_rl.hooks.signatures import RewardForm, check_hooks, load_reward
 from spmd_rl.hooks.tasks import EngineCall, EpisodeTask
 from spmd_rl.hooks.transcript import Turn
-from spmd_rl.types.samples import Group
-from tests.unit.hooks.cases import events_of, make_prompt, make_sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
+from tests.unit.hooks.cases import CharTokenizer, events_of, make_prompt, make_sample
 
 PAGE = Path(__file__).parents[3] / "docs/hooks.md"
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -48,9 +49,8 @@ def test_the_choice_of_groups(hooks: str) -> None:
     assert keep(Group(make_prompt(), samples[:1] * 2)) == Keep(False, "all alike")
 
 
-def test_the_episode(hooks: str) -> None:
-    """The engine of this test says what a model should."""
-    said = ["<call>37+48</call>", "85"]
+def play(hook: str, prompt: Prompt, said: list[str]) -> Sample:
+    """Return the sample of an episode. Its engine says what a model should."""
 
     def answer(call: EngineCall) -> None:
         text = said.pop(0)
@@ -59,11 +59,26 @@ def test_the_episode(hooks: str) -> None:
         turn = Turn(tokens, np.zeros(len(text), np.float32), versions, text, "completed")
         pool.reply(call.task_id, call.call_id, turn)
 
-    cfg = HookConfig(generate=f"{hooks}:play")
+    cfg = HookConfig(generate=hook)
     check_hooks(cfg)
-    with HookPool(cfg, encode=lambda text: [*map(ord, text)]) as pool:
-        task = pool.submit(EpisodeTask(make_prompt(), 0, 1, 1.0, CallInfo()))
+    with HookPool(cfg, tokenizer=CharTokenizer) as pool:
+        task = pool.submit(EpisodeTask(prompt, 0, 1, 1.0, CallInfo()))
         event: Any = events_of(pool, answer)[task]
     (sample,) = event.samples
+    assert isinstance(sample, Sample)
+    return sample
+
+
+def test_the_episode(hooks: str) -> None:
+    sample = play(f"{hooks}:play", make_prompt(), ["<call>37+48</call>", "85"])
     assert "".join(map(chr, sample.tokens)) == "<call>37+48</call><result>85</result>85"
+    assert sample.mask.sum() == len("<call>37+48</call>85")
+
+
+def test_the_conversation(hooks: str) -> None:
+    chat = {"messages": [{"role": "user", "content": "37+48"}]}
+    prompt = make_prompt(text="user: 37+48\nassistant: ").replace(chat=chat)
+    sample = play(f"{hooks}:talk", prompt, ["<call>37+48</call>", "85"])
+    expected = "<call>37+48</call>\ntool: 85\nassistant: 85"
+    assert "".join(map(chr, sample.tokens)) == expected
     assert sample.mask.sum() == len("<call>37+48</call>85")

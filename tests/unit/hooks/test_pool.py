@@ -29,18 +29,21 @@ from spmd_rl.hooks.tasks import (
     SampleTask,
 )
 from spmd_rl.hooks.transcript import Turn
-from tests.unit.hooks.cases import HERE, HOOKS, events_of, make_prompt, make_sample
+from tests.unit.hooks.cases import (
+    HERE,
+    HOOKS,
+    CharTokenizer,
+    events_of,
+    make_prompt,
+    make_sample,
+)
 
 INFO = CallInfo(step=4, version=3, evaluation=True, seed=11)
 
 
 def open_pool(*functions: str, config: Any = None, **settings: Any) -> HookPool:
     cfg = HookConfig(**{"deadline_s": 60.0, **settings})
-    return HookPool(cfg, [f"{HOOKS}:{name}" for name in functions], config, encode)
-
-
-def encode(text: str) -> list[int]:
-    return [ord(letter) for letter in text]
+    return HookPool(cfg, [f"{HOOKS}:{name}" for name in functions], config, CharTokenizer)
 
 
 def grade_all(pool: HookPool, texts: list[str]) -> list[Any]:

@@ -1,0 +1,117 @@
+"""Chat messages and tools of a record, checked and brought into the form of chat templates.
+
+That form is the one of Hugging Face: the content of a message is a text, and the arguments of a
+tool call are an object. OpenAI writes arguments as JSON text, and content as a list of parts.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from spmd_rl.errors import DataError
+
+Message = dict[str, Any]
+SYSTEM_ROLES = ("system", "developer")
+_FORM = "expected a message with 'role' and 'content'"
+
+
+def messages_of(where: str, value: Any) -> list[Message]:
+    """Return checked chat messages, at least one. `where` names file, line and field.
+
+    Fields that are null are left out: a parquet file has them for each field of another message.
+    Raises: DataError that names the message.
+    """
+    if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
+        raise DataError(where, "expected messages, each with 'role' and 'content'")
+    return [_message(f"{where}[{number}]", message) for number, message in enumerate(value)]
+
+
+def begins_with_system(messages: list[Message]) -> bool:
+    """Whether the first message is a system prompt."""
+    return messages[0]["role"] in SYSTEM_ROLES
+
+
+def tools_of(where: str, value: Any) -> list[dict[str, Any]]:
+    """Return tools, which are a list of objects or such a list as JSON text; null means none.
+
+    Raises: DataError for anything else.
+    """
+    tools = _parsed(where, value)
+    if tools is None:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(where, "expected tools: a list of objects, or one as JSON text")
+    return tools
+
+
+def object_of(where: str, value: Any) -> dict[str, Any]:
+    """Return an object, which may be written as JSON text; null and "" mean an empty one.
+
+    Raises: DataError for anything else.
+    """
+    found = _parsed(where, value)
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise DataError(where, "expected an object, or one as JSON text")
+    return found
+
+
+def _message(where: str, given: dict[Any, Any]) -> Message:
+    message = {key: value for key, value in given.items() if value is not None}
+    if not isinstance(message.get("role"), str):
+        raise DataError(where, _FORM)
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = _tool_calls(f"{where}.tool_calls", calls)
+    if "content" not in message and not calls:
+        raise DataError(where, _FORM)
+    message["content"] = _content(f"{where}.content", message.get("content", ""))
+    return message
+
+
+def _content(where: str, content: Any) -> str:
+    """Return the content as one text: parts are joined by line breaks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DataError(where, f"expected a text or a list of text parts, got {content!r:.80}")
+    texts = [part.get("text") for part in content if _is_text(part)]
+    if len(texts) < len(content):
+        raise DataError(where, "a part of a message must have type 'text' and a text")
+    return "\n".join(texts)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and type(part.get("text")) is str
+
+
+def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Return the calls with their arguments as objects."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DataError(where, "expected a list of objects")
+    return [_tool_call(f"{where}[{number}]", call) for number, call in enumerate(calls)]
+
+
+def _tool_call(where: str, call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(function := call.get("function"), dict):
+        return call | {"function": _with_arguments(f"{where}.function", function)}
+    return _with_arguments(where, call)
+
+
+def _with_arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(function.get("name"), str):
+        raise DataError(where, "a tool call needs the 'name' of a function")
+    return function | {"arguments": object_of(f"{where}.arguments", function.get("arguments"))}
+
+
+def _parsed(where: str, value: Any) -> Any:
+    """Return the value of JSON text, None of an empty text, and anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    if not value:
+        return None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(where, f"this text is not JSON: {error}") from error

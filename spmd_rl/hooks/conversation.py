@@ -1,0 +1,73 @@
+"""Conversation of an episode: chat messages, of which the policy draws the assistant's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from spmd_rl.errors import SpmdError
+from spmd_rl.hooks.episode_engine import EpisodeEngine
+from spmd_rl.hooks.transcript import Transcript, Turn
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
+
+
+class Conversation:
+    """Messages, and the transcripts in which the policy has drawn its turns.
+
+    The policy goes on from what the chat template makes of all messages. Tokens that it drew stay
+    as they are, and only what the template adds after them is encoded. Where the template rewrites
+    earlier turns, another transcript begins, in which all turns before are observed.
+
+    `messages` may be changed: an assistant's text, say, may be replaced by the calls that it makes.
+    Raises: ValueError for a prompt that no chat template has made.
+    """
+
+    def __init__(self, prompt: Prompt) -> None:
+        if not prompt.chat:
+            raise ValueError("a conversation needs a prompt with prompts.chat_template = true")
+        self.prompt = prompt
+        self.messages: list[dict[str, Any]] = list(prompt.chat["messages"])
+        self.transcripts = [Transcript(prompt)]
+        self._text = prompt.text  # of the last transcript, its prompt included
+
+    def add(self, role: str, content: str) -> None:
+        """Add a message of the environment, such as a user's or the result of a tool."""
+        self.messages.append({"role": role, "content": content})
+
+    async def complete(
+        self,
+        engine: EpisodeEngine,
+        max_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+    ) -> Turn:
+        """Let the policy draw the next turn, and add its text as an assistant message.
+
+        Arguments, blocking and errors are those of `EpisodeEngine.complete`. SpmdError is also
+        raised for messages that the template refuses.
+        """
+        if len(self.messages) > len(self.prompt.chat["messages"]):
+            await self._follow_template(engine)
+        turn = await engine.complete(self.transcripts[-1], max_tokens, stop)
+        self._text += await engine.decode(turn.tokens)
+        self.messages.append({"role": "assistant", "content": turn.text})
+        return turn
+
+    def samples(self) -> list[Sample]:
+        """Return the transcripts as samples, of which most templates make one."""
+        return [transcript.sample() for transcript in self.transcripts]
+
+    async def _follow_template(self, engine: EpisodeEngine) -> None:
+        """Observe what the template adds after the last turn, or begin another transcript."""
+        chat = self.prompt.chat
+        text = await engine.render(self.messages, chat.get("tools"), chat.get("template_kwargs"))
+        if not text.startswith(self._text):
+            if not text.startswith(self.prompt.text):
+                raise SpmdError(
+                    "the chat template renders the prompt in another way once it is answered, so "
+                    "this conversation cannot go on"
+                )
+            self.transcripts.append(Transcript(self.prompt))
+            self._text = self.prompt.text
+        self.transcripts[-1].observe(await engine.encode(text[len(self._text) :]))
+        self._text = text

@@ -1,0 +1,176 @@
+"""Conversations of episodes: what is drawn stays, and the template writes the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmd_rl.data.chat import Chat
+from spmd_rl.data.turns import encode_turns
+from spmd_rl.errors import SpmdError
+from spmd_rl.hooks.conversation import Conversation
+from spmd_rl.hooks.episode_texts import EpisodeTexts
+from spmd_rl.hooks.messages import AskRendered, AskText, AskTokens, Encoded, Question, Refused, Text
+from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
+from tests.unit.data.chat_templates import CHATML, LLAMA, MISTRAL, PLAIN, QWEN, tokenizer_of
+from tests.unit.hooks.cases import make_prompt
+
+TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "qwen": QWEN, "mistral": MISTRAL, "plain": PLAIN}
+words = st.from_regex(r"\A[ab][ab ]{0,8}[ab]\Z")
+
+
+class Engine:
+    """An engine that draws the texts that it is given; the rank's tokenizer answers beside it."""
+
+    def __init__(self, tokenizer: Any, drawn: Sequence[str]) -> None:
+        self.tokenizer, self.drawn = tokenizer, [*drawn]
+        self.prompts: list[str] = []
+        self._texts = EpisodeTexts(lambda: tokenizer)
+
+    async def complete(
+        self, transcript: Transcript, max_tokens: int | None, stop: Sequence[str] | None
+    ) -> Turn:
+        if transcript.place is None:
+            transcript.place = TranscriptPlace(len(self.prompts), len(self.prompts), 1.0)
+        past = [*transcript.prompt.tokens, *transcript.joined().tokens]
+        self.prompts.append(self.tokenizer.decode(past))
+        (ids,) = self.tokenizer([self.drawn.pop(0)], add_special_tokens=False)["input_ids"]
+        tokens, zeros = np.array(ids, np.int32), np.zeros(len(ids), np.int32)
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        turn = Turn(tokens, zeros.astype(np.float32), zeros, text)
+        transcript.append(turn)
+        return turn
+
+    async def encode(self, text: str) -> list[int]:
+        return self._ask(AskTokens(0, 0, text)).tokens
+
+    async def decode(self, tokens: Any) -> str:
+        return self._ask(AskText(0, 0, tokens)).text
+
+    async def render(self, messages: Any, tools: Any, template_kwargs: Any) -> str:
+        return self._ask(AskRendered(0, 0, messages, tools or [], template_kwargs or {})).text
+
+    def _ask(self, question: Question) -> Any:
+        answer = self._texts.answer(question)
+        if isinstance(answer, Refused):
+            raise SpmdError(answer.problem)
+        return answer
+
+
+def played(name: str, said: list[str], asked: list[str], drawn: list[str], **kwargs: Any) -> Any:
+    """Return an engine and the samples of a conversation in which the policy draws these texts."""
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    first = [{"role": "user", "content": asked[0]}]
+    text = tokenizer.apply_chat_template(
+        first, tokenize=False, add_generation_prompt=True, **kwargs
+    )
+    (ids,) = tokenizer([text], add_special_tokens=False)["input_ids"]
+    chat = {"messages": first, "template_kwargs": kwargs}
+    prompt = Prompt(0, np.array(ids, np.int32), text, chat=chat)
+    engine: Any = Engine(tokenizer, drawn)
+
+    async def play() -> list[Sample]:
+        conversation = Conversation(prompt)
+        for number in range(len(drawn)):
+            if number:
+                conversation.add("user", asked[number])
+            await conversation.complete(engine)
+            conversation.messages[-1]["content"] = said[number]
+        return conversation.samples()
+
+    return prompt, engine, asyncio.run(play())
+
+
+def ended(name: str, text: str) -> str:
+    """What a policy draws that has learned from this text."""
+    thought = "<think>\n\n</think>\n\n" if name == "qwen" else ""
+    begin = " " if name == "mistral" else ""
+    return (
+        begin
+        + thought
+        + text
+        + ("\n" if name == "plain" else "")
+        + tokenizer_of(TEMPLATES[name]).eos_token
+    )
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=40)
+@given(st.lists(st.tuples(words, words), min_size=1, max_size=4))
+def test_samples_are_what_supervised_training_learns(
+    name: str, turns: list[tuple[str, str]]
+) -> None:
+    """The texts here do not merge with their neighbours, so that tokens can be compared."""
+    asked, said = [[*column] for column in zip(*turns, strict=True)]
+    prompt, engine, samples = played(name, said, asked, [ended(name, text) for text in said])
+    messages = [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    for number, text in enumerate(engine.prompts):
+        assert text == tokenizer.apply_chat_template(
+            messages[: 2 * number + 1], tokenize=False, add_generation_prompt=True
+        ), "the policy is given what the template makes of the messages"
+    chat = Chat("", messages, [], {})
+    (expected,) = encode_turns([chat], "all", tokenizer, tokenizer.eos_token_id)
+    assert len(samples) == len(expected)
+    for sample, sequence in zip(samples, expected, strict=True):
+        assert [*prompt.tokens, *sample.tokens] == sequence.tokens.tolist()
+        assert sample.mask.tolist() == sequence.mask[len(prompt.tokens) :].tolist()
+
+
+def test_drawn_tokens_stay_where_text_would_be_tokenised_in_another_way() -> None:
+    drawn = ["\n\nab<|end|>", "b<|end|>"]
+    prompt, _, (sample,) = played("chatml", ["\n\nab", "b"], ["a", "b"], drawn)
+    tokenizer = tokenizer_of(CHATML)
+    tokens = [*prompt.tokens, *sample.tokens]
+    (again,) = tokenizer([tokenizer.decode(tokens)], add_special_tokens=False)["input_ids"]
+    assert tokens != again
+    learned = sample.tokens[sample.mask].tolist()
+    first, second = tokenizer(drawn, add_special_tokens=False)["input_ids"]
+    assert learned == first + second
+
+
+def test_a_turn_that_was_cut_is_ended_by_the_template() -> None:
+    _, _, (sample,) = played("chatml", ["a", "b"], ["a", "b"], ["a", "b<|end|>"])
+    text = tokenizer_of(CHATML).decode(sample.tokens)
+    assert text == "a<|end|>\n<|start|>user\nb<|end|>\n<|start|>assistant\nb<|end|>"
+    assert tokenizer_of(CHATML).decode(sample.tokens[sample.mask]) == "ab<|end|>"
+
+
+def test_a_prompt_that_the_template_rewrites() -> None:
+    with pytest.raises(SpmdError, match="renders the prompt in another way once it is answered"):
+        played("qwen", ["a", "b"], ["a", "b"], ["a<|end|>", "b<|end|>"], no_thinking=True)
+
+
+def test_a_prompt_without_messages() -> None:
+    with pytest.raises(ValueError, match="needs a prompt with prompts.chat_template = true"):
+        Conversation(make_prompt())
+
+
+def test_questions_for_the_tokenizer() -> None:
+    texts = EpisodeTexts(lambda: tokenizer_of(MISTRAL))
+    user = {"role": "user", "content": "a"}
+    assert texts.answer(AskRendered(1, 2, [user], [], {})) == Text(1, 2, "<s>[INST] a [/INST]")
+    refused = texts.answer(AskRendered(1, 2, [user, user], [], {}))
+    assert refused == Refused(
+        1, 2, "messages: the chat template refuses this: roles must alternate user/assistant"
+    )
+    wrong = texts.answer(AskRendered(1, 2, [{"role": "user"}], [], {}))
+    assert isinstance(wrong, Refused)
+    encoded = texts.answer(AskTokens(1, 2, "<s>"))
+    assert encoded == Encoded(1, 2, [tokenizer_of(MISTRAL).bos_token_id])
+    assert texts.answer(AskText(1, 2, np.array(encoded.tokens, np.int32))) == Text(1, 2, "<s>")
+    assert EpisodeTexts(None).answer(AskTokens(1, 2, "")) == Refused(
+        1, 2, "there is no tokenizer here"
+    )
