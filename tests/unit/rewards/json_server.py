@@ -23,6 +23,9 @@ class Asked(NamedTuple):
 class Reset:
     """An answer that breaks the connection."""
 
+    def __str__(self) -> str:
+        return "reset"
+
 
 class Silence:
     """An answer that never comes."""
