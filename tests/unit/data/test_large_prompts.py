@@ -56,7 +56,6 @@ def test_a_large_file_is_drawn_as_a_small_one(
     for one, other in zip(small.take(30), large.take(30), strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.replace(tokens=None) == other.replace(tokens=None)
-        assert small.as_written(one) == large.as_written(other) == one.text
     with pytest.raises(DataError, match="not those of the checkpoint"):
         large.restore(small.state())
 

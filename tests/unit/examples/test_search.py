@@ -23,7 +23,7 @@ from spmd_rl.hooks.transcript import Turn
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
-from tests.unit.hooks.cases import events_of
+from tests.unit.hooks.cases import CharTokenizer, events_of
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "search"
@@ -94,7 +94,7 @@ def played(retriever: Retriever, folder: Path, *said: str) -> Sample:
     np.savez(folder / ENCODER, weights=weights)
     prompt = Prompt(3, np.array([1], np.int32), text=rows("eval")[0]["prompt"])
     cfg = HookConfig(generate=f"{EXAMPLE / 'hooks.py'}:solve")
-    with HookPool(cfg, encode=lambda text: [*map(ord, text)]) as pool:
+    with HookPool(cfg, tokenizer=CharTokenizer) as pool:
         task = pool.submit(EpisodeTask(prompt, 0, 1, 1.0, CallInfo()))
         event: Any = events_of(pool, answer)[task]
     (sample,) = event.samples
