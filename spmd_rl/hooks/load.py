@@ -12,15 +12,19 @@ from types import ModuleType
 from typing import Any
 
 from spmd_rl.errors import ConfigError, source_line
+from spmd_rl.rewards.names import is_short_name, load_grader
 
 
 def load_function(kind: str, name: str) -> Callable[..., Any]:
     """Return the function that `package.module:function` or `path/to/file.py:function` names.
 
-    `kind` names the setting in errors, such as "reward".
+    `kind` names the setting in errors, such as "reward". A reward may have a short name, such as
+    "math" (`rewards/names.py`).
     Raises: ConfigError that says what is wrong and how to fix it.
     """
     said = f"{kind} {name!r}"
+    if kind == "reward" and is_short_name(name):
+        return load_grader(said, name)
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
         raise ConfigError(
