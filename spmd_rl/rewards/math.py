@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 from spmd_rl.rewards.boxed import last_boxed
+from spmd_rl.rewards.final_text import after_thinking
 from spmd_rl.rewards.math_cost import is_costly
 from spmd_rl.rewards.math_parse import parse
-from spmd_rl.rewards.final_text import after_thinking
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -60,8 +59,11 @@ def _imported(target: str) -> Callable[..., Any]:
 
 def _check_package(said: str, name: str) -> None:
     package = PACKAGES.get(name, "")
-    if package and importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"{said}: it needs the package {package}: pip install -e '.[rewards]' in the "
-            "repository of spmd_rl"
-        )
+    if package:
+        try:  # here, so that no call waits for it
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ConfigError(
+                f"{said}: it needs the package {package}: pip install -e '.[rewards]' in the "
+                "repository of spmd_rl"
+            ) from error

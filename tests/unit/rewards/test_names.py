@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ def test_an_unknown_short_name_is_answered_with_those_there_are(name: str) -> No
 
 
 def test_a_missing_package_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ConfigError, match=r"'math': it needs the package math_verify: pip install"):
         load_reward("math")
     assert load_reward("exact").function is match.exact
@@ -82,13 +82,15 @@ def test_last_boxed(text: str, box: str | None) -> None:
     assert last_boxed(text) == box
 
 
-_nested: Any = st.recursive(
-    st.text("ab1 ", max_size=4), lambda inner: st.lists(inner, max_size=3).map(_braced), max_leaves=8
-)
-
-
 def _braced(parts: list[str]) -> str:
     return "".join("{" + part + "}" for part in parts)
+
+
+_nested: Any = st.recursive(
+    st.text("ab1 ", max_size=4),
+    lambda inner: st.lists(inner, max_size=3).map(_braced),
+    max_leaves=8,
+)
 
 
 @given(_nested, st.text("xy {}\\", max_size=20))

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.rewards import dapo as dapo_rule
 from spmd_rl.rewards import squad
 from spmd_rl.rewards.dapo import dapo
 from spmd_rl.rewards.deepscaler import deepscaler
@@ -60,17 +59,20 @@ def test_dapo(answer: str, text: str, right: bool) -> None:
     assert graded == {"reward": 1.0 if right else -1.0, "accuracy": float(right)}
 
 
-@settings(max_examples=1000, deadline=None)
-@given(
-    st.integers(-(10**9), 10**9),
-    st.sampled_from(["{}", "${}$", r"\boxed{{{}}}", "x = {}", "{} units", r"{}\text{{ cm}}", " {} "]),
-    st.text(string.printable, max_size=400),
-)
-def test_dapo_finds_what_is_written_at_the_end(number: int, form: str, before: str) -> None:
-    text = f"{before}\nAnswer: {form.format(number)}"
-    assert dapo(ask(str(number)), say(text))["reward"] == 1
-    assert dapo(ask(str(number + 1)), say(text))["reward"] == -1
-    assert dapo_rule.normalised(f"{number:,}") in (str(number), f"{number:,}")
+WRITTEN = ["{}", "${}$", r"\boxed{{{}}}", "x = {}", "{} units", r"{}\text{{ cm}}", " {} "]
+
+
+def _noise(draw: random.Random, length: int) -> str:
+    return "".join(draw.choices(string.printable, k=draw.randrange(length)))
+
+
+def test_dapo_finds_a_thousand_answers_at_the_end() -> None:
+    for seed in range(1000):
+        draw = random.Random(seed)
+        number = draw.randrange(-(10**9), 10**9)
+        text = f"{_noise(draw, 400)}\nAnswer: {draw.choice(WRITTEN).format(number)}"
+        assert dapo(ask(str(number)), say(text))["reward"] == 1, text
+        assert dapo(ask(str(number + 1)), say(text))["reward"] == -1, text
 
 
 @pytest.mark.parametrize(
@@ -114,12 +116,14 @@ def test_deepscaler(answer: str, response: str, right: bool) -> None:
     assert deepscaler(ask(answer), say(f"{response}</think>")) == 0, "what is thought"
 
 
-@settings(max_examples=1000, deadline=None)
-@given(st.integers(-(10**9), 10**9), st.text(string.printable, max_size=200))
-def test_deepscaler_finds_the_last_box(number: int, thought: str) -> None:
-    text = f"{thought}</think>it is \\boxed{{ {number} }}."
-    assert deepscaler(ask(str(number)), say(text)) == 1
-    assert deepscaler(ask(str(number + 1)), say(text)) == 0
+def test_deepscaler_finds_a_thousand_last_boxes() -> None:
+    for seed in range(1000):
+        draw = random.Random(seed)
+        number = draw.randrange(-(10**9), 10**9)
+        text = f"{_noise(draw, 200)}</think>it is \\boxed{{ {number} }}."
+        assert deepscaler(ask(str(number)), say(text)) == 1, text
+        if seed % 10 == 0:  # math-verify is asked as well
+            assert deepscaler(ask(str(number + 1)), say(text)) == 0, text
 
 
 @pytest.mark.parametrize(
@@ -175,16 +179,17 @@ def test_an_answer_that_is_no_choice_is_an_error(answer: str) -> None:
 FORMS = ["Answer: {}", "So the answer is ({}).", r"\boxed{{{}}}", "well\n{}", "**{}**", "option {}"]
 
 
-@settings(max_examples=1000, deadline=None)
-@given(st.integers(0, 9), st.sampled_from(FORMS), st.integers(0, 9))
-def test_a_letter_is_found_in_each_form(number: int, form: str, other: int) -> None:
-    letter = string.ascii_uppercase[number]
-    assert chosen(form.format(letter), ["text"] * 10) == letter
-    thought = FORMS[other % len(FORMS)].format(string.ascii_uppercase[other])
-    said = say(f"{thought}</think>{form.format(letter)}")
-    assert multiple_choice(ask(letter), said) == 1
+def test_a_thousand_letters_are_found() -> None:
+    for seed in range(1000):
+        draw = random.Random(seed)
+        letter, other = draw.choices(string.ascii_uppercase[:10], k=2)
+        text = draw.choice(FORMS).format(letter)
+        assert chosen(text, ["text"] * 10) == letter
+        said = say(f"{draw.choice(FORMS).format(other)}</think>{text}")
+        assert multiple_choice(ask(letter), said) == 1, text
 
 
+@settings(max_examples=50)
 @given(st.lists(st.text(max_size=5), min_size=1, max_size=6, unique=True), st.integers())
 def test_choices_are_shuffled_by_the_seed_alone(texts: list[str], seed: int) -> None:
     right, wrong = texts[0], texts[1:]
@@ -248,16 +253,15 @@ def test_answers_that_are_no_list_of_texts_are_an_error() -> None:
         f1(ask("x", answers="y"), say("x"))
 
 
-_words = st.lists(st.sampled_from("the a cat Cat. sat on mat yes no 1,0 -- an".split()), max_size=8)
+WORDS = "the a cat Cat. sat on mat yes no 1,0 -- an".split()
 
 
-@settings(max_examples=1000, deadline=None)
-@given(_words, _words)
-def test_f1_is_that_of_the_published_rule(said: list[str], answer: list[str]) -> None:
-    text, gold = " ".join(said), " ".join(answer)
-    assert squad.word_f1(squad.normalised(text), squad.normalised(gold)) == pytest.approx(
-        _published_f1(text, gold)
-    )
+def test_a_thousand_f1_are_those_of_the_published_rule() -> None:
+    for seed in range(1000):
+        draw = random.Random(seed)
+        said, gold = (" ".join(draw.choices(WORDS, k=draw.randrange(8))) for _ in range(2))
+        score = squad.word_f1(squad.normalised(said), squad.normalised(gold))
+        assert score == pytest.approx(_published_f1(said, gold)), (said, gold)
 
 
 def _published_f1(said: str, gold: str) -> float:
