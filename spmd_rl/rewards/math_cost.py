@@ -28,10 +28,8 @@ def is_costly(expression: Any) -> bool:
     if isinstance(expression, str):
         return False
     try:
-        parts = 0
-        for node in sympy.preorder_traversal(expression):
-            parts += 1
-            if parts > MAX_PARTS or type(node).__name__ in _UNDONE:
+        for number, node in enumerate(sympy.preorder_traversal(expression)):
+            if number >= MAX_PARTS or type(node).__name__ in _UNDONE:
                 return True
         _digits(expression)
     except _CostlyError:

@@ -1,4 +1,4 @@
-r"""Multiple choice: the letter that a response chooses, and the order in which choices are shown."""
+r"""Multiple choice: the letter that a response chooses, and the order of choices."""
 
 from __future__ import annotations
 

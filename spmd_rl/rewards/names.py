@@ -19,10 +19,16 @@ GRADERS = {
     "multiple_choice": "spmd_rl.rewards.multiple_choice:multiple_choice",
     "exact_match": "spmd_rl.rewards.squad:exact_match",
     "f1": "spmd_rl.rewards.squad:f1",
+    "ifeval": "spmd_rl.rewards.ifeval:ifeval",
 }
 BOXED = "boxed_"  # before the name of a grader of TEXT: it grades what is in the last \boxed{...}
 TEXT = ("exact", "contains", "last_number", "multiple_choice", "exact_match", "f1")
-PACKAGES = {"math": "math_verify", "boxed_math": "math_verify", "deepscaler": "math_verify"}
+PACKAGES = {
+    "math": "math_verify",
+    "boxed_math": "math_verify",
+    "deepscaler": "math_verify",
+    "ifeval": "langdetect",
+}
 
 
 def is_short_name(name: str) -> bool:
