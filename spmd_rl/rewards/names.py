@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from typing import Any
-
 from spmd_rl.errors import ConfigError
 
 GRADERS = {
@@ -36,40 +32,18 @@ def is_short_name(name: str) -> bool:
     return ":" not in name and "/" not in name and not name.endswith(".py")
 
 
-def load_grader(said: str, name: str) -> Callable[..., Any]:
-    """Return the reward function of a short name. `said` names the setting in errors.
+def find_grader(said: str, name: str) -> tuple[str, bool]:
+    """Return the `module:function` of a short name, and whether it reads the last box only.
 
-    Raises: ConfigError for an unknown name, and for one that needs a package that is not installed.
+    `said` names the setting in errors. Raises: ConfigError for an unknown name.
     """
-    inner = name.removeprefix(BOXED)
     if name in GRADERS:
-        _check_package(said, name)
-        return _imported(GRADERS[name])
+        return GRADERS[name], False
+    inner = name.removeprefix(BOXED)
     if name.startswith(BOXED) and inner in TEXT:
-        from spmd_rl.rewards.boxed import in_last_box
-
-        return in_last_box(_imported(GRADERS[inner]))
-    known = ", ".join(GRADERS)
+        return GRADERS[inner], True
     raise ConfigError(
-        f"{said}: there is no grader of this name (there are: {known}; and {BOXED} before "
-        f"{', '.join(TEXT)}): name one, or write package.module:function or "
+        f"{said}: there is no grader of this name (there are: {', '.join(GRADERS)}; and {BOXED} "
+        f"before {', '.join(TEXT)}): name one, or write package.module:function or "
         "path/to/file.py:function"
     )
-
-
-def _imported(target: str) -> Callable[..., Any]:
-    module, _, function = target.partition(":")
-    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return loaded
-
-
-def _check_package(said: str, name: str) -> None:
-    package = PACKAGES.get(name, "")
-    if package:
-        try:  # here, so that no call waits for it
-            importlib.import_module(package)
-        except ImportError as error:
-            raise ConfigError(
-                f"{said}: it needs the package {package}: pip install -e '.[rewards]' in the "
-                "repository of spmd_rl"
-            ) from error
