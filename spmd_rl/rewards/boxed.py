@@ -2,44 +2,32 @@ r"""The last `\boxed{...}` of a text, and graders that read nothing else."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from spmd_rl.types.samples import Sample
 
-_MARKS = "\\boxed{", "\\fbox{"
+_MARK = re.compile(r"\\(?:boxed|fbox)\{|\\.|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
     r"""Return what is in the last `\boxed{...}` or `\fbox{...}` that is closed, or None.
 
-    Braces may be nested; `\{` and `\}` do not count.
+    Braces may be nested; `\{` and `\}` do not count. It reads the text once.
     """
-    end = len(text)
-    while (start := max(text.rfind(mark, 0, end) for mark in _MARKS)) >= 0:
-        opened = text.index("{", start)
-        if (closed := _closing(text, opened)) is not None:
-            return text[opened + 1 : closed]
-        end = opened
-    return None
-
-
-def _closing(text: str, opened: int) -> int | None:
-    """Return the place of the brace that closes the one at `opened`, or None."""
-    depth, place = 0, opened
-    while place < len(text):
-        letter = text[place]
-        if letter == "\\":
-            place += 1
-        elif letter == "{":
-            depth += 1
-        elif letter == "}":
-            depth -= 1
-            if not depth:
-                return place
-        place += 1
-    return None
+    found: str | None = None
+    last_start = -1
+    opened: list[tuple[int, bool]] = []  # where the inside of each open brace begins; is it a box
+    for mark in _MARK.finditer(text):
+        if mark[0] == "}" and opened:
+            start, is_box = opened.pop()
+            if is_box and start > last_start:
+                found, last_start = text[start : mark.start()], start
+        elif mark[0].endswith("{") and mark[0] != "\\{":
+            opened.append((mark.end(), len(mark[0]) > 1))
+    return found
 
 
 def in_last_box(grader: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,12 @@ def test_every_short_name_is_the_function_that_the_table_says(name: str) -> None
     assert loaded.function is load_function("reward", names.GRADERS[name])
     assert loaded.name == load_reward(names.GRADERS[name]).name == name
     assert not loaded.form.takes_context and not loaded.form.whole_group
+
+
+def test_the_page_has_every_short_name() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    boxed = [f"boxed_{name}" for name in names.TEXT]
+    assert [name for name in [*names.GRADERS, *boxed] if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("inner", names.TEXT)
