@@ -1,203 +1,106 @@
-"""The 25 checks of instructions in IFEval (Zhou et al. 2023), one pure function each.
-
-A check takes the response and the arguments that the data gives, under the published names.
-"""
+"""IFEval and IFBench: whether a response follows every instruction that its record lists."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from spmd_rl.rewards.sentences import count_sentences
+from spmd_rl.rewards import ifbench_checks, ifeval_checks
+from spmd_rl.rewards.final_text import after_thinking
+from spmd_rl.rewards.ifeval_checks import Check
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 
-Arguments = Mapping[str, Any]
-Check = Callable[[str, Arguments], bool]
-
-_YES_OR_NO = "My answer is yes.", "My answer is no.", "My answer is maybe."
-_CODE_FENCES = "```json", "```Json", "```JSON", "```"
-_STAR_BULLET = re.compile(r"^\s*\*[^*].*$", re.MULTILINE)
-_HYPHEN_BULLET = re.compile(r"^\s*-.*$", re.MULTILINE)
-_SINGLE_STARS = re.compile(r"\*([^\n*]*)\*")
-_DOUBLE_STARS = re.compile(r"\*\*([^\n*]*)\*\*")
-_TITLE = re.compile(r"<<([^\n]+)>>")
-_CAPITALS = re.compile(r"\w+(?:[-.&/]\w+)*")
+INSTRUCTIONS, ARGUMENTS = "instruction_id_list", "kwargs"  # keys of the record, as published
 
 
-def _compares(count: int, relation: str, limit: Any) -> bool:
-    """Return whether a count is "less than" or "at least" a limit. Raises: ValueError."""
-    if relation == "less than":
-        return count < int(limit)
-    if relation == "at least":
-        return count >= int(limit)
-    raise ValueError(f"the relation {relation!r} is neither 'less than' nor 'at least'")
+def ifeval(prompt: Prompt, sample: Sample) -> dict[str, float]:
+    """Return 1 if the response follows all IFEval instructions of its record, as it stands.
+
+    The parts are "strict" and "loose" for all of them together, and "strict_share" and
+    "loose_share" for the share of them that are followed. Loose means that the response may also be
+    read without its first line, its last line, or its asterisks.
+    Raises: ValueError for an instruction that is not known or lacks an argument.
+    """
+    return _grade(prompt, sample, "IFEval", ifeval_checks.CHECKS)
 
 
-def _has_keywords(text: str, given: Arguments) -> bool:
-    return all(re.search(word, text, re.IGNORECASE) for word in given["keywords"])
+def ifbench(prompt: Prompt, sample: Sample) -> dict[str, float]:
+    """Return 1 if the response follows all IFBench instructions of its record, as `ifeval` does.
+
+    Those that need a corpus, a tagger or sentences are not known.
+    Raises: ValueError for an instruction that is not known or lacks an argument.
+    """
+    return _grade(prompt, sample, "IFBench", ifbench_checks.CHECKS)
 
 
-def _keyword_frequency(text: str, given: Arguments) -> bool:
-    count = len(re.findall(given["keyword"], text, re.IGNORECASE))
-    return _compares(count, given["relation"], given["frequency"])
+def _grade(
+    prompt: Prompt, sample: Sample, benchmark: str, checks: Mapping[str, Check]
+) -> dict[str, float]:
+    instructions = _instructions(prompt, benchmark, checks)
+    text = after_thinking(sample.text)
+    text = "" if text.lstrip().startswith("<think>") else text.strip()
+    forms = loose_forms(text)
+    strict = [one.is_followed(text) for one in instructions]
+    loose = [any(map(one.is_followed, forms)) for one in instructions]
+    return {
+        "reward": float(all(strict)),
+        "strict": float(all(strict)),
+        "loose": float(all(loose)),
+        "strict_share": sum(strict) / len(strict),
+        "loose_share": sum(loose) / len(loose),
+    }
 
 
-def _forbidden_words(text: str, given: Arguments) -> bool:
-    words = given["forbidden_words"]
-    return not any(re.search(rf"\b{word}\b", text, re.IGNORECASE) for word in words)
+def loose_forms(text: str) -> list[str]:
+    """Return the forms of a response of which one has to follow an instruction loosely."""
+    lines = text.split("\n")
+    kept = [lines, lines[1:], lines[:-1], lines[1:-1]]
+    forms = [text, *("\n".join(part).strip() for part in kept[1:])]
+    return [*forms, *(form.replace("*", "") for form in forms)]
 
 
-def _letter_frequency(text: str, given: Arguments) -> bool:
-    count = text.lower().count(given["letter"].lower())
-    return _compares(count, given["let_relation"], given["let_frequency"])
+@dataclass(frozen=True)
+class _Instruction:
+    """An instruction of a record, with its arguments."""
+
+    name: str
+    check: Check
+    given: Mapping[str, Any]
+
+    def is_followed(self, text: str) -> bool:
+        """Return whether a text follows it. Raises: ValueError for wrong arguments."""
+        if not text.strip():
+            return False
+        try:
+            return self.check(text, self.given)
+        except KeyError as error:
+            raise ValueError(
+                f"{ARGUMENTS!r} of this record lacks {error} for {self.name}"
+            ) from error
+        except (re.error, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{ARGUMENTS!r} of this record are wrong for {self.name}: {error}"
+            ) from error
 
 
-def _response_language(text: str, given: Arguments) -> bool:
-    return _language(text) in (given["language"], None)
-
-
-def _number_sentences(text: str, given: Arguments) -> bool:
-    return _compares(count_sentences(text), given["relation"], given["num_sentences"])
-
-
-def _number_paragraphs(text: str, given: Arguments) -> bool:
-    """Paragraphs stand between `***`; only the first and the last may be empty."""
-    parts = [bool(part.strip()) for part in re.split(r"\s?\*\*\*\s?", text)]
-    return all(parts[1:-1]) and sum(parts) == int(given["num_paragraphs"])
-
-
-def _number_words(text: str, given: Arguments) -> bool:
-    return _compares(len(re.findall(r"\w+", text)), given["relation"], given["num_words"])
-
-
-def _nth_paragraph_first_word(text: str, given: Arguments) -> bool:
-    """Paragraphs stand between empty lines; empty ones do not count, but keep their number."""
-    parts = [part.strip() for part in text.split("\n\n")]
-    filled, nth = sum(map(bool, parts)), int(given["nth_paragraph"])
-    if nth > filled or not parts[nth - 1]:
-        return False
-    word = parts[nth - 1].split()[0].lstrip("'").lstrip('"')
-    first_word = re.split(r"[.,?!'\"]", word)[0].lower()
-    return filled == int(given["num_paragraphs"]) and first_word == given["first_word"].lower()
-
-
-def _number_placeholders(text: str, given: Arguments) -> bool:
-    return len(re.findall(r"\[.*?\]", text)) >= int(given["num_placeholders"])
-
-
-def _postscript(text: str, given: Arguments) -> bool:
-    marker = given["postscript_marker"]
-    patterns = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
-    return bool(re.search(patterns.get(marker, marker.lower()), text.lower()))
-
-
-def _number_bullet_lists(text: str, given: Arguments) -> bool:
-    bullets = [*_STAR_BULLET.findall(text), *_HYPHEN_BULLET.findall(text)]
-    return len(bullets) == int(given["num_bullets"])
-
-
-def _constrained_response(text: str, _: Arguments) -> bool:
-    return any(answer in text for answer in _YES_OR_NO)
-
-
-def _number_highlighted_sections(text: str, given: Arguments) -> bool:
-    parts = [*_SINGLE_STARS.findall(text), *_DOUBLE_STARS.findall(text)]
-    return sum(bool(part.strip()) for part in parts) >= int(given["num_highlights"])
-
-
-def _multiple_sections(text: str, given: Arguments) -> bool:
-    found = re.findall(rf"\s?{given['section_spliter']}\s?\d+\s?", text)
-    return len(found) >= int(given["num_sections"])
-
-
-def _json_format(text: str, _: Arguments) -> bool:
-    inner = text.strip()
-    for fence in _CODE_FENCES:
-        inner = inner.removeprefix(fence)
-    try:
-        json.loads(inner.removesuffix("```").strip())
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _title(text: str, _: Arguments) -> bool:
-    return any(title.lstrip("<").rstrip(">").strip() for title in _TITLE.findall(text))
-
-
-def _two_responses(text: str, _: Arguments) -> bool:
-    """Two different answers stand on either side of `******`."""
-    parts = [part.strip() for part in text.split("******")]
-    filled = [part for part in parts if part]
-    return all(parts[1:-1]) and len(filled) == 2 and filled[0] != filled[1]
-
-
-def _repeat_prompt(text: str, given: Arguments) -> bool:
-    return text.strip().lower().startswith(given["prompt_to_repeat"].strip().lower())
-
-
-def _end_checker(text: str, given: Arguments) -> bool:
-    return text.strip().strip('"').lower().endswith(given["end_phrase"].strip().lower())
-
-
-def _capital_word_frequency(text: str, given: Arguments) -> bool:
-    count = sum(word.isupper() for word in _CAPITALS.findall(text))
-    return _compares(count, given["capital_relation"], given["capital_frequency"])
-
-
-def _english_capital(text: str, _: Arguments) -> bool:
-    return text.isupper() and _language(text) in ("en", None)
-
-
-def _english_lowercase(text: str, _: Arguments) -> bool:
-    return text.islower() and _language(text) in ("en", None)
-
-
-def _no_comma(text: str, _: Arguments) -> bool:
-    return "," not in text
-
-
-def _quotation(text: str, _: Arguments) -> bool:
-    inner = text.strip()
-    return len(inner) > 1 and inner[0] == inner[-1] == '"'
-
-
-def _language(text: str) -> str | None:
-    """Return the ISO 639-1 code of a text's language; None for one without letters."""
-    from langdetect import DetectorFactory, LangDetectException, detect
-
-    DetectorFactory.seed = 0  # it draws samples of the text
-    try:
-        return str(detect(text))
-    except LangDetectException:
-        return None
-
-
-CHECKS: dict[str, Check] = {
-    "keywords:existence": _has_keywords,
-    "keywords:frequency": _keyword_frequency,
-    "keywords:forbidden_words": _forbidden_words,
-    "keywords:letter_frequency": _letter_frequency,
-    "language:response_language": _response_language,
-    "length_constraints:number_sentences": _number_sentences,
-    "length_constraints:number_paragraphs": _number_paragraphs,
-    "length_constraints:number_words": _number_words,
-    "length_constraints:nth_paragraph_first_word": _nth_paragraph_first_word,
-    "detectable_content:number_placeholders": _number_placeholders,
-    "detectable_content:postscript": _postscript,
-    "detectable_format:number_bullet_lists": _number_bullet_lists,
-    "detectable_format:constrained_response": _constrained_response,
-    "detectable_format:number_highlighted_sections": _number_highlighted_sections,
-    "detectable_format:multiple_sections": _multiple_sections,
-    "detectable_format:json_format": _json_format,
-    "detectable_format:title": _title,
-    "combination:two_responses": _two_responses,
-    "combination:repeat_prompt": _repeat_prompt,
-    "startend:end_checker": _end_checker,
-    "startend:quotation": _quotation,
-    "change_case:capital_word_frequency": _capital_word_frequency,
-    "change_case:english_capital": _english_capital,
-    "change_case:english_lowercase": _english_lowercase,
-    "punctuation:no_comma": _no_comma,
-}
+def _instructions(
+    prompt: Prompt, benchmark: str, checks: Mapping[str, Check]
+) -> list[_Instruction]:
+    """Return the instructions of a record. Arguments that are null are left out."""
+    names, arguments = prompt.meta.get(INSTRUCTIONS), prompt.meta.get(ARGUMENTS)
+    if not isinstance(names, list) or not names:
+        raise ValueError(f"this record has no list {INSTRUCTIONS!r}")
+    if unknown := [name for name in names if name not in checks]:
+        raise ValueError(
+            f"the instruction {unknown[0]!r} of this record is none of those of {benchmark} that "
+            "can be checked"
+        )
+    if not isinstance(arguments, list) or len(arguments) != len(names):
+        raise ValueError(f"this record has no list {ARGUMENTS!r} as long as {INSTRUCTIONS!r}")
+    given = [
+        {key: value for key, value in (one or {}).items() if value is not None} for one in arguments
+    ]
+    return [_Instruction(name, checks[name], one) for name, one in zip(names, given, strict=True)]

@@ -15,7 +15,8 @@ GRADERS = {
     "multiple_choice": "spmd_rl.rewards.multiple_choice:multiple_choice",
     "exact_match": "spmd_rl.rewards.squad:exact_match",
     "f1": "spmd_rl.rewards.squad:f1",
-    "ifeval": "spmd_rl.rewards.ifeval:ifeval",
+    "ifeval": "spmd_rl.rewards.instructions:ifeval",
+    "ifbench": "spmd_rl.rewards.instructions:ifbench",
 }
 BOXED = "boxed_"  # before the name of a grader of TEXT: it grades what is in the last \boxed{...}
 TEXT = ("exact", "contains", "last_number", "multiple_choice", "exact_match", "f1")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
-import sys
-import types
 from typing import Any
 
 import pytest
 
-from spmd_rl.rewards.ifeval import ifeval, loose_forms
-from spmd_rl.rewards.instructions import CHECKS
+from spmd_rl.rewards.ifeval_checks import CHECKS
+from spmd_rl.rewards.instructions import ifeval, loose_forms
 from spmd_rl.rewards.sentences import count_sentences
 from tests.unit.rewards.cases import ask, say
+from tests.unit.rewards.published import published_checks
 
 # the checks of these need models of nltk, which are downloads
 OURS_ALONE = {"length_constraints:number_sentences"}
@@ -67,20 +66,6 @@ def _arguments(draw: random.Random) -> dict[str, dict[str, Any]]:
     }
 
 
-def _published() -> dict[str, Any]:
-    """The published checks. Their package reads data sets elsewhere, which is not asked for."""
-    missing = False
-    try:
-        import datasets  # noqa: F401
-    except ImportError:
-        missing = True
-        sys.modules["datasets"] = types.SimpleNamespace(load_dataset=None)  # type: ignore[assignment]
-    registry = pytest.importorskip("if_verifiable.ifeval.instructions_registry")
-    if missing:
-        del sys.modules["datasets"]
-    return registry.INSTRUCTION_DICT
-
-
 def _text(draw: random.Random, name: str) -> str:
     text = "".join(draw.choices(PIECES, k=draw.randrange(1, 9)))
     if name == "change_case:english_capital" and draw.random() < 0.8:
@@ -104,7 +89,7 @@ def test_checks_agree_with_the_published_ones_on_generated_texts(
     nltk = pytest.importorskip("nltk")
     from nltk.tokenize.destructive import NLTKWordTokenizer
 
-    published = _published()
+    published = published_checks("ifeval")
     assert set(published) == set(CHECKS)
     monkeypatch.setattr(nltk, "word_tokenize", NLTKWordTokenizer().tokenize)
     differ, verdicts = [], {}
@@ -185,7 +170,7 @@ def test_loose_forms() -> None:
     [
         ({}, "no list 'instruction_id_list'"),
         ({"instruction_id_list": []}, "no list 'instruction_id_list'"),
-        ({"instruction_id_list": ["x:y"], "kwargs": [{}]}, "'x:y' of this record is none of"),
+        ({"instruction_id_list": ["x:y"], "kwargs": [{}]}, "'x:y' of this record is none of those"),
         ({"instruction_id_list": [TITLE[0]], "kwargs": []}, "no list 'kwargs' as long as"),
         ({"instruction_id_list": ["startend:end_checker"], "kwargs": [{}]}, "lacks 'end_phrase'"),
         (

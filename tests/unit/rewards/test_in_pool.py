@@ -45,7 +45,8 @@ HOSTILE = [
     "A " * 100_000,
 ]
 NAMES = [name for name in GRADERS if GRADERS[name].rpartition(":")[2] == name]
-RULES = [name for name in NAMES if name not in ("code", "remote", "judge")]
+NOT_HERE = "code", "remote", "judge", "ifbench"  # servers, and one that has other instructions
+RULES = [name for name in NAMES if name not in NOT_HERE]
 
 
 def test_a_hostile_response_costs_its_own_sample_only() -> None:
