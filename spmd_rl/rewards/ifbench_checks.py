@@ -27,7 +27,7 @@ _CONSONANTS = re.compile(r"[bcdfghjklmnpqrstvwxyz]{2}")
 _JAPANESE = re.compile("[\u3040-\u30ff\u4e00-\u9fff]")
 _PRIMES = frozenset(n for n in range(2, 100) if all(n % divisor for divisor in range(2, n)))
 _DATE = re.compile(r"(\d{4})-(\d{2})-(\d{2})", re.ASCII)
-_THESIS = re.compile(r"<(?:i|em)>(.*?)</(?:i|em)>(.*)", re.DOTALL)
+_OPENED, _CLOSED = re.compile("<(?:i|em)>"), re.compile("</(?:i|em)>")
 _CITY_HEADER = ["ID", "Country", "City", "Year", "Count"]
 
 
@@ -131,8 +131,9 @@ def _list(text: str, given: Arguments) -> bool:
 
 
 def _thesis(text: str, _: Arguments) -> bool:
-    found = _THESIS.search(text)
-    return bool(found and found[1].strip() and found[2].strip())
+    parts = _OPENED.split(text, maxsplit=1)
+    thesis, *rest = _CLOSED.split(parts[-1], maxsplit=1)
+    return len(parts) == 2 and bool(thesis.strip() and rest and rest[0].strip())
 
 
 def _output_template(text: str, _: Arguments) -> bool:
@@ -176,7 +177,11 @@ def _is_napoleonic(text: str) -> bool:
 
 
 def _csv_city(text: str, _: Arguments) -> bool:
-    rows: Sequence[list[str]] = list(csv.reader(text.splitlines(keepends=True)))
+    rows: Sequence[list[str]]
+    try:
+        rows = list(csv.reader(text.splitlines(keepends=True)))
+    except csv.Error:  # a field of 128 KiB
+        return False
     return len(rows) == 8 and rows[0] == _CITY_HEADER and all(len(row) == 5 for row in rows)
 
 

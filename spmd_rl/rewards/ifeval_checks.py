@@ -21,7 +21,6 @@ _STAR_BULLET = re.compile(r"^\s*\*[^*].*$", re.MULTILINE)
 _HYPHEN_BULLET = re.compile(r"^\s*-.*$", re.MULTILINE)
 _SINGLE_STARS = re.compile(r"\*([^\n*]*)\*")
 _DOUBLE_STARS = re.compile(r"\*\*([^\n*]*)\*\*")
-_TITLE = re.compile(r"<<([^\n]+)>>")
 _CAPITALS = re.compile(r"\w+(?:[-.&/]\w+)*")
 
 
@@ -83,7 +82,14 @@ def _nth_paragraph_first_word(text: str, given: Arguments) -> bool:
 
 
 def _number_placeholders(text: str, given: Arguments) -> bool:
-    return len(re.findall(r"\[.*?\]", text)) >= int(given["num_placeholders"])
+    return sum(map(_count_placeholders, text.split("\n"))) >= int(given["num_placeholders"])
+
+
+def _count_placeholders(line: str) -> int:
+    count = end = 0
+    while (start := line.find("[", end)) >= 0 and (end := line.find("]", start) + 1):
+        count += 1
+    return count
 
 
 def _postscript(text: str, given: Arguments) -> bool:
@@ -93,6 +99,7 @@ def _postscript(text: str, given: Arguments) -> bool:
 
 
 def _number_bullet_lists(text: str, given: Arguments) -> bool:
+    text = re.sub(r"\n\s+\n", "\n\n", text)  # or else the time would be that of its square
     bullets = [*_STAR_BULLET.findall(text), *_HYPHEN_BULLET.findall(text)]
     return len(bullets) == int(given["num_bullets"])
 
@@ -123,7 +130,12 @@ def _json_format(text: str, _: Arguments) -> bool:
 
 
 def _title(text: str, _: Arguments) -> bool:
-    return any(title.lstrip("<").rstrip(">").strip() for title in _TITLE.findall(text))
+    """A line has more than angle brackets between its first `<<` and its last `>>`."""
+    for line in text.split("\n"):
+        start, end = line.find("<<"), line.rfind(">>")
+        if 0 <= start < end and line[start:end].lstrip("<").rstrip(">").strip():
+            return True
+    return False
 
 
 def _two_responses(text: str, _: Arguments) -> bool:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from spmd_rl.rewards.ifbench_checks import CHECKS
+from spmd_rl.rewards.ifeval_checks import CHECKS as IFEVAL
 from spmd_rl.rewards.instructions import ifbench
 from tests.unit.rewards.cases import ask, say
 from tests.unit.rewards.published import published_checks
+from tests.unit.rewards.test_ifeval import _arguments as ifeval_arguments
 
 PIECES = [
     *("and", "But", "so,", "I", "me", "your/my", "12", "3.5", "level", "tests", "dog", "cat"),
@@ -61,6 +63,10 @@ def _arguments(draw: random.Random) -> dict[str, dict[str, Any]]:
     }
 
 
+def _all_arguments() -> dict[str, dict[str, Any]]:
+    return ifeval_arguments(random.Random(1)) | _arguments(random.Random(1))
+
+
 def test_checks_agree_with_the_published_ones_on_generated_texts() -> None:
     published = published_checks("ifbench")
     assert set(CHECKS) <= set(published)
@@ -97,3 +103,15 @@ def test_an_instruction_that_needs_a_corpus_is_refused() -> None:
         ValueError, match="'words:start_verb' of this record is none of those of IFB"
     ):
         ifbench(prompt, say("Go"))
+
+
+@pytest.mark.parametrize(
+    "text", ["[", "<", "\n", " \n", "*", "* ", "a", "A. ", "x.", '"', "-\n", "<i>"]
+)
+def test_a_long_text_takes_no_time_of_its_square(text: str) -> None:
+    """Of 200,000 characters, which would take minutes."""
+    long = text * (200_000 // len(text)) + "x"
+    given = _all_arguments()
+    for name, check in (IFEVAL | CHECKS).items():
+        if not name.startswith(("language", "change_case:english")):  # langdetect has its own bound
+            check(long, given.get(name, {}))
