@@ -117,12 +117,12 @@ def test_a_thousand_texts_are_parsed_as_math_verify_does() -> None:
 
 def test_a_thousand_comparisons_are_those_of_math_verify() -> None:
     golds = [r"\boxed{17}", r"\boxed{x+1}", r"\boxed{\frac{1}{3}}", r"\boxed{(1,2)}", "$x=2$"]
+    parsed_golds = {gold: math_verify.parse(gold, parsing_timeout=None) for gold in golds}
     found: list[tuple[bool, bool]] = []
     for number in range(200):
         text = _generated(number)[1]
         theirs = math_verify.parse(text, parsing_timeout=None)
-        for gold in golds:
-            parsed = math_verify.parse(gold, parsing_timeout=None)
+        for gold, parsed in parsed_golds.items():
             verdict = math_verify.verify(parsed, theirs, timeout_seconds=None)
             found.append((agrees(gold, text), verdict))
     assert len(found) == 1000
