@@ -44,11 +44,15 @@ setup(
         "torchao": ["torchao>=0.14"],  # trainer.optimizer.kind = "adamw8bit"
         "log": ["tensorboard>=2.18", "wandb>=0.19"],
         "data": ["pyarrow>=18"],  # .parquet files and Hugging Face datasets
-        "rewards": ["httpx>=0.27,<1"],
+        # graders; of math-verify this one, because its patterns are used by name
+        "rewards": ["httpx>=0.27,<1", "math-verify==0.9.0", "langdetect==1.0.9"],
         "docs": ["pdoc==16.0.0"],  # `make api`
         "dev": [
             "httpx>=0.27,<1",
             "hypothesis>=6.120",
+            "if-verifiable==0.1.2",  # the published checks of IFEval
+            "langdetect==1.0.9",
+            "math-verify==0.9.0",
             "mypy>=1.14",
             "pyarrow>=18",
             "pytest>=8.3",

@@ -12,15 +12,20 @@ from types import ModuleType
 from typing import Any
 
 from spmd_rl.errors import ConfigError, source_line
+from spmd_rl.rewards.boxed import in_last_box
+from spmd_rl.rewards.names import PACKAGES, find_grader, is_short_name
 
 
 def load_function(kind: str, name: str) -> Callable[..., Any]:
     """Return the function that `package.module:function` or `path/to/file.py:function` names.
 
-    `kind` names the setting in errors, such as "reward".
+    `kind` names the setting in errors, such as "reward". A reward may have a short name, such as
+    "math" (`rewards/names.py`).
     Raises: ConfigError that says what is wrong and how to fix it.
     """
     said = f"{kind} {name!r}"
+    if kind == "reward" and is_short_name(name):
+        return _load_grader(said, name)
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
         raise ConfigError(
@@ -37,6 +42,20 @@ def load_function(kind: str, name: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{said}: it is a {type(function).__name__}, not a function")
     return function
+
+
+def _load_grader(said: str, name: str) -> Callable[..., Any]:
+    target, reads_box = find_grader(said, name)
+    if package := PACKAGES.get(name):
+        try:  # here, so that no call waits for it
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ConfigError(
+                f"{said}: it needs the package {package}: pip install -e '.[rewards]' in the "
+                "repository of spmd_rl"
+            ) from error
+    function = load_function("reward", target)
+    return in_last_box(function) if reads_box else function
 
 
 def _import_module(said: str, module: str) -> ModuleType:

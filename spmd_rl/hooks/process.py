@@ -93,8 +93,10 @@ class HookProcess:
             self._selector.modify(self._socket, selectors.EVENT_READ | writes, self)
 
     def receive(self) -> list[ToRank]:
-        """Return the messages that have come, and show what was printed."""
+        """Return the messages that have come, send what is unsent, and show what was printed."""
         self._read_output()
+        if self._unsent:
+            self.flush()
         messages: list[ToRank] = []
         # the other end may be closed while the process still runs
         with contextlib.suppress(BlockingIOError, ConnectionResetError):

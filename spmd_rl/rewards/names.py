@@ -1,9 +1,55 @@
-"""Short names of the graders that are shipped."""
+"""Short names of the reward functions that are shipped, for `reward = "math"` in a config."""
 
 from __future__ import annotations
 
-GRADERS: dict[str, str] = {
+from spmd_rl.errors import ConfigError
+
+GRADERS = {
+    "exact": "spmd_rl.rewards.match:exact",
+    "contains": "spmd_rl.rewards.match:contains",
+    "last_number": "spmd_rl.rewards.match:last_number",
+    "math": "spmd_rl.rewards.math:math",
+    "boxed_math": "spmd_rl.rewards.math:boxed_math",
+    "dapo": "spmd_rl.rewards.dapo:dapo",
+    "deepscaler": "spmd_rl.rewards.deepscaler:deepscaler",
+    "multiple_choice": "spmd_rl.rewards.multiple_choice:multiple_choice",
+    "exact_match": "spmd_rl.rewards.squad:exact_match",
+    "f1": "spmd_rl.rewards.squad:f1",
+    "ifeval": "spmd_rl.rewards.instructions:ifeval",
+    "ifbench": "spmd_rl.rewards.instructions:ifbench",
     "code": "spmd_rl.rewards.code:code",
-    "judge": "spmd_rl.rewards.judge:judge",
     "remote": "spmd_rl.rewards.remote:remote",
+    "judge": "spmd_rl.rewards.judge:judge",
 }
+BOXED = "boxed_"  # before the name of a grader of TEXT: it grades what is in the last \boxed{...}
+TEXT = ("exact", "contains", "last_number", "multiple_choice", "exact_match", "f1")
+PACKAGES = {
+    "math": "math_verify",
+    "boxed_math": "math_verify",
+    "deepscaler": "math_verify",
+    "ifeval": "langdetect",
+    "remote": "httpx",
+    "judge": "httpx",
+}
+
+
+def is_short_name(name: str) -> bool:
+    """Return whether this can only be a short name: it says no module and no file."""
+    return ":" not in name and "/" not in name and not name.endswith(".py")
+
+
+def find_grader(said: str, name: str) -> tuple[str, bool]:
+    """Return the `module:function` of a short name, and whether it reads the last box only.
+
+    `said` names the setting in errors. Raises: ConfigError for an unknown name.
+    """
+    if name in GRADERS:
+        return GRADERS[name], False
+    inner = name.removeprefix(BOXED)
+    if name.startswith(BOXED) and inner in TEXT:
+        return GRADERS[inner], True
+    raise ConfigError(
+        f"{said}: there is no grader of this name (there are: {', '.join(GRADERS)}; and {BOXED} "
+        f"before {', '.join(TEXT)}): name one, or write package.module:function or "
+        "path/to/file.py:function"
+    )

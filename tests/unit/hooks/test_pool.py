@@ -214,6 +214,12 @@ def test_what_a_hook_prints_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     assert "said by a hook\nand on stderr\n" in capfd.readouterr().err
 
 
+def test_more_than_a_socket_takes_at_once_arrives() -> None:
+    with HookPool(HookConfig(deadline_s=0), ["spmd_rl.rewards.match:exact"]) as pool:
+        events = grade_all(pool, ["8" * 2_000_000, "85"])
+    assert rewards(events, "exact") == [0.0, 1.0]
+
+
 def test_a_cancelled_task_is_never_heard_of_again() -> None:
     with open_pool("fails", "async_fails", deadline_s=0) as pool:
         hanging = pool.submit(SampleTask(make_prompt(), make_sample("exit"), INFO))

@@ -28,7 +28,7 @@ def test_a_function_by_module_and_by_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("exact", "write it as package.module:function or path/to/file.py:function"),
+        ("rules:", "write it as package.module:function or path/to/file.py:function"),
         ("no.such.module:f", "there is no module 'no.such.module'"),
         (
             "spmd_rl.rewards.match:exakt",

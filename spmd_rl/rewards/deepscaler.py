@@ -1,0 +1,47 @@
+r"""DeepScaler's rule: the last `\boxed{...}` after the thinking, as 1 or 0."""
+
+from __future__ import annotations
+
+import re
+
+from spmd_rl.rewards.boxed import last_boxed
+from spmd_rl.rewards.final_text import END_OF_THINKING, after_thinking
+from spmd_rl.rewards.math import MAX_TEXT, agrees
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
+
+_NO_MEANING = re.compile(r"\\[!,;:]|\\left(?![a-z])|\\right(?![a-z])|\^\{?\\circ\}?|\\?[$%]|\s|\\ ")
+_UNIT = re.compile(r"(?<=[\d}])\s*\\(?:text|mbox|mathrm)\{\s*[^{}]*\}(?:\^\{?\d\}?)?\s*$")
+_SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)")
+_SHORT_ROOT = re.compile(r"\\sqrt(\w)")
+_SLASH = re.compile(r"(-?)(\d+)/(\d+)")
+_NAMED = re.compile(r"[a-zA-Z]{1,2}=(?=[^=]+$)")  # x=5
+
+
+def deepscaler(prompt: Prompt, sample: Sample) -> float:
+    r"""Return 1 if the last `\boxed{...}` after `</think>` equals the prompt's answer.
+
+    A response without `</think>` gets 0. Answers are equal if their text is, or by math-verify.
+    Raises: ValueError for a prompt whose answer cannot be parsed.
+    """
+    if END_OF_THINKING not in sample.text:
+        return 0.0
+    box = last_boxed(after_thinking(sample.text)[-MAX_TEXT:])
+    if box is None:
+        return 0.0
+    boxed_gold = last_boxed(prompt.answer)
+    gold = prompt.answer if boxed_gold is None else boxed_gold
+    same = normalised(box) == normalised(gold) != ""
+    return float(same or agrees(gold, f"\\boxed{{{box}}}"))
+
+
+def normalised(answer: str) -> str:
+    """Return an answer without spaces, units, and spellings that do not change its meaning."""
+    text = _NO_MEANING.sub("", _UNIT.sub("", answer.strip()))
+    text = text.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac")
+    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text))
+    named = _NAMED.match(text)
+    text = text[named.end() :] if named else text
+    if slash := _SLASH.fullmatch(text):
+        text = f"{slash[1]}\\frac{{{slash[2]}}}{{{slash[3]}}}"
+    return f"0{text}" if text.startswith(".") else text.rstrip(".")
