@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from spmd_rl.algo.value_loss import value_loss as value_loss
     from spmd_rl.check.engine import announce_correction as announce_correction
     from spmd_rl.check.engine import check_engine as check_engine
+    from spmd_rl.check.evaluation import check_evaluation as check_evaluation
+    from spmd_rl.check.evaluation import refuse_eval_rewards as refuse_eval_rewards
     from spmd_rl.check.inputs import check_inputs as check_inputs
     from spmd_rl.check.inputs import check_model as check_model
     from spmd_rl.config.dump import as_data as as_data
@@ -85,6 +87,9 @@ if TYPE_CHECKING:
     from spmd_rl.errors import ConfigError as ConfigError
     from spmd_rl.errors import SpmdError as SpmdError
     from spmd_rl.errors import WeightMismatchError as WeightMismatchError
+    from spmd_rl.evaluation.config import EvalConfig as EvalConfig
+    from spmd_rl.evaluation.config import EvalSet as EvalSet
+    from spmd_rl.evaluation.evaluation import Evaluation as Evaluation
     from spmd_rl.hooks.config import HookConfig as HookConfig
     from spmd_rl.hooks.context import HookContext as HookContext
     from spmd_rl.hooks.context import Keep as Keep
@@ -194,6 +199,9 @@ _HOMES = {
     "model.tokenizer": ("load_tokenizer",),
     "observe.samples_file": ("read_groups",),
     "check.engine": ("announce_correction", "check_engine"),
+    "check.evaluation": ("check_evaluation", "refuse_eval_rewards"),
+    "evaluation.config": ("EvalConfig", "EvalSet"),
+    "evaluation.evaluation": ("Evaluation",),
     "check.inputs": ("check_inputs", "check_model"),
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy", "refuse_replay"),
     "rollout.group_sampler": ("GroupSampler",),

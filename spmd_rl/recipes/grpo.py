@@ -22,6 +22,7 @@ class Config(rl.PolicyConfig):
     reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
     steps: int = 200  # training steps of the whole run
     prompts_per_step: int = 32  # each with sampling.num_samples samples
+    eval: rl.EvalConfig = field(default_factory=rl.EvalConfig)
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.PolicySplit = field(default_factory=rl.PolicySplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
@@ -62,6 +63,7 @@ def check(cfg: Config) -> None:
         trainer=cfg.trainer,
         sampling=cfg.sampling,
     )
+    rl.check_evaluation(cfg)
     if cfg.kl.reference:
         rl.check_inputs(model=cfg.kl.reference, data=cfg.data, trainer=rl.TrainerConfig())
     rl.check_engine(cfg.engine, cfg.run)
@@ -76,12 +78,14 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
     sampler = make_sampler(cfg, rollout, prompts, update)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, cfg.steps)
     source = {"sampler": sampler} if sampler else {"prompts": prompts}
     start = ctl.resume(trainer=trainer, **source, **update.savers)
 
     for step in ctl.steps(cfg.steps, start):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
+        evaluation.after(step.index)
         with ctl.phase("rollout", awake=[rollout]):
             if sampler:
                 sampler.set_version(step.index)
@@ -93,6 +97,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             stats = update.step(groups, step.index)
         step.log(groups, stats, sampler.metrics() if sampler else {})
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+    evaluation.at_end(trainer, weights)
 
 
 def make_sampler(

@@ -35,19 +35,23 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, cfg.steps)
     ahead = rl.CallQueue(rollout.generate)
     start = ctl.resume(trainer=trainer, prompts=prompts, ahead=ahead, **update.savers)
 
     for step in ctl.steps(cfg.steps, start):
         if not ahead:  # the first step of a run
             weights.push(version=step.index)
+            evaluation.after(step.index)
             ahead.start(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("rollout"):
             groups = ahead.wait()
         with ctl.phase("sync"):
             weights.push(version=step.index)
+        evaluation.after(step.index)
         ahead.start(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train"):
             stats = update.step(groups, step.index)
         step.log(groups, stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+    evaluation.at_end(trainer, weights)

@@ -5,6 +5,9 @@ spmd-rl run grpo_fully_async --model PATH --data train.jsonl --reward module:fun
 Version v of the weights is pushed after train step v. Answers that are half finished then go on
 under the new weights, and every token keeps its version. No token is more than `sampler.max_lag`
 versions older than the weights that learn from it. The engine needs ranks of its own.
+
+An evaluation begins right after a push, and the next push waits for it: all its tokens are of that
+version. The engines generate for training beside it.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, cfg.steps)
     sampler = rl.GroupSampler(
         rollout,
         prompts,
@@ -50,9 +54,11 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         with ctl.phase("sync"):
             weights.push(version=step.index, drain=False)
             sampler.set_version(step.index)
+        evaluation.after(step.index)
         with ctl.phase("rollout"):
             groups = sampler.take(step.index)
         with ctl.phase("train"):
             stats = update.step(groups, step.index)
         step.log(groups, stats, sampler.metrics())
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+    evaluation.at_end(trainer, weights, drain=False)

@@ -19,7 +19,7 @@ __all__ = ["Config", "check", "main"]
 
 @dataclass(frozen=True, kw_only=True)
 class Config(grpo.Config):
-    # settings of data, reward, prompts, engine, hooks and sampler are accepted, and not used
+    # settings of data, reward, eval, prompts, engine, hooks and sampler are accepted, and not used
     recorded: str  # folder of a run of grpo, grpo_async, grpo_fully_async or collect
     data: str = ""
     sampler: rl.SamplerConfig = field(default_factory=rl.SamplerConfig)

@@ -23,6 +23,7 @@ class Config(grpo.Config):
         rl.refuse_sampler(self.sampler, self.hooks)
         if self.reward:
             raise rl.ConfigError("reward must be empty: rewards come from reward_model")
+        rl.refuse_eval_rewards(self.eval, "reward_model")
 
     def extra_roles(self) -> list[rl.ExtraRole]:
         """Return the reward model, and what the algorithm needs, for the plan."""
@@ -44,6 +45,7 @@ def check(cfg: Config) -> None:
         sampling=cfg.sampling,
         reward_model=cfg.reward_model,
     )
+    rl.check_evaluation(cfg)
     rl.check_engine(cfg.engine, cfg.run)
 
 
@@ -58,16 +60,23 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
+
+    def graded(groups: list[rl.Group]) -> list[rl.Group]:
+        scores = judge.rewards.call(rl.pack_samples(groups))
+        return rl.with_rewards(groups, scores.values)
+
+    evaluation = rl.Evaluation(ctl, cfg, rollout, cfg.steps, graded)
     start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
 
     for step in ctl.steps(cfg.steps, start):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
+        evaluation.after(step.index)
         with ctl.phase("rollout", awake=[rollout]):
             groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train", awake=update.roles):
-            scores = judge.rewards.call(rl.pack_samples(groups))
-            groups = rl.with_rewards(groups, scores.values)
+            groups = graded(groups)
             stats = update.step(groups, step.index)
         step.log(groups, stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+    evaluation.at_end(trainer, weights)

@@ -1,0 +1,35 @@
+"""Check of evaluation sets in the launching process, before a worker starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmd_rl.check.inputs import check_inputs
+from spmd_rl.errors import ConfigError
+from spmd_rl.evaluation.config import EvalConfig, resolve_sets
+from spmd_rl.hooks.signatures import reward_weights
+from spmd_rl.rollout.grader_choice import all_rewards
+
+
+def check_evaluation(cfg: Any) -> None:
+    """Check every set of `eval`: its settings, every record of its data, and its rewards.
+
+    `cfg` is a recipe's config with `model`, `reward`, `sampling`, `prompts` and `eval`.
+    Raises: ConfigError or DataError, which names the first thing to correct.
+    """
+    sets = resolve_sets(cfg.eval, cfg.sampling, cfg.prompts)
+    all_rewards(reward_weights(cfg.reward), [name for one in sets for name in one.reward])
+    for one in sets:
+        check_inputs(
+            model=cfg.model,
+            data=one.data,
+            reward=one.reward,
+            prompts=one.prompts,
+            sampling=one.sampling,
+        )
+
+
+def refuse_eval_rewards(cfg: EvalConfig, instead: str) -> None:
+    """Raise a ConfigError if a set names a reward, in a recipe where `instead` grades samples."""
+    if cfg.reward or any(one.reward for one in cfg.named_sets().values()):
+        raise ConfigError(f"eval.reward must be empty: rewards come from {instead}")
