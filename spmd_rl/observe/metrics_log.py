@@ -18,7 +18,8 @@ from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json
 class MetricsLog:
     """Writer of `metrics.jsonl`: one line a step, and one for each evaluation.
 
-    A line is in the file once `write` returns. A value that is not finite is written as null, with a warning, because JSON has no NaN.
+    A line is in the file once `write` returns. A value that is not finite is written as null, with
+    a warning, because JSON has no NaN.
     """
 
     def __init__(self, path: Path) -> None:
