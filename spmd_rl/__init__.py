@@ -90,6 +90,8 @@ if TYPE_CHECKING:
     from spmd_rl.evaluation.config import EvalConfig as EvalConfig
     from spmd_rl.evaluation.config import EvalSet as EvalSet
     from spmd_rl.evaluation.evaluation import Evaluation as Evaluation
+    from spmd_rl.evaluation.results import scores_table as scores_table
+    from spmd_rl.evaluation.results import write_scores as write_scores
     from spmd_rl.hooks.config import HookConfig as HookConfig
     from spmd_rl.hooks.context import HookContext as HookContext
     from spmd_rl.hooks.context import Keep as Keep
@@ -202,6 +204,7 @@ _HOMES = {
     "check.evaluation": ("check_evaluation", "refuse_eval_rewards"),
     "evaluation.config": ("EvalConfig", "EvalSet"),
     "evaluation.evaluation": ("Evaluation",),
+    "evaluation.results": ("scores_table", "write_scores"),
     "check.inputs": ("check_inputs", "check_model"),
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy", "refuse_replay"),
     "rollout.group_sampler": ("GroupSampler",),

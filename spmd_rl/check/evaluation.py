@@ -23,7 +23,8 @@ def check_evaluation(cfg: Any) -> None:
         check_inputs(
             model=cfg.model,
             data=one.data,
-            reward=one.reward,
+            reward=one.reward or cfg.reward,
+            hooks=cfg.hooks,
             prompts=one.prompts,
             sampling=one.sampling,
         )

@@ -24,6 +24,11 @@ class CommandEntry(NamedTuple):
 
 COMMANDS = {
     "run": CommandEntry("spmd_rl.cli.command", "RECIPE [--a.b=c ...]", "train on this machine"),
+    "eval": CommandEntry(
+        "spmd_rl.cli.command",
+        "--model PATH --data FILE",
+        "scores of a model or a checkpoint: `run evaluate`",
+    ),
     "plan": CommandEntry(
         "spmd_rl.plan.command",
         "RECIPE --world N",

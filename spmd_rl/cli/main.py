@@ -27,6 +27,8 @@ def main() -> int:
 
 def dispatch(words: list[str]) -> int:
     """Run the command that the first of `words` names; the others are its arguments."""
+    if words[:1] == ["eval"]:
+        words = ["run", "evaluate", *words[1:]]
     if starts_ranks(words):
         return _run_command(words)
     try:

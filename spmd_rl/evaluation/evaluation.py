@@ -72,17 +72,18 @@ class Evaluation:
                 weights.push(version=num_steps, drain=drain)
             self._run_once(num_steps)
 
-    def run(self, num_steps: int) -> dict[str, float]:
-        """Evaluate and record now; return the metrics. The weights had `num_steps` train steps."""
+    def run(self, num_steps: int) -> dict[str, dict[str, float]]:
+        """Evaluate and record now, and return the scores of each set by its name.
+
+        The weights had `num_steps` train steps.
+        """
         groups = {one.name: self._groups(one, prompts, num_steps) for one, prompts in self._sets}
-        metrics = metrics_of_sets(
-            {
-                one.name: scores(groups[one.name], one.sampling.num_samples, one.threshold)
-                for one, _ in self._sets
-            }
-        )
-        self._ctl.record_evaluation(num_steps, metrics, groups)
-        return metrics
+        found = {
+            one.name: scores(groups[one.name], one.sampling.num_samples, one.threshold)
+            for one, _ in self._sets
+        }
+        self._ctl.record_evaluation(num_steps, metrics_of_sets(found), groups)
+        return found
 
     def _is_due(self, num_steps: int) -> bool:
         return self._cfg.every > 0 and num_steps % self._cfg.every == 0

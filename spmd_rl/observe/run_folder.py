@@ -44,6 +44,7 @@ MADE_AT_START = {
 WRITTEN_BY_RUN = MADE_AT_START | {
     "metrics.jsonl",
     "samples",
+    "eval.json",
     "checkpoints",
     "hf",
     "mismatch",
