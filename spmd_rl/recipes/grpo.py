@@ -87,17 +87,27 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             weights.push(version=step.index)
         evaluation.after(step.index)
         with ctl.phase("rollout", awake=[rollout]):
-            if sampler:
-                sampler.set_version(step.index)
-                groups = sampler.take(step.index)
-            else:
-                asked = prompts.take(cfg.prompts_per_step)
-                groups = rollout.generate.call(asked, cfg.sampling, step=step.index)
+            groups = generated(cfg, rollout, prompts, sampler, step.index)
         with ctl.phase("train", awake=update.roles):
             stats = update.step(groups, step.index)
         step.log(groups, stats, sampler.metrics() if sampler else {})
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
     evaluation.at_end(trainer, weights)
+
+
+def generated(
+    cfg: Config,
+    rollout: rl.Rollout,
+    prompts: rl.Prompts,
+    sampler: rl.GroupSampler | None,
+    index: int,
+) -> list[rl.Group]:
+    """Return the groups of step `index`, whose weights are of that version."""
+    if sampler is None:
+        asked = prompts.take(cfg.prompts_per_step)
+        return rollout.generate.call(asked, cfg.sampling, step=index)
+    sampler.set_version(index)
+    return sampler.take(index)
 
 
 def make_sampler(

@@ -6,6 +6,7 @@ spmd-rl run rlhf --model PATH --reward_model runs/reward_model/hf --data prompts
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import spmd_rl as rl
 from spmd_rl.recipes import grpo
@@ -60,12 +61,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
-
-    def graded(groups: list[rl.Group]) -> list[rl.Group]:
-        scores = judge.rewards.call(rl.pack_samples(groups))
-        return rl.with_rewards(groups, scores.values)
-
-    evaluation = rl.Evaluation(ctl, cfg, rollout, cfg.steps, graded)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, cfg.steps, partial(graded, judge))
     start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
 
     for step in ctl.steps(cfg.steps, start):
@@ -75,8 +71,14 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         with ctl.phase("rollout", awake=[rollout]):
             groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train", awake=update.roles):
-            groups = graded(groups)
+            groups = graded(judge, groups)
             stats = update.step(groups, step.index)
         step.log(groups, stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
     evaluation.at_end(trainer, weights)
+
+
+def graded(judge: rl.FrozenModel, groups: list[rl.Group]) -> list[rl.Group]:
+    """Return the groups with the rewards that the reward model gives their samples."""
+    scores = judge.rewards.call(rl.pack_samples(groups))
+    return rl.with_rewards(groups, scores.values)

@@ -26,7 +26,15 @@ from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.types.samples import Group, error_of
 
-RESULTS = ("report.html", "curves.png", "metrics.jsonl", "samples", "eval.json", "checkpoints", "hf")
+RESULTS = (
+    "report.html",
+    "curves.png",
+    "metrics.jsonl",
+    "samples",
+    "eval.json",
+    "checkpoints",
+    "hf",
+)
 
 
 class Recorder:

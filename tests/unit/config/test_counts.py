@@ -78,14 +78,15 @@ def test_a_count_that_cannot_work(recipe: str, setting: str, sentence: str) -> N
 NOT_OF_A_PART = {
     "trainer.model=x": "unknown key 'trainer.model'; the nearest known key is 'model'",
     "engine.model=x": "unknown key 'engine.model'; the nearest known key is 'model'",
-    "engine.reward=x": "unknown key 'engine.reward'; the nearest known key is 'reward'",
+    "engine.reward=x": "unknown key 'engine.reward'; the nearest known keys are 'reward' "
+    "and 'eval.reward'",
     "trainer.wrap=x": "unknown key 'trainer.wrap'; the nearest known key is 'trainer.backend.wrap'",
     "trainer.recompute=x": "unknown key 'trainer.recompute'; the nearest known key is "
     "'trainer.backend.recompute'",
     "engine.kind=vllm": "engine.kind: expected one of 'native', 'sglang', got 'vllm'",
     "prompts.path=x": "unknown key 'prompts.path'",
-    "sampling.seed=9": "unknown key 'sampling.seed'; the nearest known keys are 'run.seed', "
-    "'prompts.seed', 'trainer.seed' and 'critic.seed'",
+    "sampling.seed=9": "unknown key 'sampling.seed'; the nearest known keys are 'eval.seed', "
+    "'run.seed', 'prompts.seed', 'trainer.seed' and 'critic.seed'",
 }
 
 
