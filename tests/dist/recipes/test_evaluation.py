@@ -46,6 +46,23 @@ def rewards(tmp_path: Path) -> str:
     return str(path)
 
 
+def evaluated(run: Run, checkpoint: Path, *words: str) -> dict[str, Any]:
+    """The scores of a checkpoint, from `spmd-rl run evaluate`."""
+    ended = run(
+        "evaluate",
+        f"--model={EXAMPLE / 'model'}",
+        "--sampling.max_tokens=4",
+        "--sampling.num_samples=2",
+        f"--checkpoint={checkpoint}",
+        *words,
+        name="evaluated",
+        small=False,
+    )
+    assert ended.code == 0
+    found: dict[str, Any] = json.loads((ended.folder / "eval.json").read_text())
+    return found
+
+
 def test_evaluations_leave_training_as_it_is_and_are_each_made_once(run: Run, rewards: str) -> None:
     words = [f"--reward={rewards}:first_letter", "--run.save_every=1"]
     evaluations = [
