@@ -5,10 +5,10 @@ from __future__ import annotations
 from spmd_rl.observe.metric import Metric
 from spmd_rl.observe.recipe_metrics import RECIPE_METRICS
 
-# Three kinds of names are not listed. reward/NAME is the mean of the values that a reward function
+# Four kinds of names are not listed. reward/NAME is the mean of the values that a reward function
 # returns as NAME. before/all and before/NAME, in the line of step 1, are the seconds from the start
 # of the run to step 1, in all and in the phase NAME. rollout/rejected_REASON counts the groups that
-# a sampler rejected for one reason.
+# a sampler rejected for one reason. eval/SET/SCORE is a score of one evaluation set.
 METRICS = (
     Metric("reward/mean", "", "Reward", "mean reward of the step's samples"),
     Metric("reward/std", "", "Spread of rewards", "standard deviation of the step's rewards"),
@@ -35,6 +35,18 @@ METRICS = (
         "prompts",
         "Failed prompts",
         "prompts left out because fewer than two of their samples are usable",
+    ),
+    Metric(
+        "eval/reward",
+        "",
+        "Reward in evaluation",
+        "mean reward of the evaluation sets, each of which weighs alike",
+    ),
+    Metric(
+        "eval/pass@1",
+        "",
+        "Correct samples in evaluation",
+        "mean share of correct samples of the evaluation sets, each of which weighs alike",
     ),
     Metric(
         "rollout/tokens_per_s",
@@ -217,6 +229,7 @@ METRICS = (
         "Longest request",
         "longest time of a request from its submission to its reward",
     ),
+    Metric("time/eval", "s", "Evaluation time", "evaluating the weights that the step began with"),
     Metric("time/train", "s", "Training time", "forward, backward and optimizer"),
     Metric("time/sync", "s", "Weight sync time", "copying weights from trainer to engine"),
     Metric(
