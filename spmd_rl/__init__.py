@@ -105,6 +105,8 @@ if TYPE_CHECKING:
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
     from spmd_rl.observe.samples_file import read_groups as read_groups
+    from spmd_rl.recipes.num_steps import check_epochs as check_epochs
+    from spmd_rl.recipes.num_steps import num_steps as num_steps
     from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
     from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
     from spmd_rl.recipes.policy_update import extra_roles_of as extra_roles_of
@@ -166,6 +168,7 @@ _HOMES = {
     "algo.policy_loss": ("policy_loss",),
     "algo.value_loss": ("value_loss",),
     "recipes.rollout_settings": ("rollout_settings",),
+    "recipes.num_steps": ("check_epochs", "num_steps"),
     "recipes.policy_update": ("PolicyUpdate", "algorithm_of", "extra_roles_of"),
     "algo.self_check": ("check_reference",),
     "algo.losses": ("LossInput", "Needs", "ValueInput", "grpo_loss", "sft_loss"),

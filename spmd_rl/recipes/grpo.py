@@ -21,6 +21,7 @@ class Config(rl.PolicyConfig):
     # module:function or path/to/file.py:function; several as a table of names and weights
     reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
     steps: int = 200  # training steps of the whole run
+    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
     prompts_per_step: int = 32  # each with sampling.num_samples samples
     eval: rl.EvalConfig = field(default_factory=rl.EvalConfig)
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
@@ -42,6 +43,7 @@ class Config(rl.PolicyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1})
+        rl.check_epochs(self)
         rl.refuse_greedy(self.sampling)
         if self.is_on_policy:
             rl.refuse_lag(self.sampler)
@@ -76,13 +78,14 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+    num_steps = rl.num_steps(cfg, prompts)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
     sampler = make_sampler(cfg, rollout, prompts, update)
-    evaluation = rl.Evaluation(ctl, cfg, rollout, cfg.steps)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
     source = {"sampler": sampler} if sampler else {"prompts": prompts}
     start = ctl.resume(trainer=trainer, **source, **update.savers)
 
-    for step in ctl.steps(cfg.steps, start):
+    for step in ctl.steps(num_steps, start):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
         evaluation.after(step.index)

@@ -34,12 +34,13 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+    num_steps = rl.num_steps(cfg, prompts)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
-    evaluation = rl.Evaluation(ctl, cfg, rollout, cfg.steps)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
     ahead = rl.CallQueue(rollout.generate)
     start = ctl.resume(trainer=trainer, prompts=prompts, ahead=ahead, **update.savers)
 
-    for step in ctl.steps(cfg.steps, start):
+    for step in ctl.steps(num_steps, start):
         if not ahead:  # the first step of a run
             weights.push(version=step.index)
             evaluation.after(step.index)

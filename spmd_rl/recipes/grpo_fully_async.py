@@ -38,8 +38,9 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+    num_steps = rl.num_steps(cfg, prompts)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
-    evaluation = rl.Evaluation(ctl, cfg, rollout, cfg.steps)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
     sampler = rl.GroupSampler(
         rollout,
         prompts,
@@ -50,7 +51,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     )
     start = ctl.resume(trainer=trainer, sampler=sampler, **update.savers)
 
-    for step in ctl.steps(cfg.steps, start):
+    for step in ctl.steps(num_steps, start):
         with ctl.phase("sync"):
             weights.push(version=step.index, drain=False)
             sampler.set_version(step.index)

@@ -60,11 +60,12 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, seed=cfg.run.seed)
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+    num_steps = rl.num_steps(cfg, prompts)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
-    evaluation = rl.Evaluation(ctl, cfg, rollout, cfg.steps, partial(graded, judge))
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, partial(graded, judge))
     start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
 
-    for step in ctl.steps(cfg.steps, start):
+    for step in ctl.steps(num_steps, start):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
         evaluation.after(step.index)
