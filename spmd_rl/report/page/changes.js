@@ -4,7 +4,7 @@ function changesSection(run) {
   if (!run.changes.length && !run.turned.length) return null;
   return el(
     "section",
-    { id: "changes" },
+    { id: "changes", class: "section" },
     el("h2", {}, "What changed"),
     el(
       "ul",

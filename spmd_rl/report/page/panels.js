@@ -3,10 +3,10 @@
 const PHASES = ["rollout", "train", "sync", "sleep", "wake"];
 const PART = "reward/"; // prefix of the parts of a reward
 const EVALUATION = /^eval\/(?:(.+)\/)?([^/]+)$/; // eval/SET/SCORE, or eval/SCORE of all sets
+const NOT_DRAWN = new Set(["pass@1", "reward_error"]); // the first is avg@n under another name
 const EVALUATIONS = "Evaluation: all sets";
 const SCORES_IN_WORDS = {
   reward: "mean reward",
-  reward_error: "standard error of the mean reward",
   truncated: "truncated responses",
   response_tokens_mean: "response length in tokens",
   failed_samples: "failed samples",
@@ -267,8 +267,9 @@ function panelsOfOne(data, run) {
 function evaluationPanels(data, run) {
   const columns = run.curves.columns,
     bySet = Object.keys(columns).filter((metric) => (EVALUATION.exec(metric) || [])[1]),
-    scores = new Set(bySet.map((metric) => EVALUATION.exec(metric)[2]));
-  return [...scores].map((score) => ({
+    found = new Set(bySet.map((metric) => EVALUATION.exec(metric)[2])),
+    scores = ["reward", ...found].filter((score, i, all) => found.has(score) && all.indexOf(score) === i && !NOT_DRAWN.has(score));
+  return scores.map((score) => ({
     title: `Evaluation: ${SCORES_IN_WORDS[score] || score}`,
     meaning: `eval/SET/${score}, of the weights after so many steps`,
     floor: 0,
@@ -295,7 +296,7 @@ function withoutGaps(line) {
   const known = (values) => values && values.filter((_, i) => line.mean[i] !== null);
   const ends = Object.fromEntries(Object.entries(line.ends).map(([axis, values]) => [axis, known(values)]));
   const { mean, low, high, first, last } = line;
-  return { mean: known(mean), low: known(low), high: known(high), first: known(first), last: known(last), ends };
+  return { sparse: true, mean: known(mean), low: known(low), high: known(high), first: known(first), last: known(last), ends };
 }
 
 // The steps and axis positions of a run's points.
