@@ -6,25 +6,28 @@ from typing import Any
 
 from spmd_rl.check.inputs import check_inputs
 from spmd_rl.errors import ConfigError
-from spmd_rl.evaluation.config import EvalConfig, resolve_sets
-from spmd_rl.hooks.signatures import reward_weights
+from spmd_rl.evaluation.config import EvalConfig, eval_rewards, resolve_sets
+from spmd_rl.hooks.config import HookConfig
+from spmd_rl.hooks.signatures import check_hooks, reward_weights
 from spmd_rl.rollout.grader_choice import all_rewards
 
 
 def check_evaluation(cfg: Any) -> None:
     """Check every set of `eval`: its settings, every record of its data, and its rewards.
 
-    `cfg` is a recipe's config with `model`, `reward`, `sampling`, `prompts` and `eval`.
+    `cfg` is a recipe's config with `model`, `reward`, `hooks`, `sampling`, `prompts` and `eval`.
     Raises: ConfigError or DataError, which names the first thing to correct.
     """
     sets = resolve_sets(cfg.eval, cfg.sampling, cfg.prompts)
-    all_rewards(reward_weights(cfg.reward), [name for one in sets for name in one.reward])
+    check_hooks(cfg.hooks)
+    loaded = all_rewards(
+        reward_weights(cfg.reward), [*cfg.hooks.extra_rewards, *eval_rewards(cfg.eval)]
+    )
     for one in sets:
         check_inputs(
             model=cfg.model,
             data=one.data,
-            reward=one.reward or cfg.reward,
-            hooks=cfg.hooks,
+            hooks=HookConfig(extra_rewards=tuple(loaded)),
             prompts=one.prompts,
             sampling=one.sampling,
         )
