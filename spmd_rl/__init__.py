@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from spmd_rl.algo.value_loss import value_loss as value_loss
     from spmd_rl.check.engine import announce_correction as announce_correction
     from spmd_rl.check.engine import check_engine as check_engine
+    from spmd_rl.check.evaluation import check_evaluation as check_evaluation
+    from spmd_rl.check.evaluation import refuse_eval_rewards as refuse_eval_rewards
     from spmd_rl.check.inputs import check_inputs as check_inputs
     from spmd_rl.check.inputs import check_model as check_model
     from spmd_rl.config.dump import as_data as as_data
@@ -85,6 +87,11 @@ if TYPE_CHECKING:
     from spmd_rl.errors import ConfigError as ConfigError
     from spmd_rl.errors import SpmdError as SpmdError
     from spmd_rl.errors import WeightMismatchError as WeightMismatchError
+    from spmd_rl.evaluation.config import EvalConfig as EvalConfig
+    from spmd_rl.evaluation.config import EvalSet as EvalSet
+    from spmd_rl.evaluation.evaluation import Evaluation as Evaluation
+    from spmd_rl.evaluation.results import scores_table as scores_table
+    from spmd_rl.evaluation.results import write_scores as write_scores
     from spmd_rl.hooks.config import HookConfig as HookConfig
     from spmd_rl.hooks.context import HookContext as HookContext
     from spmd_rl.hooks.context import Keep as Keep
@@ -100,6 +107,8 @@ if TYPE_CHECKING:
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
     from spmd_rl.observe.samples_file import read_groups as read_groups
     from spmd_rl.recipes.load_prompts import load_prompts as load_prompts
+    from spmd_rl.recipes.num_steps import check_epochs as check_epochs
+    from spmd_rl.recipes.num_steps import num_steps as num_steps
     from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
     from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
     from spmd_rl.recipes.policy_update import extra_roles_of as extra_roles_of
@@ -163,6 +172,7 @@ _HOMES = {
     "algo.value_loss": ("value_loss",),
     "recipes.load_prompts": ("load_prompts",),
     "recipes.rollout_settings": ("rollout_settings",),
+    "recipes.num_steps": ("check_epochs", "num_steps"),
     "recipes.policy_update": ("PolicyUpdate", "algorithm_of", "extra_roles_of"),
     "algo.self_check": ("check_reference",),
     "algo.losses": ("LossInput", "Needs", "ValueInput", "grpo_loss", "sft_loss"),
@@ -199,6 +209,10 @@ _HOMES = {
     "model.tokenizer": ("load_tokenizer",),
     "observe.samples_file": ("read_groups",),
     "check.engine": ("announce_correction", "check_engine"),
+    "check.evaluation": ("check_evaluation", "refuse_eval_rewards"),
+    "evaluation.config": ("EvalConfig", "EvalSet"),
+    "evaluation.evaluation": ("Evaluation",),
+    "evaluation.results": ("scores_table", "write_scores"),
     "check.inputs": ("check_inputs", "check_model"),
     "rewards.config": ("GraderConfig",),
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy", "refuse_replay"),

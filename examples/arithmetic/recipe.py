@@ -31,20 +31,13 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
     update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
-    rollout = ctl.spawn(
-        rl.Rollout,
-        cfg.engine,
-        on=roles.infer,
-        model=cfg.model,
-        reward=cfg.reward,
-        hooks=cfg.hooks,
-        settings=rl.as_data(cfg),
-        seed=cfg.run.seed,
-    )
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
     tokenizer = rl.load_tokenizer(cfg.model)
     pairs = rl.SftPairs(cfg.warmup_data or cfg.data, cfg.prompts, tokenizer)
     prompts = rl.Prompts(cfg.data, cfg.prompts, tokenizer, cfg.sampling)
+    num_steps = rl.num_steps(cfg, prompts)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
 
     start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
     with ctl.phase("warm-up", awake=[trainer]):
@@ -55,12 +48,14 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     if start == 0 and not cfg.kl.reference:  # it is the policy after the warm-up
         update.refresh_reference(version=0)
 
-    for step in ctl.steps(cfg.steps, start):
+    for step in ctl.steps(num_steps, start):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
+        evaluation.after(step.index)
         with ctl.phase("rollout", awake=[rollout]):
             groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train", awake=update.roles):
             stats = update.step(groups, step.index)
         step.log(groups, stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+    evaluation.at_end(trainer, weights)

@@ -46,6 +46,7 @@ def check(cfg: Config) -> None:
             trainer=cfg.trainer,
             sampling=cfg.sampling,
         )
+    rl.check_evaluation(cfg)
 
 
 def reward(prompt: rl.Prompt, sample: rl.Sample) -> dict[str, float]:
@@ -68,31 +69,24 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
     frozen = rl.FrozenConfig.like(cfg.trainer)
     ref = ctl.spawn(rl.FrozenModel, frozen, on=roles.train, model=cfg.model, name="ref")
-    rollout = ctl.spawn(
-        rl.Rollout,
-        cfg.engine,
-        on=roles.infer,
-        model=cfg.model,
-        reward=cfg.reward,
-        hooks=cfg.hooks,
-        settings=rl.as_data(cfg),
-        seed=cfg.run.seed,
-    )
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
     tokenizer = rl.load_tokenizer(cfg.model)
     easy = rl.Prompts(cfg.data, cfg.prompts, tokenizer, cfg.sampling)
     hard = rl.Prompts(cfg.hard, cfg.prompts, tokenizer, cfg.sampling)
     held_out = rl.Prompts(cfg.held_out, replace(cfg.prompts, shuffle=False), tokenizer)
     greedy = replace(cfg.sampling, temperature=0.0, num_samples=1)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, cfg.steps)
     loss = partial(cispo, cap=cfg.cap)
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, easy=easy, hard=hard)):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
+        evaluation.after(step.index)
         if step.index % cfg.eval_every == 0:
             with ctl.phase("eval", awake=[rollout]):
                 groups = rollout.generate.call(held_out.take(len(held_out)), greedy)
-            step.log({"eval/reward": np.mean([group.rewards.mean() for group in groups])})
+            step.log({"held_out/reward": np.mean([group.rewards.mean() for group in groups])})
         num_hard = cfg.prompts_per_step * step.index // cfg.steps
         prompts = easy.take(cfg.prompts_per_step - num_hard) + hard.take(num_hard)
         first_uid = step.index * cfg.prompts_per_step
@@ -111,3 +105,4 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             stats = trainer.train_step.call(batch, loss)
         step.log(stats, {"ref/k1": distance.sum() / batch.mask.sum()})
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+    evaluation.at_end(trainer, weights)

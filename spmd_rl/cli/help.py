@@ -32,6 +32,11 @@ COMMANDS = {
     "submit": CommandEntry(
         "spmd_rl.slurm.command", "RECIPE --nodes N ...", "the same run through Slurm"
     ),
+    "eval": CommandEntry(
+        "spmd_rl.cli.command",
+        "--model PATH --data FILE",
+        "scores of a model or a checkpoint: `run evaluate`",
+    ),
     "check": CommandEntry("spmd_rl.check.command", "", "whether this host is fit for a run"),
     "report": CommandEntry(
         "spmd_rl.report.command",
@@ -76,6 +81,10 @@ USAGE = (
     "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose] "
     "[--a.b=c ...]"
 )
+USAGE_OF_EVAL = (
+    "usage: spmd-rl eval --model PATH --data FILE [--reward NAME] [--checkpoint PATH] "
+    "[--a.b=c ...]\n\n  It is `spmd-rl run evaluate`, whose settings are these:\n"
+)
 RUN = """\
 {usage}
 
@@ -104,6 +113,11 @@ def overview() -> str:
 def of_run() -> str:
     """Return the options of `spmd-rl run`, and a line for every shipped recipe."""
     return RUN.format(usage=USAGE, recipes=_table(shipped().items()))
+
+
+def of_eval() -> str:
+    """Return the usage of `spmd-rl eval`, and a line for every setting."""
+    return of_recipe("evaluate").replace(USAGE, USAGE_OF_EVAL)
 
 
 def of_recipe(recipe: str) -> str:

@@ -12,7 +12,7 @@ from importlib import import_module
 
 from spmd_rl import __version__
 from spmd_rl.cli.exit_code import run_guarded
-from spmd_rl.cli.help import COMMANDS, HELP_FLAGS, no_command, overview, starts_ranks
+from spmd_rl.cli.help import COMMANDS, HELP_FLAGS, no_command, of_eval, overview, starts_ranks
 from spmd_rl.controller.lifecycle.exit_message import ERROR_FILE_ENV
 
 # torch's profiler, which `mismatch` uses, reads its log level at import and is chatty by default
@@ -27,6 +27,8 @@ def main() -> int:
 
 def dispatch(words: list[str]) -> int:
     """Run the command that the first of `words` names; the others are its arguments."""
+    if words[:1] == ["eval"] and not HELP_FLAGS & set(words):
+        words = ["run", "evaluate", *words[1:]]
     if starts_ranks(words):
         return _run_command(words)
     try:
@@ -47,6 +49,9 @@ def _answer(words: list[str]) -> int:
         return 0 if words else 2
     if words[0] == "--version":
         print(f"spmd-rl {__version__}")
+        return 0
+    if words[0] == "eval":
+        print(of_eval())
         return 0
     asks_for_help = words[0] != "run" and HELP_FLAGS & set(words)
     return _run_command([words[0], "--help"] if asks_for_help else words)

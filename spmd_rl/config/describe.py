@@ -14,12 +14,15 @@ from typing import Any
 from spmd_rl.config.schema import (
     KIND,
     classes_by_kind,
+    classes_by_name,
     inherited_default,
     key_fields,
     one_of,
     table_classes,
     type_name,
 )
+
+NAME = "NAME"  # in a key of a table by name, such as eval.sets.NAME.data
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Key:
 def describe(cls: type) -> list[Key]:
     """Return every key of `cls`, nested ones dotted, in the order of definition.
 
-    Where a key holds a class chosen by its `kind`, the keys of every kind are listed.
+    Where a key holds a class chosen by its `kind`, the keys of every kind are listed. Where it
+    holds several by name, their keys are listed once.
     """
     return list(_keys(cls, "", MISSING))
 
@@ -50,6 +54,8 @@ def _keys(cls: type, prefix: str, base: Any) -> Iterator[Key]:
             yield from _keys_by_kind(classes, name, default)
         elif classes:
             yield from _keys(classes[0], f"{name}.", default)
+        elif named := classes_by_name(hint):
+            yield from _keys(named[0], f"{name}.{NAME}.", MISSING)
         else:
             comment = comments.get(field.name, "")
             yield Key(name, type_name(hint), _default_text(default), comment)

@@ -63,6 +63,15 @@ def from_data(cls: type[C], table: Mapping[str, Any]) -> C:
     return typing.cast(C, _Loader(cls).fill(dict(table), cls, "", MISSING))
 
 
+def overlay(base: C, settings: Mapping[str, Any], key: str) -> C:
+    """Return a copy of config `base` with these settings, which stand at the dotted key `key`.
+
+    Raises: ConfigError, which names the key and what was expected.
+    """
+    cls = type(base)
+    return typing.cast(C, _Loader(cls).fill(dict(settings), cls, key, base))
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the file's table. Raises: ConfigError when it is missing or is not TOML."""
     try:

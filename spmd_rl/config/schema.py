@@ -44,6 +44,11 @@ def table_classes(hint: Any) -> list[type]:
     return [member for member in members if isinstance(member, type) and is_dataclass(member)]
 
 
+def classes_by_name(hint: Any) -> list[type]:
+    """Return the config class whose instances a key of this type holds by name, if it does."""
+    return table_classes(typing.get_args(hint)[1]) if typing.get_origin(hint) is dict else []
+
+
 def classes_by_kind(classes: list[type]) -> dict[str, type]:
     """Return config classes by the value of their `kind`.
 

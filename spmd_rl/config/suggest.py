@@ -9,7 +9,7 @@ from dataclasses import MISSING
 from itertools import accumulate
 from typing import Any
 
-from spmd_rl.config.describe import Key, describe
+from spmd_rl.config.describe import NAME, Key, describe
 from spmd_rl.config.dump import toml_text
 
 NEAR = 0.75  # least likeness, of 1, between the last words of two keys for one to be suggested
@@ -30,6 +30,8 @@ def nearest_key(name: str, root: type) -> str:
         or [key for key in same if key == last]
         or same
     )
+    # sets of an evaluation have settings of other parts, and are meant only where they are named
+    same = [key for key in same if f".{NAME}." not in key] or same
     if len(same) > 1:
         names = ", ".join(repr(key) for key in same[:-1])
         return f"; the nearest known keys are {names} and {same[-1]!r}"

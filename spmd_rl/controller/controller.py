@@ -27,6 +27,7 @@ from spmd_rl.controller.weight_sync import WeightSync, WeightSyncConfig
 from spmd_rl.controller.world import ControllerWorld
 from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import Placement
+from spmd_rl.types.samples import Group
 
 R = TypeVar("R", bound=Role)
 
@@ -146,6 +147,14 @@ class Controller:
         Raises: the error that ends the run, once a checkpoint is saved, if a SIGTERM asked for it.
         """
         return self._loop.steps(num_steps, start)
+
+    def record_evaluation(
+        self, num_steps: int, metrics: Mapping[str, float], groups: Mapping[str, list[Group]]
+    ) -> None:
+        """Record an evaluation of the weights after `num_steps` steps: its metrics in the line of
+        that step (0: before the first), and its samples by the names of the sets.
+        """
+        self._loop.record_evaluation(num_steps, metrics, groups)
 
     def close(self) -> None:
         """Finish the run after the recipe has returned, perhaps from within its loop: the step that

@@ -5,13 +5,13 @@ from __future__ import annotations
 from spmd_rl.observe.metric import Metric
 from spmd_rl.observe.recipe_metrics import RECIPE_METRICS
 
-# Five kinds of names are not listed. reward/NAME is the mean of the values that a reward function
+# Six kinds of names are not listed. reward/NAME is the mean of the values that a reward function
 # returns as NAME, and hook/NAME of those that hooks emit as NAME. source/NAME/reward, /share and
 # /response_tokens_mean are the mean reward of the samples to prompts from one source of a mixture,
 # the share of these prompts in the step, and the mean length of the responses. before/all and
 # before/NAME, in the line of step 1, are the seconds from the start of the run to step 1, in all
 # and in the phase NAME. rollout/rejected_REASON counts the groups that a sampler rejected for one
-# reason.
+# reason. eval/SET/SCORE is a score of one evaluation set.
 METRICS = (
     Metric("reward/mean", "", "Reward", "mean reward of the step's samples"),
     Metric("reward/std", "", "Spread of rewards", "standard deviation of the step's rewards"),
@@ -38,6 +38,18 @@ METRICS = (
         "prompts",
         "Failed prompts",
         "prompts left out because fewer than two of their samples are usable",
+    ),
+    Metric(
+        "eval/reward",
+        "",
+        "Reward in evaluation",
+        "mean reward of the evaluation sets, each of which weighs alike",
+    ),
+    Metric(
+        "eval/pass@1",
+        "",
+        "Correct samples in evaluation",
+        "mean share of correct samples of the evaluation sets, each of which weighs alike",
     ),
     Metric(
         "rollout/tokens_per_s",
@@ -220,6 +232,7 @@ METRICS = (
         "Longest request",
         "longest time of a request from its submission to its reward",
     ),
+    Metric("time/eval", "s", "Evaluation time", "evaluating the weights that the step began with"),
     Metric("time/train", "s", "Training time", "forward, backward and optimizer"),
     Metric("time/sync", "s", "Weight sync time", "copying weights from trainer to engine"),
     Metric(

@@ -16,9 +16,10 @@ from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json
 
 
 class MetricsLog:
-    """Writer of `metrics.jsonl`: one line a step, which is in the file once `write` returns.
+    """Writer of `metrics.jsonl`: one line a step, and one for each evaluation.
 
-    A value that is not finite is written as null, with a warning, because JSON has no NaN.
+    A line is in the file once `write` returns. A value that is not finite is written as null, with
+    a warning, because JSON has no NaN.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,18 +80,26 @@ def _non_numbers(metrics: Mapping[str, object]) -> Iterator[str]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a `metrics.jsonl` as dicts.
+    """Return the steps of a `metrics.jsonl` as dicts. Lines of one step in a row are one dict.
 
     A damaged line is skipped with a warning. A last line without its newline is left out.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number, line in numbered_lines(path) if path.exists() else ():
         if line.endswith(b"\n"):
             try:
-                rows.append(_row(f"{path}:{number}", line))
+                add_row(rows, _row(f"{path}:{number}", line))
             except DataError as error:
                 warnings.warn(f"{error}; this line is skipped", stacklevel=2)
     return rows
+
+
+def add_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Add a line's row to `rows`, or to the last of them if that is of the same step."""
+    if rows and rows[-1]["step"] == row["step"]:
+        rows[-1] = row | rows[-1]
+    else:
+        rows.append(row)
 
 
 def has_steps(path: Path) -> bool:

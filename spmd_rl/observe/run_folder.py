@@ -44,6 +44,7 @@ MADE_AT_START = {
 WRITTEN_BY_RUN = MADE_AT_START | {
     "metrics.jsonl",
     "samples",
+    "eval.json",
     "checkpoints",
     "hf",
     "mismatch",
@@ -122,15 +123,15 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
         write_atomically(self.path / "plan.json", json.dumps(plan, indent=2) + "\n")
 
-    def write_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """Write the samples of a step, one line a sample."""
-        path = self.samples / f"step_{step:05d}.jsonl"
+    def write_samples(self, step: int, groups: Sequence[Group], prefix: str = "") -> None:
+        """Write the samples of a step, one line a sample. `prefix` begins the file's name."""
+        path = self.samples / f"{prefix}step_{step:05d}.jsonl"
         write_atomically(path, samples_as_json_lines(groups))
 
     def drop_samples(self, after: int) -> None:
         """Remove the samples of later steps, which a resumed run writes again."""
-        for path in self.samples.glob("step_*"):
-            number = path.name.removeprefix("step_").partition(".")[0]
+        for path in self.samples.glob("*step_*"):
+            number = path.name.rpartition("step_")[2].partition(".")[0]
             if number.isdecimal() and int(number) > after:
                 path.unlink()
 

@@ -22,7 +22,9 @@ class Config(rl.PolicyConfig):
     # module:function or path/to/file.py:function; several as a table of names and weights
     reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
     steps: int = 200  # training steps of the whole run
+    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
     prompts_per_step: int = 32  # each with sampling.num_samples samples
+    eval: rl.EvalConfig = field(default_factory=rl.EvalConfig)
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.PolicySplit = field(default_factory=rl.PolicySplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
@@ -43,6 +45,7 @@ class Config(rl.PolicyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1})
+        rl.check_epochs(self)
         rl.refuse_greedy(self.sampling)
         if self.is_on_policy:
             rl.refuse_lag(self.sampler)
@@ -65,6 +68,7 @@ def check(cfg: Config) -> None:
         trainer=cfg.trainer,
         sampling=cfg.sampling,
     )
+    rl.check_evaluation(cfg)
     if cfg.kl.reference:
         rl.check_inputs(model=cfg.kl.reference, data=cfg.data, trainer=rl.TrainerConfig())
     rl.check_engine(cfg.engine, cfg.run)
@@ -77,25 +81,39 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
     prompts = rl.load_prompts(cfg)
+    num_steps = rl.num_steps(cfg, prompts)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
     sampler = make_sampler(cfg, rollout, prompts, update)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
     source = {"sampler": sampler} if sampler else {"prompts": prompts}
     start = ctl.resume(trainer=trainer, **source, **update.savers)
 
-    for step in ctl.steps(cfg.steps, start):
+    for step in ctl.steps(num_steps, start):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
+        evaluation.after(step.index)
         with ctl.phase("rollout", awake=[rollout]):
-            if sampler:
-                sampler.set_version(step.index)
-                groups = sampler.take(step.index)
-            else:
-                asked = prompts.take(cfg.prompts_per_step)
-                groups = rollout.generate.call(asked, cfg.sampling, step=step.index)
+            groups = generated(cfg, rollout, prompts, sampler, step.index)
         with ctl.phase("train", awake=update.roles):
             stats = update.step(groups, step.index)
         step.log(groups, stats, sampler.metrics() if sampler else {})
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+    evaluation.at_end(trainer, weights)
+
+
+def generated(
+    cfg: Config,
+    rollout: rl.Rollout,
+    prompts: rl.Prompts,
+    sampler: rl.GroupSampler | None,
+    index: int,
+) -> list[rl.Group]:
+    """Return the groups of step `index`, whose weights are of that version."""
+    if sampler is None:
+        asked = prompts.take(cfg.prompts_per_step)
+        return rollout.generate.call(asked, cfg.sampling, step=index)
+    sampler.set_version(index)
+    return sampler.take(index)
 
 
 def make_sampler(

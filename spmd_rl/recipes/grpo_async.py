@@ -34,20 +34,25 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
     prompts = rl.load_prompts(cfg)
+    num_steps = rl.num_steps(cfg, prompts)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
     ahead = rl.CallQueue(rollout.generate)
     start = ctl.resume(trainer=trainer, prompts=prompts, ahead=ahead, **update.savers)
 
-    for step in ctl.steps(cfg.steps, start):
+    for step in ctl.steps(num_steps, start):
         if not ahead:  # the first step of a run
             weights.push(version=step.index)
+            evaluation.after(step.index)
             ahead.start(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("rollout"):
             groups = ahead.wait()
         with ctl.phase("sync"):
             weights.push(version=step.index)
+        evaluation.after(step.index)
         ahead.start(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train"):
             stats = update.step(groups, step.index)
         step.log(groups, stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+    evaluation.at_end(trainer, weights)

@@ -5,6 +5,9 @@ spmd-rl run grpo_fully_async --model PATH --data train.jsonl --reward module:fun
 Version v of the weights is pushed after train step v. Answers that are half finished then go on
 under the new weights, and every token keeps its version. No token is more than `sampler.max_lag`
 versions older than the weights that learn from it. The engine needs ranks of its own.
+
+An evaluation begins right after a push, and the next push waits for it: all its tokens are of that
+version. The engines generate for training beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
     prompts = rl.load_prompts(cfg)
+    num_steps = rl.num_steps(cfg, prompts)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
     sampler = rl.GroupSampler(
         rollout,
         prompts,
@@ -46,13 +51,15 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     )
     start = ctl.resume(trainer=trainer, sampler=sampler, **update.savers)
 
-    for step in ctl.steps(cfg.steps, start):
+    for step in ctl.steps(num_steps, start):
         with ctl.phase("sync"):
             weights.push(version=step.index, drain=False)
             sampler.set_version(step.index)
+        evaluation.after(step.index)
         with ctl.phase("rollout"):
             groups = sampler.take(step.index)
         with ctl.phase("train"):
             stats = update.step(groups, step.index)
         step.log(groups, stats, sampler.metrics())
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+    evaluation.at_end(trainer, weights, drain=False)

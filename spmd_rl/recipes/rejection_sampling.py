@@ -29,6 +29,8 @@ class Config:
     # which samples become data; best: the best correct one of each prompt's step
     keep: Literal["best", "correct"] = "correct"
     threshold: float = 1.0  # least reward of a correct sample
+    # the weights stay as they are, so one evaluation tells all: that before the first step
+    eval: rl.EvalConfig = field(default_factory=lambda: rl.EvalConfig(at_end=False))
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: InferSplit = field(default_factory=InferSplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
@@ -55,6 +57,7 @@ def check(cfg: Config) -> None:
         trainer=rl.TrainerConfig(),  # nothing is trained, but the folder must hold weights
         sampling=cfg.sampling,
     )
+    rl.check_evaluation(cfg)
     rl.check_engine(cfg.engine, cfg.run)
 
 
@@ -66,7 +69,10 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     num_prompts = cfg.epochs * len(prompts)
     num_steps = -(-num_prompts // cfg.prompts_per_step)
 
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
+
     for step in ctl.steps(num_steps, ctl.resume(prompts=prompts, file=file)):
+        evaluation.after(step.index)
         num_left = num_prompts - step.index * cfg.prompts_per_step
         drawn = prompts.take(min(cfg.prompts_per_step, num_left))
         with ctl.phase("rollout", awake=[rollout]):

@@ -19,11 +19,17 @@ __all__ = ["Config", "check", "main"]
 
 @dataclass(frozen=True, kw_only=True)
 class Config(grpo.Config):
-    # settings of data, reward, prompts, engine, hooks and sampler are accepted, and not used
+    # settings of data, reward, eval, prompts, engine, hooks and sampler are accepted, and not used
     recorded: str  # folder of a run of grpo, grpo_async, grpo_fully_async or collect
     data: str | dict[str, float] = ""
+    epochs: float = 0.0  # must be 0: a replay counts in steps
     sampler: rl.SamplerConfig = field(default_factory=rl.SamplerConfig)
     is_on_policy: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.epochs:
+            raise rl.ConfigError("epochs must be 0: a replay counts in steps")
 
 
 def check(cfg: Config) -> None:

@@ -6,6 +6,7 @@ spmd-rl run rlhf --model PATH --reward_model runs/reward_model/hf --data prompts
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import spmd_rl as rl
 from spmd_rl.recipes import grpo
@@ -23,6 +24,7 @@ class Config(grpo.Config):
         rl.refuse_sampler(self.sampler, self.hooks)
         if self.reward:
             raise rl.ConfigError("reward must be empty: rewards come from reward_model")
+        rl.refuse_eval_rewards(self.eval, "reward_model")
 
     def extra_roles(self) -> list[rl.ExtraRole]:
         """Return the reward model, and what the algorithm needs, for the plan."""
@@ -44,6 +46,7 @@ def check(cfg: Config) -> None:
         sampling=cfg.sampling,
         reward_model=cfg.reward_model,
     )
+    rl.check_evaluation(cfg)
     rl.check_engine(cfg.engine, cfg.run)
 
 
@@ -57,17 +60,26 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, seed=cfg.run.seed)
     weights = ctl.link(trainer, rollout)
     prompts = rl.load_prompts(cfg)
+    num_steps = rl.num_steps(cfg, prompts)
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, partial(graded, judge))
     start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
 
-    for step in ctl.steps(cfg.steps, start):
+    for step in ctl.steps(num_steps, start):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
+        evaluation.after(step.index)
         with ctl.phase("rollout", awake=[rollout]):
             groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train", awake=update.roles):
-            scores = judge.rewards.call(rl.pack_samples(groups))
-            groups = rl.with_rewards(groups, scores.values)
+            groups = graded(judge, groups)
             stats = update.step(groups, step.index)
         step.log(groups, stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+    evaluation.at_end(trainer, weights)
+
+
+def graded(judge: rl.FrozenModel, groups: list[rl.Group]) -> list[rl.Group]:
+    """Return the groups with the rewards that the reward model gives their samples."""
+    scores = judge.rewards.call(rl.pack_samples(groups))
+    return rl.with_rewards(groups, scores.values)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from spmd_rl.config.dump import as_data
+from spmd_rl.evaluation.config import eval_rewards
 
 
 def rollout_settings(cfg: Any) -> dict[str, Any]:
     """Return what `spawn` passes to a `Rollout`: the model, the seed, the rewards and the hooks.
 
-    Hooks may read the whole config. `cfg` is a recipe's config with `model`, `run`, `reward` and
-    `hooks`.
+    The rewards of `eval` are among the hooks, if the config has evaluations. Hooks may read the
+    whole config. `cfg` is a recipe's config with `model`, `run`, `reward` and `hooks`.
     """
+    hooks = cfg.hooks
+    if hasattr(cfg, "eval"):
+        extra = dict.fromkeys([*hooks.extra_rewards, *eval_rewards(cfg.eval)])
+        hooks = replace(hooks, extra_rewards=tuple(extra))
     return {
         "model": cfg.model,
         "seed": cfg.run.seed,
         "reward": cfg.reward,
-        "hooks": cfg.hooks,
+        "hooks": hooks,
         "settings": as_data(cfg),
     }

@@ -12,6 +12,7 @@ from spmd_rl.observe.atomic_write import write_atomically
 from spmd_rl.observe.metrics import METRICS
 from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.report.about import about, read_provenance, without_command
+from spmd_rl.report.changes import what_changed
 from spmd_rl.report.colours import PARTS, PHASES, colour_of
 from spmd_rl.report.page import render
 from spmd_rl.report.progress import weights_text
@@ -28,6 +29,7 @@ from spmd_rl.report.series import (
 from spmd_rl.report.settings import as_text, differences, read_config, read_plan
 from spmd_rl.report.spans import MAX_SPANS, read_timeline
 from spmd_rl.report.time_axes import seconds_before_step_1, training_rows, wall_s
+from spmd_rl.report.turned import turned_prompts
 
 MAX_RUNS = 8
 
@@ -99,6 +101,8 @@ def _run(run: Path, name: str, num_runs: int, small: bool) -> dict[str, Any]:
         "wall_s": wall_s(rows),
         "num_latest": num_latest(len(training_rows(rows))),
         "figures": key_figures(rows),
+        "changes": what_changed(rows),
+        "turned": [] if small else turned_prompts(run, small=num_runs > 1),
         "curves": curves(rows, MAX_POINTS // min(num_runs, 3)),
         "settings": {key: as_text(value) for key, value in config.items()},
         "plan": plan,

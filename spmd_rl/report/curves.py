@@ -3,7 +3,8 @@
     reward            response length      mismatched tokens
     loss, entropy     seconds a step       tokens per second
 
-A panel without any value is left out. The parts of a reward, if it has any, get one more panel.
+A panel without any value is left out. The parts of a reward, if it has any, get one more panel,
+and so do evaluations.
 
     python -m spmd_rl.report.curves metrics.jsonl curves.png TITLE
 """
@@ -11,8 +12,10 @@ A panel without any value is left out. The parts of a reward, if it has any, get
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +56,11 @@ def draw(rows: Rows, path: Path, title: str) -> None:
 
 def picture(rows: Rows, title: str) -> Any:
     """Return the matplotlib figure of the steps from 1, or None if there is nothing to draw."""
+    evaluated = [row for row in rows if row["step"] >= 0 and "eval/reward" in row]
     rows = [row for row in rows if row["step"] > 0]
     panels = _panels_with_values(rows)
+    if evaluated and rows:
+        panels.insert(1, partial(_evaluations, evaluated))
     if not panels:
         return None
     down = math.ceil(len(panels) / 3)
@@ -100,6 +106,20 @@ def _reward(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     finite = mean[np.isfinite(mean)]
     if finite.size and finite.min() >= 0 and finite.max() <= 1:
         axes.set_ylim(-0.03, 1.03)
+    add_legend(axes)
+
+
+def _evaluations(evaluated: Rows, axes: Any, _: NDArray[Any], __: Rows) -> None:
+    """Draw the mean reward of each evaluation set, from before the first step on."""
+    names = [name for name in evaluated[-1] if re.fullmatch("eval/.+/reward", name)]
+    shown = names[: len(PARTS)]
+    count = f": {len(shown)} of {len(names)} sets" if len(shown) < len(names) else ""
+    set_title(axes, f"reward in evaluation{count}")
+    steps = np.array([row["step"] for row in evaluated])
+    axes.set_xlim(min(steps[0], axes.get_xlim()[0]))
+    for name, colour in zip(shown, PARTS, strict=False):
+        label = name.removeprefix("eval/").removesuffix("/reward")[:LEGEND_WIDTH]
+        plot_line(axes, steps, column(evaluated, name), colour.code, label)
     add_legend(axes)
 
 

@@ -17,6 +17,7 @@ from spmd_rl.report.progress import (
     Metrics,
     RunProgress,
     duration,
+    evaluation_text,
     number,
     sparkline,
     weights_text,
@@ -26,7 +27,14 @@ from spmd_rl.types import samples
 _LABEL_WIDTH = 9
 _SIDE_WIDTH = _LABEL_WIDTH + 6  # of a row besides its content: label, frame and space between
 _ECHO_WIDTH = 2  # free columns behind the frame, where a terminal echoes ^C
-_PHASES = {"rollout": "blue", "train": "yellow", "sync": "green", "sleep": "magenta", "wake": "red"}
+_PHASES = {
+    "rollout": "blue",
+    "train": "yellow",
+    "sync": "green",
+    "eval": "cyan",
+    "sleep": "magenta",
+    "wake": "red",
+}
 _OTHER = "bright_black"
 _MIN_REWARD_SHARE = 0.1  # of the rollout's time, from which it is shown
 _POLICY_METRICS = (
@@ -69,6 +77,9 @@ class LiveView:
             if group.num_samples:
                 self._group = group
 
+    def show_evaluation(self) -> None:
+        """Nothing: the next drawing shows it."""
+
     def close(self) -> None:
         """Stop drawing, so that others can use the terminal. May be called again."""
         self._live.stop()
@@ -94,6 +105,7 @@ class LiveView:
             ("now", _phase(progress)),
             ("step time", _time_bar(progress.metrics, width)),
             ("reward", _reward(progress, width)),
+            ("eval", _evaluation(progress)),
             ("mismatch", _mismatch(progress)),
             ("weights", _weights(progress.verified)),
             ("speed", _speed(progress.metrics)),
@@ -190,6 +202,20 @@ def _reward(progress: RunProgress, width: int) -> Text | None:
         (line, "green"),
         (f"  from {number(first, '.3f')}", "bright_black"),
     )
+
+
+def _evaluation(progress: RunProgress) -> Text | None:
+    """Return the scores of the last evaluation, and the first mean reward of the evaluations."""
+    if not progress.evaluations:
+        return None
+    (_, first), (num_steps, last) = progress.evaluations[0], progress.evaluations[-1]
+    text = Text.assemble(
+        (evaluation_text(last), "bold"), (f"  after {num_steps} steps", "bright_black")
+    )
+    before = first.get("eval/reward")
+    if len(progress.evaluations) > 1 and before is not None:
+        text.append(f"  reward from {number(before, '.3f')}", "bright_black")
+    return text
 
 
 def _mismatch(progress: RunProgress) -> Text | None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from spmd_rl.report.progress import Metrics, RunProgress, duration, number
+from spmd_rl.report.progress import Metrics, RunProgress, duration, evaluation_text, number
 from spmd_rl.types.samples import Group
 
 _COMPARED = "onpolicy/compared_tokens"
@@ -22,7 +22,7 @@ _COLUMNS = (
 
 
 class PlainView:
-    """Prints one line for each finished step, and nothing else."""
+    """Prints one line for each finished step and each evaluation, and nothing else."""
 
     def __init__(self, progress: RunProgress, out: TextIO | None = None) -> None:
         self._progress = progress
@@ -30,6 +30,11 @@ class PlainView:
 
     def show(self, groups: Sequence[Group]) -> None:
         print(step_line(self._progress), file=self._out or sys.stdout, flush=True)
+
+    def show_evaluation(self) -> None:
+        num_steps, metrics = self._progress.evaluations[-1]
+        text = f"evaluation after {num_steps} steps  {evaluation_text(metrics)}"
+        print(text, file=self._out or sys.stdout, flush=True)
 
     def close(self) -> None:
         pass

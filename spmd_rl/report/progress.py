@@ -33,6 +33,7 @@ class RunProgress:
     step_times_s: list[float] = field(default_factory=list)
     mismatched_tokens: float = 0
     compared_tokens: float = 0
+    evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     phase: str = ""
     phase_since: float = 0.0
 
@@ -63,6 +64,10 @@ class RunProgress:
         ]
         self.mismatched_tokens += metrics.get("onpolicy/mismatched_tokens", 0)
         self.compared_tokens += metrics.get("onpolicy/compared_tokens", 0)
+
+    def record_evaluation(self, num_steps: int, metrics: Metrics) -> None:
+        """Keep what an evaluation of the weights after `num_steps` steps found."""
+        self.evaluations.append((num_steps, metrics))
 
     @property
     def elapsed_s(self) -> float:
@@ -119,6 +124,26 @@ def _neighbour_means(values: Sequence[float], num: int) -> list[float]:
     """Return the means of `num` consecutive parts of about equal length."""
     edges = [i * len(values) // num for i in range(num + 1)]
     return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+
+
+def evaluation_text(metrics: Metrics) -> str:
+    """Return the scores of an evaluation: those of each set, or a score of the few that there are.
+
+    Such as `gsm: reward 0.512  pass@4 0.803`.
+    """
+    scores: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        _, _, rest = name.partition("/")
+        one, slash, score = rest.rpartition("/")
+        if slash and (score == "reward" or score.startswith("pass@")):
+            scores.setdefault(one, {})[score] = value
+    texts = []
+    for one, found in scores.items():
+        last = list(found.items())[-1]
+        shown = {"reward": found["reward"], last[0]: last[1]} if "reward" in found else found
+        listed = "  ".join(f"{score} {number(value, '.3f')}" for score, value in shown.items())
+        texts.append(f"{one}: {listed}")
+    return "  ".join(texts) or "all samples failed"
 
 
 def weights_text(metrics: Metrics) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,15 @@ from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.types.samples import Group, error_of
 
-RESULTS = ("report.html", "curves.png", "metrics.jsonl", "samples", "checkpoints", "hf")
+RESULTS = (
+    "report.html",
+    "curves.png",
+    "metrics.jsonl",
+    "samples",
+    "eval.json",
+    "checkpoints",
+    "hf",
+)
 
 
 class Recorder:
@@ -118,6 +126,21 @@ class Recorder:
             self._monitor.on_step(
                 step.index + 1, metrics, groups, partial(self._group_metrics, groups, step.index)
             )
+
+    def on_evaluation(
+        self, num_steps: int, metrics: Mapping[str, float], groups: Mapping[str, list[Group]]
+    ) -> None:
+        """Write an evaluation's metrics and samples. Its failed samples are printed to stderr."""
+        for name, own in groups.items():
+            for sample in Group.to_columns(own).failed.samples.rows():
+                print(
+                    f"the evaluation of {name} after {num_steps} steps goes on without a sample: "
+                    f"{error_of(sample)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        if self._monitor is not None:
+            self._monitor.on_evaluation(num_steps, metrics, groups)
 
     def _group_metrics(self, groups: list[Group], version: int) -> dict[str, float]:
         """Return the metrics of a step's groups.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from spmd_rl.algo.group_metrics import num_drawn_tokens
-from spmd_rl.observe.metrics_log import MetricsLog, drop_steps_after, read_metrics
+from spmd_rl.observe.metrics_log import MetricsLog, add_row, drop_steps_after, read_metrics
 from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.observe.sinks import Sinks
 from spmd_rl.report import write_report
@@ -22,6 +22,8 @@ class ProgressView(Protocol):
     """A terminal view. It is told of steps, and reads all else from `RunProgress`."""
 
     def show(self, groups: Sequence[Group]) -> None: ...
+
+    def show_evaluation(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -128,6 +130,19 @@ class RunMonitor:
         self._view.show(step.groups)
         if step.number > 0 and step.number % self._plot_every_steps == 0:
             self._painter.request()
+
+    def on_evaluation(
+        self, num_steps: int, metrics: Mapping[str, float], groups: Mapping[str, Sequence[Group]]
+    ) -> None:
+        """Write what an evaluation of the weights after `num_steps` steps found."""
+        self.catch_up()
+        row = self._log.write(num_steps, metrics)
+        add_row(self._rows, row)
+        self._sinks.write(row)
+        for name, own in groups.items():
+            self._run.write_samples(num_steps, own, prefix=f"eval_{name}_")
+        self._progress.record_evaluation(num_steps, metrics)
+        self._view.show_evaluation()
 
     def _write(self, index: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Write a step's metrics to the log and the sinks, and its samples to the folder."""

@@ -31,6 +31,7 @@ class KeyFigure:
 
 KEY_FIGURES = (
     KeyFigure("reward", "reward/mean", "mean of last 5 %", 1),
+    KeyFigure("reward in evaluation", "eval/reward", "last", 1),
     KeyFigure("prompts without reward", "reward/solve_none", "mean of last 5 %"),
     KeyFigure("response tokens", "rollout/response_tokens_mean", "mean of last 5 %"),
     KeyFigure("entropy", "train/entropy", "mean of last 5 %"),
@@ -111,6 +112,7 @@ def _latest(values: list[float]) -> float:
 
 _AGGREGATES: dict[str, Callable[[list[float]], float]] = {
     "mean of last 5 %": _latest,
+    "last": lambda values: values[-1],
     "total": sum,
     "largest": max,
     "median": statistics.median,
@@ -118,7 +120,9 @@ _AGGREGATES: dict[str, Callable[[list[float]], float]] = {
 
 
 def _figure(rows: Sequence[Row], figure: KeyFigure) -> float | None:
-    values = [row[figure.metric] for row in training_rows(rows) if _is_known(row, figure.metric)]
+    # an evaluation before the first step counts too
+    figure_rows = rows if figure.how == "last" else training_rows(rows)
+    values = [row[figure.metric] for row in figure_rows if _is_known(row, figure.metric)]
     return _rounded(_AGGREGATES[figure.how](values)) if values else None
 
 

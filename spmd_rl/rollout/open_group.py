@@ -50,9 +50,10 @@ class OpenGroup:
     def whole(self) -> Group:
         """Return the finished group, whose first sample has the times of the request.
 
-        A group that failures leave with a single sample, which nothing compares with, is emptied.
+        A group that failures leave with a single sample, which nothing compares with, is emptied,
+        but for an evaluation.
         """
-        lone = bool(self.failed) and len(self.samples) < 2
+        lone = bool(self.failed) and len(self.samples) < 2 and not self.info.evaluation
         samples = [] if lone else sorted(self.samples, key=_index)
         failed = sorted(self.failed, key=_index)
         if self.times and (listed := samples or failed):

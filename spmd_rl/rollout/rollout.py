@@ -124,7 +124,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         `seed` stands in for the role's own, such as for an evaluation. Hooks are told `step` and
         `evaluation`. A sample on which a hook fails ends the call, or has failed if
         `hooks.on_error` says so. A group that this leaves with a single sample, which nothing
-        compares with, is emptied.
+        compares with, is emptied, but for an evaluation.
         Answers: once the last sample of this rank's prompts is finished; aborted, with what there
         is.
         """

@@ -17,6 +17,7 @@ FLOORS = (
     {"controller"},
     {"hooks"},
     {"train", "rollout"},
+    {"evaluation"},
     {"cli", "recipes", "slurm", "check", "plan", "microscope", "report", "__main__", ""},
 )
 HEIGHT = {room: height for height, floor in enumerate(FLOORS) for room in floor}

@@ -20,6 +20,7 @@ from spmd_rl.controller.run.checkpoints import (
 from spmd_rl.controller.run.steps import LoopStep, RunObserver
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.trace import now_ns
+from spmd_rl.types.samples import Group
 
 
 class StepLoop:
@@ -113,6 +114,13 @@ class StepLoop:
         """Add what the controller itself has measured to the current step, if there is one."""
         if self._step is not None:
             self._step.record(metrics)
+
+    def record_evaluation(
+        self, num_steps: int, metrics: Mapping[str, float], groups: Mapping[str, list[Group]]
+    ) -> None:
+        """Hand what an evaluation found to the observer."""
+        if self._observer is not None:
+            self._observer.on_evaluation(num_steps, metrics, groups)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

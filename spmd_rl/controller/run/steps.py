@@ -29,6 +29,14 @@ class RunObserver(Protocol):
     def on_step(self, step: LoopStep) -> None:
         """Note that the step ended: its times are complete."""
 
+    def on_evaluation(
+        self, num_steps: int, metrics: Mapping[str, float], groups: Mapping[str, list[Group]]
+    ) -> None:
+        """Note what an evaluation of the weights after `num_steps` steps found.
+
+        `groups` are the samples of each set by its name.
+        """
+
     def catch_up(self) -> None:
         """Write what is not written yet: the controller waits for workers, or is about to save."""
 

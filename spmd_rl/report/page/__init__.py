@@ -25,6 +25,7 @@ _SCRIPTS = (
     "timeline.js",
     "samples.js",
     "tables.js",
+    "changes.js",
     "app.js",
 )
 

@@ -80,6 +80,7 @@ function head() {
       el("p", { class: "sub" }, summary(data.runs[0])),
       facts(data.runs[0]),
       figureCards(data, data.runs[0]),
+      changesSection(data.runs[0]),
     ];
   return [
     el("h1", {}, `${data.runs.length} runs`),

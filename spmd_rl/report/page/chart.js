@@ -52,7 +52,7 @@ class Chart {
       x: positionsOn(this.view.axis, s),
       ends: endsOn(this.view.axis, s),
       extent: extentOn(this.view.axis, s),
-      smooth: smoothed(s.mean, this.panel.stacked ? 0 : this.view.smoothing),
+      smooth: smoothed(s.mean, this.panel.stacked || s.sparse ? 0 : this.view.smoothing),
     }));
     if (this.panel.stacked) stack(this.lines);
     this.scale();
@@ -145,7 +145,7 @@ class Chart {
           paint: { fill: `var(${line.colour})`, opacity: ".13" },
         }),
       );
-    if (this.view.smoothing)
+    if (this.view.smoothing && !line.sparse)
       found.push(
         svg("path", { d: this.path(line.x, line.mean), paint: { ...paint, strokeWidth: "1", opacity: ".3" } }),
       );

@@ -2,6 +2,15 @@
 
 const PHASES = ["rollout", "train", "sync", "sleep", "wake"];
 const PART = "reward/"; // prefix of the parts of a reward
+const EVALUATION = /^eval\/(?:(.+)\/)?([^/]+)$/; // eval/SET/SCORE, or eval/SCORE of all sets
+const NOT_DRAWN = new Set(["pass@1", "reward_error"]); // the first is avg@n under another name
+const EVALUATIONS = "Evaluation: all sets";
+const SCORES_IN_WORDS = {
+  reward: "mean reward",
+  truncated: "truncated responses",
+  response_tokens_mean: "response length in tokens",
+  failed_samples: "failed samples",
+};
 
 // A line is [metric, label], or [metric, label, "dashed"].
 const PANELS = [
@@ -12,6 +21,13 @@ const PANELS = [
       ["reward/mean", "mean"],
       ["reward/solve_all", "all ≥ 1", "dashed"],
       ["reward/solve_none", "none > 0", "dashed"],
+    ],
+  },
+  {
+    title: EVALUATIONS,
+    lines: [
+      ["eval/reward", "mean reward"],
+      ["eval/pass@1", "share of correct samples", "dashed"],
     ],
   },
   { title: "Spread of rewards", floor: 0, lines: [["reward/std", "standard deviation"]] },
@@ -207,6 +223,7 @@ const PANELS = [
       ["sync/shared_tensors", "the trainer's memory"],
     ],
   },
+  { title: "Evaluation time", unit: "s", floor: 0, lines: [["time/eval", "of a step"]] },
   { title: "Checkpoint time", unit: "s", floor: 0, lines: [["time/save", "copy, while steps wait"]] },
   {
     title: "Utilisation",
@@ -231,8 +248,7 @@ function panelsOfOne(data, run) {
     series: panel.lines
       .filter(([metric]) => columns[metric])
       .map(([metric, label, style]) => ({
-        ...columns[metric],
-        ...pointsOf(run),
+        ...lineOf(run, metric, columns[metric]),
         metric,
         label,
         run: 0,
@@ -240,9 +256,47 @@ function panelsOfOne(data, run) {
         colour: panel.stacked ? data.phase_colours[label] : data.metrics[metric].colour,
       })),
   })).filter((panel) => panel.series.length);
+  const place = panels.findIndex((panel) => panel.title === EVALUATIONS) + 1;
+  panels.splice(place, 0, ...evaluationPanels(data, run));
   const shown = new Set([...PANELS.flatMap((panel) => panel.lines.map(([metric]) => metric)), "time/step"]);
-  const own = Object.keys(columns).filter((metric) => columns[metric] && !shown.has(metric));
+  const own = Object.keys(columns).filter((metric) => columns[metric] && !shown.has(metric) && !EVALUATION.test(metric));
   return panels.concat(own.map((metric) => singleMetric(data, metric)));
+}
+
+// A chart for each score of the evaluations, with a line for each set.
+function evaluationPanels(data, run) {
+  const columns = run.curves.columns,
+    bySet = Object.keys(columns).filter((metric) => (EVALUATION.exec(metric) || [])[1]),
+    found = new Set(bySet.map((metric) => EVALUATION.exec(metric)[2])),
+    scores = ["reward", ...found].filter((score, i, all) => found.has(score) && all.indexOf(score) === i && !NOT_DRAWN.has(score));
+  return scores.map((score) => ({
+    title: `Evaluation: ${SCORES_IN_WORDS[score] || score}`,
+    meaning: `eval/SET/${score}, of the weights after so many steps`,
+    floor: 0,
+    series: bySet
+      .filter((metric) => EVALUATION.exec(metric)[2] === score)
+      .map((metric, i) => ({
+        ...lineOf(run, metric, columns[metric]),
+        metric,
+        label: EVALUATION.exec(metric)[1],
+        run: 0,
+        colour: data.part_colours[i % data.part_colours.length],
+      })),
+  }));
+}
+
+// The values and points of a metric. Those of evaluations are far apart, and yet a line.
+function lineOf(run, metric, values) {
+  const line = { ...values, ...pointsOf(run) };
+  return values && EVALUATION.test(metric) ? withoutGaps(line) : line;
+}
+
+// The points that have a value, so that a line connects them.
+function withoutGaps(line) {
+  const known = (values) => values && values.filter((_, i) => line.mean[i] !== null);
+  const ends = Object.fromEntries(Object.entries(line.ends).map(([axis, values]) => [axis, known(values)]));
+  const { mean, low, high, first, last } = line;
+  return { sparse: true, mean: known(mean), low: known(low), high: known(high), first: known(first), last: known(last), ends };
 }
 
 // The steps and axis positions of a run's points.
@@ -260,8 +314,7 @@ function singleMetric(data, metric) {
   const known = data.metrics[metric] || {},
     like = PANELS.find((panel) => panel.lines.some(([name]) => name === metric)) || {};
   const series = data.runs.map((run, i) => ({
-    ...run.curves.columns[metric],
-    ...pointsOf(run),
+    ...lineOf(run, metric, run.curves.columns[metric]),
     metric,
     label: data.runs.length > 1 ? run.name : "value",
     run: i,

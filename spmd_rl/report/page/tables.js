@@ -22,7 +22,7 @@ function unitOf(data, figure) {
 function howText(figure, run) {
   if (figure.how === "mean of last 5 %")
     return run.num_latest > 1 ? `mean of the last ${number(run.num_latest)} steps` : "last step";
-  return { total: "over all steps", largest: "largest of all steps", median: "median step" }[figure.how];
+  return { total: "over all steps", largest: "largest of all steps", median: "median step", last: "last evaluation" }[figure.how];
 }
 
 // A card has room for seven digits.

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.observe.metrics_log import read_metrics
 from tests.dist.recipes.conftest import EXAMPLE
 from tests.dist.recipes.test_data_recipes import KEEP_ALL, forget_after
 
@@ -96,8 +97,12 @@ def test_a_reward_model_resumes_and_judges(run: Any, models: tuple[Path, Path]) 
     assert all((again[name] == learned[name]).all() for name in learned)
 
     judge = f"--reward_model={whole.folder / 'hf'}"
-    judged = run("rlhf", f"--model={models[0]}", judge, *SAMPLES, nproc=2, small=False)
+    held_out = f"--eval.data={EXAMPLE / 'eval.jsonl'}@[:9]"
+    judged = run("rlhf", f"--model={models[0]}", judge, *SAMPLES, held_out, nproc=2, small=False)
     assert judged.code == 0, judged.sentence
+    evaluated = read_metrics(judged.folder / "metrics.jsonl")
+    assert ["eval/reward" in row for row in evaluated] == [True, False, True]
+    assert evaluated[0]["eval/reward"] != 0
     rewards = [row["reward"] for row in judged.samples(1)]
     assert len(set(rewards)) > 8
     assert np.mean(rewards) == pytest.approx(judged.metrics[0]["reward/mean"])

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.observe.timeline import read_spans, trace_files, write_chrome
 from spmd_rl.report.spans import read_timeline
+from tests.dist.recipes.conftest import EXAMPLE
 
 pytestmark = pytest.mark.dist
 
@@ -163,11 +164,17 @@ def test_mixed_split(run: Any) -> None:
 
 def test_one_step_ahead(run: Any) -> None:
     """Samples lag one version from the second step on; the first step's are compared."""
-    ended = run("grpo_async", "--steps=4", *DISJOINT, nproc=2)
+    held_out = f"--eval.data={EXAMPLE / 'eval.jsonl'}@[:9]"
+    ended = run("grpo_async", "--steps=4", held_out, "--eval.every=2", *DISJOINT, nproc=2)
     assert ended.code == 0, ended.sentence
-    assert [row["version/lag_max"] for row in ended.metrics] == [0, 1, 1, 1]
-    assert ended.metrics[0]["onpolicy/compared_tokens"] > 0
-    assert sum(row["onpolicy/mismatched_tokens"] for row in ended.metrics) == 0
+    rows = [row for row in ended.metrics if "time/step" in row]
+    assert [row["version/lag_max"] for row in rows] == [0, 1, 1, 1]
+    assert rows[0]["onpolicy/compared_tokens"] > 0
+    assert sum(row["onpolicy/mismatched_tokens"] for row in rows) == 0
+    for evaluated in (0, 2, 4):
+        path = ended.folder / f"samples/eval_eval_step_{evaluated:05d}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert {version for row in rows for version in row["versions"]} == {evaluated}
 
 
 SELDOM = """

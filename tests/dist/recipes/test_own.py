@@ -31,7 +31,7 @@ def prompts(ended: Any, step: int) -> list[int]:
 def check_tour(ended: Any) -> None:
     """Assert that the tour ended well, and that its metrics are what the page says."""
     assert ended.code == 0, ended.sentence
-    assert [("eval/reward" in row) for row in ended.metrics] == [True, False, True, False]
+    assert [("held_out/reward" in row) for row in ended.metrics] == [True, False, True, False]
     for row in ended.metrics:
         assert row["onpolicy/mismatched_tokens"] == 0
         assert row["reward/mean"] == pytest.approx(row["reward/right"] + 0.1 * row["reward/ended"])

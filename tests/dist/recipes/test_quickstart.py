@@ -16,6 +16,7 @@ pytestmark = pytest.mark.dist
 
 PAGE = (REPO / "docs/quickstart.md").read_text(encoding="utf-8")
 FILES = re.compile(r"`(\w+\.py)`:\n\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+EVALUATIONS = re.compile(r"^spmd-rl eval (.*?)$", re.MULTILINE)
 COMMANDS = re.compile(r"^spmd-rl run (\w+) (.*?)$", re.MULTILINE)
 
 
@@ -36,5 +37,9 @@ def test_the_quickstart_runs(
         assert ended.code == 0, ended.sentence
     assert {"reward/mean", "reward/ended"} <= ended.metrics[-1].keys()
     assert all(row["onpolicy/mismatched_tokens"] == 0 for row in ended.metrics)
+    before, after = EVALUATIONS.findall(PAGE.replace("\\\n", ""))
+    assert before.replace("sft", "grpo").replace("before", "after") == after
+    words = shlex.split(after.replace("--run.name=after", ""))
+    assert run("evaluate", *words, name="after", small=False).code == 0
     runpy.run_path("ask.py")
     assert "largest of 4 8 1: " in capfd.readouterr().out

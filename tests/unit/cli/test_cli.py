@@ -74,9 +74,9 @@ def test_help_of_run_names_the_recipes(words: list[str], capfd: pytest.CaptureFi
     [
         (
             ["--steps", "3"],
-            "there is no recipe '3': shipped ones are collect, distill, dpo, grpo, grpo_async, "
-            "grpo_fully_async, pretrain, rejection_sampling, replay, reward_model, rlhf, sft "
-            "(a path must end in .py)",
+            "there is no recipe '3': shipped ones are collect, distill, dpo, evaluate, grpo, "
+            "grpo_async, grpo_fully_async, pretrain, rejection_sampling, replay, reward_model, "
+            "rlhf, sft (a path must end in .py)",
         ),
         (["--steps=3"], "spmd-rl run: the following arguments are required: recipe"),
         (["--nproc", "2"], "spmd-rl run: the following arguments are required: recipe"),

@@ -38,6 +38,7 @@ def test_recipes_that_are_shipped() -> None:
         "collect",
         "distill",
         "dpo",
+        "evaluate",
         "grpo",
         "grpo_async",
         "grpo_fully_async",

@@ -116,8 +116,8 @@ def test_a_missing_recipe_names_the_nearest() -> None:
 
 def test_only_recipes_are_named_as_shipped() -> None:
     shipped = (
-        "collect, distill, dpo, grpo, grpo_async, grpo_fully_async, pretrain, rejection_sampling, "
-        "replay, reward_model, rlhf, sft"
+        "collect, distill, dpo, evaluate, grpo, grpo_async, grpo_fully_async, pretrain, "
+        "rejection_sampling, replay, reward_model, rlhf, sft"
     )
     with pytest.raises(
         ConfigError, match=rf"shipped ones are {shipped} \(a path must end in .py\)"

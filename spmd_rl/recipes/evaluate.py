@@ -1,0 +1,81 @@
+"""Evaluate: the scores of a model on sets of prompts. Nothing is trained.
+
+spmd-rl eval --model PATH --data test.jsonl --reward module:function --sampling.num_samples=4
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import spmd_rl as rl
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str  # Hugging Face folder
+    data: str = ""  # .jsonl or .parquet of prompts and answers; a slice as path@[a:b]
+    sets: dict[str, rl.EvalSet] = field(default_factory=dict)  # several sets by name, not data
+    # grades what no set grades itself: module:function or path/to/file.py:function; several as a
+    # table of names and weights
+    reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
+    threshold: float = 1.0  # least reward of a correct sample
+    # weights of a run instead of the model's, such as runs/grpo/checkpoints/step_000100
+    checkpoint: str = ""
+    seed: int = 0  # of the draws
+    run: rl.RunConfig = field(default_factory=rl.RunConfig)
+    split: rl.PolicySplit = field(default_factory=rl.PolicySplit)
+    prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
+    sampling: rl.SamplingConfig = field(default_factory=rl.SamplingConfig)
+    engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
+        default_factory=rl.NativeEngineConfig
+    )
+    hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
+    graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
+    # of the role that reads a checkpoint
+    trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(init="random"))
+
+    def __post_init__(self) -> None:
+        if not self.data and not self.sets:
+            raise rl.ConfigError("there is no set: say --data FILE or --sets.NAME.data FILE")
+
+    @property
+    def eval(self) -> rl.EvalConfig:
+        """The sets, as the recipes that train have them."""
+        return rl.EvalConfig(
+            data=self.data,
+            sets=self.sets,
+            num_samples=self.sampling.num_samples,
+            threshold=self.threshold,
+            seed=self.seed,
+        )
+
+
+def check(cfg: Config) -> None:
+    """Refuse bad input before anything starts."""
+    if cfg.checkpoint and not (Path(cfg.checkpoint) / "trainer").is_dir():
+        raise rl.ConfigError(
+            f"{cfg.checkpoint} is no checkpoint: name a folder such as "
+            "runs/grpo/checkpoints/step_000100"
+        )
+    rl.check_model(cfg.model, trainer=None if cfg.checkpoint else rl.TrainerConfig())
+    rl.check_evaluation(cfg)
+    rl.check_engine(cfg.engine, cfg.run)
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    roles, version = ctl.world.split(cfg.split), 0
+    if cfg.checkpoint:
+        trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+        version = trainer.load.call(str(Path(cfg.checkpoint) / "trainer"))
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
+    if cfg.checkpoint:
+        with ctl.phase("sync", awake=[trainer, rollout]):
+            ctl.link(trainer, rollout).push(version=version)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps=1)
+
+    for _ in ctl.steps(1):
+        scores = evaluation.run(0)
+    facts = {"model": cfg.model, "checkpoint": cfg.checkpoint, "version": version}
+    rl.write_scores(ctl.run_folder / "eval.json", facts, scores)
+    print(rl.scores_table(scores), flush=True)

@@ -1,0 +1,88 @@
+"""Evaluation prompts whose samples turned from wrong to right between two evaluations, or back."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from spmd_rl.errors import DataError
+from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json
+
+MAX_EXAMPLES = 5  # of each set and direction
+MAX_CHARACTERS = 300  # of a text that the page shows
+MIN_CHANGE = 0.5  # of a prompt's mean reward
+_FILE = re.compile(r"eval_(.+)_step_(\d+)\.jsonl")
+
+
+class _Row(msgspec.Struct):
+    """The fields of a sample that tell how a prompt did."""
+
+    prompt_uid: int
+    prompt: str = ""
+    answer: str = ""
+    text: str = ""
+    reward: float | None = None
+
+
+def turned_prompts(run: Path, *, small: bool = False) -> list[dict[str, Any]]:
+    """Return for each set what turned between its first and its last evaluation.
+
+    That are prompts whose mean reward changed by `MIN_CHANGE` or more. With `small` there are
+    counts and no examples. Raises: DataError for a damaged file.
+    """
+    files: dict[str, dict[int, Path]] = defaultdict(dict)
+    for path in (run / "samples").glob("eval_*_step_*.jsonl"):
+        if match := _FILE.fullmatch(path.name):
+            files[match[1]][int(match[2])] = path
+    return [
+        {"set": name, "first": min(paths), "last": max(paths)}
+        | _turned(_read(paths[min(paths)]), _read(paths[max(paths)]), 0 if small else MAX_EXAMPLES)
+        for name, paths in sorted(files.items())
+        if len(paths) > 1
+    ]
+
+
+def _turned(
+    before: dict[int, list[_Row]], after: dict[int, list[_Row]], num_examples: int
+) -> dict[str, Any]:
+    changes = {uid: _reward(after[uid]) - _reward(before[uid]) for uid in before if uid in after}
+    right = [uid for uid, change in changes.items() if change >= MIN_CHANGE]
+    wrong = [uid for uid, change in changes.items() if change <= -MIN_CHANGE]
+    return {
+        "num_prompts": len(changes),
+        "num_right": len(right),
+        "num_wrong": len(wrong),
+        "examples": [
+            _example(before[uid][0], after[uid][0], changes[uid])
+            for uid in right[:num_examples] + wrong[:num_examples]
+        ],
+    }
+
+
+def _example(before: _Row, after: _Row, change: float) -> dict[str, Any]:
+    texts = before.prompt, before.answer, before.text, after.text
+    prompt, answer, first, last = (text[-MAX_CHARACTERS:] for text in texts)
+    return {"prompt": prompt, "answer": answer, "before": first, "after": last, "change": change}
+
+
+def _reward(rows: list[_Row]) -> float:
+    return fmean(row.reward or 0.0 for row in rows)
+
+
+def _read(path: Path) -> dict[int, list[_Row]]:
+    """Return the samples that did not fail, by prompt."""
+    found: dict[int, list[_Row]] = defaultdict(list)
+    for number, line in numbered_lines(path):
+        where = f"{path}:{number}"
+        try:
+            row = msgspec.convert(parse_finite_json(where, line), _Row)
+        except msgspec.ValidationError as error:
+            raise DataError(where, f"not a sample: {error}") from error
+        if row.reward is not None:
+            found[row.prompt_uid].append(row)
+    return found

@@ -1,0 +1,100 @@
+"""Evaluations of a run in its log, its views and its curves."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from spmd_rl.observe.metrics_log import drop_steps_after, read_metrics
+from spmd_rl.observe.run_folder import RunFolder
+from spmd_rl.report.curves import picture
+from spmd_rl.report.live_view import LiveView
+from spmd_rl.report.progress import RunProgress, evaluation_text
+from spmd_rl.report.run_monitor import RunMonitor
+from spmd_rl.report.series import KEY_FIGURES, key_figures
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
+
+SCORES = {
+    "eval/reward": 0.25,
+    "eval/pass@1": 0.25,
+    "eval/gsm/reward": 0.25,
+    "eval/gsm/pass@1": 0.25,
+    "eval/gsm/pass@4": 0.75,
+}
+
+
+def group() -> Group:
+    tokens = np.zeros(1, np.int32)
+    sample = Sample(0, 0, tokens, np.zeros(1, np.float32), tokens, "completed", reward=1.0)
+    return Group(Prompt(0, tokens), [sample])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.open(tmp_path / "run", "", {})
+
+
+def test_an_evaluation_belongs_to_the_step_before_it(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monitor = RunMonitor(folder, tty=False)
+    monitor.begin_steps(2)
+    monitor.on_evaluation(0, SCORES, {"gsm": [group()]})
+    for step in (1, 2):
+        monitor.on_step(step, {"reward/mean": step / 2})
+    monitor.on_evaluation(2, SCORES, {"gsm": [group()]})
+    monitor.close()
+    lines = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
+    assert lines == [0, 1, 2, 2]
+    rows = read_metrics(folder.metrics)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [("eval/reward" in row, "reward/mean" in row) for row in rows] == [
+        (True, False),
+        (False, True),
+        (True, True),
+    ]
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "evaluation after 0 steps  gsm: reward 0.250  pass@4 0.750"
+    assert [line.split()[0] for line in out] == ["evaluation", "step", "step", "evaluation"]
+    names = {path.name for path in folder.samples.iterdir()}
+    assert names == {"eval_gsm_step_00000.jsonl", "eval_gsm_step_00002.jsonl"}
+    figure = [one.metric for one in KEY_FIGURES].index("eval/reward")
+    assert key_figures(rows)[figure] == key_figures(rows[:1])[figure] == 0.25
+    axes = picture(rows, "run").axes
+    assert "reward in evaluation" in [one.get_title(loc="left") for one in axes]
+
+
+def test_a_resumed_run_keeps_the_evaluation_that_it_starts_with(folder: RunFolder) -> None:
+    monitor = RunMonitor(folder, tty=False)
+    monitor.begin_steps(3)
+    for step in (1, 2, 3):
+        monitor.on_evaluation(step - 1, SCORES, {"gsm": [group()]})
+        monitor.on_step(step, {"reward/mean": 1.0})
+    monitor.close()
+    drop_steps_after(folder.metrics, 1)
+    folder.drop_samples(after=1)
+    assert ["eval/reward" in row for row in read_metrics(folder.metrics)] == [True, True]
+    names = sorted(path.name for path in folder.samples.iterdir())
+    assert names == ["eval_gsm_step_00000.jsonl", "eval_gsm_step_00001.jsonl"]
+
+
+def test_the_live_view_shows_the_last_evaluation() -> None:
+    progress, console = RunProgress(9), Console(file=io.StringIO(), width=100)
+    view = LiveView(progress, "run", console)
+    view.close()
+    progress.record_evaluation(0, SCORES)
+    progress.record_evaluation(7, {**SCORES, "eval/gsm/reward": 0.5})
+    with console.capture() as captured:
+        console.print(view.render())
+    text = captured.get()
+    assert "gsm: reward 0.500  pass@4 0.750  after 7 steps  reward from 0.250" in text
+
+
+def test_an_evaluation_whose_samples_all_failed_has_words() -> None:
+    assert evaluation_text({"eval/gsm/failed_samples": 3.0}) == "all samples failed"
