@@ -33,6 +33,11 @@ COMMANDS = {
         "spmd_rl.slurm.command", "RECIPE --nodes N ...", "the same run through Slurm"
     ),
     "check": CommandEntry("spmd_rl.check.command", "", "whether this host is fit for a run"),
+    "data": CommandEntry(
+        "spmd_rl.cli.data.command",
+        "convert|check|stats FILE ...",
+        "logs of other programs as training data; what a data file holds",
+    ),
     "report": CommandEntry(
         "spmd_rl.report.command",
         "RUN [RUN ...]",

@@ -20,7 +20,7 @@ from spmd_rl.data.logs import (
     sharegpt,
 )
 from spmd_rl.data.logs.form import Json, check
-from spmd_rl.data.logs.patch import apply, difference, same
+from spmd_rl.data.logs.patch import apply, difference
 from spmd_rl.errors import ConfigError, DataError
 
 
@@ -47,11 +47,20 @@ FORMATS = {
     "raw": Format(raw.read, raw.write),
 }
 
+NAMES = ", ".join(FORMATS)
+_KEYS = {"input": "responses", "contents": "gemini", "conversations": "sharegpt"}
+_KEYS |= {"completion": "raw"}
+_BLOCKS = [f'"type": "{kind}"' for kind in ("tool_use", "tool_result", "thinking")]
+_BLOCKS.append('"input_schema"')
+
 
 def import_row(row: Json, name: str) -> Json:
     """Return a row of the named format in our form. Raises: DataError when it cannot be said."""
-    made = FORMATS[name].read(row)
-    check(made)
+    try:
+        made = FORMATS[name].read(row)
+        check(made)
+    except (AttributeError, TypeError) as error:  # a value of another type where one is optional
+        raise DataError(name, f"not in this format: {error}") from error
     if name == OURS:
         return made
     changes = difference(FORMATS[name].write(made), row)
@@ -89,51 +98,30 @@ def _digest(row: Json) -> str:
 def deduce(rows: Sequence[Json]) -> str:
     """Return the format of rows. Raises: ConfigError when none or several fit."""
     found = set().union(*(_marks(row) for row in rows))
-    if found == {"openai", OURS} or not found:
-        found = {name for name in (OURS, "openai") if _reads_all(rows, name)} if found else set()
+    if found - {""}:
+        found.discard("")  # plain messages, which are the same in all formats that have them
     if len(found) != 1:
         seen = f"it could be {' or '.join(sorted(found))}" if found else "no known format fits"
-        raise ConfigError(
-            f"the format is not clear, {seen}: name it with --from {'|'.join(FORMATS)}"
-        )
-    return found.pop()
-
-
-def _reads_all(rows: Sequence[Json], name: str) -> bool:
-    try:
-        return all(same(export_row(import_row(row, name), name), row) for row in rows)
-    except DataError:
-        return False
+        raise ConfigError(f"the format is not clear, {seen}: name it with --from, {NAMES}")
+    return found.pop() or "openai"
 
 
 def _marks(row: Json) -> set[str]:
-    """Return the formats that the keys of a row speak for."""
+    """Return the formats that a row speaks for; "" is any format with messages."""
     inner = row["request"] if isinstance(row.get("request"), dict) else row
-    keys = {
-        "responses": "input",
-        "gemini": "contents",
-        "sharegpt": "conversations",
-        "raw": "completion",
-    }
-    found = {name for name, key in keys.items() if key in inner}
-    if "messages" in inner:
+    found = {name for key, name in _KEYS.items() if key in inner}
+    if isinstance(inner.get("messages"), list):
         found.add(_chat_format(inner))
     return found
 
 
 def _chat_format(row: Json) -> str:
-    """Return which of the formats with `messages` this is; plain text is the same in all."""
     text = json.dumps(row)
-    marks = ('"type": "tool_use"', '"type": "tool_result"', '"type": "thinking"', '"input_schema"')
-    if "system" in row or any(mark in text for mark in marks):
+    if "system" in row or any(mark in text for mark in _BLOCKS):
         return "anthropic"
-    messages = row["messages"] if isinstance(row["messages"], list) else []
-    calls = [
-        made
-        for item in messages
-        if isinstance(item, dict)
-        for made in item.get("tool_calls") or []
-        if isinstance(made, dict) and isinstance(made.get("function"), dict)
-    ]
-    is_ours = any(isinstance(made["function"].get("arguments"), dict) for made in calls)
-    return OURS if is_ours else "openai"
+    messages = [item for item in row["messages"] if isinstance(item, dict)]
+    for made in (one for item in messages for one in item.get("tool_calls") or []):
+        function = made.get("function") if isinstance(made, dict) else None
+        if isinstance(function, dict):
+            return OURS if isinstance(function.get("arguments"), dict) else "openai"
+    return ""

@@ -45,10 +45,10 @@ def _read_item(item: Json, messages: list[Json], where: str) -> None:
     if kind == "message":
         role = get(item, "role", str, where)
         text = text_of(item.get("content"), f"{where}.content", _TEXT)
-        if role == "assistant" and last and not last["content"] and "tool_calls" not in last:
-            if "reasoning_content" in last:
-                last["content"] = text
-                return
+        is_thought = last is not None and last.keys() == {"role", "content", "reasoning_content"}
+        if role == "assistant" and last is not None and is_thought and not last["content"]:
+            last["content"] = text
+            return
         messages.append(message("system" if role == "developer" else role, text))
     elif kind == "reasoning":
         texts = item.get("summary") or item.get("content") or []
