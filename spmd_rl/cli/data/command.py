@@ -34,7 +34,7 @@ def _settings(words: list[str]) -> list[str]:
     for word in words:
         if not word.startswith("--prompts.") or "=" not in word:
             raise ConfigError(f"{word}: write a setting of the prompts as --prompts.KEY=VALUE")
-    return ["--" + word.removeprefix("--prompts.") for word in words]
+    return [word.removeprefix("--prompts.") for word in words]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -24,8 +24,10 @@ PERCENTILES = (0, 50, 90, 99, 100)
 def check_file(path: Path, cfg: PromptConfig, model: str | None) -> tuple[int, list[str]]:
     """Return the number of records, and a sentence for each one that a run would refuse."""
     tokenizer = load_tokenizer(model) if model else None
-    problems, num_records = [], 0
-    for num_records, (record, error) in enumerate(_records(path), start=1):
+    problems: list[str] = []
+    num_records = 0
+    for record, error in _records(path):
+        num_records += 1
         try:
             if error is not None:
                 raise error

@@ -107,7 +107,8 @@ def check(row: Json, where: str = "") -> None:
         raise DataError(f"{where}.messages", "there is no message")
     for index, item in enumerate(messages):
         _check_message(item, f"{where}.messages[{index}]")
-    for index, item in enumerate(row.get("tools") or []):
+    tools = [] if row.get("tools") is None else get(row, "tools", list, where)
+    for index, item in enumerate(tools):
         place = f"{where}.tools[{index}]"
         get(get(item, "function", dict, place), "name", str, f"{place}.function")
 

@@ -65,7 +65,9 @@ def _part(part: Any, where: str) -> tuple[str, Any]:
 
 
 def _read_model(item: Json, calls: Calls, where: str) -> Json:
-    texts, thoughts, made = [], [], []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    made: list[Json] = []
     for index, part in enumerate(get(item, "parts", list, where)):
         place = f"{where}.parts[{index}]"
         kind, value = _part(part, place)
@@ -114,7 +116,8 @@ def _read_tools(request: Json) -> list[Json]:
 
 def write(row: Json) -> Json:
     """Return a request. Raises: DataError."""
-    messages, written = row["messages"], {}
+    messages: list[Json] = row["messages"]
+    written: Json = {}
     if messages[0]["role"] == "system":
         written["systemInstruction"] = {"parts": [{"text": messages[0]["content"]}]}
         messages = messages[1:]

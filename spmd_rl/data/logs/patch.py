@@ -38,11 +38,13 @@ def apply(value: Any, changes: list[Change]) -> Any:
     """Return a copy of `value` with the changes made. Raises: DataError where one does not fit."""
     root = [json.loads(json.dumps(value))]
     try:
-        for path, *new in changes:
-            *parents, last = [0, *path]
+        for change in changes:
+            path, new = change[0], change[1:]
             place: Any = root
-            for key in parents:
+            keys: list[Any] = [0, *path]
+            for key in keys[:-1]:
                 place = place[key]
+            last = keys[-1]
             if new:
                 place[last] = new[0]
             else:
