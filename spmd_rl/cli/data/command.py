@@ -63,9 +63,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _convert(options: argparse.Namespace) -> int:
     source, target = Path(options.source), Path(options.target)
+    rejects = Path(options.rejects) if options.rejects else None
+    if rejects and rejects.resolve() in (source.resolve(), target.resolve()):
+        raise ConfigError(f"--rejects {rejects}: name a file of its own")
+    if rejects and rejects.exists() and not options.force:
+        raise ConfigError(f"{rejects} exists: name another file, or replace it with --force")
     result = convert(source, target, options.read, options.write, force=options.force)
-    if options.rejects:
-        write_rejects(Path(options.rejects), result.rejects)
+    if rejects:
+        write_rejects(rejects, result.rejects)
     for item in result.rejects:
         print(item.reason)
     num_written = result.num_records - len(result.rejects)

@@ -19,6 +19,7 @@ from spmd_rl.errors import DataError
 from spmd_rl.model.tokenizer import load_tokenizer
 
 PERCENTILES = (0, 50, 90, 99, 100)
+COUNTS = ("broken", "duplicate_prompts", "too_long")
 
 
 def check_file(path: Path, cfg: PromptConfig, model: str | None) -> tuple[int, list[str]]:
@@ -49,47 +50,65 @@ def _records(path: Path) -> Iterator[tuple[DataRecord, DataError | None]]:
             yield DataRecord(f"{path}:{number}", row), None
 
 
-def describe_file(path: Path, cfg: PromptConfig, model: str | None) -> dict[str, Any]:
-    """Return figures of a file as plain data. Prompts that a run would refuse have no length."""
-    tokenizer = load_tokenizer(model) if model else None
-    counts: Counter[str] = Counter()
-    fields: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    lengths: defaultdict[str, list[int]] = defaultdict(list)
-    roles: Counter[str] = Counter()
-    sources: Counter[str] = Counter()
-    seen: set[bytes] = set()
-    for record, error in _records(path):
-        counts["records"] += 1
-        counts["broken"] += error is not None
+class _Tally:
+    """Counts what the records of a file hold."""
+
+    def __init__(self, cfg: PromptConfig, tokenizer: Any) -> None:
+        self._cfg = cfg
+        self._tokenizer = tokenizer
+        self._counts: Counter[str] = Counter()
+        self._fields: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._lengths: defaultdict[str, list[int]] = defaultdict(list)
+        self._roles: Counter[str] = Counter()
+        self._sources: Counter[str] = Counter()
+        self._seen: set[bytes] = set()  # digests of prompts
+
+    def add(self, record: DataRecord, is_broken: bool) -> None:
+        self._counts["records"] += 1
+        self._counts["broken"] += is_broken
         for key, value in record.row.items():
-            fields[key][type(value).__name__] += 1
+            self._fields[key][type(value).__name__] += 1
         if isinstance(source := record.row.get("source"), str):
-            sources[source] += 1
-        messages = _messages(record.row, cfg.prompt_key)
-        roles.update(str(item.get("role")) for item in messages)
+            self._sources[source] += 1
+        messages = _messages(record.row, self._cfg.prompt_key)
+        self._roles.update(str(item.get("role")) for item in messages)
         if messages:
-            lengths["turns"].append(len(messages))
-        prompt = record.row.get(cfg.prompt_key, messages)
-        if not prompt:
-            continue
+            self._lengths["turns"].append(len(messages))
+        if prompt := record.row.get(self._cfg.prompt_key, messages):
+            self._add_prompt(record, prompt)
+
+    def _add_prompt(self, record: DataRecord, prompt: Any) -> None:
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
         digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
-        counts["duplicate_prompts"] += digest in seen
-        seen.add(digest)
-        lengths["characters"].append(_num_characters(prompt))
-        if tokenizer is not None and (tokens := _num_tokens(record, cfg, tokenizer)) is not None:
-            lengths["tokens"].append(tokens)
-            counts["too_long"] += is_too_long(cfg, tokens)
-    return {
-        "records": counts["records"],
-        "broken": counts["broken"],
-        "duplicate_prompts": counts["duplicate_prompts"],
-        "too_long": counts["too_long"],
-        "fields": {key: dict(kinds) for key, kinds in fields.items()},
-        "lengths": {name: _percentiles(values) for name, values in lengths.items()},
-        "roles": dict(roles),
-        "sources": dict(sources),
-    }
+        self._counts["duplicate_prompts"] += digest in self._seen
+        self._seen.add(digest)
+        self._lengths["characters"].append(_num_characters(prompt))
+        if self._tokenizer is None:
+            return
+        num_tokens = _num_tokens(record, self._cfg, self._tokenizer)
+        if num_tokens is not None:
+            self._lengths["tokens"].append(num_tokens)
+            self._counts["too_long"] += is_too_long(self._cfg, num_tokens)
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            **{name: self._counts[name] for name in ("records", *COUNTS)},
+            "fields": {key: dict(kinds) for key, kinds in self._fields.items()},
+            "lengths": {name: _percentiles(values) for name, values in self._lengths.items()},
+            "roles": dict(self._roles),
+            "sources": dict(self._sources),
+        }
+
+
+def describe_file(path: Path, cfg: PromptConfig, model: str | None) -> dict[str, Any]:
+    """Return figures of a file as plain data.
+
+    Lengths are percentiles. A prompt that a run would refuse has no length in tokens.
+    """
+    tally = _Tally(cfg, load_tokenizer(model) if model else None)
+    for record, error in _records(path):
+        tally.add(record, error is not None)
+    return tally.figures()
 
 
 def _messages(row: dict[str, Any], prompt_key: str) -> list[dict[str, Any]]:
@@ -121,7 +140,7 @@ def stats_lines(stats: dict[str, Any]) -> list[str]:
     lines = [f"{'records':20}{total}"]
     lines += [
         f"{name.replace('_', ' '):20}{stats[name]} ({stats[name] / max(total, 1):.1%})"
-        for name in ("broken", "duplicate_prompts", "too_long")
+        for name in COUNTS
     ]
     for key, kinds in stats["fields"].items():
         shown = ", ".join(f"{kind} {count / total:.1%}" for kind, count in kinds.items())

@@ -49,6 +49,9 @@ def test_exit_codes_and_the_file_of_rejects(
     assert main([*words, "--force", "--strict"]) == 1
     with pytest.raises(ConfigError, match="--force"):
         main(words)
+    with pytest.raises(ConfigError, match="of its own"):
+        main([*words[:3], "--force", "--rejects", str(source)])
+    assert source.read_text() == f"{GOOD}\n{{\n"
 
 
 def test_nothing_is_written_when_all_is_refused(tmp_path: Path) -> None:
