@@ -16,7 +16,11 @@ from spmd_rl.errors import ConfigError
 
 def main(words: list[str]) -> int:
     """Do what the first of `words` names, and return 1 where the data was refused."""
-    options, settings = _parser().parse_known_args(words)
+    parsers = _parsers()
+    if words == ["--help"]:  # `spmd-rl data convert --help` arrives like this too
+        print("\n".join(parser.format_help() for parser in parsers))
+        return 0
+    options, settings = parsers[0].parse_known_args(words)
     if options.action == "convert":
         if settings:
             raise ConfigError(f"spmd-rl data convert has no option {settings[0]}")
@@ -37,7 +41,8 @@ def _settings(words: list[str]) -> list[str]:
     return [word.removeprefix("--prompts.") for word in words]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsers() -> list[argparse.ArgumentParser]:
+    """Return the parser of the command, and those of what it can do."""
     parser = argparse.ArgumentParser(prog="spmd-rl data", description=__doc__, allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True)
     made = actions.add_parser("convert", help="conversations to another format", allow_abbrev=False)
@@ -49,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--force", action="store_true", help="replace OUT if it exists")
     made.add_argument("--strict", action="store_true", help="exit with 1 if a record was refused")
     made.add_argument("--rejects", metavar="FILE", help="write refused lines, with reasons")
+    parsers = [parser, made]
     for name, text in (
         ("check", "all that a run would refuse; --prompts.KEY=VALUE as in the run"),
         ("stats", "what is in a file; --prompts.KEY=VALUE as in the run"),
@@ -58,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument("--model", metavar="FOLDER", help="count tokens with its tokenizer")
         made.add_argument("--json", action="store_true", help="print JSON")
         made.add_argument("--show", type=int, default=20, metavar="N", help="problems to print")
-    return parser
+        parsers.append(made)
+    return parsers
 
 
 def _convert(options: argparse.Namespace) -> int:

@@ -90,3 +90,9 @@ def test_stats_count_fields_duplicates_and_roles(
     assert stats["lengths"]["characters"]["p100"] == 3
     assert main(["stats", str(path)]) == 0
     assert "duplicate prompts" in capsys.readouterr().out
+
+
+def test_help_shows_all_actions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("--from", "--strict", "--model", "stats"))

@@ -260,3 +260,22 @@ def test_a_reader_that_drops_a_field_is_caught(monkeypatch: pytest.MonkeyPatch) 
             },
             "anthropic",
         )
+
+
+@FAST
+@given(conversations(), VALUES)
+def test_sharegpt_comes_back_in_both_directions(record: dict[str, Any], own: Any) -> None:
+    """ShareGPT has no ids and no thoughts: calls are numbered, and results stand in their order."""
+    numbered = {}
+    for message in record["messages"]:
+        message.pop("reasoning_content", None)
+        for call in message.get("tool_calls", []):
+            numbered[call["id"]] = call["id"] = call["id"].replace("id", "call_")
+    order = iter(numbered.values())
+    for message in record["messages"]:
+        if message["role"] == "tool":
+            message["tool_call_id"] = next(order)
+    row = json.loads(json.dumps(export_row(record, "sharegpt")))
+    assert same(import_row(row, "sharegpt"), record)
+    row["conversations"][0]["own"] = own
+    assert same(export_row(import_row(row, "sharegpt"), "sharegpt"), row)
