@@ -38,6 +38,11 @@ COMMANDS = {
         "scores of a model or a checkpoint: `run evaluate`",
     ),
     "check": CommandEntry("spmd_rl.check.command", "", "whether this host is fit for a run"),
+    "data": CommandEntry(
+        "spmd_rl.cli.data.command",
+        "convert|check|stats FILE ...",
+        "logs of other programs as training data; what a data file holds",
+    ),
     "report": CommandEntry(
         "spmd_rl.report.command",
         "RUN [RUN ...]",

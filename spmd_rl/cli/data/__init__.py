@@ -1,0 +1,1 @@
+"""`spmd-rl data`: convert, check and describe data files."""

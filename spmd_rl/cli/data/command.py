@@ -1,0 +1,102 @@
+"""`spmd-rl data`: convert logs of conversations, check a file of prompts, describe it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from spmd_rl.cli.data.inspect import check_file, describe_file, stats_lines
+from spmd_rl.config.load import load
+from spmd_rl.data.logs.convert import convert, write_rejects
+from spmd_rl.data.logs.formats import FORMATS, OURS
+from spmd_rl.data.prompts import PromptConfig
+from spmd_rl.errors import ConfigError
+
+
+def main(words: list[str]) -> int:
+    """Do what the first of `words` names, and return 1 where the data was refused."""
+    parsers = _parsers()
+    if words == ["--help"]:  # `spmd-rl data convert --help` arrives like this too
+        print("\n".join(parser.format_help() for parser in parsers))
+        return 0
+    options, settings = parsers[0].parse_known_args(words)
+    if options.action == "convert":
+        if settings:
+            raise ConfigError(f"spmd-rl data convert has no option {settings[0]}")
+        return _convert(options)
+    cfg = load(PromptConfig, overrides=_settings(settings))
+    if options.action == "check":
+        return _check(options, cfg)
+    stats = describe_file(Path(options.path), cfg, options.model)
+    print(json.dumps(stats) if options.json else "\n".join(stats_lines(stats)))
+    return 0
+
+
+def _settings(words: list[str]) -> list[str]:
+    """Return settings without the table's name. Raises: ConfigError for any other word."""
+    for word in words:
+        if not word.startswith("--prompts.") or "=" not in word:
+            raise ConfigError(f"{word}: write a setting of the prompts as --prompts.KEY=VALUE")
+    return [word.removeprefix("--prompts.") for word in words]
+
+
+def _parsers() -> list[argparse.ArgumentParser]:
+    """Return the parser of the command, and those of what it can do."""
+    parser = argparse.ArgumentParser(prog="spmd-rl data", description=__doc__, allow_abbrev=False)
+    actions = parser.add_subparsers(dest="action", required=True)
+    made = actions.add_parser("convert", help="conversations to another format", allow_abbrev=False)
+    made.add_argument("source", metavar="IN", help="a .jsonl or .json file")
+    made.add_argument("target", metavar="OUT", help="the .jsonl file to write")
+    names = [*FORMATS]
+    made.add_argument("--from", dest="read", choices=names, help="default: as the records look")
+    made.add_argument("--to", dest="write", choices=names, default=OURS, help=f"default: {OURS}")
+    made.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    made.add_argument("--strict", action="store_true", help="exit with 1 if a record was refused")
+    made.add_argument("--rejects", metavar="FILE", help="write refused lines, with reasons")
+    parsers = [parser, made]
+    for name, text in (
+        ("check", "all that a run would refuse; --prompts.KEY=VALUE as in the run"),
+        ("stats", "what is in a file; --prompts.KEY=VALUE as in the run"),
+    ):
+        made = actions.add_parser(name, help=text, allow_abbrev=False)
+        made.add_argument("path", metavar="PATH", help="a data file")
+        made.add_argument("--model", metavar="FOLDER", help="count tokens with its tokenizer")
+        made.add_argument("--json", action="store_true", help="print JSON")
+        made.add_argument("--show", type=int, default=20, metavar="N", help="problems to print")
+        parsers.append(made)
+    return parsers
+
+
+def _convert(options: argparse.Namespace) -> int:
+    source, target = Path(options.source), Path(options.target)
+    rejects = Path(options.rejects) if options.rejects else None
+    if rejects and rejects.resolve() in (source.resolve(), target.resolve()):
+        raise ConfigError(f"--rejects {rejects}: name a file of its own")
+    if rejects and rejects.exists() and not options.force:
+        raise ConfigError(f"{rejects} exists: name another file, or replace it with --force")
+    result = convert(source, target, options.read, options.write, force=options.force)
+    if rejects:
+        write_rejects(rejects, result.rejects)
+    for item in result.rejects:
+        print(item.reason)
+    num_written = result.num_records - len(result.rejects)
+    print(
+        f"{num_written} of {result.num_records} records converted from {result.source} to "
+        f"{options.write}, {len(result.rejects)} refused"
+        + ("" if num_written else f"; {target} was not written")
+    )
+    return 1 if not num_written or (options.strict and result.rejects) else 0
+
+
+def _check(options: argparse.Namespace, cfg: PromptConfig) -> int:
+    num_records, problems = check_file(Path(options.path), cfg, options.model)
+    if options.json:
+        print(json.dumps({"records": num_records, "problems": problems}))
+    else:
+        for line in problems[: options.show]:
+            print(line)
+        if len(problems) > options.show:
+            print(f"... and {len(problems) - options.show} more")
+        print(f"{num_records} records, {len(problems)} problems")
+    return 1 if problems or not num_records else 0

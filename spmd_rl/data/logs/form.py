@@ -1,0 +1,174 @@
+"""Our form of a conversation, and what the modules of all formats use to read and write it.
+
+A record has `messages` and, where there are tools, `tools`, both in the chat form of OpenAI. The
+`arguments` of a tool call are an object, as chat templates want them. Thoughts before an answer are
+`reasoning_content`. All other keys of a record are the user's own.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from spmd_rl.errors import DataError
+
+Json = dict[str, Any]
+ROLES = ("system", "user", "assistant", "tool")
+OURS = ("messages", "tools", "extra")  # keys of a record that have a meaning
+_MESSAGE_KEYS = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name"}
+
+
+def get(row: Any, key: str, kind: type, where: str) -> Any:
+    """Return `row[key]`. Raises: DataError unless `row` is an object that has it, of this type."""
+    if not isinstance(row, dict):
+        raise DataError(where, f"expected an object, got {type(row).__name__}")
+    if key not in row:
+        raise DataError(where, f"there is no {key!r}")
+    if not isinstance(row[key], kind):
+        raise DataError(
+            f"{where}.{key}", f"expected {kind.__name__}, got {type(row[key]).__name__}"
+        )
+    return row[key]
+
+
+def text_of(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> str:
+    """Return text, or text parts joined. Raises: DataError for a part that is no text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DataError(where, f"expected text or parts, got {type(content).__name__}")
+    for index, part in enumerate(content):
+        if get(part, "type", str, f"{where}[{index}]") not in kinds:
+            refuse_part(part["type"], f"{where}[{index}]")
+    return "".join(get(part, "text", str, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def refuse_part(kind: str, where: str) -> NoReturn:
+    """Raises: DataError for a part that is neither text nor a tool call."""
+    raise DataError(where, f"a part of type {kind!r}: only text and tool calls are converted")
+
+
+def arguments_of(value: Any, where: str) -> Json:
+    """Return a call's arguments, given as an object or as its JSON text. Raises: DataError."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}.arguments", f"not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{where}.arguments", f"expected an object, got {type(value).__name__}")
+    return value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def call(call_id: str, name: str, arguments: Json) -> Json:
+    """Return a tool call in our form."""
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def message(role: str, content: str, **others: Any) -> Json:
+    """Return a message in our form, without those of `others` that are empty."""
+    return {"role": role, "content": content} | {k: v for k, v in others.items() if v}
+
+
+def tool(name: str, description: Any, parameters: Any) -> Json:
+    """Return a tool's definition in our form; None leaves a field out."""
+    fields = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {k: v for k, v in fields.items() if v is not None}}
+
+
+def record(row: Json, used: tuple[str, ...], messages: list[Json], tools: list[Json]) -> Json:
+    """Return a record that also has the keys of `row` which its format gives no meaning to."""
+    others = {k: v for k, v in row.items() if k not in used and k not in OURS}
+    return {"messages": messages} | ({"tools": tools} if tools else {}) | others
+
+
+def others(record: Json, written: Json) -> Json:
+    """Return `written` with the record's own keys. Raises: DataError where both have a key."""
+    kept = {key: value for key, value in record.items() if key not in OURS}
+    if both := sorted(kept.keys() & written.keys()):
+        raise DataError(both[0], "this key has another meaning in that format: rename it")
+    return kept | written
+
+
+def check(row: Json, where: str = "") -> None:
+    """Raises: DataError unless this is a record in our form."""
+    messages = get(row, "messages", list, where)
+    if not messages:
+        raise DataError(f"{where}.messages", "there is no message")
+    for index, item in enumerate(messages):
+        _check_message(item, f"{where}.messages[{index}]")
+    tools = [] if row.get("tools") is None else get(row, "tools", list, where)
+    for index, item in enumerate(tools):
+        place = f"{where}.tools[{index}]"
+        get(get(item, "function", dict, place), "name", str, f"{place}.function")
+
+
+def _check_message(item: Any, where: str) -> None:
+    if get(item, "role", str, where) not in ROLES:
+        raise DataError(f"{where}.role", f"expected {', '.join(ROLES)}, got {item['role']!r}")
+    get(item, "content", str, where)
+    if unknown := sorted(item.keys() - _MESSAGE_KEYS):
+        raise DataError(f"{where}.{unknown[0]}", "no such field of a message")
+    for key in {"reasoning_content", "name", "tool_call_id"} & item.keys():
+        get(item, key, str, where)
+    if item["role"] == "tool":
+        get(item, "tool_call_id", str, where)
+    for number, made in enumerate(item.get("tool_calls", [])):
+        place = f"{where}.tool_calls[{number}]"
+        function = get(made, "function", dict, place)
+        get(made, "id", str, place)
+        get(function, "name", str, f"{place}.function")
+        get(function, "arguments", dict, f"{place}.function")
+
+
+class Calls:
+    """Ids for calls that have none, and the calls that have no result yet.
+
+    Calls without an id are paired with results by name, then by order.
+    """
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self._open: list[tuple[str, str]] = []
+
+    def next_id(self) -> str:
+        """Return the id that the next call gets where it has none."""
+        return f"call_{self._num_calls}"
+
+    def add(self, name: str, call_id: str | None = None) -> str:
+        """Note a call; return its id."""
+        chosen = self.next_id() if call_id is None else call_id
+        self._num_calls += 1
+        self._open.append((chosen, name))
+        return chosen
+
+    def peek(self, name: str | None = None) -> tuple[str, str] | None:
+        """Return id and name of the oldest open call, of this name if one is given."""
+        return next((c for c in self._open if name in (None, c[1])), None)
+
+    def answer(self, where: str, name: str | None = None, call_id: str | None = None) -> str:
+        """Close a call; return its id. Raises: DataError when a result has no id and no call."""
+        if call_id is None:
+            found = self.peek(name)
+            if found is None:
+                raise DataError(where, "a tool's result without a call before it")
+            call_id = found[0]
+        self._open = [item for item in self._open if item[0] != call_id]
+        return call_id
+
+    def name_of(self, call_id: str, where: str) -> str:
+        """Return the name of an open call. Raises: DataError when there is none."""
+        for made, name in self._open:
+            if made == call_id:
+                return name
+        raise DataError(where, f"no open tool call has the id {call_id!r}")

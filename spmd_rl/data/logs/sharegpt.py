@@ -1,0 +1,96 @@
+"""ShareGPT: `conversations` with `from` and `value`; calls and results have turns of their own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from spmd_rl.data.logs.form import Calls, Json, arguments_of, call, get, message, others, record
+from spmd_rl.errors import DataError
+
+USED = ("conversations", "system", "tools")
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+}
+_NAMES = {"user": "human", "assistant": "gpt", "system": "system"}
+
+
+def read(row: Json) -> Json:
+    """Return our form. Raises: DataError."""
+    messages: list[Json] = []
+    if row.get("system"):
+        messages.append(message("system", get(row, "system", str, "")))
+    calls = Calls()
+    for index, turn in enumerate(get(row, "conversations", list, "")):
+        _read_turn(turn, messages, calls, f"conversations[{index}]")
+    return record(row, USED, messages, _read_tools(row.get("tools")))
+
+
+def _read_turn(turn: Any, messages: list[Json], calls: Calls, where: str) -> None:
+    said, value = get(turn, "from", str, where), get(turn, "value", str, where)
+    if said == "function_call":
+        made = _read_calls(value, calls, f"{where}.value")
+        last = messages[-1] if messages else {}
+        if last.get("role") == "assistant" and "tool_calls" not in last:
+            last["tool_calls"] = made
+        else:
+            messages.append(message("assistant", "", tool_calls=made))
+    elif said not in _ROLES:
+        raise DataError(f"{where}.from", f"unknown speaker {said!r}")
+    elif _ROLES[said] == "tool":
+        messages.append(message("tool", value, tool_call_id=calls.answer(where)))
+    else:
+        messages.append(message(_ROLES[said], value))
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(where, f"not valid JSON: {error}") from error
+
+
+def _read_calls(text: str, calls: Calls, where: str) -> list[Json]:
+    value = _parse(text, where)
+    made = []
+    for item in value if isinstance(value, list) else [value]:
+        name = get(item, "name", str, where)
+        arguments = arguments_of(item.get("arguments"), where)
+        made.append(call(calls.add(name), name, arguments))
+    if not made:
+        raise DataError(where, "there is no call")
+    return made
+
+
+def _read_tools(given: Any) -> list[Json]:
+    tools = _parse(given, "tools") if isinstance(given, str) and given else given
+    if not isinstance(tools or [], list):
+        raise DataError("tools", "expected a list")
+    for index, item in enumerate(tools or []):
+        get(item, "function" if "function" in item else "name", object, f"tools[{index}]")
+    return [
+        item if "function" in item else {"type": "function", "function": item}
+        for item in tools or []
+    ]
+
+
+def write(row: Json) -> Json:
+    """Return a conversation. Raises: DataError."""
+    turns: list[Json] = []
+    for item in row["messages"]:
+        if item["role"] == "tool":
+            turns.append({"from": "observation", "value": item["content"]})
+            continue
+        if item["content"] or "tool_calls" not in item:
+            turns.append({"from": _NAMES[item["role"]], "value": item["content"]})
+        if made := [one["function"] for one in item.get("tool_calls", [])]:
+            value = json.dumps(made[0] if len(made) == 1 else made)
+            turns.append({"from": "function_call", "value": value})
+    tools = {"tools": json.dumps(row["tools"])} if "tools" in row else {}
+    return others(row, {"conversations": turns, **tools})
