@@ -47,4 +47,6 @@ class CurvePainter:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            for part in self._path.parent.glob(f"{self._path.name}.*.part"):
+                part.unlink()  # it was killed while it wrote
         draw(rows, self._path, self._title)

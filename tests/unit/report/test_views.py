@@ -483,3 +483,13 @@ def test_a_disk_that_takes_no_picture_is_said_at_the_end_not_in_between(tmp_path
     painter.request()
     with pytest.raises(OSError, match="missing"):
         painter.finish([{"step": 1, "reward/mean": 0.5}])
+
+
+def test_a_drawing_that_is_killed_leaves_no_file_behind(tmp_path: Path) -> None:
+    metrics, picture = tmp_path / "metrics.jsonl", tmp_path / "curves.png"
+    metrics.write_text('{"step": 1, "reward/mean": 0.5}\n')
+    painter = CurvePainter(metrics, picture, "run")
+    painter.request()
+    (tmp_path / "curves.png.0123456789abcdef.part").touch()  # as if the process had begun to write
+    painter.finish([{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}])
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "curves.png"}
