@@ -303,8 +303,12 @@ class Scheduler:
         return not (self._running or self._waiting)
 
     def fake_grant(self, steps: int) -> None:
-        """Let so many more steps run, and no others; with -1, all that there is work for."""
-        self._steps_left = steps
+        """Let so many more steps run, and no others; with -1, all that there is work for.
+
+        A request that was aborted decodes once more even so.
+        """
+        is_ending = any(request.is_aborted for request in self._running)
+        self._steps_left = steps or int(is_ending)
 
     def fake_exit(self, code: int) -> None:
         import os
