@@ -85,10 +85,7 @@ def ask_at_random(
     ended = rl.CompletionQueue[rl.Group]()
     for call in calls.values():
         ended.add(call)
-    first = struck.pop()
-    while not any(has_begun(group, first) for group in rollout.partials.call()):
-        pass  # until the engine has drawn a token of it
-    calls[first].abort()
+    strike_one_that_runs(rollout, calls, struck)
     groups, num_resumed = [], 0
     while (call := ended.wait()) is not None:
         group = call.wait()
@@ -103,6 +100,16 @@ def ask_at_random(
             calls[struck.pop()].abort()
     print(f"{num_resumed} answers were resumed", flush=True)
     return groups + (whole.wait() if whole else [])
+
+
+def strike_one_that_runs(rollout: Any, calls: dict[int, Any], struck: list[int]) -> None:
+    """Abort one of `struck` while the engine draws it; take those that end too early out."""
+    while struck:
+        if any(has_begun(group, struck[-1]) for group in rollout.partials.call()):
+            calls[struck.pop()].abort()
+            return
+        if calls[struck[-1]].done:
+            struck.pop()
 
 
 def has_begun(group: rl.Group, uid: int) -> bool:
