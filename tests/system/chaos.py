@@ -50,6 +50,7 @@ ARITHMETIC = [
     f"--model={REPO / 'examples/arithmetic/model'}",
     f"--data={REPO / 'examples/arithmetic/train.jsonl'}",
     f"--warmup_data={REPO / 'examples/arithmetic/warmup.jsonl'}",
+    f"--eval.data={REPO / 'examples/arithmetic/eval.jsonl'}",
     f"--reward={REPO / 'examples/arithmetic/reward.py'}:correct",
     *(
         "--run.name=run",

@@ -259,7 +259,7 @@ function panelsOfOne(data, run) {
   const place = panels.findIndex((panel) => panel.title === EVALUATIONS) + 1;
   panels.splice(place, 0, ...evaluationPanels(data, run));
   const shown = new Set([...PANELS.flatMap((panel) => panel.lines.map(([metric]) => metric)), "time/step"]);
-  const own = Object.keys(columns).filter((metric) => columns[metric] && !shown.has(metric) && !EVALUATION.test(metric));
+  const own = Object.keys(columns).filter((metric) => columns[metric] && !shown.has(metric) && !(EVALUATION.exec(metric) || [])[1]);
   return panels.concat(own.map((metric) => singleMetric(data, metric)));
 }
 
