@@ -5,6 +5,7 @@ to `drawn.json`.
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +92,12 @@ def ask_at_random(
     groups, num_resumed = [], 0
     while (call := ended.wait()) is not None:
         group = call.wait()
-        unfinished = [sample for sample in group.samples if sample.status == "aborted"]
+        # an abort may also come between the last token and the grade
+        unfinished = [
+            sample
+            for sample in group.samples
+            if sample.status == "aborted" or math.isnan(sample.reward)
+        ]
         if unfinished or len(group.samples) < sampling.num_samples:
             num_resumed += 1
             prompt = by_uid[group.prompt.uid]
