@@ -28,7 +28,7 @@ from spmd_rl.mesh.private_folder import PrivateFolder, sweep
 from spmd_rl.mesh.world import World
 
 ADDRESS_S = 300.0  # for the controller to import its recipe and bind its socket
-EXIT_S = 15.0  # for the controller to end after its workers
+EXIT_S = 120.0  # for the controller to draw and report after its workers, on a busy machine too
 RANK_0_EXIT_S = 2.0  # for rank 0 to end once it has the final message
 
 
