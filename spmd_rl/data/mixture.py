@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.data.files import without_slice
-from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.errors import ConfigError
 
 Pick = Callable[[int, list[str]], Mapping[str, float]]
 
@@ -53,7 +53,7 @@ class Mixture:
 
     After any number of draws, each source has had its share but for a few draws. `pick`, if there
     is one, returns the weights for each step of `per_step` draws.
-    Raises: SpmdError in `places` when `pick` fails, or its weights cannot be used.
+    Raises: ConfigError in `places` for weights of `pick` that cannot be used.
     """
 
     def __init__(
@@ -119,12 +119,7 @@ class Mixture:
 
     def _bounds_of(self, step: int) -> NDArray[np.float64]:
         assert self._pick is not None
-        try:
-            weights = self._pick(step, [*self.names])
-        except Exception as error:
-            raise SpmdError(
-                f"hooks.pick_sources failed for step {step + 1}: {type(error).__name__}: {error}"
-            ) from error
+        weights = self._pick(step, [*self.names])
         is_usable = isinstance(weights, Mapping) and all(
             name in self.names and isinstance(weight, (int, float)) and 0 <= weight < math.inf
             for name, weight in weights.items()

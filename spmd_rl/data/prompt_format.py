@@ -119,19 +119,6 @@ def is_too_long(cfg: PromptFormat, num_tokens: int) -> bool:
     return 0 < cfg.max_prompt_tokens < num_tokens
 
 
-def report_dropped(path: str, cfg: PromptFormat, num_dropped: int, num_records: int) -> None:
-    """Print how many prompts were too long. Raises: DataError when all were."""
-    limit = cfg.max_prompt_tokens
-    if num_dropped == num_records:
-        raise DataError(path, f"all {num_records} prompts are longer than {limit} tokens")
-    if num_dropped:
-        print(
-            f"{path}: dropped {num_dropped} of {num_records} prompts, "
-            f"which have more than {limit} tokens",
-            flush=True,
-        )
-
-
 def report_numeric_answers(path: str, key: str, records: Sequence[DataRecord]) -> None:
     numbers = [record for record in records if record.has_number(key)]
     if numbers:

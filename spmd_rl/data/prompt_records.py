@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from spmd_rl.data.chat import chat_of
-from spmd_rl.data.prompt_format import PromptFormat, Tokenizer, encode_prompts
+from spmd_rl.data.preparer import Preparer
+from spmd_rl.data.prompt_format import (
+    PromptFormat,
+    Tokenizer,
+    encode_prompts,
+    is_too_long,
+    report_numeric_answers,
+)
 from spmd_rl.data.record import DataRecord, short
 from spmd_rl.errors import DataError
 from spmd_rl.types.prompts import Prompt
@@ -29,12 +39,41 @@ class PromptConfig(PromptFormat):
         return (self.answer_key,) if self.answer_key else ()
 
 
-def make_prompts(
-    records: Sequence[DataRecord], cfg: PromptConfig, tokenizer: Tokenizer, source: str
-) -> list[Prompt]:
-    """Return a prompt for each record, with -1 as its uid. Raises: DataError."""
-    return [
-        Prompt(
+class PromptPreparer(Preparer[Prompt]):
+    """Makes a prompt of each record, with -1 as its uid, but for prompts that are too long."""
+
+    noun = "prompts"
+
+    def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
+        self.defect = f"have more than {cfg.max_prompt_tokens} tokens"
+        self._cfg, self._tokenizer = cfg, tokenizer
+
+    def make(self, records: Sequence[DataRecord], source: str) -> list[Prompt | None]:
+        """Return a prompt for each record; None for one that is too long. Raises: DataError."""
+        encoded = encode_prompts(records, self._cfg, self._tokenizer)
+        return [
+            self._prompt(record, text, tokens, source)
+            for record, (text, tokens) in zip(records, encoded, strict=True)
+        ]
+
+    def encoded(self, prepared: Prompt) -> bytes:
+        """Return tokens and all fields of a prompt: a corrected answer, for one, changes rewards."""
+        fields = [prepared.text, prepared.answer, prepared.meta]
+        texts = json.dumps(
+            [*fields, prepared.reward] if prepared.reward else fields, sort_keys=True, default=repr
+        ).encode()
+        parts = prepared.tokens.tobytes(), texts
+        return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+    def report(self, path: str, records: Sequence[DataRecord], prepared: Sequence[Prompt]) -> None:
+        """Print how many answers are numbers."""
+        report_numeric_answers(path, self._cfg.answer_key, records)
+
+    def _prompt(
+        self, record: DataRecord, text: str, tokens: NDArray[np.int32], source: str
+    ) -> Prompt | None:
+        cfg = self._cfg
+        prompt = Prompt(
             uid=-1,  # set by each draw
             tokens=tokens,
             text=text,
@@ -44,10 +83,7 @@ def make_prompts(
             reward=own_reward(record, cfg),
             chat=_chat(record, cfg),
         )
-        for record, (text, tokens) in zip(
-            records, encode_prompts(records, cfg, tokenizer), strict=True
-        )
-    ]
+        return None if is_too_long(cfg, len(tokens)) else prompt
 
 
 def own_reward(record: DataRecord, cfg: PromptConfig) -> dict[str, float]:

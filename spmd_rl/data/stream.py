@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from spmd_rl.data.epoch_order import EpochOrder
+from spmd_rl.data.files import open_records
+from spmd_rl.data.mixture import Mixture, Pick, data_weights, source_names
+from spmd_rl.data.preparer import Preparer
+from spmd_rl.data.record import Records
+from spmd_rl.data.record_store import open_store
 from spmd_rl.errors import DataError
 
 T = TypeVar("T")
@@ -21,31 +22,97 @@ DATA_CHANGED = (
 )
 
 
-class RecordStream(ABC, Generic[T]):
-    """An endless stream of records, every one of them once an epoch.
+class RecordStream(Generic[T]):
+    """An endless stream of what a `Preparer` makes of a data file, or of a slice of one.
 
-    `source` is the file, and `noun` names the records; both are for messages. A subclass says by
-    `_arrays` which arrays make up a record: their digest tells whether the data has changed.
+    `data` may also be a mixture: paths with weights. The source of each draw follows from the
+    seed and the number of the draw, and every source has an order of its own, in which each record
+    comes once an epoch. `pick(step, names)` returns other weights for each step of `per_step`
+    draws.
+
+    `len()` is the number of records of an epoch; `num_dropped` counts those that were left out.
+    Those of a large file are left out when they are drawn, and until then `len()` counts them.
+    Raises: DataError (file, line, field) or ConfigError in the constructor. Later only for a large
+    file, whose records are read when they are drawn, and for weights of `pick`.
     """
 
     def __init__(
-        self, source: str, noun: str, records: Sequence[T], *, seed: int, shuffle: bool
+        self,
+        data: str | Mapping[str, float],
+        preparer: Preparer[T],
+        *,
+        seed: int,
+        shuffle: bool,
+        pick: Pick | None = None,
+        per_step: int = 1,
+        open_file: Callable[[str], Records] = open_records,
     ) -> None:
-        self._source = source
-        self._noun = noun
-        self._records = records
-        self._order = EpochOrder(len(records), seed=seed, shuffle=shuffle)
+        weights = data_weights(data)
+        names = source_names([*weights])
+        self.num_drawn = 0
+        self._paths, self._preparer = [*weights], preparer
+        self._stores = [
+            open_store(path, open_file(path), preparer, name)
+            for path, name in zip(weights, names, strict=True)
+        ]
+        by_name = dict(zip(names, weights.values(), strict=True))
+        self._mixture = Mixture(by_name, seed=seed, pick=pick, per_step=per_step)
+        seeds: list[int | str] = [seed]
+        if len(names) > 1:
+            seeds = [f"{seed}/{name}" for name in names]
+        self._orders = [
+            EpochOrder(len(store), seed=seed, shuffle=shuffle)
+            for store, seed in zip(self._stores, seeds, strict=True)
+        ]
 
     def __len__(self) -> int:
-        return len(self._records)
+        return sum(map(len, self._stores))
+
+    @property
+    def num_dropped(self) -> int:
+        """How many records were left out so far."""
+        return sum(store.num_dropped for store in self._stores)
 
     def draw(self, num_records: int) -> list[T]:
         """Return the next records, across the end of an epoch if need be."""
-        return [self._records[self._order.next()] for _ in range(num_records)]
+        return [one for _, one in self.numbered_draw(num_records)]
+
+    def numbered_draw(self, num_records: int) -> list[tuple[int, T]]:
+        """Return the next records, each with the number of its draw from 0."""
+        found: list[tuple[int, T]] = []
+        while num_left := num_records - len(found):
+            first = self.num_drawn
+            self.num_drawn += num_left
+            found += self.drawn_at(range(first, self.num_drawn))
+        return found
+
+    def drawn_at(self, draws: Sequence[int]) -> list[tuple[int, T]]:
+        """Return the records of these draws with their numbers, without those left out."""
+        of_source: dict[int, dict[int, int]] = {}  # draw and number of the record, by source
+        for draw, (source, place) in zip(draws, self._mixture.places(draws), strict=True):
+            of_source.setdefault(source, {})[draw] = self._orders[source].index_of(place)
+        found: dict[int, T | None] = {}
+        for source, numbers in of_source.items():
+            prepared = self._stores[source].get([*numbers.values()])
+            found |= dict(zip(numbers, prepared, strict=True))
+        return [(draw, one) for draw in draws if (one := found[draw]) is not None]
+
+    def all(self) -> list[T]:
+        """Return every record once, in the order of the files. They must fit into memory."""
+        return [
+            one
+            for store in self._stores
+            for one in store.get(range(len(store)))
+            if one is not None
+        ]
+
+    def first(self) -> dict[str, Sequence[T]]:
+        """Return what was prepared at the start, by path: all of a small file."""
+        return {path: store.first for path, store in zip(self._paths, self._stores, strict=True)}
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain data."""
-        return {"drawn": self._order.num_drawn, "digest": self._digest}
+        """Return what `restore` needs, as plain data: the draws so far, and a digest of the data."""
+        return {"drawn": self.num_drawn, "digest": self._digest}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue after the draw at which `state` was taken.
@@ -53,17 +120,17 @@ class RecordStream(ABC, Generic[T]):
         Raises: DataError when the data is not the same.
         """
         if state.get("digest") != self._digest:
-            raise DataError(self._source, f"the {self._noun} are {DATA_CHANGED}")
-        self._order.num_drawn = state["drawn"]
+            raise self.changed()
+        self.num_drawn = state["drawn"]
 
-    @abstractmethod
-    def _arrays(self, record: T) -> Iterable[NDArray[np.generic]]:
-        """Return all arrays of a record."""
+    def changed(self) -> DataError:
+        """Return the error that says that the data is not that of a checkpoint."""
+        return DataError(", ".join(self._paths), f"the {self._preparer.noun} are {DATA_CHANGED}")
 
     @cached_property
     def _digest(self) -> str:
-        digest = hashlib.sha256()
-        for record in self._records:
-            for array in self._arrays(record):
-                digest.update(array.size.to_bytes(8, "little") + array.tobytes())
-        return digest.hexdigest()
+        digests = [store.digest for store in self._stores]
+        if len(digests) == 1:
+            return digests[0]
+        named = [" ".join(pair) for pair in zip(self._mixture.names, digests, strict=True)]
+        return hashlib.sha256("\n".join(named).encode()).hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmd_rl.data.prompts import Prompts
-from spmd_rl.hooks.signatures import load_pick_sources
+from spmd_rl.hooks.pick import pick_of
 from spmd_rl.model.tokenizer import load_tokenizer
 
 
@@ -22,6 +22,6 @@ def load_prompts(cfg: Any) -> Prompts:
         cfg.prompts,
         load_tokenizer(cfg.model),
         cfg.sampling,
-        pick=load_pick_sources(pick) if pick else None,
+        pick=pick_of(pick) if pick else None,
         per_step=cfg.prompts_per_step,
     )

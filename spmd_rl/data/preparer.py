@@ -1,0 +1,36 @@
+"""What a recipe draws, made from the records of a data file."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from spmd_rl.data.record import DataRecord
+
+T = TypeVar("T")
+
+
+class Preparer(ABC, Generic[T]):
+    """Makes what a run draws: prompts, sequences to learn, preference pairs or documents.
+
+    `noun` names them in messages, and `defect` says what is wrong with those that are left out.
+    """
+
+    noun: str
+    defect: str = ""
+
+    @abstractmethod
+    def make(self, records: Sequence[DataRecord], source: str) -> list[T | None]:
+        """Return one for each record of the source; None for a record that is left out.
+
+        Raises: DataError or ConfigError, which names the first thing to correct.
+        """
+
+    @abstractmethod
+    def encoded(self, prepared: T) -> bytes:
+        """Return all that a run may use of it, for a digest that tells whether the data changed."""
+
+    def report(self, path: str, records: Sequence[DataRecord], prepared: Sequence[T]) -> None:
+        """Print what a user should know of the records that a run reads at its start."""
+        return
