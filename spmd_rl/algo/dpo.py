@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.algo.by_source import by_source
 from spmd_rl.algo.losses import LossInput, ValueInput
 from spmd_rl.algo.pair_packing import PAIR_SCALE
 from spmd_rl.errors import ConfigError, ContractError
@@ -69,7 +70,9 @@ def dpo_loss(
     }
     pair = out.sequence // 2
     per_token = where(scale > 0, losses[pair], losses.new_zeros(()))
-    return per_token, {name: values[pair] * scale for name, values in measured.items()}
+    measured = {name: values[pair] * scale for name, values in measured.items()}
+    own = {key: measured[f"dpo/{key}"] for key in ("accuracy", "margin")}
+    return per_token, measured | by_source(out.columns, scale, own)
 
 
 def _pair_losses(
@@ -98,6 +101,7 @@ def bradley_terry_loss(
     Source: Ouyang et al. 2022 (InstructGPT); Touvron et al. 2023 (margin, Llama 2); Eisenstein et
     al. 2023 (centering).
     """
+    from torch import ones_like
     from torch.nn.functional import logsigmoid
 
     if len(out.values) != out.num_sequences or out.num_sequences % 2:
@@ -116,7 +120,9 @@ def bradley_terry_loss(
         "reward_model/chosen": chosen.detach(),
         "reward_model/rejected": rejected.detach(),
     }
-    return per_token, {name: values.repeat_interleave(2) for name, values in measured.items()}
+    measured = {name: values.repeat_interleave(2) for name, values in measured.items()}
+    own = {key: measured[f"reward_model/{key}"] for key in ("accuracy", "margin")}
+    return per_token, measured | by_source(out.columns, ones_like(out.values), own)
 
 
 def dpo_evaluation(batch: Batch, policy: TokenValues, *, beta: float) -> dict[str, float]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
+from spmd_rl.algo.by_source import by_source
 from spmd_rl.errors import ContractError
 
 # names of sums and metrics of the trainer, which a loss's measurements cannot have
@@ -115,8 +116,12 @@ def grpo_loss(
 
 
 def sft_loss(out: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the cross-entropy of the tokens in the mask."""
-    return -out.logprobs, {}
+    """Return the cross-entropy of the tokens in the mask, and that of each source of several."""
+    from torch import ones_like
+
+    losses = -out.logprobs
+    measured = {"loss": losses.detach()}
+    return losses, by_source(out.columns, ones_like(losses), measured)
 
 
 def checked(

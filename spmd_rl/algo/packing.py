@@ -14,20 +14,22 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.algo.by_source import source_columns
 from spmd_rl.algo.executions import executions_of
 from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.columns import concatenate, entry_indices, offsets_of
 from spmd_rl.types.samples import NO_VERSION, Group, GroupColumns, error_of
+from spmd_rl.types.sft_pair import SftPair
 
 Aggregation = Literal["token", "sample", "execution", "const"]
-TokensAndMask = tuple[NDArray[np.int32], NDArray[np.bool_]]
+TokensAndMask = tuple[NDArray[np.int32], NDArray[np.bool_]] | SftPair
 
 
 def pack(
@@ -100,19 +102,23 @@ def pack_sft(
 ) -> Batch:
     """Return (tokens, mask) pairs as a batch for supervised training.
 
-    The mask marks the tokens to learn.
+    The mask marks the tokens to learn. Pairs of several sources are measured by source, too.
     """
-    advantages = np.zeros(len(pairs))
-    return _make_batch(_pair_sequences(pairs), advantages, aggregation, max_response_tokens)
+    sequences = [SftPair(*pair) for pair in pairs]
+    advantages = np.zeros(len(sequences))
+    batch = _make_batch(_pair_sequences(sequences), advantages, aggregation, max_response_tokens)
+    learned = np.diff(offsets_of(batch.mask)[offsets_of(batch.lengths)])
+    columns = source_columns([pair.source for pair in sequences], learned, batch.lengths)
+    return replace(batch, columns=columns)
 
 
-def _pair_sequences(pairs: Sequence[TokensAndMask]) -> _Sequences:
+def _pair_sequences(pairs: Sequence[SftPair]) -> _Sequences:
     """Return each pair as a sequence. Its first token is not learned: nothing predicts it."""
-    lengths = np.array([len(tokens) for tokens, _ in pairs], dtype=np.int32)
-    mask = concatenate([mask for _, mask in pairs], np.bool_)
+    lengths = np.array([len(pair.tokens) for pair in pairs], dtype=np.int32)
+    mask = concatenate([pair.mask for pair in pairs], np.bool_)
     mask[np.cumsum(lengths) - lengths] = False
     return _Sequences(
-        tokens=concatenate([tokens for tokens, _ in pairs], np.int32),
+        tokens=concatenate([pair.tokens for pair in pairs], np.int32),
         lengths=lengths,
         mask=mask,
         rollout_logprobs=np.zeros(len(mask), np.float32),

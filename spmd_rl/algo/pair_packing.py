@@ -12,10 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from spmd_rl.algo.by_source import source_columns
 from spmd_rl.algo.packing import TokensAndMask, pack_sft
 from spmd_rl.errors import ContractError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.columns import offsets_of
+from spmd_rl.types.sft_pair import SftPair
 
 Pair = tuple[TokensAndMask, TokensAndMask]  # chosen and rejected
 
@@ -29,7 +31,8 @@ def pack_pairs(pairs: Sequence[Pair]) -> Batch:
 
     The column "pair_scale" holds tokens / pairs of the whole batch at the first learned token of
     each pair, and 0 elsewhere. A pair's measurement times this column has its mean over pairs as
-    its mean over tokens, which is what the trainer reports.
+    its mean over tokens, which is what the trainer reports. Pairs of several sources are measured
+    by source, too.
     Raises: ContractError for a pair without a token to learn.
     """
     batch = pack_sft([sequence for pair in pairs for sequence in pair])
@@ -40,4 +43,7 @@ def pack_pairs(pairs: Sequence[Pair]) -> Batch:
         raise ContractError("a pair has no token to learn: both answers are empty")
     scale = np.zeros(batch.num_tokens, np.float32)
     scale[learned[first]] = len(learned) / len(pairs)
-    return replace(batch, denominator=float(len(pairs)), unit=2, columns={PAIR_SCALE: scale})
+    sources = [SftPair(*chosen).source for chosen, _ in pairs]
+    columns = source_columns(sources, np.ones(len(pairs), np.int64), np.diff(offsets))
+    columns[PAIR_SCALE] = scale
+    return replace(batch, denominator=float(len(pairs)), unit=2, columns=columns)

@@ -71,7 +71,7 @@ def check_inputs(
         )
     if documents:
         for path in paths:
-            check_documents(path, documents, spec.max_positions)
+            check_documents(path, documents, spec.max_positions, CHECKED_BYTES)
         return
     rewards = [*reward_weights(reward), *(hooks.extra_rewards if hooks else ())]
     for path in paths:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.config.rules import at_least
-from spmd_rl.data.epoch_order import EpochOrder
-from spmd_rl.data.files import read_documents
+from spmd_rl.data.files import open_documents
+from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.prompt_format import Tokenizer
+from spmd_rl.data.record import DataRecord
 from spmd_rl.data.sft import learned_eos
-from spmd_rl.data.sft_pair import SftPair
-from spmd_rl.data.stream import DATA_CHANGED
-from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.data.stream import RecordStream
+from spmd_rl.errors import ConfigError
+from spmd_rl.types.sft_pair import SftPair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,41 +37,52 @@ class DocumentConfig:
 class Documents:
     """An endless stream of text documents, each with an end-of-text token at its end.
 
-    `next` fills a step to an exact number of tokens, and the next step goes on where it ended.
-    Sequences never attend to each other, so neither do documents. A document is cut where it is
-    longer than `cfg.max_tokens`, and where a step ends. The piece after a cut begins with the
-    token before it, so that every token but a document's first is learned exactly once.
+    `data` is a file, or a mixture as in `RecordStream`. `next` fills a step to an exact number of
+    tokens, and the next step goes on where it ended. Sequences never attend to each other, so
+    neither do documents. A document is cut where it is longer than `cfg.max_tokens`, and where a
+    step ends. The piece after a cut begins with the token before it, so that every token but a
+    document's first is learned exactly once.
 
-    `num_drawn` counts the documents that were begun. `num_dropped` counts those without text.
+    `num_drawn` counts the draws of documents. `num_dropped` counts those without text.
     Documents are tokenised when they are drawn.
+    Raises: as `RecordStream`.
     """
 
-    def __init__(self, path: str, cfg: DocumentConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, data: str | Mapping[str, float], cfg: DocumentConfig, tokenizer: Tokenizer
+    ) -> None:
         check_length(cfg, tokenizer.context)
-        records = read_documents(path, cfg.text_key, cfg.separator)
-        texts = [record.text(cfg.text_key) for record in records]
-        self._texts = [text for text in texts if text.strip()]
-        self.num_dropped = len(texts) - len(self._texts)
-        _report_empty(path, self.num_dropped, len(texts))
-        self._path = path
+        self._stream = RecordStream(
+            data,
+            DocumentPreparer(cfg),
+            seed=cfg.seed,
+            shuffle=cfg.shuffle,
+            open_file=partial(open_documents, key=cfg.text_key, separator=cfg.separator),
+        )
         self._max_tokens = cfg.max_tokens
         self._tokenizer = tokenizer
         self._eos = learned_eos(tokenizer)
-        self._order = EpochOrder(len(self._texts), seed=cfg.seed, shuffle=cfg.shuffle)
-        self._document = np.zeros(0, np.int32)  # the one that is being read
-        self._position = 0  # in it: the tokens before are in earlier sequences
+        # the document that is being read: its tokens, its source, and the position in it: the
+        # tokens before are in earlier sequences
+        self._document, self._source = np.zeros(0, np.int32), ""
+        self._position = 0
 
     def __len__(self) -> int:
-        return len(self._texts)
+        return len(self._stream)
+
+    @property
+    def num_dropped(self) -> int:
+        """How many documents without text were found so far."""
+        return self._stream.num_dropped
 
     @property
     def num_drawn(self) -> int:
-        return self._order.num_drawn
+        return self._stream.num_drawn
 
     @property
     def epoch(self) -> float:
         """How often the whole data was drawn so far."""
-        return self._order.num_drawn / len(self._texts)
+        return self.num_drawn / len(self)
 
     def next(self, num_tokens: int) -> list[SftPair]:
         """Return sequences with `num_tokens` tokens, without the tokens that pieces repeat.
@@ -80,38 +92,37 @@ class Documents:
         pieces = []
         while num_tokens:
             if self._position == len(self._document):
-                self._document, self._position = self._draw(), 0
+                self._draw()
             piece = self._cut(num_tokens)
-            pieces.append(_learned(piece.tokens))
+            pieces.append(_learned(piece.tokens, self._source))
             num_tokens -= piece.num_new
         return pieces
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, as plain data."""
-        return {
-            "drawn": self._order.num_drawn,
-            "position": self._position,
-            "length": len(self._document),
-            "digest": self._digest,
-        }
+        place = {"position": self._position, "length": len(self._document)}
+        return self._stream.state() | place
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue within the document that was being read when `state` was taken.
 
         Raises: DataError when documents or tokenizer are not the same.
         """
-        self._order.num_drawn = max(state["drawn"] - 1, 0)
-        self._document = self._draw() if state["drawn"] else self._document
-        if state.get("digest") != self._digest or state["length"] != len(self._document):
-            raise DataError(self._path, f"the documents are {DATA_CHANGED}")
+        self._stream.restore(state)
+        if self._stream.num_drawn:
+            self._stream.num_drawn -= 1
+            self._draw()
+        if state["length"] != len(self._document):
+            raise self._stream.changed()
         self._position = state["position"]
 
-    def _draw(self) -> NDArray[np.int32]:
-        """Return the tokens of the next document, with a first token if the tokenizer has one."""
-        text = self._texts[self._order.next()]
-        (tokens,) = self._tokenizer([text], add_special_tokens=True)["input_ids"]
+    def _draw(self) -> None:
+        """Begin the next document: its tokens, with a first one if the tokenizer has one."""
+        (document,) = self._stream.draw(1)
+        (tokens,) = self._tokenizer([document.text], add_special_tokens=True)["input_ids"]
         without_end = tokens[:-1] if tokens and tokens[-1] == self._eos else tokens
-        return np.array([*without_end, self._eos], np.int32)
+        self._document = np.array([*without_end, self._eos], np.int32)
+        self._source, self._position = document.source, 0
 
     def _cut(self, num_tokens: int) -> _Piece:
         """Return the next piece of the document, with at most `num_tokens` new tokens."""
@@ -120,13 +131,32 @@ class Documents:
         start, self._position = self._position, self._position + num_new
         return _Piece(self._document[start - repeated : self._position], num_new)
 
-    @cached_property
-    def _digest(self) -> str:
-        digest = hashlib.sha256()
-        for text in self._texts:
-            encoded = text.encode()
-            digest.update(len(encoded).to_bytes(8, "little") + encoded)
-        return digest.hexdigest()
+
+class Document(NamedTuple):
+    """A text, and the name of the file that it is from."""
+
+    text: str
+    source: str
+
+
+class DocumentPreparer(Preparer[Document]):
+    """Makes a document of each record, but for those without text."""
+
+    noun = "documents"
+    defect = "have no text"
+
+    def __init__(self, cfg: DocumentConfig) -> None:
+        self._key = cfg.text_key
+
+    def make(self, records: Sequence[DataRecord], source: str) -> list[Document | None]:
+        """Return the document of each record; None for one without text. Raises: DataError."""
+        texts = [record.text(self._key) for record in records]
+        return [Document(text, source) if text.strip() else None for text in texts]
+
+    def encoded(self, prepared: Document) -> bytes:
+        """Return the text."""
+        encoded = prepared.text.encode()
+        return len(encoded).to_bytes(8, "little") + encoded
 
 
 @dataclass(frozen=True)
@@ -146,22 +176,18 @@ def check_length(cfg: DocumentConfig, context: int) -> None:
         )
 
 
-def check_documents(path: str, cfg: DocumentConfig, context: int) -> None:
-    """Refuse a file that `Documents` would refuse. Raises: DataError, ConfigError."""
+def check_documents(path: str, cfg: DocumentConfig, context: int, num_bytes: int) -> None:
+    """Refuse a file that `Documents` would refuse, by its first bytes.
+
+    Raises: DataError, ConfigError.
+    """
     check_length(cfg, context)
-    records = read_documents(path, cfg.text_key, cfg.separator)
-    for record in records:
-        record.text(cfg.text_key)
+    records = open_documents(path, cfg.text_key, cfg.separator)
+    for chunk in records.chunks(records.num_within(num_bytes)):
+        for record in chunk:
+            record.text(cfg.text_key)
 
 
-def _learned(tokens: NDArray[np.int32]) -> SftPair:
+def _learned(tokens: NDArray[np.int32], source: str) -> SftPair:
     """Return a sequence of which all tokens but the first are learned."""
-    return SftPair(tokens, np.arange(len(tokens)) > 0)
-
-
-def _report_empty(path: str, num_empty: int, num_documents: int) -> None:
-    """Print how many documents have no text. Raises: DataError when none has."""
-    if num_empty == num_documents:
-        raise DataError(path, f"none of the {num_documents} documents has text")
-    if num_empty:
-        print(f"{path}: dropped {num_empty} of {num_documents} documents without text", flush=True)
+    return SftPair(tokens, np.arange(len(tokens)) > 0, source)

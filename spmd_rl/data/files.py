@@ -24,7 +24,7 @@ _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 def open_records(path: str) -> Records:
     """Open the file or slice. There is at least one record.
 
-    Only .json and .csv files are read as a whole.
+    Only .json, .csv and .txt files are read as a whole.
     Raises: DataError (missing or malformed file, no record), ConfigError (unknown kind of file).
     """
     return _open(path, _OPENERS)
@@ -35,11 +35,12 @@ def read_records(path: str) -> list[DataRecord]:
 
     Raises: DataError and ConfigError, as `open_records`; DataError for a malformed record.
     """
-    return _all(open_records(path))
+    records = open_records(path)
+    return [record for chunk in records.chunks(len(records)) for record in chunk]
 
 
-def read_documents(path: str, key: str, separator: str) -> list[DataRecord]:
-    """Return the records of text documents, like `read_records`, also from a .txt file.
+def open_documents(path: str, key: str, separator: str) -> Records:
+    """Open a file of text documents, like `open_records`, also a .txt file.
 
     `separator` stands between two documents of a .txt file. "" says that the file is one document.
     """
@@ -47,7 +48,7 @@ def read_documents(path: str, key: str, separator: str) -> list[DataRecord]:
     def open_text(file: Path) -> Records:
         return _listed(file, lambda file, content: _read_text(file, content, key, separator))
 
-    return _all(_open(path, _OPENERS | {".txt": open_text}))
+    return _open(path, _OPENERS | {".txt": open_text})
 
 
 def without_slice(path: str) -> Path:
@@ -95,10 +96,6 @@ def _listed(file: Path, read: Callable[[Path, bytes], list[DataRecord]]) -> List
     content = file.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     return ListedRecords(read(file, content), len(content), digest)
-
-
-def _all(records: Records) -> list[DataRecord]:
-    return [record for chunk in records.chunks(len(records)) for record in chunk]
 
 
 def _read_text(file: Path, content: bytes, key: str, separator: str) -> list[DataRecord]:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from spmd_rl.data.files import DataRecord, read_records
+from spmd_rl.data.files import DataRecord
+from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.prompt_format import (
     PromptFormat,
     Tokenizer,
     encode_prompts,
     is_too_long,
-    report_dropped,
     report_numeric_answers,
 )
-from spmd_rl.data.sft import encode_answers, join
-from spmd_rl.data.sft_pair import SftPair
+from spmd_rl.data.sft import encode_answers, join, learned_eos
 from spmd_rl.data.stream import RecordStream
 from spmd_rl.errors import DataError
+from spmd_rl.types.sft_pair import SftPair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,25 +39,60 @@ class PreferencePair(NamedTuple):
 
 
 class PreferencePairs(RecordStream[PreferencePair]):
-    """An endless stream of preference pairs, with the same kinds of files and order as `Prompts`.
+    """An endless stream of preference pairs, from the same files and in the order of `Prompts`.
 
-    `cfg.max_prompt_tokens` bounds the prompt alone. `num_dropped` counts the pairs it dropped.
+    `cfg.max_prompt_tokens` bounds the prompt alone.
+    Raises: as `RecordStream`.
     """
 
-    def __init__(self, path: str, cfg: PairConfig, tokenizer: Tokenizer) -> None:
-        records = read_records(path)
-        pairs = _make_pairs(path, records, cfg, tokenizer)
-        self.num_dropped = len(records) - len(pairs)
-        report_dropped(path, cfg, self.num_dropped, len(records))
-        super().__init__(path, "preference pairs", pairs, seed=cfg.seed, shuffle=cfg.shuffle)
+    def __init__(
+        self, data: str | Mapping[str, float], cfg: PairConfig, tokenizer: Tokenizer
+    ) -> None:
+        super().__init__(data, PairPreparer(cfg, tokenizer), seed=cfg.seed, shuffle=cfg.shuffle)
 
     def next(self, num_pairs: int) -> list[PreferencePair]:
         """Return the next pairs, across the end of an epoch if need be."""
         return self.draw(num_pairs)
 
-    def _arrays(self, record: PreferencePair) -> tuple[NDArray[np.generic], ...]:
-        chosen, rejected = record
-        return (*chosen, *rejected)
+
+class PairPreparer(Preparer[PreferencePair]):
+    """Makes a preference pair of each record, but for prompts that are too long.
+
+    Raises: ConfigError for a tokenizer without end-of-text token.
+    """
+
+    noun = "preference pairs"
+
+    def __init__(self, cfg: PairConfig, tokenizer: Tokenizer) -> None:
+        self.defect = f"have a prompt of more than {cfg.max_prompt_tokens} tokens"
+        self._cfg, self._tokenizer = cfg, tokenizer
+        self._eos = learned_eos(tokenizer)
+
+    def make(self, records: Sequence[DataRecord], source: str) -> list[PreferencePair | None]:
+        """Return the pair of each record; None where the prompt is too long. Raises: DataError."""
+        cfg, tokenizer = self._cfg, self._tokenizer
+        prompts = [tokens for _, tokens in encode_prompts(records, cfg, tokenizer)]
+        chosen, rejected = (
+            encode_answers([answer_text(one, key) for one in records], tokenizer, self._eos)
+            for key in (cfg.chosen_key, cfg.rejected_key)
+        )
+        return [
+            None
+            if is_too_long(cfg, len(prompt))
+            else PreferencePair(*(join(record, prompt, one, tokenizer, source) for one in answers))
+            for record, prompt, *answers in zip(records, prompts, chosen, rejected, strict=True)
+        ]
+
+    def encoded(self, prepared: PreferencePair) -> bytes:
+        """Return tokens and masks of both answers."""
+        return b"".join(sequence.encoded() for sequence in prepared)
+
+    def report(
+        self, path: str, records: Sequence[DataRecord], prepared: Sequence[PreferencePair]
+    ) -> None:
+        """Print how many answers are numbers."""
+        for key in self._cfg.answer_keys:
+            report_numeric_answers(path, key, records)
 
 
 def answer_text(record: DataRecord, key: str) -> str:
@@ -80,23 +113,3 @@ def answer_text(record: DataRecord, key: str) -> str:
 
 def _is_assistant_message(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
-
-
-def _make_pairs(
-    path: str, records: list[DataRecord], cfg: PairConfig, tokenizer: Tokenizer
-) -> list[PreferencePair]:
-    """Return the pairs of the records, without those whose prompt is too long."""
-    prompts = [tokens for _, tokens in encode_prompts(records, cfg, tokenizer)]
-    answers = {}
-    for key in cfg.answer_keys:
-        report_numeric_answers(path, key, records)
-        texts = [answer_text(record, key) for record in records]
-        answers[key] = encode_answers(texts, tokenizer)
-    return [
-        PreferencePair(
-            join(record, prompt, answers[cfg.chosen_key][number], tokenizer),
-            join(record, prompt, answers[cfg.rejected_key][number], tokenizer),
-        )
-        for number, (record, prompt) in enumerate(zip(records, prompts, strict=True))
-        if not is_too_long(cfg, len(prompt))
-    ]

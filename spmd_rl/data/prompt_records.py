@@ -57,7 +57,7 @@ class PromptPreparer(Preparer[Prompt]):
         ]
 
     def encoded(self, prepared: Prompt) -> bytes:
-        """Return tokens and all fields of a prompt: a corrected answer, for one, changes rewards."""
+        """Return tokens and all fields of a prompt: a corrected answer changes rewards."""
         fields = [prepared.text, prepared.answer, prepared.meta]
         texts = json.dumps(
             [*fields, prepared.reward] if prepared.reward else fields, sort_keys=True, default=repr

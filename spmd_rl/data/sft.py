@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -10,24 +10,24 @@ from numpy.typing import NDArray
 
 from spmd_rl.data.chat import Chat, chat_of, refuse_ignored
 from spmd_rl.data.eos import eos_disagreement, eos_ids
-from spmd_rl.data.files import DataRecord, read_records
+from spmd_rl.data.files import DataRecord
+from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.prompt_format import (
     Tokenizer,
     encode_prompts,
     is_too_long,
-    report_dropped,
     report_numeric_answers,
     require_template,
 )
-from spmd_rl.data.prompts import PromptConfig
-from spmd_rl.data.sft_pair import SftPair
+from spmd_rl.data.prompt_records import PromptConfig
 from spmd_rl.data.stream import RecordStream
 from spmd_rl.data.turns import Learn, encode_turns, learned_turns
 from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.types.sft_pair import SftPair
 
 
 class SftPairs(RecordStream[list[SftPair]]):
-    """An endless stream of supervised data, with the same files, keys and order as `Prompts`.
+    """An endless stream of supervised data, from the same files and in the same order as `Prompts`.
 
     A record is a prompt with its answer. Without an `answer_key` it is a conversation, of which
     assistant messages are learned: `learn` says which. A conversation has several sequences where
@@ -35,27 +35,114 @@ class SftPairs(RecordStream[list[SftPair]]):
     how many there are.
 
     `cfg.max_prompt_tokens` bounds the prompt alone, which is all before the last answer of a
-    sequence. `num_dropped` counts the records it dropped.
+    sequence.
+    Raises: as `RecordStream`.
     """
 
     def __init__(
-        self, path: str, cfg: PromptConfig, tokenizer: Tokenizer, learn: Learn = "all"
+        self,
+        data: str | Mapping[str, float],
+        cfg: PromptConfig,
+        tokenizer: Tokenizer,
+        learn: Learn = "all",
     ) -> None:
-        records = read_records(path)
-        if cfg.answer_key:
-            kept = _make_pairs(path, records, cfg, tokenizer)
-        else:
-            kept = _make_conversations(path, records, cfg, tokenizer, learn)
-        self.num_dropped = len(records) - len(kept)
-        report_dropped(path, cfg, self.num_dropped, len(records))
-        super().__init__(path, "pairs", kept, seed=cfg.seed, shuffle=cfg.shuffle)
+        preparer = sft_preparer(cfg, tokenizer, learn)
+        super().__init__(data, preparer, seed=cfg.seed, shuffle=cfg.shuffle)
 
     def next(self, num_records: int) -> list[SftPair]:
         """Return the sequences of the next records, across the end of an epoch if need be."""
         return [*chain.from_iterable(self.draw(num_records))]
 
-    def _arrays(self, record: list[SftPair]) -> Iterable[NDArray[np.generic]]:
-        return chain.from_iterable(record)
+
+def sft_preparer(cfg: PromptConfig, tokenizer: Tokenizer, learn: Learn) -> SftPreparer:
+    """Return what makes sequences of prompts with answers, or without an answer of conversations.
+
+    Raises: ConfigError for a tokenizer without end-of-text token, or without a template that the
+    conversations need.
+    """
+    if cfg.answer_key:
+        return AnswerPreparer(cfg, tokenizer)
+    return ConversationPreparer(cfg, tokenizer, learn)
+
+
+class SftPreparer(Preparer[list[SftPair]]):
+    """Makes the sequences that are learned of each record."""
+
+    def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
+        self.cfg, self.tokenizer = cfg, tokenizer
+        self.eos = learned_eos(tokenizer)
+
+    def encoded(self, prepared: list[SftPair]) -> bytes:
+        """Return tokens and masks."""
+        return b"".join(sequence.encoded() for sequence in prepared)
+
+
+class AnswerPreparer(SftPreparer):
+    """Makes one sequence of each prompt with its answer."""
+
+    noun = "pairs"
+
+    def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
+        super().__init__(cfg, tokenizer)
+        self.defect = f"have a prompt of more than {cfg.max_prompt_tokens} tokens"
+
+    def make(self, records: Sequence[DataRecord], source: str) -> list[list[SftPair] | None]:
+        """Return the sequence of each record; None where the prompt is too long."""
+        cfg = self.cfg
+        prompts = [tokens for _, tokens in encode_prompts(records, cfg, self.tokenizer)]
+        texts = [record.text_or_number(cfg.answer_key) for record in records]
+        answers = encode_answers(texts, self.tokenizer, self.eos)
+        return [
+            None
+            if is_too_long(cfg, len(prompt))
+            else [join(record, prompt, answer, self.tokenizer, source)]
+            for record, prompt, answer in zip(records, prompts, answers, strict=True)
+        ]
+
+    def report(
+        self, path: str, records: Sequence[DataRecord], prepared: Sequence[list[SftPair]]
+    ) -> None:
+        """Print how many answers are numbers."""
+        report_numeric_answers(path, self.cfg.answer_key, records)
+
+
+class ConversationPreparer(SftPreparer):
+    """Makes the sequences of each conversation, most often one."""
+
+    noun = "conversations"
+
+    def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer, learn: Learn) -> None:
+        super().__init__(cfg, tokenizer)
+        self.defect = f"have more than {cfg.max_prompt_tokens} tokens before an answer"
+        self._learn: Learn = learn
+
+    def make(self, records: Sequence[DataRecord], source: str) -> list[list[SftPair] | None]:
+        """Return the sequences of each conversation; None where a prompt is too long."""
+        chats = [conversation(record, self.cfg) for record in records]
+        require_template(self.tokenizer)
+        refuse_ignored(chats, self.tokenizer)
+        encoded = encode_turns(chats, self._learn, self.tokenizer, self.eos)
+        return [
+            self._fitting(record, [sequence._replace(source=source) for sequence in sequences])
+            for record, sequences in zip(records, encoded, strict=True)
+        ]
+
+    def report(
+        self, path: str, records: Sequence[DataRecord], prepared: Sequence[list[SftPair]]
+    ) -> None:
+        """Print how many conversations have several sequences, and how many sequences they have."""
+        num_sequences = [len(sequences) for sequences in prepared if len(sequences) > 1]
+        if num_sequences:
+            print(
+                f"{path}: the chat template rewrites earlier turns. So {len(num_sequences)} of "
+                f"{len(prepared)} conversations become {sum(num_sequences)} sequences.",
+                flush=True,
+            )
+
+    def _fitting(self, record: DataRecord, sequences: list[SftPair]) -> list[SftPair] | None:
+        if any(is_too_long(self.cfg, sequence.num_prompt_tokens) for sequence in sequences):
+            return None
+        return [fitting(record, sequence, self.tokenizer) for sequence in sequences]
 
 
 def check_sft(records: Iterable[DataRecord], cfg: PromptConfig, learn: Learn) -> None:
@@ -73,39 +160,7 @@ def check_sft(records: Iterable[DataRecord], cfg: PromptConfig, learn: Learn) ->
                 )
             record.text_or_number(cfg.answer_key)
         else:
-            learned_turns(_conversation(record, cfg), learn)
-
-
-def _make_pairs(
-    path: str, records: list[DataRecord], cfg: PromptConfig, tokenizer: Tokenizer
-) -> list[list[SftPair]]:
-    """Return the pairs of the records, without those whose prompt is too long."""
-    prompts = [tokens for _, tokens in encode_prompts(records, cfg, tokenizer)]
-    report_numeric_answers(path, cfg.answer_key, records)
-    texts = [record.text_or_number(cfg.answer_key) for record in records]
-    answers = encode_answers(texts, tokenizer)
-    return [
-        [join(record, prompt, answer, tokenizer)]
-        for record, prompt, answer in zip(records, prompts, answers, strict=True)
-        if not is_too_long(cfg, len(prompt))
-    ]
-
-
-def _make_conversations(
-    path: str, records: list[DataRecord], cfg: PromptConfig, tokenizer: Tokenizer, learn: Learn
-) -> list[list[SftPair]]:
-    """Return the sequences of each conversation, without those of which a prompt is too long."""
-    chats = [_conversation(record, cfg) for record in records]
-    require_template(tokenizer)
-    eos = learned_eos(tokenizer)
-    refuse_ignored(chats, tokenizer)
-    kept = []
-    encoded = encode_turns(chats, learn, tokenizer, eos)
-    for record, sequences in zip(records, encoded, strict=True):
-        if not any(is_too_long(cfg, sequence.num_prompt_tokens) for sequence in sequences):
-            kept.append([_fitting(record, sequence, tokenizer) for sequence in sequences])
-    _report_split(path, kept)
-    return kept
+            learned_turns(conversation(record, cfg), learn)
 
 
 def _is_conversation(record: DataRecord, cfg: PromptConfig) -> bool:
@@ -115,7 +170,8 @@ def _is_conversation(record: DataRecord, cfg: PromptConfig) -> bool:
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 
-def _conversation(record: DataRecord, cfg: PromptConfig) -> Chat:
+def conversation(record: DataRecord, cfg: PromptConfig) -> Chat:
+    """Return the chat of a record. Raises: DataError, ConfigError without a chat template."""
     chat = chat_of(record, cfg)
     if chat is None:
         raise ConfigError(
@@ -123,18 +179,6 @@ def _conversation(record: DataRecord, cfg: PromptConfig) -> Chat:
             "prompts.chat_template = true to learn the assistant messages of conversations"
         )
     return chat
-
-
-def _report_split(path: str, conversations: Sequence[Sequence[SftPair]]) -> None:
-    """Print how many conversations have several sequences, and how many sequences there are."""
-    num_split = sum(len(sequences) > 1 for sequences in conversations)
-    if num_split:
-        print(
-            f"{path}: {num_split} of {len(conversations)} conversations are learned in several "
-            f"sequences, {sum(map(len, conversations))} of all conversations, because the chat "
-            "template does not repeat an earlier answer as the model gives it",
-            flush=True,
-        )
 
 
 def learned_eos(tokenizer: Tokenizer) -> int:
@@ -149,26 +193,30 @@ def learned_eos(tokenizer: Tokenizer) -> int:
     return eos
 
 
-def encode_answers(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the tokens of answers, each with an end-of-text token at its end."""
-    eos = learned_eos(tokenizer)
+def encode_answers(texts: Sequence[str], tokenizer: Tokenizer, eos: int) -> list[list[int]]:
+    """Return the tokens of answers, each with the end-of-text token at its end."""
     encoded: list[list[int]] = tokenizer([*texts], add_special_tokens=False)["input_ids"]
     return [[*tokens, eos] for tokens in encoded]
 
 
 def join(
-    record: DataRecord, prompt: NDArray[np.int32], answer: list[int], tokenizer: Tokenizer
+    record: DataRecord,
+    prompt: NDArray[np.int32],
+    answer: list[int],
+    tokenizer: Tokenizer,
+    source: str,
 ) -> SftPair:
     """Return prompt and answer as one sequence.
 
     Raises: DataError when it is longer than the model's context.
     """
     tokens = np.concatenate([prompt, np.array(answer, dtype=np.int32)])
-    pair = SftPair(tokens, np.arange(len(tokens)) >= len(prompt))
-    return _fitting(record, pair, tokenizer)
+    return fitting(
+        record, SftPair(tokens, np.arange(len(tokens)) >= len(prompt), source), tokenizer
+    )
 
 
-def _fitting(record: DataRecord, sequence: SftPair, tokenizer: Tokenizer) -> SftPair:
+def fitting(record: DataRecord, sequence: SftPair, tokenizer: Tokenizer) -> SftPair:
     """Return the sequence. Raises: DataError when it is longer than the model's context."""
     if len(sequence.tokens) > tokenizer.context:
         raise DataError(

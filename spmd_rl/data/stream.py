@@ -100,10 +100,7 @@ class RecordStream(Generic[T]):
     def all(self) -> list[T]:
         """Return every record once, in the order of the files. They must fit into memory."""
         return [
-            one
-            for store in self._stores
-            for one in store.get(range(len(store)))
-            if one is not None
+            one for store in self._stores for one in store.get(range(len(store))) if one is not None
         ]
 
     def first(self) -> dict[str, Sequence[T]]:
@@ -111,7 +108,7 @@ class RecordStream(Generic[T]):
         return {path: store.first for path, store in zip(self._paths, self._stores, strict=True)}
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain data: the draws so far, and a digest of the data."""
+        """Return what `restore` needs, as plain data: draws so far, and a digest of the data."""
         return {"drawn": self.num_drawn, "digest": self._digest}
 
     def restore(self, state: dict[str, Any]) -> None:

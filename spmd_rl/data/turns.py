@@ -18,8 +18,8 @@ from spmd_rl.data.chat import Chat, render
 from spmd_rl.data.eos import eos_ids
 from spmd_rl.data.messages import Message
 from spmd_rl.data.prompt_format import Tokenizer
-from spmd_rl.data.sft_pair import SftPair
 from spmd_rl.errors import DataError
+from spmd_rl.types.sft_pair import SftPair
 
 Learn = Literal["all", "last"]
 

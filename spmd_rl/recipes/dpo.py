@@ -16,7 +16,8 @@ from spmd_rl.recipes.sft import TrainSplit
 @dataclass(frozen=True)
 class Config:
     model: str  # Hugging Face folder
-    data: str  # file of prompts with two answers (docs/data.md); a slice as path@[a:b]
+    # prompts with two answers: a file, or a table of files and weights (docs/data.md)
+    data: str | dict[str, float]
     held_out: str = ""  # pairs to evaluate with; "": none
     eval_every: int = 20  # steps between evaluations; the last step is always followed by one
     steps: int = 200  # training steps of the whole run
@@ -50,7 +51,8 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    for data in filter(None, (cfg.data, cfg.held_out)):
+    files: list[str | dict[str, float]] = [cfg.data, *filter(None, [cfg.held_out])]
+    for data in files:
         rl.check_inputs(model=cfg.model, data=data, prompts=cfg.prompts, trainer=cfg.trainer)
 
 
@@ -65,8 +67,12 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     def scored(batch: rl.Batch) -> rl.Batch:
         return batch.with_columns(reference_logprobs=reference.score.call(batch))
 
-    pairs = rl.PreferencePairs(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
-    held_out = scored(rl.pack_pairs(all_pairs(cfg))) if cfg.held_out else None
+    tokenizer = rl.load_tokenizer(cfg.model)
+    pairs = rl.PreferencePairs(cfg.data, cfg.prompts, tokenizer)
+    held_out = None
+    if cfg.held_out:
+        rest = rl.PreferencePairs(cfg.held_out, cfg.prompts, tokenizer)
+        held_out = scored(rl.pack_pairs(rest.all()))
     loss = partial(
         rl.dpo_loss,
         beta=cfg.beta,
@@ -84,13 +90,6 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
                 policy = trainer.score.call(held_out)
             step.log(rl.dpo_evaluation(held_out, policy, beta=cfg.beta))
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
-
-
-def all_pairs(cfg: Config) -> list[rl.PreferencePair]:
-    """Return the held-out pairs, in the order of the file."""
-    in_order = replace(cfg.prompts, shuffle=False)
-    pairs = rl.PreferencePairs(cfg.held_out, in_order, rl.load_tokenizer(cfg.model))
-    return pairs.next(len(pairs))
 
 
 def is_eval_due(cfg: Config, index: int) -> bool:

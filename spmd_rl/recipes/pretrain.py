@@ -14,7 +14,8 @@ from spmd_rl.recipes.sft import TrainSplit
 @dataclass(frozen=True)
 class Config:
     model: str  # Hugging Face folder
-    data: str  # file with a text in each record, or .txt; a slice as path@[a:b]
+    # a text in each record, or .txt: a file, or a table of files and weights (docs/data.md)
+    data: str | dict[str, float]
     steps: int = 200  # training steps of the whole run
     tokens_per_step: int = 65536  # of the documents; no chat template is applied
     run: rl.RunConfig = field(default_factory=rl.RunConfig)

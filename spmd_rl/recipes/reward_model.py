@@ -7,7 +7,7 @@ The folder `hf` of the run is a model for sequence classification, from which `r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import spmd_rl as rl
@@ -17,7 +17,8 @@ from spmd_rl.recipes.sft import TrainSplit
 @dataclass(frozen=True)
 class Config:
     model: str  # Hugging Face folder; the head of a language model is replaced by a value head
-    data: str  # file of prompts with two answers (docs/data.md); a slice as path@[a:b]
+    # prompts with two answers: a file, or a table of files and weights (docs/data.md)
+    data: str | dict[str, float]
     held_out: str = ""  # pairs to evaluate with; "": none
     eval_every: int = 20  # steps between evaluations; the last step is always followed by one
     steps: int = 200  # training steps of the whole run
@@ -36,7 +37,8 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    for data in filter(None, (cfg.data, cfg.held_out)):
+    files: list[str | dict[str, float]] = [cfg.data, *filter(None, [cfg.held_out])]
+    for data in files:
         rl.check_inputs(model=cfg.model, data=data, prompts=cfg.prompts, trainer=cfg.trainer)
 
 
@@ -47,8 +49,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     pairs = rl.PreferencePairs(cfg.data, cfg.prompts, tokenizer)
     held_out = None
     if cfg.held_out:
-        rest = rl.PreferencePairs(cfg.held_out, replace(cfg.prompts, shuffle=False), tokenizer)
-        held_out = rl.pack_pairs(rest.next(len(rest)))
+        held_out = rl.pack_pairs(rl.PreferencePairs(cfg.held_out, cfg.prompts, tokenizer).all())
     loss = partial(rl.bradley_terry_loss, margin=cfg.margin, center_coef=cfg.center_coef)
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):

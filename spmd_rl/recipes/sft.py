@@ -19,7 +19,8 @@ class TrainSplit:
 @dataclass(frozen=True)
 class Config:
     model: str  # Hugging Face folder
-    data: str  # file of answers or conversations (docs/data.md); a slice as path@[a:b]
+    # answers or conversations: a file, or a table of files and weights (docs/data.md)
+    data: str | dict[str, float]
     steps: int = 200  # training steps of the whole run
     pairs_per_step: int = 64  # prompts with their answers, or conversations
     # which assistant messages of a conversation are learned; its own "weight" goes before this

@@ -118,7 +118,7 @@ def test_a_text_file_is_split(tmp_path: Path, tokenizer: Any) -> None:
 def test_what_is_refused(path: str, jsonl: Callable[..., str], tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="documents.max_tokens = 5000 is more than"):
         Documents(path, DocumentConfig(max_tokens=5000), tokenizer)
-    with pytest.raises(DataError, match="none of the 1 documents has text"):
+    with pytest.raises(DataError, match="all 1 documents have no text"):
         Documents(jsonl('{"text": " "}'), DocumentConfig(), tokenizer)
     with pytest.raises(DataError, match="no such key"):
         Documents(path, DocumentConfig(text_key="content"), tokenizer)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.data import prompt_store
+from spmd_rl.data import record_store
 from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.prompts import PromptConfig, Prompts
 from spmd_rl.errors import DataError
@@ -23,8 +23,8 @@ LINES = [json.dumps({"prompt": f"{i}?", "answer": str(i), "level": i % 3}) for i
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file is a large one, of which three prompts are looked at."""
-    monkeypatch.setattr(prompt_store, "SMALL_BYTES", 0)
-    monkeypatch.setattr(prompt_store, "FIRST", 3)
+    monkeypatch.setattr(record_store, "SMALL_BYTES", 0)
+    monkeypatch.setattr(record_store, "FIRST", 3)
 
 
 @given(st.integers(1, 500), st.integers(0, 9), st.integers(0, 3))
@@ -50,7 +50,7 @@ def test_a_large_file_is_drawn_as_a_small_one(
 ) -> None:
     path = jsonl(*LINES)
     small = Prompts(path, PromptConfig(), tokenizer)
-    monkeypatch.setattr(prompt_store, "SMALL_RECORDS", 11)
+    monkeypatch.setattr(record_store, "SMALL_RECORDS", 11)
     large = Prompts(path, PromptConfig(), tokenizer)
     assert len(large) == len(small) == 12
     for one, other in zip(small.take(30), large.take(30), strict=True):
@@ -87,7 +87,7 @@ def test_long_prompts_are_dropped_when_drawn(
     assert (prompts.num_dropped, capsys.readouterr().out) == (0, "")
     epoch = prompts.take(10)
     said = capsys.readouterr().out
-    assert said == f"{path}: prompts with more than 3 tokens are dropped when they are drawn\n"
+    assert said == f"{path}: prompts that have more than 3 tokens are dropped when drawn\n"
     epoch += prompts.take(10)
     assert sorted(p.answer for p in epoch[:10]) == sorted(map(str, range(10)))
     assert prompts.num_dropped == 2
@@ -104,7 +104,7 @@ def test_long_prompts_are_dropped_when_drawn(
 @pytest.mark.usefixtures("large")
 def test_all_prompts_too_long(jsonl: Jsonl, tokenizer: Any) -> None:
     prompts = Prompts(jsonl(*LINES), PromptConfig(max_prompt_tokens=2), tokenizer)
-    with pytest.raises(DataError, match="all 12 prompts are longer than 2 tokens"):
+    with pytest.raises(DataError, match="all 12 prompts have more than 2 tokens"):
         prompts.take(5)
 
 

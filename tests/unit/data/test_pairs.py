@@ -85,7 +85,9 @@ def test_changed_pairs_are_refused(path: str, jsonl: Callable[..., str], tokeniz
 def test_long_prompts_are_dropped(path: str, tokenizer: Any) -> None:
     rows = PreferencePairs(path, PairConfig(max_prompt_tokens=3), tokenizer)
     assert (len(rows), rows.num_dropped) == (5, 0)
-    with pytest.raises(DataError, match="all 5 prompts are longer"):
+    with pytest.raises(
+        DataError, match="all 5 preference pairs have a prompt of more than 2 tokens"
+    ):
         PreferencePairs(path, PairConfig(max_prompt_tokens=2), tokenizer)
 
 

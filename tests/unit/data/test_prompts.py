@@ -123,7 +123,7 @@ def test_long_prompts_are_dropped_and_counted(
     assert "dropped 2 of 12 prompts, which have more than 3 tokens" in capsys.readouterr().out
     assert len(Prompts(path, PromptConfig(max_prompt_tokens=4), tokenizer)) == 12
     assert capsys.readouterr().out == ""
-    with pytest.raises(DataError, match="all 12 prompts are longer than 2 tokens"):
+    with pytest.raises(DataError, match="all 12 prompts have more than 2 tokens"):
         Prompts(path, PromptConfig(max_prompt_tokens=2), tokenizer)
 
 

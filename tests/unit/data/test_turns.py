@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from spmd_rl.data.chat import Chat
 from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.data.sft import SftPairs
-from spmd_rl.data.sft_pair import SftPair
 from spmd_rl.data.turns import Learn, encode_turns
 from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.types.sft_pair import SftPair
 from tests.unit.data.chat_templates import CHATML, LLAMA, MISTRAL, PLAIN, QWEN, tokenizer_of
 
 Messages = list[dict[str, Any]]
@@ -137,7 +137,8 @@ def test_the_check_finds_a_fault(fault: str) -> None:
         mask = np.isin(np.arange(len(tokens)), np.flatnonzero(first.mask))
         bad = [SftPair(np.array(tokens, np.int32), mask)]
     elif fault == "one sequence":
-        bad = [SftPair(*map(np.concatenate, zip(*good, strict=True)))]
+        tokens, mask, _ = zip(*good, strict=True)
+        bad = [SftPair(np.concatenate(tokens), np.concatenate(mask))]
     else:
         bad = [first._replace(mask=np.roll(first.mask, 1 if fault == "late" else -1))]
     with pytest.raises(AssertionError):
@@ -252,7 +253,7 @@ def test_records_and_sequences_of_a_stream(jsonl: Any, capsys: pytest.CaptureFix
     cfg = PromptConfig(chat_template=True, prompt_key="messages", answer_key="", shuffle=False)
     stream = SftPairs(path, cfg, tokenizer_of(QWEN))
     assert (len(stream), [len(stream.next(1)) for _ in range(3)]) == (2, [2, 1, 2])
-    assert "1 of 2 conversations are learned in several sequences, 3 of" in capsys.readouterr().out
+    assert "So 1 of 2 conversations become 2 sequences." in capsys.readouterr().out
     other = SftPairs(path, cfg, tokenizer_of(QWEN))
     other.restore(stream.state())
     assert len(other.next(1)) == 1
