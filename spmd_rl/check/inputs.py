@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from spmd_rl.data.documents import DocumentConfig, check_documents
@@ -112,18 +112,31 @@ def _check_records(
     """Check the records of a file, in parts, so that they need not fit into memory."""
     records = open_records(path)
     for chunk in records.chunks(records.num_within(CHECKED_BYTES)):
-        if learn and isinstance(prompts, PromptConfig):
-            check_sft(chunk, prompts, learn)
         if prompts:
-            _check_answers(chunk, prompts)
+            _check_answers(chunk, prompts, learn)
             check_prompts(chunk, prompts, tokenizer)
         if isinstance(prompts, PromptConfig) and prompts.reward_key:
             _check_rewards(chunk, prompts, rewards)
         tokenizer = None  # only the first prompts are tokenised
 
 
-def _check_answers(records: Iterable[DataRecord], prompts: PromptFormat) -> None:
+def check_record(record: DataRecord, prompts: PromptFormat, learn: Learn | None) -> None:
+    """Check the form of a record: a prompt, answers or turns to learn, and its own rewards.
+
+    With `learn` the record is supervised. Raises: DataError, ConfigError.
+    """
+    _check_answers([record], prompts, learn)
+    check_prompts([record], prompts, None)
+    if isinstance(prompts, PromptConfig):
+        own_reward(record, prompts)
+
+
+def _check_answers(
+    records: Sequence[DataRecord], prompts: PromptFormat, learn: Learn | None
+) -> None:
     """Raise a DataError unless every record has its answers, where the data has answers."""
+    if learn and isinstance(prompts, PromptConfig):
+        check_sft(records, prompts, learn)
     read = answer_text if isinstance(prompts, PairConfig) else DataRecord.text_or_number
     for key in prompts.answer_keys:
         for record in records:

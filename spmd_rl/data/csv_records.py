@@ -12,24 +12,25 @@ from spmd_rl.data.record import DataRecord
 from spmd_rl.errors import DataError
 
 
-def read_csv(file: Path, content: bytes) -> list[DataRecord]:
+def read_csv(file: Path, content: bytes) -> list[DataRecord | DataError]:
     """Return the rows below the header, each with the line on which it begins.
 
     Fields in double quotes may hold commas, newlines and doubled quotes. Blank lines are skipped.
-    Raises: DataError for a row that has not the header's fields, and for a quote that never ends.
+    An error stands in place of a row that has not the header's fields.
+    Raises: DataError for a quote that never ends, and for text that is not UTF-8.
     """
     rows = _rows(file, content)
     _, names = next(rows, (0, []))
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{file}:1", f"two columns are called {twice[0]!r}")
-    records = []
+    records: list[DataRecord | DataError] = []
     for line, row in rows:
-        if len(row) != len(names):
-            raise DataError(
-                f"{file}:{line}",
-                f"expected {len(names)} fields, as the header has, got {len(row)}",
-            )
-        records.append(DataRecord(f"{file}:{line}", dict(zip(names, row, strict=True))))
+        where = f"{file}:{line}"
+        if len(row) == len(names):
+            records.append(DataRecord(where, dict(zip(names, row, strict=True))))
+        else:
+            problem = f"expected {len(names)} fields, as the header has, got {len(row)}"
+            records.append(DataError(where, problem))
     return records
 
 

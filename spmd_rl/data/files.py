@@ -18,6 +18,8 @@ from spmd_rl.data.record import DataRecord as DataRecord
 from spmd_rl.data.record import ListedRecords, Records, SlicedRecords
 from spmd_rl.errors import ConfigError, DataError
 
+Listed = list[DataRecord | DataError]
+
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 
 
@@ -92,13 +94,13 @@ def _split_slice(path: str) -> tuple[Path, slice]:
     return Path(match["path"]), slice(start, stop)
 
 
-def _listed(file: Path, read: Callable[[Path, bytes], list[DataRecord]]) -> ListedRecords:
+def _listed(file: Path, read: Callable[[Path, bytes], Listed]) -> ListedRecords:
     content = file.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     return ListedRecords(read(file, content), len(content), digest)
 
 
-def _read_text(file: Path, content: bytes, key: str, separator: str) -> list[DataRecord]:
+def _read_text(file: Path, content: bytes, key: str, separator: str) -> Listed:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

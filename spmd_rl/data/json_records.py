@@ -16,23 +16,25 @@ _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r,:]*")  # in JSON that has been parsed, between two values
 
 
-def read_json(file: Path, content: bytes) -> list[DataRecord]:
+def read_json(file: Path, content: bytes) -> list[DataRecord | DataError]:
     """Return the objects of the list, each with the line on which it begins.
 
-    Raises: DataError for other JSON, and for anything in the list that is no object.
+    An error stands in place of anything in the list that is no object.
+    Raises: DataError for other JSON.
     """
     value = parse_json(str(file), content)
     key = _list_key(file, value)
     items = value if key is None else value[key]
     text = content.decode("utf-8-sig")
-    records = []
+    records: list[DataRecord | DataError] = []
     for number, (line, item) in enumerate(
         zip(_lines(text, key, len(items)), items, strict=True), start=1
     ):
         where = f"{file}:{line}, record {number}"
-        if not isinstance(item, dict):
-            raise DataError(where, f"expected a JSON object, got {short(item)}")
-        records.append(DataRecord(where, item))
+        if isinstance(item, dict):
+            records.append(DataRecord(where, item))
+        else:
+            records.append(DataError(where, f"expected a JSON object, got {short(item)}"))
     return records
 
 

@@ -74,6 +74,22 @@ class Records(ABC):
         for start in range(0, num_records, _CHUNK):
             yield self.read(range(start, min(start + _CHUNK, num_records)))
 
+    def each(self) -> Iterator[DataRecord | DataError]:
+        """Yield every record, and the error in place of one that is malformed."""
+        for start in range(0, len(self), _CHUNK):
+            numbers = range(start, min(start + _CHUNK, len(self)))
+            try:
+                yield from self.read(numbers)
+            except DataError:
+                yield from (self._record_or_error(number) for number in numbers)
+
+    def _record_or_error(self, number: int) -> DataRecord | DataError:
+        try:
+            (record,) = self.read([number])
+        except DataError as error:
+            return error
+        return record
+
     def num_within(self, num_bytes: int) -> int:
         """Return about how many of the first records make up `num_bytes`; at most all, at least 1.
 
@@ -85,9 +101,14 @@ class Records(ABC):
 
 
 class ListedRecords(Records):
-    """Records that are all in memory. `file_digest` returns the digest of their file."""
+    """Records that are all in memory, with the error in place of one that is malformed.
 
-    def __init__(self, records: Iterable[DataRecord], num_bytes: int, digest: str) -> None:
+    `digest` is that of their file.
+    """
+
+    def __init__(
+        self, records: Iterable[DataRecord | DataError], num_bytes: int, digest: str
+    ) -> None:
         self._records = list(records)
         self._digest = digest
         self.num_bytes = num_bytes
@@ -96,8 +117,8 @@ class ListedRecords(Records):
         return len(self._records)
 
     def read(self, numbers: Sequence[int]) -> list[DataRecord]:
-        """Return these records."""
-        return [self._records[number] for number in numbers]
+        """Return these records. Raises: DataError for one that is malformed."""
+        return [_sound(self._records[number]) for number in numbers]
 
     def digest(self) -> str:
         """Return the digest of the file."""
@@ -122,6 +143,12 @@ class SlicedRecords(Records):
     def digest(self) -> str:
         """Return the digest of the file, with the records that the slice has."""
         return f"{self._records.digest()}[{self._wanted.start}:{self._wanted.stop}]"
+
+
+def _sound(record: DataRecord | DataError) -> DataRecord:
+    if isinstance(record, DataError):
+        raise record
+    return record
 
 
 def short(value: Any) -> str:

@@ -131,18 +131,22 @@ class ConversationPreparer(SftPreparer):
         self, path: str, records: Sequence[DataRecord], prepared: Sequence[list[SftPair]]
     ) -> None:
         """Print how many conversations have several sequences, and how many sequences they have."""
-        num_sequences = [len(sequences) for sequences in prepared if len(sequences) > 1]
-        if num_sequences:
-            print(
-                f"{path}: the chat template rewrites earlier turns. So {len(num_sequences)} of "
-                f"{len(prepared)} conversations become {sum(num_sequences)} sequences.",
-                flush=True,
-            )
+        split = [len(sequences) for sequences in prepared if len(sequences) > 1]
+        if split:
+            print(split_note(path, len(split), len(prepared), sum(split)), flush=True)
 
     def _fitting(self, record: DataRecord, sequences: list[SftPair]) -> list[SftPair] | None:
         if any(is_too_long(self.cfg, sequence.num_prompt_tokens) for sequence in sequences):
             return None
         return [fitting(record, sequence, self.tokenizer) for sequence in sequences]
+
+
+def split_note(path: str, num_split: int, num_conversations: int, num_sequences: int) -> str:
+    """Return how many conversations are learned in several sequences, and in how many together."""
+    return (
+        f"{path}: the chat template rewrites earlier turns. So {num_split} of "
+        f"{num_conversations} conversations become {num_sequences} sequences."
+    )
 
 
 def check_sft(records: Iterable[DataRecord], cfg: PromptConfig, learn: Learn) -> None:
@@ -152,22 +156,26 @@ def check_sft(records: Iterable[DataRecord], cfg: PromptConfig, learn: Learn) ->
     """
     for record in records:
         if cfg.answer_key:
-            if cfg.answer_key not in record.row and _is_conversation(record, cfg):
+            if cfg.answer_key not in record.row and (key := _conversation_key(record, cfg)):
                 raise DataError(
                     f"{record.where}: {cfg.answer_key}",
-                    "no such key in this record: --prompts.answer_key= learns the assistant "
-                    f"messages of {cfg.prompt_key!r}",
+                    f"no such key in this record: to learn the assistant messages of {key!r} give "
+                    f"--prompts.chat_template=true --prompts.prompt_key={key} "
+                    "--prompts.answer_key=",
                 )
             record.text_or_number(cfg.answer_key)
         else:
             learned_turns(conversation(record, cfg), learn)
 
 
-def _is_conversation(record: DataRecord, cfg: PromptConfig) -> bool:
-    """Whether an assistant has the last word in a record's prompt."""
-    prompt = record.row.get(cfg.prompt_key)
-    last = prompt[-1] if isinstance(prompt, list) and prompt else None
-    return isinstance(last, dict) and last.get("role") == "assistant"
+def _conversation_key(record: DataRecord, cfg: PromptConfig) -> str:
+    """Return the key of messages of which an assistant's are the last, or "" without any."""
+    for key in (cfg.prompt_key, "messages"):
+        messages = record.row.get(key)
+        last = messages[-1] if isinstance(messages, list) and messages else None
+        if isinstance(last, dict) and last.get("role") == "assistant":
+            return key
+    return ""
 
 
 def conversation(record: DataRecord, cfg: PromptConfig) -> Chat:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
-from spmd_rl.cli.data.inspect import check_file, describe_file, stats_lines
+from spmd_rl.cli.data.inspect import (
+    Checked,
+    check_file,
+    describe_file,
+    first_record,
+    stats_lines,
+)
+from spmd_rl.cli.data.view import RECIPES, View, view_of
 from spmd_rl.config.load import load
 from spmd_rl.data.logs.convert import convert, write_rejects
 from spmd_rl.data.logs.formats import FORMATS, OURS
-from spmd_rl.data.prompts import PromptConfig
+from spmd_rl.data.prompt_records import PromptConfig
+from spmd_rl.data.sft import split_note
 from spmd_rl.errors import ConfigError
 
 
@@ -25,10 +34,10 @@ def main(words: list[str]) -> int:
         if settings:
             raise ConfigError(f"spmd-rl data convert has no option {settings[0]}")
         return _convert(options)
-    cfg = load(PromptConfig, overrides=_settings(settings))
+    words = _settings(settings)
     if options.action == "check":
-        return _check(options, cfg)
-    stats = describe_file(Path(options.path), cfg, options.model)
+        return _check(options, words)
+    stats = describe_file(options.path, load(PromptConfig, overrides=words), options.model)
     print(json.dumps(stats) if options.json else "\n".join(stats_lines(stats)))
     return 0
 
@@ -60,11 +69,14 @@ def _parsers() -> list[argparse.ArgumentParser]:
         ("stats", "what is in a file; --prompts.KEY=VALUE as in the run"),
     ):
         made = actions.add_parser(name, help=text, allow_abbrev=False)
-        made.add_argument("path", metavar="PATH", help="a data file")
+        made.add_argument("path", metavar="PATH", help="a data file, or a slice PATH@[A:B]")
         made.add_argument("--model", metavar="FOLDER", help="count tokens with its tokenizer")
         made.add_argument("--json", action="store_true", help="print JSON")
-        made.add_argument("--show", type=int, default=20, metavar="N", help="problems to print")
         parsers.append(made)
+        if name == "check":
+            made.add_argument("--show", type=int, default=20, metavar="N", help="problems to print")
+            made.add_argument("--recipe", choices=RECIPES, help="default: as records look")
+            made.add_argument("--learn", choices=["all", "last"], help="as in a run of sft")
     return parsers
 
 
@@ -89,14 +101,44 @@ def _convert(options: argparse.Namespace) -> int:
     return 1 if not num_written or (options.strict and result.rejects) else 0
 
 
-def _check(options: argparse.Namespace, cfg: PromptConfig) -> int:
-    num_records, problems = check_file(Path(options.path), cfg, options.model)
+def _check(options: argparse.Namespace, settings: list[str]) -> int:
+    view = view_of(options.recipe, settings, options.learn, lambda: first_record(options.path))
+    found = check_file(options.path, view, options.model)
     if options.json:
-        print(json.dumps({"records": num_records, "problems": problems}))
+        print(
+            json.dumps(
+                {
+                    "recipe": view.recipe,
+                    "settings": _words(view.deduced),
+                    "records": found.num_records,
+                    "dropped": found.num_dropped,
+                    "problems": found.problems,
+                }
+            )
+        )
     else:
-        for line in problems[: options.show]:
-            print(line)
-        if len(problems) > options.show:
-            print(f"... and {len(problems) - options.show} more")
-        print(f"{num_records} records, {len(problems)} problems")
-    return 1 if problems or not num_records else 0
+        print("\n".join(_lines(options, view, found)))
+    return 1 if found.problems else 0
+
+
+def _lines(options: argparse.Namespace, view: View, found: Checked) -> Iterator[str]:
+    """Yield what a check prints: the view that it took, the problems, and how many there are."""
+    yield f"{options.path} is checked as {view.recipe} reads it"
+    if view.deduced:
+        yield f"give that run {' '.join(_words(view.deduced))}"
+    yield from found.problems[: options.show]
+    if len(found.problems) > options.show:
+        yield f"... and {len(found.problems) - options.show} more"
+    if found.num_dropped:
+        yield f"{found.num_dropped} records {found.defect}: the run leaves them out"
+    if found.num_split:
+        num_sound = found.num_records - len(found.problems) - found.num_dropped
+        yield split_note(options.path, found.num_split, num_sound, found.num_sequences)
+    if not options.model:
+        yield "--model FOLDER also checks lengths and the chat template"
+    yield f"{found.num_records} records, {len(found.problems)} problems"
+
+
+def _words(settings: list[str]) -> list[str]:
+    """Return settings as a run takes them."""
+    return [f"--prompts.{word}" for word in settings]

@@ -6,50 +6,112 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from spmd_rl.data.chat import chat_of
-from spmd_rl.data.logs.convert import read_rows
+from spmd_rl.check.inputs import check_record
+from spmd_rl.cli.data.view import View
+from spmd_rl.data.files import open_records
+from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.prompt_format import encode_prompts, is_too_long
-from spmd_rl.data.prompts import PromptConfig
-from spmd_rl.data.record import DataRecord
+from spmd_rl.data.prompt_records import PromptConfig
+from spmd_rl.data.record import DataRecord, Records
 from spmd_rl.errors import DataError
 from spmd_rl.model.tokenizer import load_tokenizer
 
+_GROUP = 512  # records that are tokenised together
 PERCENTILES = (0, 50, 90, 99, 100)
 COUNTS = ("broken", "duplicate_prompts", "too_long")
 
 
-def check_file(path: Path, cfg: PromptConfig, model: str | None) -> tuple[int, list[str]]:
-    """Return the number of records, and a sentence for each one that a run would refuse."""
-    tokenizer = load_tokenizer(model) if model else None
-    problems: list[str] = []
-    num_records = 0
-    for record, error in _records(path):
-        num_records += 1
-        try:
-            if error is not None:
-                raise error
-            if chat_of(record, cfg) is None:
-                record.text(cfg.prompt_key)
-            for key in cfg.answer_keys:
-                record.text_or_number(key)
-            if tokenizer is not None:
-                encode_prompts([record], cfg, tokenizer)
-        except DataError as problem:
-            problems.append(str(problem))
-    return num_records, problems
+@dataclass
+class Checked:
+    """What a check of a file found: a sentence for each record that a run would refuse.
+
+    `num_dropped` counts those that it would leave out, which `defect` describes. Of conversations,
+    `num_split` are learned in several sequences, `num_sequences` together.
+    """
+
+    num_records: int = 0
+    problems: list[str] = field(default_factory=list)
+    num_dropped: int = 0
+    defect: str = ""
+    num_split: int = 0
+    num_sequences: int = 0
+
+    def add(self, prepared: Any) -> None:
+        """Count what a recipe makes of a record; None for one that it leaves out."""
+        self.num_dropped += prepared is None
+        if isinstance(prepared, list) and len(prepared) > 1:
+            self.num_split += 1
+            self.num_sequences += len(prepared)
 
 
-def _records(path: Path) -> Iterator[tuple[DataRecord, DataError | None]]:
-    for number, row in read_rows(path):
-        if isinstance(row, DataError):
-            yield DataRecord(f"{path}:{number}", {}), row
-        else:
-            yield DataRecord(f"{path}:{number}", row), None
+def check_file(path: str, view: View, model: str | None) -> Checked:
+    """Return what a run of the view's recipe would refuse of a file or slice.
+
+    The file may be larger than memory. With a model, the records are tokenised as in the run.
+    Raises: DataError, ConfigError for a file or settings that cannot be used at all.
+    """
+    preparer = view.preparer(load_tokenizer(model)) if model else None
+    found = Checked(defect=preparer.defect if preparer else "")
+    for group in _groups(open_records(path)):
+        found.num_records += len(group)
+        problems: dict[int, DataError] = {}  # by the place in the group
+        sound: dict[int, DataRecord] = {}
+        for place, record in enumerate(group):
+            try:
+                sound[place] = _checked(record, view)
+            except DataError as problem:
+                problems[place] = problem
+        if preparer is not None and sound:
+            problems |= _prepare(sound, preparer, found)
+        found.problems += [str(problems[place]) for place in sorted(problems)]
+    return found
+
+
+def _checked(record: DataRecord | DataError, view: View) -> DataRecord:
+    """Return the record. Raises: DataError for one that is malformed or has another form."""
+    if isinstance(record, DataError):
+        raise record
+    check_record(record, view.cfg, view.learn)
+    return record
+
+
+def _prepare(
+    records: dict[int, DataRecord], preparer: Preparer[Any], found: Checked
+) -> dict[int, DataError]:
+    """Prepare records as the run does, and return what it refuses.
+
+    They are prepared together, or one by one where one is refused.
+    """
+    try:
+        for prepared in preparer.make([*records.values()], ""):
+            found.add(prepared)
+    except DataError as problem:
+        if len(records) == 1:
+            return dict.fromkeys(records, problem)
+        alone = [_prepare({place: one}, preparer, found) for place, one in records.items()]
+        return {place: refused for part in alone for place, refused in part.items()}
+    return {}
+
+
+def _groups(records: Records) -> Iterator[list[DataRecord | DataError]]:
+    """Yield all records in lists, so that they need not fit into memory."""
+    each = records.each()
+    while group := [*islice(each, _GROUP)]:
+        yield group
+
+
+def first_record(path: str) -> DataRecord | None:
+    """Return the first record of a file that is not malformed, of the first ones; else None."""
+    for record in islice(open_records(path).each(), _GROUP):
+        if isinstance(record, DataRecord):
+            return record
+    return None
 
 
 class _Tally:
@@ -65,9 +127,11 @@ class _Tally:
         self._sources: Counter[str] = Counter()
         self._seen: set[bytes] = set()  # digests of prompts
 
-    def add(self, record: DataRecord, is_broken: bool) -> None:
+    def add(self, record: DataRecord | DataError) -> None:
         self._counts["records"] += 1
-        self._counts["broken"] += is_broken
+        if isinstance(record, DataError):
+            self._counts["broken"] += 1
+            return
         for key, value in record.row.items():
             self._fields[key][type(value).__name__] += 1
         if isinstance(source := record.row.get("source"), str):
@@ -102,14 +166,14 @@ class _Tally:
         }
 
 
-def describe_file(path: Path, cfg: PromptConfig, model: str | None) -> dict[str, Any]:
-    """Return figures of a file as plain data.
+def describe_file(path: str, cfg: PromptConfig, model: str | None) -> dict[str, Any]:
+    """Return figures of a file or slice as plain data.
 
     Lengths are percentiles. A prompt that a run would refuse has no length in tokens.
     """
     tally = _Tally(cfg, load_tokenizer(model) if model else None)
-    for record, error in _records(path):
-        tally.add(record, error is not None)
+    for record in open_records(path).each():
+        tally.add(record)
     return tally.figures()
 
 

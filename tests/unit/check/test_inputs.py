@@ -260,5 +260,5 @@ def test_conversations(model: Path) -> None:
     with pytest.raises(DataError, match="a list of messages needs chat_template = true"):
         check(user, said)
     cfg = PromptConfig(prompt_key="messages", chat_template=True)
-    with pytest.raises(DataError, match=r"data.jsonl:1: answer: .* --prompts.answer_key= learns"):
+    with pytest.raises(DataError, match=r"data.jsonl:1: answer: .* --prompts.answer_key=$"):
         check_inputs(model=str(model), data=str(data), prompts=cfg, learn="all")

@@ -15,14 +15,20 @@ from hypothesis import strategies as st
 
 from spmd_rl.data import arrow_records, jsonl_records
 from spmd_rl.data.csv_records import read_csv
-from spmd_rl.data.files import open_records, read_records
+from spmd_rl.data.files import DataRecord, open_records, read_records
 from spmd_rl.data.json_records import read_json
+from spmd_rl.data.record import ListedRecords
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.jsonl import numbered_lines
 
 FILE = Path("x.csv")
 ROWS = [{"prompt": [{"role": "user", "content": f"{i}?"}], "level": i} for i in range(5)]
 on_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def sound(records: list[DataRecord | DataError]) -> list[DataRecord]:
+    """The records, none of which may be malformed."""
+    return ListedRecords(records, 0, "").read(range(len(records)))
 
 
 def write_dataset(folder: Path, rows: Sequence[dict[str, Any]], order: Sequence[int] = ()) -> Path:
@@ -114,7 +120,7 @@ def test_json_holds_a_list_of_objects(tmp_path: Path, indent: int | None, key: s
 )
 def test_json_of_another_form_is_refused(content: bytes, problem: str) -> None:
     with pytest.raises(DataError, match=problem):
-        read_json(FILE, content)
+        sound(read_json(FILE, content))
 
 
 @given(st.lists(st.tuples(*[st.text(st.sampled_from('a,"\n\r é'), max_size=6)] * 2), max_size=6))
@@ -122,7 +128,7 @@ def test_csv_is_what_was_written(rows: list[tuple[str, str]]) -> None:
     text = io.StringIO(newline="")
     csv.writer(text).writerows([("prompt", "answer"), *rows])
     content = text.getvalue().encode("utf-8-sig")
-    records = read_csv(FILE, content)
+    records = sound(read_csv(FILE, content))
     assert [(r.row["prompt"], r.row["answer"]) for r in records] == rows
     lines = content.splitlines()
     for record in records:  # on the line where a record begins, its first field begins
@@ -144,7 +150,7 @@ def test_csv_is_what_was_written(rows: list[tuple[str, str]]) -> None:
 )
 def test_malformed_csv_is_named_by_its_line(content: bytes, problem: str) -> None:
     with pytest.raises(DataError, match=problem):
-        read_csv(FILE, content)
+        sound(read_csv(FILE, content))
 
 
 def test_a_long_field_of_csv(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.cli.data.command import main
 from spmd_rl.cli.data.inspect import check_file, describe_file
+from spmd_rl.cli.data.view import View
 from spmd_rl.data.logs.convert import convert
 from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.errors import ConfigError
@@ -71,9 +72,9 @@ def test_check_finds_all_problems_at_once(
 ) -> None:
     lines = ['{"prompt": "q", "answer": 1}', "{", '{"prompt": 3, "answer": ""}', '{"prompt": "q"}']
     path = write(tmp_path / "p.jsonl", lines)
-    num_records, problems = check_file(path, PromptConfig(), None)
-    assert num_records == 4
-    assert [line.split(":")[1] for line in problems] == ["2", "3", "4"]
+    found = check_file(str(path), View("grpo", PromptConfig(), None, []), None)
+    assert found.num_records == 4
+    assert [line.split(":")[1] for line in found.problems] == ["2", "3", "4"]
     assert main(["check", str(path), "--show", "1"]) == 1
     assert "... and 2 more" in capsys.readouterr().out
     assert main(["check", str(write(path, lines[:1])), "--prompts.answer_key="]) == 0
@@ -83,7 +84,7 @@ def test_stats_count_fields_duplicates_and_roles(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "p.jsonl", [GOOD, GOOD, '{"prompt": "abc", "source": "s"}', "{"])
-    stats = describe_file(path, PromptConfig(), None)
+    stats = describe_file(str(path), PromptConfig(), None)
     assert (stats["records"], stats["broken"], stats["duplicate_prompts"]) == (4, 1, 1)
     assert stats["roles"] == {"user": 2}
     assert stats["sources"] == {"s": 1}
