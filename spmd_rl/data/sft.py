@@ -144,8 +144,8 @@ class ConversationPreparer(SftPreparer):
 def split_note(path: str, num_split: int, num_conversations: int, num_sequences: int) -> str:
     """Return how many conversations are learned in several sequences, and in how many together."""
     return (
-        f"{path}: the chat template rewrites earlier turns. So {num_split} of "
-        f"{num_conversations} conversations become {num_sequences} sequences."
+        f"{path}: the chat template repeats an earlier answer otherwise than the model gives it. "
+        f"So {num_split} of {num_conversations} conversations become {num_sequences} sequences."
     )
 
 
