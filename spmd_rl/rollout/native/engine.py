@@ -35,8 +35,8 @@ from spmd_rl.weights.tensor_ends import TensorSink
 
 NO_WEIGHTS = (
     "the engine has no weights of a known version: push one to it, or give it a model folder that "
-    "has some (if it shares its trainer's memory, push after every train step, or link them with "
-    "alias=False)"
+    "has some. Where it shares its trainer's memory, push after every train step, or link them "
+    "with alias=False"
 )
 
 
