@@ -14,7 +14,7 @@ import spmd_rl as rl
 @dataclass(frozen=True)
 class Config:
     model: str  # Hugging Face folder
-    data: str = ""  # .jsonl or .parquet of prompts and answers; a slice as path@[a:b]
+    data: str = ""  # a file of prompts and answers (docs/data.md); a slice as path@[a:b]
     sets: dict[str, rl.EvalSet] = field(default_factory=dict)  # several sets by name, not data
     # grades what no set grades itself: module:function or path/to/file.py:function; several as a
     # table of names and weights
