@@ -137,10 +137,12 @@ def _check_answers(
     """Raise a DataError unless every record has its answers, where the data has answers."""
     if learn and isinstance(prompts, PromptConfig):
         check_sft(records, prompts, learn)
-    read = answer_text if isinstance(prompts, PairConfig) else DataRecord.text_or_number
     for key in prompts.answer_keys:
         for record in records:
-            read(record, key)
+            if isinstance(prompts, PairConfig):
+                answer_text(record, key, prompts.prompt_key)
+            else:
+                record.text_or_number(key)
 
 
 def _check_rewards(

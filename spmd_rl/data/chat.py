@@ -198,4 +198,4 @@ def _own_kwargs(record: DataRecord, key: str) -> dict[str, Any]:
 
 
 def _optional(record: DataRecord, key: str) -> Any:
-    return record.row.get(key) if key else None
+    return record.get(key) if key else None

@@ -23,6 +23,11 @@ def read_csv(file: Path, content: bytes) -> list[DataRecord | DataError]:
     _, names = next(rows, (0, []))
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{file}:1", f"two columns are called {twice[0]!r}")
+    if len(names) == 1 and (found := next((c for c in ";\t|" if c in names[0]), None)):
+        problem = (
+            f"the header is one column, {names[0]!r}: separate fields by commas, not {found!r}"
+        )
+        raise DataError(f"{file}:1", problem)
     records: list[DataRecord | DataError] = []
     for line, row in rows:
         where = f"{file}:{line}"

@@ -76,10 +76,17 @@ def _opened(file: Path, openers: dict[str, Callable[[Path], Records]]) -> Record
         return open_dataset(file)
     if not file.is_file():
         raise DataError(str(file), "no such file")
+    if file.suffix in _COMPRESSED or _begins_with(file, _GZIP):
+        raise DataError(str(file), "the file is compressed: unpack it first")
     if file.suffix not in openers:
         *others, last = openers
         raise ConfigError(f"{file}: data files end in {', '.join(others)} or {last}")
     return openers[file.suffix](file)
+
+
+def _begins_with(file: Path, magic: bytes) -> bool:
+    with file.open("rb") as content:
+        return content.read(len(magic)) == magic
 
 
 def _split_slice(path: str) -> tuple[Path, slice]:
@@ -97,7 +104,8 @@ def _split_slice(path: str) -> tuple[Path, slice]:
 def _listed(file: Path, read: Callable[[Path, bytes], Listed]) -> ListedRecords:
     content = file.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    return ListedRecords(read(file, content), len(content), digest)
+    records = read(file, content) if content.strip() else []
+    return ListedRecords(records, len(content), digest)
 
 
 def _read_text(file: Path, content: bytes, key: str, separator: str) -> Listed:
@@ -114,6 +122,8 @@ def _read_text(file: Path, content: bytes, key: str, separator: str) -> Listed:
     ]
 
 
+_GZIP = b"\x1f\x8b"
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _OPENERS: dict[str, Callable[[Path], Records]] = {
     ".jsonl": JsonLines,
     ".json": lambda file: _listed(file, read_json),

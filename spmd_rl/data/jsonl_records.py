@@ -26,13 +26,20 @@ _BLANKS = np.frombuffer(b" \t\n\r\v\f", np.uint8)
 
 
 class JsonLines(Records):
-    """The lines of a .jsonl file that are not blank."""
+    """The lines of a .jsonl file that are not blank.
+
+    Raises: DataError for a file that is one list.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
         with file.open("rb") as content:
             self._state = _state(content)
             self._index = index_lines(content)
+            content.seek(self._index.starts[0] if len(self) else 0)
+            if content.read(1) == b"[":
+                problem = "expected a JSON object a line; a file that is one list is called .json"
+                raise DataError(str(file), problem)
         self.num_bytes = self._state[0]
 
     def __len__(self) -> int:

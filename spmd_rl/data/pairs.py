@@ -23,7 +23,8 @@ from spmd_rl.types.sft_pair import SftPair
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig(PromptFormat):
-    chosen_key: str = "chosen"  # the better answer: text, or a list with one assistant message
+    # the better answer: text, or a list of messages whose last is the assistant's answer
+    chosen_key: str = "chosen"
     rejected_key: str = "rejected"  # the worse answer, likewise
 
     @property
@@ -73,7 +74,9 @@ class PairPreparer(Preparer[PreferencePair]):
         cfg, tokenizer = self._cfg, self._tokenizer
         prompts = [tokens for _, tokens in encode_prompts(records, cfg, tokenizer)]
         chosen, rejected = (
-            encode_answers([answer_text(one, key) for one in records], tokenizer, self._eos)
+            encode_answers(
+                [answer_text(one, key, cfg.prompt_key) for one in records], tokenizer, self._eos
+            )
             for key in (cfg.chosen_key, cfg.rejected_key)
         )
         return [
@@ -95,20 +98,37 @@ class PairPreparer(Preparer[PreferencePair]):
             report_numeric_answers(path, key, records)
 
 
-def answer_text(record: DataRecord, key: str) -> str:
+def answer_text(record: DataRecord, key: str, prompt_key: str) -> str:
     """Return the answer under `key`: a text, a number as text, or what an assistant says.
 
-    Raises: DataError for anything else, and for a list of several messages.
+    Before the message of the assistant, the messages of the prompt may stand again.
+    Raises: DataError for anything else.
     """
     value = record.value(key)
     if not isinstance(value, list):
         return record.text_or_number(key)
     where = f"{record.where}: {key}"
-    if len(value) != 1 or not _is_assistant_message(value[0]):
+    if not value or not _is_assistant_message(value[-1]):
+        raise DataError(where, "expected a text, or messages of which an assistant's is the last")
+    if value[-1].get("tool_calls"):
+        raise DataError(where, "an answer of a preference pair cannot call tools")
+    if len(value) > 1 and _messages(value[:-1]) != _messages(record.value(prompt_key)):
         raise DataError(
-            where, "expected a text, or a list with one message whose role is 'assistant'"
+            where, f"the messages before the answer are not those of the prompt, {prompt_key!r}"
         )
-    return DataRecord(where, value[0]).text("content")
+    return DataRecord(where, value[-1]).text("content")
+
+
+def _messages(prompt: Any) -> list[Any]:
+    """Return a prompt as messages without nulls: a text is one of the user."""
+    if not isinstance(prompt, list):
+        return [{"role": "user", "content": prompt}]
+    return [
+        {key: value for key, value in message.items() if value is not None}
+        if isinstance(message, dict)
+        else message
+        for message in prompt
+    ]
 
 
 def _is_assistant_message(message: Any) -> bool:

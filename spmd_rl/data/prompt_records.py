@@ -66,8 +66,15 @@ class PromptPreparer(Preparer[Prompt]):
         return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
     def report(self, path: str, records: Sequence[DataRecord], prepared: Sequence[Prompt]) -> None:
-        """Print how many answers are numbers."""
+        """Print how many answers are numbers, and how many prompts hold an answer already."""
         report_numeric_answers(path, self._cfg.answer_key, records)
+        num_answered = sum(map(_is_answered, prepared))
+        if num_answered:
+            print(
+                f"{path}: {num_answered} of {len(prepared)} prompts end with a message of the "
+                "assistant. The model answers after it, so leave out what it should find itself.",
+                flush=True,
+            )
 
     def _prompt(
         self, record: DataRecord, text: str, tokens: NDArray[np.int32], source: str
@@ -86,13 +93,19 @@ class PromptPreparer(Preparer[Prompt]):
         return None if is_too_long(cfg, len(tokens)) else prompt
 
 
+def _is_answered(prompt: Prompt) -> bool:
+    """Whether the assistant has the last word in a prompt."""
+    messages = prompt.chat.get("messages", [])
+    return bool(messages) and messages[-1]["role"] == "assistant"
+
+
 def own_reward(record: DataRecord, cfg: PromptConfig) -> dict[str, float]:
     """Return the reward functions that the record names, with their weights.
 
     It is empty for a record that names none, or null, or "".
     Raises: DataError for anything but a name or a table of names and finite weights.
     """
-    value = record.row.get(cfg.reward_key) if cfg.reward_key else None
+    value = record.get(cfg.reward_key) if cfg.reward_key else None
     if value is None or value == "":
         return {}
     if isinstance(value, str):

@@ -17,7 +17,10 @@ _CHUNK = 4096  # records that are read at once
 
 @dataclass(frozen=True)
 class DataRecord:
-    """One row of a data file, and `where` it stands (`file:line`)."""
+    """One row of a data file, and `where` it stands (`file:line`).
+
+    A key names a field. Where the row has no such field, "a.b" is the field "b" of the object "a".
+    """
 
     where: str
     row: dict[str, Any]
@@ -34,20 +37,29 @@ class DataRecord:
     def text_or_number(self, key: str) -> str:
         """Return the string or finite number under `key`, as text. Raises: DataError, as `text`."""
         if self.has_number(key):
-            return str(self.row[key])
+            return str(self.get(key))
         return self.text(key, "a string or a finite number")
 
     def has_number(self, key: str) -> bool:
         """Whether a finite number is under `key`."""
-        value = self.row.get(key)
+        value = self.get(key)
         return math.isfinite(value) if isinstance(value, float) else type(value) is int
 
     def value(self, key: str) -> Any:
         """Return the value under `key`. Raises: DataError that lists the keys there are."""
-        if key not in self.row:
-            have = ", ".join(repr(k) for k in self.row) or "none"
+        if not self.has(key):
+            have = ", ".join(map(repr, _keys(self.row))) or "none"
             raise DataError(f"{self.where}: {key}", f"no such key in this record (it has {have})")
-        return self.row[key]
+        return self.get(key)
+
+    def has(self, key: str) -> bool:
+        """Whether there is a field of this name."""
+        return _holder(self.row, key) is not None
+
+    def get(self, key: str) -> Any:
+        """Return the value under `key`, or None where there is none."""
+        found = _holder(self.row, key)
+        return found[0][found[1]] if found else None
 
 
 class Records(ABC):
@@ -143,6 +155,25 @@ class SlicedRecords(Records):
     def digest(self) -> str:
         """Return the digest of the file, with the records that the slice has."""
         return f"{self._records.digest()}[{self._wanted.start}:{self._wanted.stop}]"
+
+
+def _holder(row: dict[str, Any], key: str) -> tuple[dict[str, Any], str] | None:
+    """Return the object that has a field, and its name in there; None where there is none."""
+    while key not in row:
+        name, dot, key = key.partition(".")
+        inner = row.get(name)
+        if not dot or not isinstance(inner, dict):
+            return None
+        row = inner
+    return row, key
+
+
+def _keys(row: dict[str, Any]) -> Iterator[str]:
+    """Yield the keys of a row, and of the objects in it."""
+    for key, value in row.items():
+        yield key
+        if isinstance(value, dict):
+            yield from (f"{key}.{inner}" for inner in value)
 
 
 def _sound(record: DataRecord | DataError) -> DataRecord:

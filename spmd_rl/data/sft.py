@@ -156,7 +156,7 @@ def check_sft(records: Iterable[DataRecord], cfg: PromptConfig, learn: Learn) ->
     """
     for record in records:
         if cfg.answer_key:
-            if cfg.answer_key not in record.row and (key := _conversation_key(record, cfg)):
+            if not record.has(cfg.answer_key) and (key := _conversation_key(record, cfg)):
                 raise DataError(
                     f"{record.where}: {cfg.answer_key}",
                     f"no such key in this record: to learn the assistant messages of {key!r} give "
@@ -171,7 +171,7 @@ def check_sft(records: Iterable[DataRecord], cfg: PromptConfig, learn: Learn) ->
 def _conversation_key(record: DataRecord, cfg: PromptConfig) -> str:
     """Return the key of messages of which an assistant's are the last, or "" without any."""
     for key in (cfg.prompt_key, "messages"):
-        messages = record.row.get(key)
+        messages = record.get(key)
         last = messages[-1] if isinstance(messages, list) and messages else None
         if isinstance(last, dict) and last.get("role") == "assistant":
             return key

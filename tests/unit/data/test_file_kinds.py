@@ -234,3 +234,29 @@ def test_digests_notice_a_changed_byte_and_another_slice(tmp_path: Path) -> None
         digests.append(open_records(str(path)).digest())
         assert digests[0] == digests[1]
         assert len({*digests}) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl.gz", b"\x1f\x8b\x08", "the file is compressed: unpack it first"),
+        ("x.jsonl", b"\x1f\x8b\x08", "the file is compressed: unpack it first"),
+        ("x.csv", b"\x1f\x8b\x08", "the file is compressed: unpack it first"),
+        ("x.zip", b"PK", "the file is compressed: unpack it first"),
+        ("x.csv", b"a;b\n1;2\n", "the header is one column, 'a;b': separate fields by commas"),
+        ("x.csv", b"a\tb\n1\t2\n", r"the header is one column, 'a\\tb': separate fields by"),
+        ("x.json", b"", "the file holds no record"),
+        ("x.csv", b"\n", "the file holds no record"),
+        ("x.jsonl", b'[{"a": 1},\n{"a": 2}]', "a file that is one list is called .json"),
+    ],
+)
+def test_mistakes_of_new_users(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_records(str(tmp_path / name))
+
+
+def test_a_csv_of_one_column(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_bytes(b"\xef\xbb\xbfprompt\r\na;b\r\n")
+    (record,) = read_records(str(tmp_path / "x.csv"))
+    assert record.row == {"prompt": "a;b"}

@@ -93,7 +93,15 @@ def test_long_prompts_are_dropped(path: str, tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(
     "chosen",
-    [None, [], [{"role": "user", "content": "x"}], [{"role": "assistant", "content": "x"}] * 2],
+    [
+        None,
+        [],
+        [{"role": "user", "content": "x"}],
+        [{"role": "user", "content": "q"}, {"role": "user", "content": "x"}],
+        [{"role": "user", "content": "other"}, {"role": "assistant", "content": "x"}],
+        [{"role": "assistant", "content": "x"}] * 2,
+        [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}],
+    ],
 )
 def test_what_is_no_answer_is_refused(
     chosen: Any, jsonl: Callable[..., str], tokenizer: Any
@@ -101,3 +109,17 @@ def test_what_is_no_answer_is_refused(
     path = jsonl(json.dumps({"prompt": "q", "chosen": chosen, "rejected": "b"}))
     with pytest.raises(DataError, match="chosen"):
         PreferencePairs(path, PairConfig(), tokenizer)
+
+
+@pytest.mark.parametrize("prompt", ["q", [{"role": "user", "content": "q", "name": None}]])
+def test_the_prompt_may_stand_again_before_an_answer(
+    prompt: Any, jsonl: Callable[..., str], tokenizer: Any
+) -> None:
+    asked = {"role": "user", "content": "q"}
+    row = {"prompt": prompt, "rejected": [asked, {"role": "assistant", "content": "b"}]}
+    row["chosen"] = [asked, {"role": "assistant", "content": "a"}]
+    path = jsonl(json.dumps(row))
+    cfg = PairConfig(chat_template=True)
+    ((chosen, rejected),) = PreferencePairs(path, cfg, tokenizer).next(1)
+    assert text(chosen.tokens) == "<user>q<assistant>a"
+    assert text(rejected.tokens) == "<user>q<assistant>b"

@@ -262,3 +262,28 @@ def test_pairs_position_and_mistakes(jsonl: Jsonl, tokenizer: Any) -> None:
     tokenizer.eos_token_id, tokenizer.config_eos_ids = None, ()
     with pytest.raises(ConfigError, match="no end-of-text token"):
         SftPairs(path, PromptConfig(), tokenizer)
+
+
+def test_a_key_may_name_a_field_of_an_object(jsonl: Jsonl, tokenizer: Any) -> None:
+    """The form of verl: the answer is `reward_model.ground_truth`."""
+    row = {"prompt": "q", "reward_model": {"ground_truth": "7", "style": "rule"}, "a.b": "flat"}
+    path = jsonl(json.dumps(row))
+    cfg = PromptConfig(answer_key="reward_model.ground_truth")
+    (prompt,) = Prompts(path, cfg, tokenizer).take(1)
+    assert prompt.answer == "7"
+    assert prompt.meta == {"reward_model": row["reward_model"], "a.b": "flat"}
+    (prompt,) = Prompts(path, PromptConfig(answer_key="a.b"), tokenizer).take(1)
+    assert prompt.answer == "flat"
+    with pytest.raises(DataError, match=r"reward_model\.gold: no such key .*'reward_model.style'"):
+        Prompts(path, PromptConfig(answer_key="reward_model.gold"), tokenizer)
+    with pytest.raises(DataError, match=r"prompt\.text: no such key"):
+        Prompts(path, PromptConfig(prompt_key="prompt.text"), tokenizer)
+
+
+def test_prompts_that_hold_their_answer_are_told(
+    jsonl: Jsonl, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    user, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    path = jsonl(*(json.dumps({"prompt": m, "answer": "a"}) for m in ([user], [user, said])))
+    Prompts(path, PromptConfig(chat_template=True), tokenizer)
+    assert f"{path}: 1 of 2 prompts end with a message of the assistant." in capsys.readouterr().out
