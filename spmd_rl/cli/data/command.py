@@ -9,15 +9,16 @@ from pathlib import Path
 
 from spmd_rl.cli.data.inspect import (
     Checked,
-    check_file,
+    check_records,
     describe_file,
     first_record,
     stats_lines,
 )
 from spmd_rl.cli.data.view import RECIPES, View, view_of
 from spmd_rl.config.load import load
+from spmd_rl.data.files import open_records
 from spmd_rl.data.logs.convert import convert, write_rejects
-from spmd_rl.data.logs.formats import FORMATS, OURS
+from spmd_rl.data.logs.formats import FORMATS, OURS, log_format
 from spmd_rl.data.prompt_records import PromptConfig
 from spmd_rl.data.sft import split_note
 from spmd_rl.errors import ConfigError
@@ -102,8 +103,10 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, settings: list[str]) -> int:
-    view = view_of(options.recipe, settings, options.learn, lambda: first_record(options.path))
-    found = check_file(options.path, view, options.model)
+    records = open_records(options.path)
+    first = first_record(records)
+    view = view_of(options.recipe, settings, options.learn, first)
+    found = check_records(records, view, options.model)
     if options.json:
         print(
             json.dumps(
@@ -118,6 +121,8 @@ def _check(options: argparse.Namespace, settings: list[str]) -> int:
         )
     else:
         print("\n".join(_lines(options, view, found)))
+        if found.problems and first and (name := log_format(first.row)):
+            print(f"`spmd-rl data convert {options.path} OUT` makes messages of {name} logs")
     return 1 if found.problems else 0
 
 

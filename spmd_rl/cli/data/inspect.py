@@ -50,15 +50,15 @@ class Checked:
             self.num_sequences += len(prepared)
 
 
-def check_file(path: str, view: View, model: str | None) -> Checked:
+def check_records(records: Records, view: View, model: str | None) -> Checked:
     """Return what a run of the view's recipe would refuse of a file or slice.
 
     The file may be larger than memory. With a model, the records are tokenised as in the run.
-    Raises: DataError, ConfigError for a file or settings that cannot be used at all.
+    Raises: ConfigError for a model or settings that cannot be used at all.
     """
     preparer = view.preparer(load_tokenizer(model)) if model else None
     found = Checked(defect=preparer.defect if preparer else "")
-    for group in _groups(open_records(path)):
+    for group in _groups(records):
         found.num_records += len(group)
         problems: dict[int, DataError] = {}  # by the place in the group
         sound: dict[int, DataRecord] = {}
@@ -106,9 +106,9 @@ def _groups(records: Records) -> Iterator[list[DataRecord | DataError]]:
         yield group
 
 
-def first_record(path: str) -> DataRecord | None:
+def first_record(records: Records) -> DataRecord | None:
     """Return the first record of a file that is not malformed, of the first ones; else None."""
-    for record in islice(open_records(path).each(), _GROUP):
+    for record in islice(records.each(), _GROUP):
         if isinstance(record, DataRecord):
             return record
     return None

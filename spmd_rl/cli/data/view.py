@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,17 +48,17 @@ def view_of(
     recipe: str | None,
     settings: list[str],
     learn: Learn | None,
-    first: Callable[[], DataRecord | None],
+    first: DataRecord | None,
 ) -> View:
     """Return the view of a recipe; without one, that of the recipe that a file's records suit.
 
     `settings` are those of the prompts, as KEY=VALUE; none is deduced for a recipe that is named.
-    `first` returns a record of the file, or None when all are broken.
+    `first` is a record of the file, or None when all are broken.
     Raises: ConfigError for settings that the recipe has not.
     """
     deduced: list[str] = []
     if recipe is None:
-        recipe, deduced = _deduced(settings, learn, first())
+        recipe, deduced = _deduced(settings, learn, first)
     if learn and recipe != "sft":
         raise ConfigError(f"--learn is a setting of sft, but the file is checked for {recipe}")
     kind = PairConfig if recipe in PAIRS else PromptConfig
@@ -74,7 +73,8 @@ def _deduced(
     given = dict(word.partition("=")[::2] for word in settings)
     row = first.row if first else {}
     if {"chosen_key", "rejected_key"} & given.keys() or row.keys() >= {"chosen", "rejected"}:
-        chat = isinstance(row.get(given.get("prompt_key", "prompt")), list)
+        keys = [given.get(f"{name}_key", name) for name in ("prompt", "chosen", "rejected")]
+        chat = any(isinstance(row.get(key), list) for key in keys)
         return "dpo", _without_given([_CHAT] if chat else [], given)
     key = given.get("prompt_key", "prompt")
     wanted = []

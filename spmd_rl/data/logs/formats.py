@@ -106,6 +106,12 @@ def deduce(rows: Sequence[Json]) -> str:
     return found.pop() or "openai"
 
 
+def log_format(row: Json) -> str:
+    """Return the format of a row that no run reads before it is converted, or ""."""
+    inner = row["request"] if isinstance(row.get("request"), dict) else row
+    return next((_KEYS[key] for key in ("conversations", "contents") if key in inner), "")
+
+
 def _marks(row: Json) -> set[str]:
     """Return the formats that a row speaks for; "" is any format with messages."""
     inner = row["request"] if isinstance(row.get("request"), dict) else row

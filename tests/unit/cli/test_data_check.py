@@ -71,6 +71,7 @@ def with_template(folder: Path, template: str) -> Path:
         ),
         (chat("q", "a"), ["chat_template=true"], "sft", ["prompt_key=messages", "answer_key="]),
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, [], "dpo", []),
+        ({"prompt": "q", "chosen": [], "rejected": []}, [], "dpo", ["chat_template=true"]),
         (
             {"q": "q", "good": "a", "bad": "b"},
             ["prompt_key=q", "chosen_key=good", "rejected_key=bad"],
@@ -83,18 +84,18 @@ def with_template(folder: Path, template: str) -> Path:
 def test_the_first_record_tells_the_recipe(
     row: Any, settings: list[str], recipe: str, deduced: list[str]
 ) -> None:
-    view = view_of(None, settings, None, lambda: row and DataRecord("f:1", row))
+    view = view_of(None, settings, None, row and DataRecord("f:1", row))
     assert (view.recipe, view.deduced) == (recipe, deduced)
     assert isinstance(view.cfg, PairConfig) == (recipe == "dpo")
     assert view.learn == ("all" if recipe == "sft" else None)
 
 
 def test_a_named_recipe_is_taken_as_it_is() -> None:
-    view = view_of("reward_model", [], None, lambda: pytest.fail("no record is needed"))
+    view = view_of("reward_model", [], None, DataRecord("f:1", chat("q", "a")))
     assert (view.recipe, view.cfg, view.deduced) == ("reward_model", PairConfig(), [])
-    assert view_of(None, [], "last", lambda: None).recipe == "sft"
+    assert view_of(None, [], "last", None).recipe == "sft"
     with pytest.raises(ConfigError, match="--learn is a setting of sft"):
-        view_of("dpo", [], "last", lambda: None)
+        view_of("dpo", [], "last", None)
 
 
 def test_conversations_with_tools_and_weights(
@@ -202,6 +203,17 @@ def test_a_record_whose_reward_has_another_form(tmp_path: Path, capsys: Any) -> 
     assert main(["check", path]) == 0
     assert main(["check", path, "--prompts.reward_key=grader"]) == 1
     assert "p.jsonl:1: grader: expected the name of a reward function" in capsys.readouterr().out
+
+
+def test_logs_are_to_be_converted(tmp_path: Path, capsys: Any) -> None:
+    said = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    path = write(tmp_path / "p.jsonl", {"conversations": said})
+    assert main(["check", path]) == 1
+    assert f"`spmd-rl data convert {path} OUT` makes messages of sharegpt logs" in (
+        capsys.readouterr().out
+    )
+    assert main(["convert", path, str(tmp_path / "out.jsonl")]) == 0
+    assert main(["check", str(tmp_path / "out.jsonl")]) == 0
 
 
 def test_stats_of_a_slice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.cli.data.command import main
-from spmd_rl.cli.data.inspect import check_file, describe_file
+from spmd_rl.cli.data.inspect import check_records, describe_file
 from spmd_rl.cli.data.view import View
+from spmd_rl.data.files import open_records
 from spmd_rl.data.logs.convert import convert
 from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.errors import ConfigError
@@ -72,7 +73,7 @@ def test_check_finds_all_problems_at_once(
 ) -> None:
     lines = ['{"prompt": "q", "answer": 1}', "{", '{"prompt": 3, "answer": ""}', '{"prompt": "q"}']
     path = write(tmp_path / "p.jsonl", lines)
-    found = check_file(str(path), View("grpo", PromptConfig(), None, []), None)
+    found = check_records(open_records(str(path)), View("grpo", PromptConfig(), None, []), None)
     assert found.num_records == 4
     assert [line.split(":")[1] for line in found.problems] == ["2", "3", "4"]
     assert main(["check", str(path), "--show", "1"]) == 1
