@@ -74,7 +74,11 @@ def _deduced(
     row = first.row if first else {}
     if {"chosen_key", "rejected_key"} & given.keys() or row.keys() >= {"chosen", "rejected"}:
         keys = [given.get(f"{name}_key", name) for name in ("prompt", "chosen", "rejected")]
-        chat = any(isinstance(row.get(key), list) for key in keys)
+        prompt, *answers = (row.get(key) for key in keys)
+        # one message alone is an answer in any data
+        chat = isinstance(prompt, list) or any(
+            isinstance(answer, list) and len(answer) > 1 for answer in answers
+        )
         return "dpo", _without_given([_CHAT] if chat else [], given)
     key = given.get("prompt_key", "prompt")
     wanted = []

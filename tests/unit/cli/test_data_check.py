@@ -71,7 +71,8 @@ def with_template(folder: Path, template: str) -> Path:
         ),
         (chat("q", "a"), ["chat_template=true"], "sft", ["prompt_key=messages", "answer_key="]),
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, [], "dpo", []),
-        ({"prompt": "q", "chosen": [], "rejected": []}, [], "dpo", ["chat_template=true"]),
+        ({"prompt": "q", "chosen": [{}], "rejected": "b"}, [], "dpo", []),
+        ({"prompt": "q", "chosen": [{}, {}], "rejected": "b"}, [], "dpo", ["chat_template=true"]),
         (
             {"q": "q", "good": "a", "bad": "b"},
             ["prompt_key=q", "chosen_key=good", "rejected_key=bad"],
