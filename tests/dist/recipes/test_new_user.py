@@ -98,6 +98,8 @@ def test_from_logs_and_a_table_to_a_curve(run: Any, folder: Path) -> None:
     assert "60 of 61 records converted" in said
     model, chat = folder / "model", folder / "chat.jsonl"
     assert "60 records, 0 problems" in data(folder, "check", str(chat), f"--model={model}", *CHAT)
+    told = data(folder, "check", str(chat), f"--model={model}")
+    assert all(word in told for word in ("as sft reads it", *CHAT))
     assert "tool 60" in data(folder, "stats", str(chat), *CHAT)
 
     taught = run(
