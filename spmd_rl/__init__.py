@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from spmd_rl.algo.losses import Needs as Needs
     from spmd_rl.algo.losses import ValueInput as ValueInput
     from spmd_rl.algo.losses import grpo_loss as grpo_loss
-    from spmd_rl.algo.losses import sft_evaluation as sft_evaluation
     from spmd_rl.algo.losses import sft_loss as sft_loss
     from spmd_rl.algo.make import make_algorithm as make_algorithm
     from spmd_rl.algo.packing import pack as pack
@@ -109,7 +108,6 @@ if TYPE_CHECKING:
     from spmd_rl.observe.samples_file import read_groups as read_groups
     from spmd_rl.recipes.load_prompts import load_prompts as load_prompts
     from spmd_rl.recipes.num_steps import check_epochs as check_epochs
-    from spmd_rl.recipes.num_steps import is_eval_due as is_eval_due
     from spmd_rl.recipes.num_steps import num_steps as num_steps
     from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
     from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
@@ -174,10 +172,10 @@ _HOMES = {
     "algo.value_loss": ("value_loss",),
     "recipes.load_prompts": ("load_prompts",),
     "recipes.rollout_settings": ("rollout_settings",),
-    "recipes.num_steps": ("check_epochs", "is_eval_due", "num_steps"),
+    "recipes.num_steps": ("check_epochs", "num_steps"),
     "recipes.policy_update": ("PolicyUpdate", "algorithm_of", "extra_roles_of"),
     "algo.self_check": ("check_reference",),
-    "algo.losses": ("LossInput", "Needs", "ValueInput", "grpo_loss", "sft_evaluation", "sft_loss"),
+    "algo.losses": ("LossInput", "Needs", "ValueInput", "grpo_loss", "sft_loss"),
     "types.batch": ("Batch",),
     "config.rules": ("at_least",),
     "controller.prefetch": ("CallQueue",),

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 from spmd_rl.algo.by_source import by_source
 from spmd_rl.errors import ContractError
-from spmd_rl.types.batch import Batch
-from spmd_rl.types.token_values import TokenValues
 
 # names of sums and metrics of the trainer, which a loss's measurements cannot have
 RESERVED = {"loss", "tokens", "made_tokens", "ratio", "square_ratio", "square_norm"}
@@ -124,15 +122,6 @@ def sft_loss(out: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
     losses = -out.logprobs
     measured = {"loss": losses.detach()}
     return losses, by_source(out.columns, ones_like(losses), measured)
-
-
-def sft_evaluation(batch: Batch, policy: TokenValues) -> dict[str, float]:
-    """Return the mean loss of the tokens in the mask of held-out data, from a policy's log-probs.
-
-    Shape: `policy` is [T].
-    """
-    total = float(policy.values.sum(dtype="float64"))
-    return {"held_out/loss": -total / max(int(batch.mask.sum()), 1)}
 
 
 def checked(

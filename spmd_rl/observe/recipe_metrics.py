@@ -5,7 +5,6 @@ from __future__ import annotations
 from spmd_rl.observe.metric import Metric
 
 RECIPE_METRICS = (
-    Metric("held_out/loss", "nats", "Held-out loss", "mean loss of the tokens of held-out answers"),
     Metric(
         "held_out/accuracy", "", "Held-out accuracy", "share of held-out pairs ranked as labelled"
     ),

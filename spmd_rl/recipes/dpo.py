@@ -21,7 +21,6 @@ class Config:
     held_out: str = ""  # pairs to evaluate with; "": none
     eval_every: int = 20  # steps between evaluations; the last step is always followed by one
     steps: int = 200  # training steps of the whole run
-    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
     pairs_per_step: int = 32  # each a prompt with two answers
     reference: str = ""  # Hugging Face folder of the reference; "": the first weights of model
     beta: float = 0.1  # how much the policy is held to the reference
@@ -34,7 +33,6 @@ class Config:
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "pairs_per_step": 1, "eval_every": 1, "label_smoothing": 0})
-        rl.check_epochs(self)
         if not self.beta > 0:
             raise rl.ConfigError(f"beta = {self.beta}: expected more than 0")
         if self.label_smoothing >= 0.5 or (self.label_smoothing and self.loss_type != "sigmoid"):
@@ -82,14 +80,18 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         loss_type=cfg.loss_type,
     )
 
-    num_steps = rl.num_steps(cfg, pairs, cfg.pairs_per_step)
-    for step in ctl.steps(num_steps, ctl.resume(trainer=trainer, pairs=pairs)):
+    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
         with ctl.phase("train", awake=[trainer]):
             batch = scored(rl.pack_pairs(pairs.next(cfg.pairs_per_step)))
             stats = trainer.train_step.call(batch, loss)
         step.log(stats)
-        if held_out and rl.is_eval_due(step.index, cfg.eval_every, num_steps):
+        if held_out and is_eval_due(cfg, step.index):
             with ctl.phase("eval", awake=[trainer]):
                 policy = trainer.score.call(held_out)
             step.log(rl.dpo_evaluation(held_out, policy, beta=cfg.beta))
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+
+
+def is_eval_due(cfg: Config, index: int) -> bool:
+    """Return whether an evaluation follows step `index`."""
+    return (index + 1) % cfg.eval_every == 0 or index + 1 == cfg.steps

@@ -22,7 +22,6 @@ class Config:
     held_out: str = ""  # pairs to evaluate with; "": none
     eval_every: int = 20  # steps between evaluations; the last step is always followed by one
     steps: int = 200  # training steps of the whole run
-    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
     pairs_per_step: int = 32  # each a prompt with two answers
     margin: float = 0.0  # by which the chosen answer's reward should exceed the other's
     center_coef: float = 0.0  # weight of a term that keeps rewards around zero
@@ -34,7 +33,6 @@ class Config:
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "pairs_per_step": 1, "eval_every": 1})
         rl.at_least(self, {"margin": 0, "center_coef": 0})
-        rl.check_epochs(self)
 
 
 def check(cfg: Config) -> None:
@@ -54,13 +52,12 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         held_out = rl.pack_pairs(rl.PreferencePairs(cfg.held_out, cfg.prompts, tokenizer).all())
     loss = partial(rl.bradley_terry_loss, margin=cfg.margin, center_coef=cfg.center_coef)
 
-    num_steps = rl.num_steps(cfg, pairs, cfg.pairs_per_step)
-    for step in ctl.steps(num_steps, ctl.resume(trainer=trainer, pairs=pairs)):
+    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
         with ctl.phase("train", awake=[trainer]):
             batch = rl.sequence_ends(rl.pack_pairs(pairs.next(cfg.pairs_per_step)))
             stats = trainer.train_step.call(batch, loss)
         step.log(stats)
-        if held_out and rl.is_eval_due(step.index, cfg.eval_every, num_steps):
+        if held_out and ((step.index + 1) % cfg.eval_every == 0 or step.index + 1 == cfg.steps):
             with ctl.phase("eval", awake=[trainer]):
                 rewards = trainer.rewards.call(held_out)
             step.log(rl.preference_metrics(rewards.values))

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the trainer of GRPO without an engine.
 
-spmd-rl run sft --model PATH --data train.jsonl --held_out held_out.jsonl
+spmd-rl run sft --model PATH --data train.jsonl
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ class Config:
     model: str  # Hugging Face folder
     # answers or conversations: a file, or a table of files and weights (docs/data.md)
     data: str | dict[str, float]
-    held_out: str = ""  # data to evaluate with, by its loss; "": none
-    eval_every: int = 20  # steps between evaluations; the last step is always followed by one
     steps: int = 200  # training steps of the whole run
-    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
     pairs_per_step: int = 64  # prompts with their answers, or conversations
     # which assistant messages of a conversation are learned; its own "weight" goes before this
     learn: Literal["all", "last"] = "all"
@@ -36,37 +33,24 @@ class Config:
     trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
 
     def __post_init__(self) -> None:
-        rl.at_least(self, {"steps": 0, "pairs_per_step": 1, "eval_every": 1})
-        rl.check_epochs(self)
+        rl.at_least(self, {"steps": 0, "pairs_per_step": 1})
 
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    files: list[str | dict[str, float]] = [cfg.data, *filter(None, [cfg.held_out])]
-    for data in files:
-        rl.check_inputs(
-            model=cfg.model, data=data, prompts=cfg.prompts, trainer=cfg.trainer, learn=cfg.learn
-        )
+    rl.check_inputs(
+        model=cfg.model, data=cfg.data, prompts=cfg.prompts, trainer=cfg.trainer, learn=cfg.learn
+    )
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    tokenizer = rl.load_tokenizer(cfg.model)
-    pairs = rl.SftPairs(cfg.data, cfg.prompts, tokenizer, cfg.learn)
-    held_out = None
-    if cfg.held_out:
-        rest = rl.SftPairs(cfg.held_out, cfg.prompts, tokenizer, cfg.learn).all()
-        held_out = rl.pack_sft([sequence for record in rest for sequence in record])
+    pairs = rl.SftPairs(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.learn)
 
-    num_steps = rl.num_steps(cfg, pairs, cfg.pairs_per_step)
-    for step in ctl.steps(num_steps, ctl.resume(trainer=trainer, pairs=pairs)):
+    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
         with ctl.phase("train", awake=[trainer]):
             batch = rl.pack_sft(pairs.next(cfg.pairs_per_step))
             stats = trainer.train_step.call(batch, rl.sft_loss)
         step.log(stats)
-        if held_out and rl.is_eval_due(step.index, cfg.eval_every, num_steps):
-            with ctl.phase("eval", awake=[trainer]):
-                logprobs = trainer.score.call(held_out)
-            step.log(rl.sft_evaluation(held_out, logprobs))
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

@@ -73,17 +73,3 @@ def test_preference_pairs_of_two_files(run: Any, recipe: str) -> None:
             )
             assert parts == pytest.approx(row[f"{family}/{key}"], abs=1e-4)
         assert row["source/pairs/share"] == pytest.approx(0.5)
-
-
-def test_supervised_data_that_is_held_out(run: Any, tmp_path: Path) -> None:
-    """With the data itself held out, its loss is what the next step begins with."""
-    held_out = tmp_path / "held_out.jsonl"
-    lines = (EXAMPLE / "train.jsonl").read_text().splitlines(keepends=True)
-    held_out.write_text("".join(lines[:8]))
-    words = (f"--data={held_out}", f"--held_out={held_out}", "--epochs=3", "--eval_every=1")
-    ended = run("sft", *SETTINGS, *words, nproc=2, small=False)
-    assert ended.code == 0, ended.sentence
-    assert [row["step"] for row in ended.metrics] == [1, 2, 3]
-    for row, following in zip(ended.metrics, ended.metrics[1:], strict=False):
-        assert row["held_out/loss"] == pytest.approx(following["train/loss"], rel=1e-5)
-        assert row["held_out/loss"] != pytest.approx(row["train/loss"], rel=1e-5)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from spmd_rl.config.load import load
 from spmd_rl.errors import ConfigError
-from spmd_rl.recipes import dpo, grpo, replay, reward_model, sft
-from spmd_rl.recipes.num_steps import is_eval_due, num_steps
+from spmd_rl.recipes import grpo, replay
+from spmd_rl.recipes.num_steps import num_steps
 
 NEEDED = ["model=m", "data=d", "prompts_per_step=32"]
 
@@ -49,16 +47,3 @@ def test_epochs_that_cannot_be(words: list[str], sentence: str) -> None:
 def test_a_replay_has_no_epochs() -> None:
     with pytest.raises(ConfigError, match="a replay counts in steps"):
         load(replay.Config, overrides=[*NEEDED, "recorded=r", "epochs=1"])
-
-
-@pytest.mark.parametrize("recipe", [sft, dpo, reward_model])
-def test_passes_over_pairs(recipe: Any) -> None:
-    words = ["model=m", "data=d", "epochs=2", "pairs_per_step=16"]
-    cfg = load(recipe.Config, overrides=words)
-    assert num_steps(cfg, range(33), cfg.pairs_per_step) == 5
-    with pytest.raises(ConfigError, match="epochs = 2.0: expected 0 beside steps = 7"):
-        load(recipe.Config, overrides=[*words, "steps=7"])
-
-
-def test_evaluations_follow_every_so_many_steps_and_the_last() -> None:
-    assert [index for index in range(8) if is_eval_due(index, 3, 8)] == [2, 5, 7]
