@@ -86,6 +86,25 @@ class Documents:
             num_tokens -= piece.num_new
         return pieces
 
+    def one_pass(self) -> list[SftPair]:
+        """Return all documents once, in the order of the next epoch, each cut where it is longer
+        than `cfg.max_tokens`. `next` goes on after them with a new document.
+        """
+        pieces = []
+        for _ in range(len(self)):
+            self._document, self._position = self._draw(), 0
+            while self._position < len(self._document):
+                pieces.append(_learned(self._cut(self._max_tokens).tokens))
+        return pieces
+
+    def count_tokens(self) -> int:
+        """Return the tokens of a pass over all documents. It tokenises them all."""
+        return sum(len(self._tokens(number)) for number in range(len(self._texts)))
+
+    def skip(self, num_tokens: int) -> None:
+        """Go on as after `next(num_tokens)`. It tokenises what it skips."""
+        self.next(num_tokens)
+
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, as plain data."""
         return {
@@ -107,8 +126,12 @@ class Documents:
         self._position = state["position"]
 
     def _draw(self) -> NDArray[np.int32]:
-        """Return the tokens of the next document, with a first token if the tokenizer has one."""
-        text = self._texts[self._order.next()]
+        """Return the tokens of the next document."""
+        return self._tokens(self._order.next())
+
+    def _tokens(self, number: int) -> NDArray[np.int32]:
+        """Return the tokens of a document, with a first token if the tokenizer has one."""
+        text = self._texts[number]
         (tokens,) = self._tokenizer([text], add_special_tokens=True)["input_ids"]
         without_end = tokens[:-1] if tokens and tokens[-1] == self._eos else tokens
         return np.array([*without_end, self._eos], np.int32)

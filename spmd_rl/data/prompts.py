@@ -87,6 +87,10 @@ class Prompts(DataSource):
             prompts += self._drawn(range(first, self._num_drawn))
         return prompts
 
+    def skip(self, num_prompts: int) -> None:
+        """Go on as if `num_prompts` draws had been taken before."""
+        self._num_drawn += num_prompts
+
     def give_back(self, prompts: Sequence[Prompt]) -> None:
         """Have these prompts taken again, under the uids that they have.
 

@@ -43,6 +43,10 @@ class RecordStream(ABC, Generic[T]):
         """Return the next records, across the end of an epoch if need be."""
         return [self._records[self._order.next()] for _ in range(num_records)]
 
+    def skip(self, num_records: int) -> None:
+        """Go on as after `draw(num_records)`."""
+        self._order.num_drawn += num_records
+
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, as plain data."""
         return {"drawn": self._order.num_drawn, "digest": self._digest}
