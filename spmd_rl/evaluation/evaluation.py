@@ -28,8 +28,8 @@ class Evaluation:
     """Evaluates the weights that the engine has, and records scores and samples.
 
     `cfg` is a recipe's config with `model`, `sampling`, `prompts` and `eval`. `num_steps` are those
-    of the whole run. `grade` gives rewards to the samples of a set without a reward function. The draws
-    depend on `eval.seed` alone, so training goes on as if there were no evaluation.
+    of the whole run. `grade` gives rewards to the samples of a set without a reward function. The
+    draws depend on `eval.seed` alone, so training goes on as if there were no evaluation.
     Raises: DataError or ConfigError in the constructor for a set that cannot be read.
     """
 
@@ -44,9 +44,8 @@ class Evaluation:
         self._ctl = ctl
         self._cfg: EvalConfig = cfg.eval
         self._rollout = rollout
-        self._schedule = EvalSchedule(
-            cfg.eval, ctl.run_folder, num_steps, getattr(cfg, "start_step", 0)
-        )
+        first = getattr(cfg, "start_step", 0)
+        self._schedule = EvalSchedule(cfg.eval, ctl.run_folder, num_steps, first)
         self._grade = grade
         sets = resolve_sets(cfg.eval, cfg.sampling, cfg.prompts)
         self._sets = [(one, prompts_of(one, load_tokenizer(cfg.model))) for one in sets]

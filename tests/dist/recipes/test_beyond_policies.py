@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.dist, pytest.mark.system]
 
 PAIRS = [
     f"--data={EXAMPLE / 'pairs.jsonl'}",
-    f"--held_out={EXAMPLE / 'eval_pairs.jsonl'}@[:20]",
+    f"--eval.data={EXAMPLE / 'eval_pairs.jsonl'}@[:20]",
     "--pairs_per_step=6",
-    "--eval_every=2",
+    "--eval.every=2",
     "--steps=3",
     "--trainer.lr=1e-3",
     "--trainer.max_tokens=32",
