@@ -71,7 +71,7 @@ def preferences(runs: Runs) -> Iterator[Row]:
     """Learn from pairs of answers. `runs` has the first model."""
     for recipe in ("dpo", "reward_model"):
         rows = runs.run(recipe, f"--model={runs.model('sft')}")
-        accuracy = rows[-1]["held_out/accuracy"]
+        accuracy = rows[-1]["eval/accuracy"]
         what = f"{recipe}, seed {runs.seed}: held-out pairs ranked right"
         yield measured(what, accuracy, "", at_least=0.8)
 

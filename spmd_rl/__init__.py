@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from spmd_rl.algo.distill import topk_kl_loss as topk_kl_loss
     from spmd_rl.algo.distill import with_candidates as with_candidates
     from spmd_rl.algo.dpo import bradley_terry_loss as bradley_terry_loss
-    from spmd_rl.algo.dpo import dpo_evaluation as dpo_evaluation
     from spmd_rl.algo.dpo import dpo_loss as dpo_loss
-    from spmd_rl.algo.dpo import preference_metrics as preference_metrics
     from spmd_rl.algo.gdpo import gdpo_advantage as gdpo_advantage
     from spmd_rl.algo.losses import LossInput as LossInput
     from spmd_rl.algo.losses import Needs as Needs
@@ -90,6 +88,11 @@ if TYPE_CHECKING:
     from spmd_rl.evaluation.config import EvalConfig as EvalConfig
     from spmd_rl.evaluation.config import EvalSet as EvalSet
     from spmd_rl.evaluation.evaluation import Evaluation as Evaluation
+    from spmd_rl.evaluation.held_out import HeldOutEvaluation as HeldOutEvaluation
+    from spmd_rl.evaluation.held_out_config import DocumentEvalConfig as DocumentEvalConfig
+    from spmd_rl.evaluation.held_out_config import HeldOutConfig as HeldOutConfig
+    from spmd_rl.evaluation.held_out_config import held_out_sets as held_out_sets
+    from spmd_rl.evaluation.held_out_scores import dpo_rewards as dpo_rewards
     from spmd_rl.evaluation.results import scores_table as scores_table
     from spmd_rl.evaluation.results import write_scores as write_scores
     from spmd_rl.hooks.config import HookConfig as HookConfig
@@ -106,8 +109,12 @@ if TYPE_CHECKING:
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
     from spmd_rl.observe.samples_file import read_groups as read_groups
+    from spmd_rl.recipes.held_out import held_out_answers as held_out_answers
+    from spmd_rl.recipes.held_out import pair_evaluation as pair_evaluation
+    from spmd_rl.recipes.held_out import token_evaluation as token_evaluation
     from spmd_rl.recipes.load_prompts import load_prompts as load_prompts
-    from spmd_rl.recipes.num_steps import check_epochs as check_epochs
+    from spmd_rl.recipes.num_steps import check_steps as check_steps
+    from spmd_rl.recipes.num_steps import first_step as first_step
     from spmd_rl.recipes.num_steps import num_steps as num_steps
     from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
     from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
@@ -148,7 +155,7 @@ __version__ = "0.1.0"
 pin_sums()
 
 _HOMES = {
-    "algo.dpo": ("bradley_terry_loss", "dpo_evaluation", "dpo_loss", "preference_metrics"),
+    "algo.dpo": ("bradley_terry_loss", "dpo_loss"),
     "algo.distill": (
         "distill_credit",
         "distill_gains",
@@ -172,7 +179,8 @@ _HOMES = {
     "algo.value_loss": ("value_loss",),
     "recipes.load_prompts": ("load_prompts",),
     "recipes.rollout_settings": ("rollout_settings",),
-    "recipes.num_steps": ("check_epochs", "num_steps"),
+    "recipes.held_out": ("held_out_answers", "pair_evaluation", "token_evaluation"),
+    "recipes.num_steps": ("check_steps", "first_step", "num_steps"),
     "recipes.policy_update": ("PolicyUpdate", "algorithm_of", "extra_roles_of"),
     "algo.self_check": ("check_reference",),
     "algo.losses": ("LossInput", "Needs", "ValueInput", "grpo_loss", "sft_loss"),
@@ -212,6 +220,9 @@ _HOMES = {
     "check.evaluation": ("check_evaluation", "refuse_eval_rewards"),
     "evaluation.config": ("EvalConfig", "EvalSet"),
     "evaluation.evaluation": ("Evaluation",),
+    "evaluation.held_out": ("HeldOutEvaluation",),
+    "evaluation.held_out_config": ("DocumentEvalConfig", "HeldOutConfig", "held_out_sets"),
+    "evaluation.held_out_scores": ("dpo_rewards",),
     "evaluation.results": ("scores_table", "write_scores"),
     "check.inputs": ("check_inputs", "check_model"),
     "rewards.config": ("GraderConfig",),

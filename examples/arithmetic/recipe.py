@@ -40,6 +40,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
 
     start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
+    start = rl.first_step(cfg, start, update.trainers, prompts)
     with ctl.phase("warm-up", awake=[trainer]):
         for step in ctl.warmup(cfg.warmup_steps, start):
             batch = rl.pack_sft(pairs.next(cfg.warmup_pairs))

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from spmd_rl.algo.by_source import by_source
 from spmd_rl.algo.losses import LossInput, ValueInput
 from spmd_rl.algo.pair_packing import PAIR_SCALE
 from spmd_rl.errors import ConfigError, ContractError
-from spmd_rl.types.batch import Batch
-from spmd_rl.types.columns import offsets_of
-from spmd_rl.types.token_values import TokenValues
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,26 +117,6 @@ def bradley_terry_loss(
     measured = {name: values.repeat_interleave(2) for name, values in measured.items()}
     own = {key: measured[f"reward_model/{key}"] for key in ("accuracy", "margin")}
     return per_token, measured | by_source(out.columns, ones_like(out.values), own)
-
-
-def dpo_evaluation(batch: Batch, policy: TokenValues, *, beta: float) -> dict[str, float]:
-    """Return accuracy and margin of held-out pairs under a policy.
-
-    The batch comes from `pack_pairs`, and has the column "reference_logprobs".
-    """
-    reference = _column(batch.columns, REFERENCE, "score the batch with the reference model")
-    differences = policy.values.astype(np.float64) - reference
-    rewards = beta * np.add.reduceat(differences, offsets_of(batch.lengths)[:-1])
-    return preference_metrics(rewards)
-
-
-def preference_metrics(rewards: NDArray[np.floating]) -> dict[str, float]:
-    """Return accuracy and margin from the rewards of pairs, each chosen before rejected."""
-    margins = rewards[0::2] - rewards[1::2]
-    return {
-        "held_out/accuracy": float((margins > 0).mean()),
-        "held_out/margin": float(margins.mean()),
-    }
 
 
 def _answer_sums(out: LossInput, values: Tensor) -> Tensor:

@@ -98,6 +98,25 @@ class Documents:
             num_tokens -= piece.num_new
         return pieces
 
+    def one_pass(self) -> list[SftPair]:
+        """Return all documents once, in the order of the files, each cut where it is longer than
+        `cfg.max_tokens`. They must fit into memory, and nothing may have been drawn yet.
+        """
+        pieces = []
+        for document in self._stream.all():
+            self._begin(document)
+            while self._position < len(self._document):
+                pieces.append(_learned(self._cut(self._max_tokens).tokens, self._source))
+        return pieces
+
+    def count_tokens(self) -> int:
+        """Return the tokens of a pass over all documents. It tokenises them all."""
+        return sum(len(self._tokens(document)) for document in self._stream.all())
+
+    def skip(self, num_tokens: int) -> None:
+        """Go on as after `next(num_tokens)`. It tokenises what it skips."""
+        self.next(num_tokens)
+
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, as plain data."""
         place = {"position": self._position, "length": len(self._document)}
@@ -117,12 +136,19 @@ class Documents:
         self._position = state["position"]
 
     def _draw(self) -> None:
-        """Begin the next document: its tokens, with a first one if the tokenizer has one."""
+        """Begin the next document."""
         (document,) = self._stream.draw(1)
+        self._begin(document)
+
+    def _begin(self, document: Document) -> None:
+        self._document = self._tokens(document)
+        self._source, self._position = document.source, 0
+
+    def _tokens(self, document: Document) -> NDArray[np.int32]:
+        """Return the tokens of a document, with a first one if the tokenizer has one."""
         (tokens,) = self._tokenizer([document.text], add_special_tokens=True)["input_ids"]
         without_end = tokens[:-1] if tokens and tokens[-1] == self._eos else tokens
-        self._document = np.array([*without_end, self._eos], np.int32)
-        self._source, self._position = document.source, 0
+        return np.array([*without_end, self._eos], np.int32)
 
     def _cut(self, num_tokens: int) -> _Piece:
         """Return the next piece of the document, with at most `num_tokens` new tokens."""

@@ -107,6 +107,10 @@ class RecordStream(Generic[T]):
         """Return what was prepared at the start, by path: all of a small file."""
         return {path: store.first for path, store in zip(self._paths, self._stores, strict=True)}
 
+    def skip(self, num_records: int) -> None:
+        """Go on as after `draw(num_records)`."""
+        self.num_drawn += num_records
+
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, as plain data: draws so far, and a digest of the data."""
         return {"drawn": self.num_drawn, "digest": self._digest}

@@ -11,21 +11,18 @@ reward = "math"                      --eval.sets.gsm.reward=math
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from spmd_rl.config.load import overlay
-from spmd_rl.config.rules import at_least, require
+from spmd_rl.config.rules import at_least
 from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.errors import ConfigError
+from spmd_rl.evaluation.schedule import EvalTimes, check_sets, name_of_file
 from spmd_rl.hooks.signatures import reward_weights
 from spmd_rl.rollout.engine import SamplingConfig
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_SLICE = re.compile(r"@\[[^]]*\]$")
 DEFAULT_THRESHOLD = 1.0
 
 
@@ -42,14 +39,11 @@ class EvalSet:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(EvalTimes):
     """When a run evaluates, and with which sets. Without a set, it never does."""
 
     data: str = ""  # file of a single set, whose name is that of the file
     sets: dict[str, EvalSet] = field(default_factory=dict)  # several sets by their names
-    every: int = 0  # steps between evaluations; 0: none between the first and the last
-    before: bool = True  # evaluate before the first step
-    at_end: bool = True  # evaluate after the last step
     seed: int = 0  # of the draws, which are the same in every evaluation
     num_samples: int = 1  # of each prompt
     # settings of sampling in which evaluations differ from the run, such as temperature
@@ -61,23 +55,13 @@ class EvalConfig:
     threshold: float = DEFAULT_THRESHOLD  # least reward of a correct sample
 
     def __post_init__(self) -> None:
-        at_least(self, {"every": 0, "num_samples": 1, "seed": 0})
-        if self.data and self.sets:
-            raise ConfigError("data and sets cannot both be given: put data into a set of its own")
-        for name in self.named_sets():
-            require(
-                _NAME.fullmatch(name) is not None,
-                "name of a set",
-                name,
-                "letters, digits, and any of _ . - after the first",
-            )
+        super().__post_init__()
+        at_least(self, {"num_samples": 1, "seed": 0})
+        check_sets(self.data, self.sets)
 
     def named_sets(self) -> Mapping[str, EvalSet]:
         """Return the sets by name; a single one has the name of its file."""
-        if not self.data:
-            return self.sets
-        stem = Path(_SLICE.sub("", self.data)).stem
-        return {re.sub(r"[^A-Za-z0-9_.-]", "_", stem).lstrip("_.-") or "eval": EvalSet(self.data)}
+        return {name_of_file(self.data): EvalSet(self.data)} if self.data else self.sets
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.link import Link
 from spmd_rl.data.prompts import Prompts
 from spmd_rl.evaluation.config import EvalConfig, ResolvedSet, resolve_sets
+from spmd_rl.evaluation.schedule import EvalSchedule
 from spmd_rl.evaluation.scores import metrics_of_sets, scores
 from spmd_rl.model.tokenizer import load_tokenizer
-from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.rollout.rollout import Rollout
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.prompts import Prompt
@@ -29,8 +28,8 @@ class Evaluation:
     """Evaluates the weights that the engine has, and records scores and samples.
 
     `cfg` is a recipe's config with `model`, `sampling`, `prompts` and `eval`. `num_steps` are those
-    of the whole run. `grade` gives rewards to the samples where no reward function does. The draws
-    depend on `eval.seed` alone, so training goes on as if there were no evaluation.
+    of the whole run. `grade` gives rewards to the samples of a set without a reward function. The
+    draws depend on `eval.seed` alone, so training goes on as if there were no evaluation.
     Raises: DataError or ConfigError in the constructor for a set that cannot be read.
     """
 
@@ -45,7 +44,8 @@ class Evaluation:
         self._ctl = ctl
         self._cfg: EvalConfig = cfg.eval
         self._rollout = rollout
-        self._num_steps = num_steps
+        first = getattr(cfg, "start_step", 0)
+        self._schedule = EvalSchedule(cfg.eval, ctl.run_folder, num_steps, first)
         self._grade = grade
         sets = resolve_sets(cfg.eval, cfg.sampling, cfg.prompts)
         self._sets = [(one, prompts_of(one, load_tokenizer(cfg.model))) for one in sets]
@@ -56,21 +56,19 @@ class Evaluation:
 
         Blocks: until all samples are graded.
         """
-        due = self._cfg.before if num_steps == 0 else self._is_due(num_steps)
-        if due:
-            self._run_once(num_steps)
+        if self._sets and self._schedule.is_due(num_steps):
+            self.run(num_steps)
 
     def at_end(self, trainer: Trainer, weights: Link, *, drain: bool = True) -> None:
         """Push the last weights and evaluate them, if that is due. Call it after the loop.
 
         `drain` is that of the push.
         """
-        num_steps = self._num_steps
-        due = self._cfg.at_end or self._is_due(num_steps)
-        if num_steps and due and self._is_missing(num_steps):
+        if self._sets and self._schedule.is_due_at_end():
+            num_steps = self._schedule.num_steps
             with self._ctl.phase("sync", awake=[trainer, self._rollout]):
                 weights.push(version=num_steps, drain=drain)
-            self._run_once(num_steps)
+            self.run(num_steps)
 
     def run(self, num_steps: int) -> dict[str, dict[str, float]]:
         """Evaluate and record now, and return the scores of each set by its name.
@@ -85,25 +83,6 @@ class Evaluation:
         self._ctl.record_evaluation(num_steps, metrics_of_sets(found), groups)
         return found
 
-    def _is_due(self, num_steps: int) -> bool:
-        return self._cfg.every > 0 and num_steps % self._cfg.every == 0
-
-    def _is_missing(self, num_steps: int) -> bool:
-        return bool(self._sets) and num_steps not in self._recorded
-
-    def _run_once(self, num_steps: int) -> None:
-        if self._is_missing(num_steps):
-            self.run(num_steps)
-
-    @cached_property
-    def _recorded(self) -> set[int]:
-        """The steps whose evaluation was recorded before this start of the run.
-
-        It is read in the loop, where the lines that a resumed run writes again are gone.
-        """
-        rows = read_metrics(self._ctl.run_folder / "metrics.jsonl")
-        return {row["step"] for row in rows if any(name.startswith("eval/") for name in row)}
-
     def _groups(self, one: ResolvedSet, prompts: Sequence[Prompt], num_steps: int) -> list[Group]:
         """Return the graded samples of a set."""
         groups: list[Group] = []
@@ -112,7 +91,7 @@ class Evaluation:
                 groups += self._rollout.generate.call(
                     asked, one.sampling, seed=self._cfg.seed, step=num_steps, evaluation=True
                 )
-        return self._grade(groups) if self._grade else groups
+        return self._grade(groups) if self._grade and not one.reward else groups
 
 
 def prompts_of(one: ResolvedSet, tokenizer: Any) -> list[Prompt]:

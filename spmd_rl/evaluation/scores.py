@@ -14,7 +14,8 @@ import numpy as np
 from spmd_rl.algo.group_metrics import num_drawn_tokens
 from spmd_rl.types.samples import Group
 
-MACRO = ("reward", "pass@1")  # scores whose mean over the sets is logged
+# scores whose mean over the sets is logged
+MACRO = ("reward", "pass@1", "loss", "token_accuracy", "accuracy", "margin")
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -70,7 +71,7 @@ def scores(groups: Sequence[Group], num_samples: int, threshold: float) -> dict[
 def metrics_of_sets(scores_of: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Return the metrics of an evaluation: `eval/NAME/SCORE`, and means over the sets.
 
-    `eval/reward` and `eval/pass@1` are the means over the sets, each of which weighs alike.
+    `eval/SCORE` is the mean over the sets, each of which weighs alike, of the scores in `MACRO`.
     """
     metrics: dict[str, float] = {}
     for score in MACRO:

@@ -5,11 +5,24 @@ from __future__ import annotations
 from spmd_rl.observe.metric import Metric
 
 RECIPE_METRICS = (
+    Metric("eval/loss", "nats", "Loss in evaluation", "mean loss of a token, over the sets"),
     Metric(
-        "held_out/accuracy", "", "Held-out accuracy", "share of held-out pairs ranked as labelled"
+        "eval/token_accuracy",
+        "",
+        "Token accuracy in evaluation",
+        "share of tokens that the model finds likeliest, over the sets",
     ),
     Metric(
-        "held_out/margin", "", "Held-out margin", "mean reward of chosen minus rejected answers"
+        "eval/accuracy",
+        "",
+        "Accuracy in evaluation",
+        "share of held-out pairs ranked as labelled, over the sets",
+    ),
+    Metric(
+        "eval/margin",
+        "",
+        "Margin in evaluation",
+        "mean reward of chosen minus rejected answers, over the sets",
     ),
     Metric("dpo/accuracy", "", "DPO accuracy", "share of pairs whose chosen answer gained more"),
     Metric("dpo/margin", "", "DPO margin", "mean implicit reward of chosen minus rejected answers"),

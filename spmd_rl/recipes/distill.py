@@ -19,6 +19,8 @@ class Config:
     # prompts: a file, or a table of files and weights (docs/data.md); a slice as path@[a:b]
     data: str | dict[str, float]
     steps: int = 200  # training steps of the whole run
+    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
+    start_step: int = 0  # steps that a new run counts as done, with their data (docs/resume.md)
     prompts_per_step: int = 32  # each with sampling.num_samples samples
     # sampled: the teacher judges the tokens drawn; topk: the student learns its likeliest tokens
     form: Literal["sampled", "topk"] = "sampled"
@@ -29,6 +31,8 @@ class Config:
     # sampled: the ratio of new to old probability is clipped below 1 - clip_low
     clip_low: float = 0.2
     clip_high: float = 0.2  # and above 1 + clip_high
+    # a set without a reward is graded by how much likelier the teacher finds the samples
+    eval: rl.EvalConfig = field(default_factory=rl.EvalConfig)
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.Split = field(default_factory=rl.Split)
     prompts: rl.PromptConfig = field(default_factory=lambda: rl.PromptConfig(answer_key=""))
@@ -36,6 +40,8 @@ class Config:
     engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
         default_factory=rl.NativeEngineConfig
     )
+    hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
+    graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)  # of evaluations
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
     frozen: rl.FrozenConfig = field(default_factory=rl.FrozenConfig)  # of the teacher
     # `spmd-rl plan` counts on the engine's sleep while the trainer beside it trains
@@ -44,9 +50,17 @@ class Config:
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1, "coef": 0, "top_k": 1})
         rl.at_least(self, {"clip_low": 0, "clip_high": 0})
+        rl.check_steps(self)
         rl.refuse_greedy(self.sampling)
+        if self.hooks.keep_group:
+            raise rl.ConfigError("hooks.keep_group must be empty: distill learns from all samples")
         if self.form == "topk":
             rl.refuse_replay(self.sampling)
+
+    @property
+    def reward(self) -> str:
+        """No function grades the samples of training: the teacher does."""
+        return ""
 
     def extra_roles(self) -> list[rl.ExtraRole]:
         """Return the teacher, for the plan."""
@@ -61,8 +75,10 @@ def check(cfg: Config) -> None:
         prompts=cfg.prompts,
         trainer=cfg.trainer,
         sampling=cfg.sampling,
+        hooks=cfg.hooks,
         teacher=cfg.teacher,
     )
+    rl.check_evaluation(cfg)
     rl.check_engine(cfg.engine, cfg.run)
 
 
@@ -72,16 +88,21 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     teacher = ctl.spawn(
         rl.FrozenModel, cfg.frozen, on=roles.train, model=cfg.teacher, name="teacher"
     )
-    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, seed=cfg.run.seed)
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
     prompts = rl.load_prompts(cfg)
     rl.announce_correction(cfg.engine, "none")
     loss = loss_of(cfg)
     needs = rl.Needs(candidates=cfg.form == "topk")
+    num_steps = rl.num_steps(cfg, prompts)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, partial(graded, teacher))
+    start = ctl.resume(trainer=trainer, prompts=prompts)
+    start = rl.first_step(cfg, start, [trainer], prompts)
 
-    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts)):
+    for step in ctl.steps(num_steps, start):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
+        evaluation.after(step.index)
         with ctl.phase("rollout", awake=[rollout]):
             groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train", awake=[trainer]):
@@ -91,6 +112,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         groups = rl.with_rewards(groups, rl.distill_gains(batch))
         step.log(groups, stats, rl.distill_metrics(batch))
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+    evaluation.at_end(trainer, weights)
 
 
 def loss_of(cfg: Config) -> partial[Any]:
@@ -107,3 +129,10 @@ def taught(cfg: Config, teacher: rl.FrozenModel, batch: rl.Batch) -> rl.Batch:
         return rl.distill_credit(batch, coef=cfg.coef)
     top = teacher.top_logprobs.call(batch, cfg.top_k)
     return rl.with_candidates(batch, top.ids, top.logprobs)
+
+
+def graded(teacher: rl.FrozenModel, groups: list[rl.Group]) -> list[rl.Group]:
+    """Return the groups with a reward of each sample: how much likelier the teacher finds it."""
+    batch = rl.pack_samples(groups)
+    batch = batch.with_columns(teacher_logprobs=teacher.score.call(batch))
+    return rl.with_rewards(groups, rl.distill_gains(batch))

@@ -1,6 +1,6 @@
 """DPO: direct preference optimization on pairs of answers, with a frozen reference model.
 
-spmd-rl run dpo --model PATH --data pairs.jsonl --held_out held_out.jsonl
+spmd-rl run dpo --model PATH --data pairs.jsonl --eval.data held_out.jsonl
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 import spmd_rl as rl
 from spmd_rl.recipes.sft import TrainSplit
@@ -18,21 +21,23 @@ class Config:
     model: str  # Hugging Face folder
     # prompts with two answers: a file, or a table of files and weights (docs/data.md)
     data: str | dict[str, float]
-    held_out: str = ""  # pairs to evaluate with; "": none
-    eval_every: int = 20  # steps between evaluations; the last step is always followed by one
     steps: int = 200  # training steps of the whole run
+    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
+    start_step: int = 0  # steps that a new run counts as done, with their data (docs/resume.md)
     pairs_per_step: int = 32  # each a prompt with two answers
     reference: str = ""  # Hugging Face folder of the reference; "": the first weights of model
     beta: float = 0.1  # how much the policy is held to the reference
     label_smoothing: float = 0.0  # share of the pairs that may be labelled the wrong way round
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"  # docs/algorithms.md has the formulas
+    eval: rl.HeldOutConfig = field(default_factory=rl.HeldOutConfig)
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: TrainSplit = field(default_factory=TrainSplit)
     prompts: rl.PairConfig = field(default_factory=rl.PairConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
 
     def __post_init__(self) -> None:
-        rl.at_least(self, {"steps": 0, "pairs_per_step": 1, "eval_every": 1, "label_smoothing": 0})
+        rl.at_least(self, {"steps": 0, "pairs_per_step": 1, "label_smoothing": 0})
+        rl.check_steps(self)
         if not self.beta > 0:
             raise rl.ConfigError(f"beta = {self.beta}: expected more than 0")
         if self.label_smoothing >= 0.5 or (self.label_smoothing and self.loss_type != "sigmoid"):
@@ -51,9 +56,9 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    files: list[str | dict[str, float]] = [cfg.data, *filter(None, [cfg.held_out])]
-    for data in files:
-        rl.check_inputs(model=cfg.model, data=data, prompts=cfg.prompts, trainer=cfg.trainer)
+    held_out = rl.held_out_sets(cfg.eval, cfg.prompts)
+    for data, prompts in [(cfg.data, cfg.prompts), *held_out.values()]:
+        rl.check_inputs(model=cfg.model, data=data, prompts=prompts, trainer=cfg.trainer)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
@@ -67,12 +72,11 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     def scored(batch: rl.Batch) -> rl.Batch:
         return batch.with_columns(reference_logprobs=reference.score.call(batch))
 
+    def rewards_of(batch: rl.Batch) -> NDArray[np.floating]:
+        return rl.dpo_rewards(scored(batch), trainer.score.call(batch), beta=cfg.beta)
+
     tokenizer = rl.load_tokenizer(cfg.model)
     pairs = rl.PreferencePairs(cfg.data, cfg.prompts, tokenizer)
-    held_out = None
-    if cfg.held_out:
-        rest = rl.PreferencePairs(cfg.held_out, cfg.prompts, tokenizer)
-        held_out = scored(rl.pack_pairs(rest.all()))
     loss = partial(
         rl.dpo_loss,
         beta=cfg.beta,
@@ -80,18 +84,18 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         loss_type=cfg.loss_type,
     )
 
-    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
+    num_steps = rl.num_steps(cfg, pairs, cfg.pairs_per_step)
+    evaluation = rl.pair_evaluation(
+        ctl, cfg, [trainer, reference], tokenizer, rewards_of, num_steps
+    )
+    start = ctl.resume(trainer=trainer, pairs=pairs)
+    start = rl.first_step(cfg, start, [trainer], pairs, cfg.pairs_per_step)
+
+    for step in ctl.steps(num_steps, start):
+        evaluation.after(step.index)
         with ctl.phase("train", awake=[trainer]):
             batch = scored(rl.pack_pairs(pairs.next(cfg.pairs_per_step)))
             stats = trainer.train_step.call(batch, loss)
         step.log(stats)
-        if held_out and is_eval_due(cfg, step.index):
-            with ctl.phase("eval", awake=[trainer]):
-                policy = trainer.score.call(held_out)
-            step.log(rl.dpo_evaluation(held_out, policy, beta=cfg.beta))
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
-
-
-def is_eval_due(cfg: Config, index: int) -> bool:
-    """Return whether an evaluation follows step `index`."""
-    return (index + 1) % cfg.eval_every == 0 or index + 1 == cfg.steps
+    evaluation.at_end()

@@ -23,6 +23,7 @@ class Config(rl.PolicyConfig):
     reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
     steps: int = 200  # training steps of the whole run
     epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
+    start_step: int = 0  # steps that a new run counts as done, with their data (docs/resume.md)
     prompts_per_step: int = 32  # each with sampling.num_samples samples
     eval: rl.EvalConfig = field(default_factory=rl.EvalConfig)
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
@@ -45,7 +46,7 @@ class Config(rl.PolicyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1})
-        rl.check_epochs(self)
+        rl.check_steps(self)
         rl.refuse_greedy(self.sampling)
         if self.is_on_policy:
             rl.refuse_lag(self.sampler)
@@ -87,6 +88,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
     source = {"sampler": sampler} if sampler else {"prompts": prompts}
     start = ctl.resume(trainer=trainer, **source, **update.savers)
+    start = rl.first_step(cfg, start, update.trainers, prompts)
 
     for step in ctl.steps(num_steps, start):
         with ctl.phase("sync", awake=[trainer, rollout]):

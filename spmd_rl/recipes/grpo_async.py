@@ -39,6 +39,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
     ahead = rl.CallQueue(rollout.generate)
     start = ctl.resume(trainer=trainer, prompts=prompts, ahead=ahead, **update.savers)
+    start = rl.first_step(cfg, start, update.trainers, prompts)
 
     for step in ctl.steps(num_steps, start):
         if not ahead:  # the first step of a run

@@ -50,6 +50,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         keep=update.keep,
     )
     start = ctl.resume(trainer=trainer, sampler=sampler, **update.savers)
+    start = rl.first_step(cfg, start, update.trainers, prompts)
 
     for step in ctl.steps(num_steps, start):
         with ctl.phase("sync"):

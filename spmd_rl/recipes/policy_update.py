@@ -26,6 +26,7 @@ from spmd_rl.train.config import FrozenConfig
 from spmd_rl.train.extra_role import ExtraRole
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.trainer import Trainer
+from spmd_rl.train.training_role import TrainingRole
 from spmd_rl.train.value_trainer import Critic
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.samples import Group
@@ -100,6 +101,11 @@ class PolicyUpdate:
             )
         if CRITIC in spawned:
             self._critic = _Critic(cfg, cast(Critic, spawned[CRITIC]))
+
+    @property
+    def trainers(self) -> list[TrainingRole]:
+        """The roles that learn: the trainer, and the critic if there is one."""
+        return [self.trainer, *([self._critic.role] if self._critic else [])]
 
     @property
     def may_drop_groups(self) -> bool:

@@ -17,7 +17,10 @@ class Config:
     # a text in each record, or .txt: a file, or a table of files and weights (docs/data.md)
     data: str | dict[str, float]
     steps: int = 200  # training steps of the whole run
+    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
+    start_step: int = 0  # steps that a new run counts as done, with their data (docs/resume.md)
     tokens_per_step: int = 65536  # of the documents; no chat template is applied
+    eval: rl.DocumentEvalConfig = field(default_factory=rl.DocumentEvalConfig)
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: TrainSplit = field(default_factory=TrainSplit)
     documents: rl.DocumentConfig = field(default_factory=rl.DocumentConfig)
@@ -25,22 +28,37 @@ class Config:
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "tokens_per_step": 2})
+        rl.check_steps(self)
 
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    rl.check_inputs(model=cfg.model, data=cfg.data, documents=cfg.documents, trainer=cfg.trainer)
+    held_out = rl.held_out_sets(cfg.eval, cfg.documents)
+    for data, documents in [(cfg.data, cfg.documents), *held_out.values()]:
+        rl.check_inputs(model=cfg.model, data=data, documents=documents, trainer=cfg.trainer)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    documents = rl.Documents(cfg.data, cfg.documents, rl.load_tokenizer(cfg.model))
+    tokenizer = rl.load_tokenizer(cfg.model)
+    documents = rl.Documents(cfg.data, cfg.documents, tokenizer)
+    size = documents.count_tokens() if cfg.epochs else 0
+    num_steps = rl.num_steps(cfg, size, cfg.tokens_per_step)
+    held_out = {
+        name: rl.Documents(data, own, tokenizer).one_pass()
+        for name, (data, own) in rl.held_out_sets(cfg.eval, cfg.documents).items()
+    }
+    evaluation = rl.token_evaluation(ctl, cfg, trainer, held_out, num_steps)
+    start = ctl.resume(trainer=trainer, documents=documents)
+    start = rl.first_step(cfg, start, [trainer], documents, cfg.tokens_per_step)
 
-    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, documents=documents)):
+    for step in ctl.steps(num_steps, start):
+        evaluation.after(step.index)
         with ctl.phase("train", awake=[trainer]):
             batch = rl.pack_sft(documents.next(cfg.tokens_per_step))
             stats = trainer.train_step.call(batch, rl.sft_loss)
         learned = float(batch.mask.sum())
         step.log(stats, {"data/epoch": documents.epoch, "data/learned_tokens": learned})
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+    evaluation.at_end()

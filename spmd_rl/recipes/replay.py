@@ -23,6 +23,7 @@ class Config(grpo.Config):
     recorded: str  # folder of a run of grpo, grpo_async, grpo_fully_async or collect
     data: str | dict[str, float] = ""
     epochs: float = 0.0  # must be 0: a replay counts in steps
+    start_step: int = 0  # must be 0: a replay begins with the first recorded step
     sampler: rl.SamplerConfig = field(default_factory=rl.SamplerConfig)
     is_on_policy: ClassVar[bool] = False
 
@@ -30,6 +31,8 @@ class Config(grpo.Config):
         super().__post_init__()
         if self.epochs:
             raise rl.ConfigError("epochs must be 0: a replay counts in steps")
+        if self.start_step:
+            raise rl.ConfigError("start_step must be 0: a replay begins with the first step")
 
 
 def check(cfg: Config) -> None:

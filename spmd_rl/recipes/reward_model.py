@@ -1,6 +1,6 @@
 """Reward model: Bradley-Terry training of a value head on pairs of answers.
 
-spmd-rl run reward_model --model PATH --data pairs.jsonl --held_out held_out.jsonl
+spmd-rl run reward_model --model PATH --data pairs.jsonl --eval.data held_out.jsonl
 
 The folder `hf` of the run is a model for sequence classification, from which `rlhf` learns.
 """
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
 
 import spmd_rl as rl
 from spmd_rl.recipes.sft import TrainSplit
@@ -19,27 +22,29 @@ class Config:
     model: str  # Hugging Face folder; the head of a language model is replaced by a value head
     # prompts with two answers: a file, or a table of files and weights (docs/data.md)
     data: str | dict[str, float]
-    held_out: str = ""  # pairs to evaluate with; "": none
-    eval_every: int = 20  # steps between evaluations; the last step is always followed by one
     steps: int = 200  # training steps of the whole run
+    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
+    start_step: int = 0  # steps that a new run counts as done, with their data (docs/resume.md)
     pairs_per_step: int = 32  # each a prompt with two answers
     margin: float = 0.0  # by which the chosen answer's reward should exceed the other's
     center_coef: float = 0.0  # weight of a term that keeps rewards around zero
+    eval: rl.HeldOutConfig = field(default_factory=rl.HeldOutConfig)
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: TrainSplit = field(default_factory=TrainSplit)
     prompts: rl.PairConfig = field(default_factory=rl.PairConfig)
     trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
 
     def __post_init__(self) -> None:
-        rl.at_least(self, {"steps": 0, "pairs_per_step": 1, "eval_every": 1})
+        rl.at_least(self, {"steps": 0, "pairs_per_step": 1})
         rl.at_least(self, {"margin": 0, "center_coef": 0})
+        rl.check_steps(self)
 
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    files: list[str | dict[str, float]] = [cfg.data, *filter(None, [cfg.held_out])]
-    for data in files:
-        rl.check_inputs(model=cfg.model, data=data, prompts=cfg.prompts, trainer=cfg.trainer)
+    held_out = rl.held_out_sets(cfg.eval, cfg.prompts)
+    for data, prompts in [(cfg.data, cfg.prompts), *held_out.values()]:
+        rl.check_inputs(model=cfg.model, data=data, prompts=prompts, trainer=cfg.trainer)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
@@ -47,18 +52,21 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     trainer = ctl.spawn(rl.ValueTrainer, cfg.trainer, on=roles.train, model=cfg.model)
     tokenizer = rl.load_tokenizer(cfg.model)
     pairs = rl.PreferencePairs(cfg.data, cfg.prompts, tokenizer)
-    held_out = None
-    if cfg.held_out:
-        held_out = rl.pack_pairs(rl.PreferencePairs(cfg.held_out, cfg.prompts, tokenizer).all())
     loss = partial(rl.bradley_terry_loss, margin=cfg.margin, center_coef=cfg.center_coef)
 
-    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
+    def rewards_of(batch: rl.Batch) -> NDArray[np.floating]:
+        return trainer.rewards.call(batch).values
+
+    num_steps = rl.num_steps(cfg, pairs, cfg.pairs_per_step)
+    evaluation = rl.pair_evaluation(ctl, cfg, [trainer], tokenizer, rewards_of, num_steps)
+    start = ctl.resume(trainer=trainer, pairs=pairs)
+    start = rl.first_step(cfg, start, [trainer], pairs, cfg.pairs_per_step)
+
+    for step in ctl.steps(num_steps, start):
+        evaluation.after(step.index)
         with ctl.phase("train", awake=[trainer]):
             batch = rl.sequence_ends(rl.pack_pairs(pairs.next(cfg.pairs_per_step)))
             stats = trainer.train_step.call(batch, loss)
         step.log(stats)
-        if held_out and ((step.index + 1) % cfg.eval_every == 0 or step.index + 1 == cfg.steps):
-            with ctl.phase("eval", awake=[trainer]):
-                rewards = trainer.rewards.call(held_out)
-            step.log(rl.preference_metrics(rewards.values))
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+    evaluation.at_end()

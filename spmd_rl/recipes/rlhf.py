@@ -64,6 +64,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     rl.announce_correction(cfg.engine, cfg.correction_in_words)
     evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, partial(graded, judge))
     start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
+    start = rl.first_step(cfg, start, update.trainers, prompts)
 
     for step in ctl.steps(num_steps, start):
         with ctl.phase("sync", awake=[trainer, rollout]):

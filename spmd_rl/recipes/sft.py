@@ -22,9 +22,12 @@ class Config:
     # answers or conversations: a file, or a table of files and weights (docs/data.md)
     data: str | dict[str, float]
     steps: int = 200  # training steps of the whole run
+    epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
+    start_step: int = 0  # steps that a new run counts as done, with their data (docs/resume.md)
     pairs_per_step: int = 64  # prompts with their answers, or conversations
     # which assistant messages of a conversation are learned; its own "weight" goes before this
     learn: Literal["all", "last"] = "all"
+    eval: rl.HeldOutConfig = field(default_factory=rl.HeldOutConfig)
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: TrainSplit = field(default_factory=TrainSplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
@@ -34,23 +37,34 @@ class Config:
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "pairs_per_step": 1})
+        rl.check_steps(self)
 
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    rl.check_inputs(
-        model=cfg.model, data=cfg.data, prompts=cfg.prompts, trainer=cfg.trainer, learn=cfg.learn
-    )
+    held_out = rl.held_out_sets(cfg.eval, cfg.prompts)
+    for data, prompts in [(cfg.data, cfg.prompts), *held_out.values()]:
+        rl.check_inputs(
+            model=cfg.model, data=data, prompts=prompts, trainer=cfg.trainer, learn=cfg.learn
+        )
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    pairs = rl.SftPairs(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.learn)
+    tokenizer = rl.load_tokenizer(cfg.model)
+    pairs = rl.SftPairs(cfg.data, cfg.prompts, tokenizer, cfg.learn)
+    num_steps = rl.num_steps(cfg, pairs, cfg.pairs_per_step)
+    held_out = rl.held_out_answers(cfg, tokenizer)
+    evaluation = rl.token_evaluation(ctl, cfg, trainer, held_out, num_steps)
+    start = ctl.resume(trainer=trainer, pairs=pairs)
+    start = rl.first_step(cfg, start, [trainer], pairs, cfg.pairs_per_step)
 
-    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
+    for step in ctl.steps(num_steps, start):
+        evaluation.after(step.index)
         with ctl.phase("train", awake=[trainer]):
             batch = rl.pack_sft(pairs.next(cfg.pairs_per_step))
             stats = trainer.train_step.call(batch, rl.sft_loss)
         step.log(stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
+    evaluation.at_end()

@@ -9,6 +9,7 @@ from statistics import fmean, variance
 from typing import Any, NamedTuple
 
 from spmd_rl.observe.metrics import METRIC_OF_NAME
+from spmd_rl.report.main_scores import MAIN_SCORES
 from spmd_rl.report.time_axes import is_number, training_rows
 
 Row = dict[str, Any]
@@ -17,7 +18,7 @@ MIN_STANDARD_ERRORS = 2.0  # by which two means must differ to count as a change
 MIN_STEPS = 10  # from which the first steps are compared with the last
 MANY_TRUNCATED = 0.1  # share of responses from which it is a warning
 LONGER = 2.0  # factor in length that is a warning
-_REWARD_OF_SET = re.compile(r"eval/(.+)/reward")
+_SCORE_OF_SET = re.compile(rf"eval/(.+)/({'|'.join(MAIN_SCORES)})")
 _REJECTED = "rollout/rejected_"
 
 
@@ -41,15 +42,17 @@ def what_changed(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 
 def _evaluations(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    names = dict.fromkeys(name for row in rows for name in row if _REWARD_OF_SET.fullmatch(name))
-    for name in names:
+    names = {
+        name: match for row in rows for name in row if (match := _SCORE_OF_SET.fullmatch(name))
+    }
+    for name, match in names.items():
         found = [row for row in rows if is_number(row.get(name))]
         if len(found) < 2:
             continue
         first, last = (Mean(row[name], _number(row, f"{name}_error")) for row in _ends(found))
-        set_name = name.removeprefix("eval/").removesuffix("/reward")
-        what = f"Evaluation {set_name}, from step {found[0]['step']} to {found[-1]['step']}: reward"
-        yield _compared(what, first, last)
+        steps, score = f"from step {found[0]['step']} to {found[-1]['step']}", match[2]
+        what = f"Evaluation {match[1]}, {steps}: {score.replace('_', ' ')}"
+        yield _compared(what, first, last, MAIN_SCORES[score])
 
 
 def _rewards(steps: Sequence[Row]) -> Iterator[tuple[str, str]]:
@@ -88,15 +91,16 @@ def _left_out(steps: Sequence[Row]) -> Iterator[tuple[str, str]]:
         yield "bad", f"{failed:,.0f} samples failed, and nothing was learned from them"
 
 
-def _compared(what: str, first: Mean, last: Mean) -> tuple[str, str]:
-    """Return the mood and the sentence of two means."""
+def _compared(what: str, first: Mean, last: Mean, better: int = 1) -> tuple[str, str]:
+    """Return the mood and the sentence of two means; with `better` -1 less is better."""
     change, error = last.value - first.value, math.hypot(first.error, last.error)
     both = f"{what} {_text(first)} → {_text(last)}"
     if math.isnan(error):
         return "", f"{both}; the noise is not known"
     if abs(change) <= MIN_STANDARD_ERRORS * error or not change:
         return "", f"{both}: no change beyond {MIN_STANDARD_ERRORS:g} standard errors"
-    return ("good", f"{both}: it rose") if change > 0 else ("bad", f"{both}: it fell")
+    mood = "good" if change * better > 0 else "bad"
+    return mood, f"{both}: it {'rose' if change > 0 else 'fell'}"
 
 
 def _first_and_last(steps: Sequence[Row], name: str) -> tuple[Mean, Mean] | None:

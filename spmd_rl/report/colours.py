@@ -15,6 +15,7 @@ class Colour:
 
 BLUE, AMBER = Colour("#2667c9", "--c0"), Colour("#d9822b", "--c1")
 GREEN, VIOLET = Colour("#2a9d6f", "--c2"), Colour("#7a5cc2", "--c3")
+TEAL = Colour("#1596a8", "--c5")
 RED, GREY = Colour("#d1495b", "--c4"), Colour("#a7b1ba", "--rest")
 
 PHASES = {
@@ -23,6 +24,7 @@ PHASES = {
     "sync": GREEN,
     "sleep": VIOLET,
     "wake": RED,
+    "eval": TEAL,
     "other": GREY,
 }
 PARTS = (BLUE, AMBER, GREEN, VIOLET)  # of the parts of a reward, in the order of their names

@@ -41,6 +41,7 @@ from spmd_rl.report.curve_axes import (
     start_at_zero,
     style_axes,
 )
+from spmd_rl.report.main_scores import main_score
 
 LEGEND_WIDTH = 40  # characters of all names of reward parts together
 
@@ -56,7 +57,7 @@ def draw(rows: Rows, path: Path, title: str) -> None:
 
 def picture(rows: Rows, title: str) -> Any:
     """Return the matplotlib figure of the steps from 1, or None if there is nothing to draw."""
-    evaluated = [row for row in rows if row["step"] >= 0 and "eval/reward" in row]
+    evaluated = [row for row in rows if row["step"] >= 0 and main_score(row)]
     rows = [row for row in rows if row["step"] > 0]
     panels = _panels_with_values(rows)
     if evaluated and rows:
@@ -110,15 +111,16 @@ def _reward(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
 
 
 def _evaluations(evaluated: Rows, axes: Any, _: NDArray[Any], __: Rows) -> None:
-    """Draw the mean reward of each evaluation set, from before the first step on."""
-    names = [name for name in evaluated[-1] if re.fullmatch("eval/.+/reward", name)]
+    """Draw the main score of each evaluation set, from before the first step on."""
+    score = main_score(evaluated[-1])
+    names = [name for name in evaluated[-1] if re.fullmatch(f"eval/.+/{score}", name)]
     shown = names[: len(PARTS)]
     count = f": {len(shown)} of {len(names)} sets" if len(shown) < len(names) else ""
-    set_title(axes, f"reward in evaluation{count}")
+    set_title(axes, f"{score.replace('_', ' ')} in evaluation{count}")
     steps = np.array([row["step"] for row in evaluated])
     axes.set_xlim(min(steps[0], axes.get_xlim()[0]))
     for name, colour in zip(shown, PARTS, strict=False):
-        label = name.removeprefix("eval/").removesuffix("/reward")[:LEGEND_WIDTH]
+        label = name.removeprefix("eval/").removesuffix(f"/{score}")[:LEGEND_WIDTH]
         plot_line(axes, steps, column(evaluated, name), colour.code, label)
     add_legend(axes)
 

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from spmd_rl.report.main_scores import main_score
 from spmd_rl.report.progress import (
     Metrics,
     RunProgress,
@@ -205,16 +206,16 @@ def _reward(progress: RunProgress, width: int) -> Text | None:
 
 
 def _evaluation(progress: RunProgress) -> Text | None:
-    """Return the scores of the last evaluation, and the first mean reward of the evaluations."""
+    """Return the scores of the last evaluation, and the main score of the first."""
     if not progress.evaluations:
         return None
     (_, first), (num_steps, last) = progress.evaluations[0], progress.evaluations[-1]
     text = Text.assemble(
         (evaluation_text(last), "bold"), (f"  after {num_steps} steps", "bright_black")
     )
-    before = first.get("eval/reward")
-    if len(progress.evaluations) > 1 and before is not None:
-        text.append(f"  reward from {number(before, '.3f')}", "bright_black")
+    if len(progress.evaluations) > 1 and (score := main_score(first)):
+        before = number(first[f"eval/{score}"], ".3f")
+        text.append(f"  {score} from {before}", "bright_black")
     return text
 
 

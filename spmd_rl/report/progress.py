@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from spmd_rl.report.main_scores import MAIN_SCORES
+
 Metrics = Mapping[str, float]
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -135,7 +137,7 @@ def evaluation_text(metrics: Metrics) -> str:
     for name, value in metrics.items():
         _, _, rest = name.partition("/")
         one, slash, score = rest.rpartition("/")
-        if slash and (score == "reward" or score.startswith("pass@")):
+        if slash and (score in MAIN_SCORES or score.startswith("pass@") or score == "perplexity"):
             scores.setdefault(one, {})[score] = value
     texts = []
     for one, found in scores.items():

@@ -32,6 +32,8 @@ class KeyFigure:
 KEY_FIGURES = (
     KeyFigure("reward", "reward/mean", "mean of last 5 %", 1),
     KeyFigure("reward in evaluation", "eval/reward", "last", 1),
+    KeyFigure("loss in evaluation", "eval/loss", "last", -1),
+    KeyFigure("accuracy in evaluation", "eval/accuracy", "last", 1),
     KeyFigure("prompts without reward", "reward/solve_none", "mean of last 5 %"),
     KeyFigure("response tokens", "rollout/response_tokens_mean", "mean of last 5 %"),
     KeyFigure("entropy", "train/entropy", "mean of last 5 %"),

@@ -125,7 +125,8 @@ class Learner:
             return weighted.sum() * step.scale
 
         self.backend.forward_backward(micros, loss_of, step.needs)
-        lr = learning_rate(self.cfg, self.state.optimizer_steps) if step.lr is None else step.lr
+        num_scheduled = self.state.steps_before + self.state.optimizer_steps
+        lr = learning_rate(self.cfg, num_scheduled) if step.lr is None else step.lr
         gathered = sums.gather(self.context, square_norm=self.backend.square_norm())
         norm = self._checked_norm(gathered)
         clip = self.cfg.clip_norm

@@ -8,13 +8,18 @@ from spmd_rl.controller.endpoint import Sharded, collective
 from spmd_rl.model.spec import Head
 from spmd_rl.train.training_role import TrainingRole
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.token_values import TokenValues
+from spmd_rl.types.token_values import TokenValues, TopLogprobs
 
 
 class Trainer(TrainingRole):
     """Trains a language model, such as the policy."""
 
     HEAD: ClassVar[Head] = "lm"
+
+    @collective
+    def top_logprobs(self, batch: Sharded[Batch], k: int) -> Sharded[TopLogprobs]:
+        """Return the `k` likeliest tokens before each token of the mask, and their log-probs."""
+        return self.learner.runner.top_logprobs(batch, k)
 
     @collective
     def score(self, batch: Sharded[Batch]) -> Sharded[TokenValues]:

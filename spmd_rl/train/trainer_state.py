@@ -6,7 +6,11 @@ import msgspec
 
 
 class TrainerState(msgspec.Struct, forbid_unknown_fields=True):
-    """The version of the weights, and the optimizer steps taken, which the schedule counts."""
+    """The version of the weights, and the optimizer steps taken.
+
+    The schedule counts `steps_before` more, which a run that begins at a later step left out.
+    """
 
     version: int = 0
     optimizer_steps: int = 0
+    steps_before: int = 0

@@ -57,6 +57,15 @@ class TrainingRole(Role, WeightProvider, Saver, Contracted):
         return self.learner.train_step(batch, loss, lr, needs)
 
     @collective
+    def begin_after(self, num_steps: int) -> None:
+        """Count `num_steps` train steps as done, in the version and in the schedule of the rate.
+
+        The optimizer's moments stay as they are.
+        """
+        self.learner.state.version = num_steps
+        self.learner.state.steps_before = num_steps * self.cfg.minibatches
+
+    @collective
     def version(self) -> int:
         """Return the version of the current weights."""
         return self.learner.state.version

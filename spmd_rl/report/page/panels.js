@@ -1,12 +1,16 @@
 // Charts and the metrics they show. Colours come with the data, so that curves.png has the same.
 
-const PHASES = ["rollout", "train", "sync", "sleep", "wake"];
+const PHASES = ["rollout", "train", "sync", "sleep", "wake", "eval"];
 const PART = "reward/"; // prefix of the parts of a reward
 const EVALUATION = /^eval\/(?:(.+)\/)?([^/]+)$/; // eval/SET/SCORE, or eval/SCORE of all sets
-const NOT_DRAWN = new Set(["pass@1", "reward_error"]); // the first is avg@n under another name
+const NOT_DRAWN = new Set(["pass@1"]); // the first is avg@n under another name
 const EVALUATIONS = "Evaluation: all sets";
 const SCORES_IN_WORDS = {
   reward: "mean reward",
+  loss: "loss of a token in nats",
+  token_accuracy: "share of tokens found likeliest",
+  accuracy: "share of pairs ranked as labelled",
+  margin: "reward of chosen minus rejected answers",
   truncated: "truncated responses",
   response_tokens_mean: "response length in tokens",
   failed_samples: "failed samples",
@@ -28,6 +32,10 @@ const PANELS = [
     lines: [
       ["eval/reward", "mean reward"],
       ["eval/pass@1", "share of correct samples", "dashed"],
+      ["eval/loss", "loss"],
+      ["eval/token_accuracy", "share of tokens found likeliest", "dashed"],
+      ["eval/margin", "margin of pairs"],
+      ["eval/accuracy", "share of pairs ranked as labelled", "dashed"],
     ],
   },
   { title: "Spread of rewards", floor: 0, lines: [["reward/std", "standard deviation"]] },
@@ -115,7 +123,6 @@ const PANELS = [
     title: "Pairs ranked as labelled",
     share: true,
     lines: [
-      ["held_out/accuracy", "held out"],
       ["dpo/accuracy", "DPO"],
       ["reward_model/accuracy", "reward model"],
     ],
@@ -123,7 +130,6 @@ const PANELS = [
   {
     title: "Rewards of pairs",
     lines: [
-      ["held_out/margin", "margin, held out"],
       ["dpo/margin", "margin"],
       ["dpo/chosen_reward", "chosen"],
       ["dpo/rejected_reward", "rejected"],
@@ -223,7 +229,6 @@ const PANELS = [
       ["sync/shared_tensors", "the trainer's memory"],
     ],
   },
-  { title: "Evaluation time", unit: "s", floor: 0, lines: [["time/eval", "of a step"]] },
   { title: "Checkpoint time", unit: "s", floor: 0, lines: [["time/save", "copy, while steps wait"]] },
   {
     title: "Utilisation",
@@ -268,7 +273,7 @@ function evaluationPanels(data, run) {
   const columns = run.curves.columns,
     bySet = Object.keys(columns).filter((metric) => (EVALUATION.exec(metric) || [])[1]),
     found = new Set(bySet.map((metric) => EVALUATION.exec(metric)[2])),
-    scores = ["reward", ...found].filter((score, i, all) => found.has(score) && all.indexOf(score) === i && !NOT_DRAWN.has(score));
+    scores = ["reward", ...found].filter((score, i, all) => found.has(score) && all.indexOf(score) === i && !NOT_DRAWN.has(score) && !score.endsWith("_error"));
   return scores.map((score) => ({
     title: `Evaluation: ${SCORES_IN_WORDS[score] || score}`,
     meaning: `eval/SET/${score}, of the weights after so many steps`,

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.algo.dpo import bradley_terry_loss, dpo_evaluation, dpo_loss
+from spmd_rl.algo.dpo import bradley_terry_loss, dpo_loss
 from spmd_rl.algo.losses import LossInput, ValueInput
 from spmd_rl.algo.pair_packing import pack_pairs
 from spmd_rl.errors import ConfigError, ContractError
+from spmd_rl.evaluation.held_out_scores import dpo_rewards, pair_measures, pair_scores
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.token_values import TokenValues
 
@@ -194,10 +195,11 @@ def test_held_out_accuracy_is_that_of_the_training_metric() -> None:
         value.detach().numpy().astype(np.float32) * batch.mask for value in (logprobs, reference)
     ]
     scored = TokenValues(as_numpy[0], batch.lengths, batch.index)
-    found = dpo_evaluation(batch.with_columns(reference_logprobs=as_numpy[1]), scored, beta=0.3)
+    scored_batch = batch.with_columns(reference_logprobs=as_numpy[1])
+    found = pair_scores(pair_measures(dpo_rewards(scored_batch, scored, beta=0.3)))
     _, _, expected = by_hand(batch, beta=0.3)
-    assert found["held_out/accuracy"] == expected["dpo/accuracy"]
-    assert found["held_out/margin"] == pytest.approx(expected["dpo/margin"], abs=1e-6)
+    assert found["accuracy"] == expected["dpo/accuracy"]
+    assert found["margin"] == pytest.approx(expected["dpo/margin"], abs=1e-6)
 
 
 def reward_model(rewards: Tensor, **settings: float) -> tuple[Tensor, dict[str, Tensor]]:

@@ -39,6 +39,27 @@ def test_evaluations_are_compared_with_their_noise(last: float, mood: str, words
     assert found == {"mood": mood, "text": f"Evaluation gsm, from step 0 to 20: {words}"}
 
 
+@pytest.mark.parametrize(
+    ("score", "last", "mood", "words"),
+    [
+        ("loss", 0.5, "good", "loss 1 ± 0.02 → 0.5 ± 0.02: it fell"),
+        ("loss", 1.5, "bad", "loss 1 ± 0.02 → 1.5 ± 0.02: it rose"),
+        ("token_accuracy", 0.5, "bad", "token accuracy 1 ± 0.02 → 0.5 ± 0.02: it fell"),
+        ("accuracy", 2.0, "good", "accuracy 1 ± 0.02 → 2 ± 0.02: it rose"),
+        ("margin", 2.0, "good", "margin 1 ± 0.02 → 2 ± 0.02: it rose"),
+    ],
+)
+def test_held_out_scores_are_compared_by_what_is_better(
+    score: str, last: float, mood: str, words: str
+) -> None:
+    name = f"eval/text/{score}"
+    rows = [
+        {"step": step, name: value, f"{name}_error": 0.02} for step, value in ((0, 1.0), (9, last))
+    ]
+    (found,) = what_changed(rows)
+    assert found == {"mood": mood, "text": f"Evaluation text, from step 0 to 9: {words}"}
+
+
 def test_no_change_is_told_without_two_evaluations_or_their_noise() -> None:
     assert what_changed([evaluation(0, 0.5)]) == []
     (found,) = what_changed([evaluation(0, 0.5, None), evaluation(9, 0.9, None)])

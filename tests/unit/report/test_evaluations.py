@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -98,3 +99,40 @@ def test_the_live_view_shows_the_last_evaluation() -> None:
 
 def test_an_evaluation_whose_samples_all_failed_has_words() -> None:
     assert evaluation_text({"eval/gsm/failed_samples": 3.0}) == "all samples failed"
+
+
+def test_held_out_scores_are_in_the_views_and_the_curves(folder: RunFolder) -> None:
+    first = {"eval/loss": 2.0, "eval/text/loss": 2.0, "eval/text/perplexity": 7.389}
+    last = {"eval/loss": 1.0, "eval/text/loss": 1.0, "eval/text/perplexity": 2.718}
+    assert evaluation_text(last) == "text: loss 1.000  perplexity 2.718"
+    out = io.StringIO()
+    progress = RunProgress(2)
+    view = LiveView(progress, "run", Console(file=out, force_terminal=True, width=100))
+    for step, row in ((0, first), (2, last)):
+        progress.record_evaluation(step, row)
+        view.show_evaluation()
+    view.close()
+    assert "loss from 2.000" in out.getvalue()
+    rows = [
+        {"step": 0, **first},
+        {"step": 1, "train/loss": 1.0},
+        {"step": 2, "train/loss": 0.5, **last},
+    ]
+    axes = picture(rows, "run").axes
+    assert "loss in evaluation" in [one.get_title(loc="left") for one in axes]
+
+
+def test_the_time_of_an_evaluation_is_a_phase_of_its_step() -> None:
+    out = io.StringIO()
+    rows = [
+        {"step": step, "time/step": 3.0, "time/train": 1.0, "time/eval": 2.0} for step in (1, 2)
+    ]
+    (axes,) = picture(rows, "run").axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["train", "eval", "other"]
+    progress = RunProgress(2)
+    view = LiveView(progress, "run", Console(file=out, force_terminal=True, width=100))
+    progress.record_step(1, rows[0])
+    view.show([])
+    view.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert "eval 67" in shown, shown

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn.functional import kl_div, logsigmoid
 
 from spmd_rl.algo.distill import topk_kl_loss, with_candidates
-from spmd_rl.algo.dpo import bradley_terry_loss, dpo_loss, preference_metrics
+from spmd_rl.algo.dpo import bradley_terry_loss, dpo_loss
 from spmd_rl.algo.losses import Needs
 from spmd_rl.algo.packing import pack_sft
 from spmd_rl.algo.pair_packing import pack_pairs
+from spmd_rl.evaluation.held_out_scores import pair_measures, pair_scores
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import random_weights
@@ -179,9 +180,9 @@ def test_a_reward_model(context: RoleContext, model_folder: Any, max_tokens: int
     difference, both = plain[0::2] - plain[1::2], plain[0::2] + plain[1::2]
     expected = (-logsigmoid(difference - 0.1) + 0.2 * both**2).mean()
     assert stats["train/loss"] == pytest.approx(expected.item(), rel=1e-5)
-    for name, value in preference_metrics(rewards).items():
-        name = name.replace("held_out", "reward_model")
-        assert stats[name] == pytest.approx(value, abs=1e-5)
+    scores = pair_scores(pair_measures(rewards))
+    for name in ("accuracy", "margin"):
+        assert stats[f"reward_model/{name}"] == pytest.approx(scores[name], abs=1e-5)
     assert distance(found, by_autograd(model, expected)) < 2e-5
 
 

@@ -1,0 +1,83 @@
+"""When a run evaluates, and the names of its sets, whatever is evaluated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from spmd_rl.config.rules import at_least, require
+from spmd_rl.errors import ConfigError
+from spmd_rl.observe.metrics_log import read_metrics
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_SLICE = re.compile(r"@\[[^]]*\]$")
+
+
+@dataclass(frozen=True)
+class EvalTimes:
+    """The steps at which a run evaluates."""
+
+    every: int = 0  # steps between evaluations; 0: none between the first and the last
+    before: bool = True  # evaluate before the first step
+    at_end: bool = True  # evaluate after the last step
+
+    def __post_init__(self) -> None:
+        at_least(self, {"every": 0})
+
+
+class EvalSchedule:
+    """Says which evaluations of a run are due, and not recorded yet.
+
+    The run begins after `first` steps and ends after `num_steps`.
+    """
+
+    def __init__(self, times: EvalTimes, run_folder: Path, num_steps: int, first: int = 0) -> None:
+        self.num_steps = num_steps
+        self._times = times
+        self._first = first
+        self._metrics = run_folder / "metrics.jsonl"
+
+    def is_due(self, num_steps: int) -> bool:
+        """Return whether an evaluation is due at the start of the step after `num_steps` steps."""
+        due = self._times.before if num_steps == self._first else self._is_periodic(num_steps)
+        return due and num_steps not in self._recorded
+
+    def is_due_at_end(self) -> bool:
+        """Return whether an evaluation is due after the last step."""
+        due = self._times.at_end or self._is_periodic(self.num_steps)
+        return self.num_steps > self._first and due and self.num_steps not in self._recorded
+
+    def _is_periodic(self, num_steps: int) -> bool:
+        return self._times.every > 0 and num_steps % self._times.every == 0
+
+    @cached_property
+    def _recorded(self) -> set[int]:
+        """The steps whose evaluation was recorded before this start of the run.
+
+        It is read in the loop, where the lines that a resumed run writes again are gone.
+        """
+        rows = read_metrics(self._metrics)
+        return {row["step"] for row in rows if any(name.startswith("eval/") for name in row)}
+
+
+def check_sets(data: str, names: Iterable[str]) -> None:
+    """Raise a ConfigError for a file beside named sets, and for a name that no file can have."""
+    names = [*names]
+    if data and names:
+        raise ConfigError("data and sets cannot both be given: put data into a set of its own")
+    for name in names:
+        require(
+            _NAME.fullmatch(name) is not None,
+            "name of a set",
+            name,
+            "letters, digits, and any of _ . - after the first",
+        )
+
+
+def name_of_file(data: str) -> str:
+    """Return the name of the set in a file, from that of the file."""
+    stem = Path(_SLICE.sub("", data)).stem
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", stem).lstrip("_.-") or "eval"
