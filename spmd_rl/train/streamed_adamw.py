@@ -22,7 +22,7 @@ from spmd_rl.train.parameter_groups import UpdateRule
 from spmd_rl.weights.local_tensors import LocalTensor
 
 CHUNK_ELEMENTS = 16 << 20  # 64 MiB of each moment
-Reserve = Callable[[int], Tensor]  # bytes of host memory, zero and pinned, as a uint8 tensor
+
 
 
 class StreamedAdamW:
