@@ -52,6 +52,21 @@ class Phases:
         return Phases({name: {**self.awake.get(name, {}), **awake.get(name, {})} for name in names})
 
 
+@dataclass(frozen=True)
+class RoleSleep:
+    """What a role is told of its sleep: its name, the tags that are awake in each phase, and the
+    bytes that its rank may keep in host memory (0: what the rank's cgroup leaves).
+    """
+
+    role: str
+    phases: dict[str, Tags]
+    host_bytes: int = 0
+
+    def phases_with(self, tag: str) -> list[str]:
+        """Return the phases in which memory under `tag` is awake."""
+        return [name for name, tags in self.phases.items() if {tag, *ALL}.intersection(tags)]
+
+
 # all roles are awake in all phases: for recipes whose roles work at the same time
 CONCURRENT = Phases()
 
