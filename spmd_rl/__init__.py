@@ -106,6 +106,11 @@ if TYPE_CHECKING:
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
     from spmd_rl.observe.samples_file import read_groups as read_groups
+    from spmd_rl.offload.config import OffloadConfig as OffloadConfig
+    from spmd_rl.offload.phases import ALL as ALL
+    from spmd_rl.offload.phases import COLOCATED as COLOCATED
+    from spmd_rl.offload.phases import CONCURRENT as CONCURRENT
+    from spmd_rl.offload.phases import Phases as Phases
     from spmd_rl.recipes.load_prompts import load_prompts as load_prompts
     from spmd_rl.recipes.num_steps import check_epochs as check_epochs
     from spmd_rl.recipes.num_steps import num_steps as num_steps
@@ -207,6 +212,8 @@ _HOMES = {
     "mesh.role_context": ("RoleContext",),
     "mesh.split": ("PolicySplit", "RoleSplit", "SeparateSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
+    "offload.config": ("OffloadConfig",),
+    "offload.phases": ("ALL", "COLOCATED", "CONCURRENT", "Phases"),
     "observe.samples_file": ("read_groups",),
     "check.engine": ("announce_correction", "check_engine"),
     "check.evaluation": ("check_evaluation", "refuse_eval_rewards"),

@@ -68,7 +68,7 @@ class Evaluation:
         num_steps = self._num_steps
         due = self._cfg.at_end or self._is_due(num_steps)
         if num_steps and due and self._is_missing(num_steps):
-            with self._ctl.phase("sync", awake=[trainer, self._rollout]):
+            with self._ctl.phase("sync"):
                 weights.push(version=num_steps, drain=drain)
             self._run_once(num_steps)
 
@@ -108,11 +108,14 @@ class Evaluation:
         """Return the graded samples of a set."""
         groups: list[Group] = []
         for asked in _parts(prompts, max(1, SAMPLES_PER_CALL // one.sampling.num_samples)):
-            with self._ctl.phase("eval", awake=[self._rollout]):
+            with self._ctl.phase("eval"):
                 groups += self._rollout.generate.call(
                     asked, one.sampling, seed=self._cfg.seed, step=num_steps, evaluation=True
                 )
-        return self._grade(groups) if self._grade else groups
+        if self._grade is None:
+            return groups
+        with self._ctl.phase("grade"):
+            return self._grade(groups)
 
 
 def prompts_of(one: ResolvedSet, tokenizer: Any) -> list[Prompt]:

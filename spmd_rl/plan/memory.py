@@ -22,6 +22,7 @@ from spmd_rl.offload.ledger import (
     kv_token_bytes,
     total,
 )
+from spmd_rl.offload.phases import CONCURRENT, Phases
 from spmd_rl.plan.model_memory import (
     PlannedRole,
     dtype_on_gpu,
@@ -117,7 +118,7 @@ def _role_ledgers(
     if "train" in roles:
         yield trainer_memory(spec, cfg.trainer, placements.train)
     if "infer" in roles:
-        sleeps = "train" in roles and getattr(cfg, "engine_sleeps", False)
+        sleeps = "train" in roles and not _phases(cfg).is_awake("train", "infer", "kv")
         step = _step_bytes(cfg.engine, spec) if on_gpu else 0
         if isinstance(cfg.engine, SglangEngineConfig):
             yield _sglang_ledger(cfg.engine, spec, sleeps, step, on_gpu)
@@ -132,6 +133,11 @@ def _role_ledgers(
             sleeps=sleeps,
             step=step,
         )
+
+
+def _phases(cfg: Any) -> Phases:
+    phases: Phases = getattr(cfg, "phases", CONCURRENT)
+    return phases
 
 
 def _sglang_ledger(

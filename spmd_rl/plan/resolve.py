@@ -1,7 +1,7 @@
 """Plan of a run: from a recipe's config and a world size to plain data.
 
 The plan reads four fields of the config: `split` places roles, `model` gives shapes, `trainer` and
-`engine` say how the roles hold them. `engine_sleeps` says whether one makes room for the other. A
+`engine` say how the roles hold them. `phases` say who makes room for whom. A
 method `extra_roles()` lists the roles besides (train/extra_role.py).
 """
 

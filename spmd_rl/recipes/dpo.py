@@ -75,12 +75,12 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     )
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
-        with ctl.phase("train", awake=[trainer]):
+        with ctl.phase("train"):
             batch = scored(rl.pack_pairs(pairs.next(cfg.pairs_per_step)))
             stats = trainer.train_step.call(batch, loss)
         step.log(stats)
         if held_out and is_eval_due(cfg, step.index):
-            with ctl.phase("eval", awake=[trainer]):
+            with ctl.phase("eval"):
                 policy = trainer.score.call(held_out)
             step.log(rl.dpo_evaluation(held_out, policy, beta=cfg.beta))
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

@@ -37,7 +37,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     documents = rl.Documents(cfg.data, cfg.documents, rl.load_tokenizer(cfg.model))
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, documents=documents)):
-        with ctl.phase("train", awake=[trainer]):
+        with ctl.phase("train"):
             batch = rl.pack_sft(documents.next(cfg.tokens_per_step))
             stats = trainer.train_step.call(batch, rl.sft_loss)
         learned = float(batch.mask.sum())

@@ -52,12 +52,12 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     loss = partial(rl.bradley_terry_loss, margin=cfg.margin, center_coef=cfg.center_coef)
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
-        with ctl.phase("train", awake=[trainer]):
+        with ctl.phase("train"):
             batch = rl.sequence_ends(rl.pack_pairs(pairs.next(cfg.pairs_per_step)))
             stats = trainer.train_step.call(batch, loss)
         step.log(stats)
         if held_out and ((step.index + 1) % cfg.eval_every == 0 or step.index + 1 == cfg.steps):
-            with ctl.phase("eval", awake=[trainer]):
+            with ctl.phase("eval"):
                 rewards = trainer.rewards.call(held_out)
             step.log(rl.preference_metrics(rewards.values))
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

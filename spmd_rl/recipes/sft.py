@@ -48,7 +48,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     pairs = rl.SftPairs(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.learn)
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
-        with ctl.phase("train", awake=[trainer]):
+        with ctl.phase("train"):
             batch = rl.pack_sft(pairs.next(cfg.pairs_per_step))
             stats = trainer.train_step.call(batch, rl.sft_loss)
         step.log(stats)

@@ -83,8 +83,11 @@ class ModelBackend(Protocol):
         """Go on from a `state` that was loaded, taken after `optimizer_steps`."""
         ...
 
-    def source(self) -> WeightSource:
-        """Return this rank's share of the weights: of a trainer, as `step` leaves them."""
+    def source(self, on_open: Callable[[], None]) -> WeightSource:
+        """Return this rank's share of the weights: of a trainer, as `step` leaves them.
+
+        `on_open` is called before each push.
+        """
         ...
 
     def names(self) -> Sequence[str]:

@@ -24,6 +24,7 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.model.value_head import ValueModel, ValueScorer
+from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.backend import LossOf, State
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
@@ -37,7 +38,7 @@ from spmd_rl.train.sharded_model import ShardedModel
 class Fsdp2(ShardedModel):
     """A model sharded over `mesh`, whose axes are dp and fsdp, with its optimizer.
 
-    Weights are unset until `fill`.
+    Weights are unset until `fill`. Master weights and moments are in regions of `memory`.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Fsdp2(ShardedModel):
         cfg: TrainerConfig,
         device: torch.device,
         head: Head = "lm",
+        memory: RoleMemory | None = None,
     ) -> None:
         dtype = getattr(torch, cfg.dtype)
         if cfg.deterministic:
@@ -55,9 +57,15 @@ class Fsdp2(ShardedModel):
         _recompute(scorer.model, cfg.backend.recompute)
         rules = _freeze(scorer.model, cfg, mesh.size(1))
         reshard = False if mesh.size(1) == 1 else None
-        super().__init__(scorer, mesh, device, dtype, cfg.backend.gathers_whole, reshard)
+        self._memory = memory = memory or RoleMemory(None, device)
+        with memory.allocating("master"):
+            super().__init__(scorer, mesh, device, dtype, cfg.backend.gathers_whole, reshard)
+        memory.hold("master", lambda: self.local.values())
         _sum_gradients(self.units, cfg.deterministic)
-        self.optimizer = build_optimizer(self.local_weights(), rules, cfg, mesh.get_group("fsdp"))
+        group = mesh.get_group("fsdp")
+        with memory.allocating("moments"):
+            self.optimizer = build_optimizer(self.local_weights(), rules, cfg, group)
+        memory.hold("moments", self.optimizer.tensors)
 
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         has_logits = isinstance(self.scorer, Scorer)
@@ -86,6 +94,7 @@ class Fsdp2(ShardedModel):
         return [shard.grad for shard in shards if shard.grad is not None]
 
     def step(self, lr: float, grad_scale: float) -> None:
+        self._memory.require("an optimizer step", "moments")
         if grad_scale != 1.0:
             torch._foreach_mul_(self._gradients(), grad_scale)
         self.optimizer.step(lr)

@@ -5,10 +5,11 @@ It is elementwise AdamW, or Muon for some matrices, so it has parts: each update
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
 from spmd_rl.train.adamw import ShardedAdamW, ShardedAdamW8bit, require_torchao
 from spmd_rl.train.backend import State
@@ -34,6 +35,10 @@ class OptimizerPart(Protocol):
         """Go on from a `state` that was loaded, taken after `optimizer_steps`."""
         ...
 
+    def tensors(self) -> Iterable[Tensor]:
+        """Return all memory that it keeps between steps, plain tensors only."""
+        ...
+
 
 class ShardOptimizer:
     """All parts of a trainer's optimizer as one."""
@@ -52,6 +57,10 @@ class ShardOptimizer:
     def on_loaded(self, optimizer_steps: int) -> None:
         for part in self._parts:
             part.on_loaded(optimizer_steps)
+
+    def tensors(self) -> list[Tensor]:
+        """Return all memory that the parts keep between steps."""
+        return [tensor for part in self._parts for tensor in part.tensors()]
 
 
 def build_optimizer(

@@ -29,7 +29,7 @@ from spmd_rl.train.backend import Outputs, State, Visit, VisitTop
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.layout import chunk_box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
-from spmd_rl.weights.tensor_ends import TensorSource
+from spmd_rl.weights.tensor_ends import TensorSource, do_nothing
 
 
 class ShardedModel:
@@ -124,8 +124,8 @@ class ShardedModel:
 
     def on_loaded(self, optimizer_steps: int) -> None: ...
 
-    def source(self) -> TensorSource:
-        return TensorSource(self.local_weights().items())
+    def source(self, on_open: Callable[[], None] = do_nothing) -> TensorSource:
+        return TensorSource(self.local_weights().items(), on_open)
 
     def names(self) -> list[str]:
         return list(self.parameters)

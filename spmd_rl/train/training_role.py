@@ -7,36 +7,48 @@ workers only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from spmd_rl.algo.losses import Loss, Needs
-from spmd_rl.controller.capabilities import Contracted, Saver, WeightProvider
+from spmd_rl.controller.capabilities import Contracted, Saver, Sleeper, WeightProvider
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.spec import Head
+from spmd_rl.offload.phases import RoleSleep
+from spmd_rl.offload.residency import Receipt
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.types.batch import Batch
+
+MASTER, MOMENTS = "master", "moments"  # tags of a trainer's memory
 
 if TYPE_CHECKING:
     from spmd_rl.weights.ends import WeightSource
 
 
-class TrainingRole(Role, WeightProvider, Saver, Contracted):
+class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted):
     """Learns from batches. `model` is a Hugging Face folder: config, tokenizer and first weights.
 
     Its version names the current weights. A push sets it, and each train step raises it by one.
+    `sleep` says in which phases its memory is awake; the controller passes it. A method that needs
+    memory which sleeps raises a ResidencyError.
     """
 
     HEAD: ClassVar[Head]
+    MEMORY_TAGS: ClassVar[tuple[str, ...]] = (MASTER, MOMENTS)
 
-    def __init__(self, cfg: TrainerConfig, context: RoleContext, model: str) -> None:
+    def __init__(
+        self, cfg: TrainerConfig, context: RoleContext, model: str, sleep: RoleSleep | None = None
+    ) -> None:
         super().__init__(cfg, context)
         self.cfg: TrainerConfig = cfg
         self.model = model
+        from spmd_rl.offload.role_memory import RoleMemory
         from spmd_rl.train.build import build
         from spmd_rl.train.checkpoint import CheckpointWriter
 
-        self.learner = build(cfg, model, context, self.HEAD)
+        self.memory = RoleMemory(sleep, context.device)
+        self.learner = build(cfg, model, context, self.HEAD, self.memory)
         self.backend = self.learner.backend
         self.checkpoints = CheckpointWriter(self.backend, context, cfg.save_optimizer)
         self._resume_differences: list[str] = []
@@ -52,9 +64,14 @@ class TrainingRole(Role, WeightProvider, Saver, Contracted):
     ) -> dict[str, float]:
         """Learn from one batch, and return the metrics. `lr` overrides the schedule's rate."""
         self.checkpoints.check()
+        self.memory.require("train_step", MASTER)
+        self.memory.require_soon("train_step", MOMENTS)
         self.learner.runner.check_fits(batch)
         self._announce_change()
-        return self.learner.train_step(batch, loss, lr, needs)
+        try:
+            return self.learner.train_step(batch, loss, lr, needs)
+        finally:
+            self.memory.note_change(MASTER, MOMENTS)
 
     @collective
     def version(self) -> int:
@@ -64,6 +81,7 @@ class TrainingRole(Role, WeightProvider, Saver, Contracted):
     @collective
     def save(self, folder: str) -> None:
         """Begin to write a checkpoint of the present state; `wait_until_saved` waits for it."""
+        self.memory.require("save", MASTER, MOMENTS)
         self.checkpoints.start(folder, self.learner.state)
 
     @collective
@@ -76,10 +94,12 @@ class TrainingRole(Role, WeightProvider, Saver, Contracted):
         """Resume from a checkpoint, written by any number of ranks, and return its version."""
         from spmd_rl.train import checkpoint
 
+        self.memory.require("load", MASTER, MOMENTS)
         self._announce_change()
         self.learner.state, self._resume_differences = checkpoint.load(
             folder, self.backend, self.context
         )
+        self.memory.note_change(MASTER, MOMENTS)
         return self.learner.state.version
 
     @local
@@ -95,7 +115,20 @@ class TrainingRole(Role, WeightProvider, Saver, Contracted):
         """Write a folder that `transformers` loads, with the first model's config and tokenizer."""
         from spmd_rl.train.export import export_hf
 
+        self.memory.require("export_hf", MASTER)
         export_hf(folder, self.model, self.backend, self.context, dtype)
+
+    @collective
+    def sleep(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
+        """Give the memory of master weights and moments back; their bytes wait on the host."""
+        return self.memory.sleep(tags)
+
+    @collective
+    def wake(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
+        """Take the memory again, with its bytes. Those of the moments may come in the background
+        of the next forward pass.
+        """
+        return self.memory.wake(tags, in_background=(MOMENTS,))
 
     def on_weights_pushed(self, version: int) -> None:
         """Note that the weights just pushed are `version`, here as at the engine."""
@@ -103,7 +136,7 @@ class TrainingRole(Role, WeightProvider, Saver, Contracted):
 
     def weight_source(self) -> WeightSource:
         """Return this rank's share of the master weights, which train steps update in place."""
-        return self.backend.source()
+        return self.backend.source(partial(self.memory.require, "a push", MASTER))
 
     def call_before_change(self, callback: Callable[[], None]) -> None:
         """Call `callback` before each change of the weights, for a role that shares them."""

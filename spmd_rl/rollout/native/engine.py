@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import compress
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from spmd_rl.errors import ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.model.network import CausalLM
+from spmd_rl.offload.residency import Receipt
+from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.rollout.engine import NativeEngineConfig, Request, StepOutput
 from spmd_rl.rollout.native.auto_sizes import choose_sizes
 from spmd_rl.rollout.native.decode_graphs import Sampler
-from spmd_rl.rollout.native.kv_memory import KvMemory
 from spmd_rl.rollout.native.model_runner import ModelRunner
 from spmd_rl.rollout.native.pages import PagePool
 from spmd_rl.rollout.native.prefill_cost import PrefillCost
@@ -36,8 +39,11 @@ from spmd_rl.weights.tensor_ends import TensorSink
 NO_WEIGHTS = (
     "the engine has no weights of a known version: push one to it, or give it a model folder that "
     "has some (if it shares its trainer's memory, push after every train step, or link them with "
-    "alias=False)"
+    "alias=False; if its weights slept after a push, push again)"
 )
+
+
+WEIGHTS, KV = "weights", "kv"  # tags of the engine's memory
 
 
 @dataclass(frozen=True)
@@ -68,8 +74,10 @@ class NativeEngine:
         decode: Callable[[tuple[int, ...]], str] | None = None,
         sampler: Sampler = sample_and_score,
         reserved_bytes: int = 0,
+        memory: RoleMemory | None = None,
     ) -> None:
         self.model = model
+        self.memory = memory or RoleMemory(None, device)
         self.spec = spec = model.spec
         self.cfg = cfg
         self.sizes = sizes = choose_sizes(cfg, spec, device, reserved_bytes)
@@ -95,10 +103,9 @@ class NativeEngine:
         self._validator = RequestValidator(spec, max_kv_tokens=sizes.num_pages * sizes.page_size)
         self._num_steps = 0
         self._num_generated = 0
-        self._kv_memory = KvMemory(device)
-        self._runner: ModelRunner | None = None
         self._in_flight: InFlightStep | None = None
-        self.wake()
+        with self._advice():
+            self._runner = self._new_runner()
 
     @property
     def has_work(self) -> bool:
@@ -131,22 +138,21 @@ class NativeEngine:
     def snapshot(self) -> list[Sample]:
         return [request.sample("aborted") for request in self.scheduler.requests()]
 
-    def sleep(self) -> None:
+    def sleep(self, tags: tuple[str, ...] = ()) -> list[Receipt]:
         self.scheduler.discard_kv(self.version or 0)
         self._in_flight = None
-        self._kv_memory.unmap()
+        receipts = self.memory.sleep(tags)
+        if self.memory.is_dropped(WEIGHTS):
+            self.version = None
+        return receipts
 
-    def wake(self) -> None:
-        try:
-            if self._runner is None:
-                self._runner = self._new_runner()
-            else:
-                self._kv_memory.map()
-        except ResidencyError as error:
-            advice = "a lower engine.num_pages or engine.memory_fraction asks for less"
-            raise ResidencyError(
-                f"no room for pages of keys and values: {error}; {advice}"
-            ) from error
+    def wake(self, tags: tuple[str, ...] = ()) -> list[Receipt]:
+        was_asleep = not self.memory.is_awake(KV)
+        with self._advice():
+            receipts = self.memory.wake(tags)
+        if was_asleep and self.memory.is_awake(KV):
+            self._runner.cache.data.zero_()  # unset pages may hold NaN, which outlives their tokens
+        return receipts
 
     def sink(self) -> TensorSink:
         parameters = LocalTensors.whole(dict(self.model.named_parameters()))
@@ -158,7 +164,7 @@ class NativeEngine:
         return self.model.contract(self.device, self.sizes.dtype, self.cfg.attention_split)
 
     def stats(self) -> dict[str, int]:
-        runner = self._runner
+        cache = self._runner.cache
         return {
             "num_steps": self._num_steps,
             "num_generated_tokens": self._num_generated,
@@ -166,12 +172,14 @@ class NativeEngine:
             "num_waiting": len(self.scheduler.waiting),
             "num_pages": self.sizes.num_pages,
             "num_evictions": self.scheduler.pool.num_evictions,
-            "num_graphs": runner.num_graphs if runner else 0,
-            "kv_bytes": runner.cache.num_bytes if runner and self._kv_memory.is_mapped else 0,
+            "num_graphs": self._runner.num_graphs,
+            "kv_bytes": cache.num_bytes if self.memory.is_awake(KV) else 0,
             **asdict(self.scheduler.counters),
         }
 
     def _begin_push(self) -> None:
+        self.memory.require("a push", WEIGHTS)
+        self.memory.note_change(WEIGHTS)
         self.version, self.is_pushing = None, True
 
     def _forget_version(self) -> None:
@@ -198,7 +206,7 @@ class NativeEngine:
             head_dim=self.spec.head_dim,
             dtype=self.sizes.dtype,
             device=self.device,
-            allocate=self._kv_memory.allocate,
+            allocate=self._allocate_kv,
             split=self.cfg.attention_split,
         )
         return ModelRunner(
@@ -210,19 +218,33 @@ class NativeEngine:
             sampler=self._sampler,
         )
 
+    def _allocate_kv(self, num_bytes: int) -> Tensor:
+        """Return the memory of the pages, zero."""
+        pages = self.memory.slab(KV, "drop", num_bytes).bytes
+        return pages.zero_() if pages.is_cuda else pages
+
+    @contextmanager
+    def _advice(self) -> Iterator[None]:
+        """Have an error of too little memory say which settings ask for less."""
+        try:
+            yield
+        except ResidencyError as error:
+            advice = "a lower engine.num_pages or engine.memory_fraction asks for less"
+            raise ResidencyError(
+                f"no room for pages of keys and values: {error}; {advice}"
+            ) from error
+
     def _reset(self) -> None:
         """Clear all K/V after a step that failed.
 
         Pages that it published may be unwritten, or hold NaN that outlives their tokens.
         """
-        self.sleep()
-        if self.device.type == "cpu":  # there, sleeping memory may keep its content
-            self._runner = None
-            self._kv_memory.free()
-        self.wake()
+        self.scheduler.discard_kv(self.version or 0)
+        self._in_flight = None
+        self._runner.cache.data.zero_()
 
     def _check_ready(self) -> tuple[ModelRunner, int]:
-        if self._runner is None or not self._kv_memory.is_mapped:
+        if not (self.memory.is_awake(KV) and self.memory.is_awake(WEIGHTS)):
             raise ResidencyError("the engine is asleep: wake it before it generates")
         if self.version is None:
             raise SpmdError(NO_WEIGHTS)
