@@ -51,14 +51,17 @@ class RoleMemory:
     def sleeps(self) -> bool:
         return self._sleep is not None
 
-    def allocating(self, tag: str) -> AbstractContextManager[None]:
-        if self.sleeps:
+    def allocating(self, tag: str, always: bool = False) -> AbstractContextManager[None]:
+        if self.sleeps or always:
             self.regions[tag] = FakeRegion(tag, "save")
         return nullcontext()
 
     def hold(self, tag: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        if self.sleeps:
+        if tag in self.regions:
             self.regions[tag].tensors = tensors
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def slab(self, tag, contents, num_bytes):
         self.regions[tag] = r = FakeRegion(tag, contents)

@@ -53,11 +53,8 @@ class ActivationOffload:
     next begins.
     """
 
-    def __init__(
-        self, device: torch.device, reserve: Reserve, least_bytes: int = LEAST_BYTES
-    ) -> None:
+    def __init__(self, device: torch.device, reserve: Reserve) -> None:
         self._device = device
-        self._least_bytes = least_bytes
         self._host = HostStack(reserve)
         self._module: Any = torch.get_device_module(device)
         self._to_host, self._to_device = (self._module.Stream() for _ in range(2))
@@ -81,8 +78,6 @@ class ActivationOffload:
         self._host.clear()
 
     def _offloading(self, number: int, module: nn.Module, forward: Forward) -> Forward:
-        layer_of = self._layers
-
         def offloading(
             x: Tensor, residual: Tensor | None, rotary: Rotary, attend: TokenAttention
         ) -> Pair:
@@ -91,14 +86,12 @@ class ActivationOffload:
             if number == 0:
                 self.finish()  # also after a pass that failed
             self._release(number - LEAVING)
-            lasting = {
-                one.untyped_storage().data_ptr() for one in (*module.parameters(), *rotary)
-            }
+            lasting = {one.untyped_storage().data_ptr() for one in (*module.parameters(), *rotary)}
             with torch.autograd.graph.saved_tensors_hooks(
                 lambda tensor: self._pack(number, tensor, lasting), self._unpack
             ):
                 out = forward(x, residual, rotary, attend)
-            layer_of[number].is_copied.record(self._to_host)
+            self._layers[number].is_copied.record(self._to_host)
             return out
 
         return offloading
@@ -123,7 +116,7 @@ class ActivationOffload:
         """Begin to copy a tensor to the host, unless it is small or stays on the GPU anyway."""
         if (
             tensor.device.type != self._device.type
-            or tensor.nbytes < self._least_bytes
+            or tensor.nbytes < LEAST_BYTES
             or not tensor.is_contiguous()
             or tensor.untyped_storage().data_ptr() in lasting
         ):

@@ -14,9 +14,10 @@ from torch import Tensor
 from spmd_rl.train.adamw import ShardedAdamW, ShardedAdamW8bit, require_torchao
 from spmd_rl.train.backend import State
 from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.host_stack import Reserve
 from spmd_rl.train.muon import ShardedMuon
 from spmd_rl.train.parameter_groups import UpdateRule
-from spmd_rl.train.streamed_adamw import Reserve, StreamedAdamW
+from spmd_rl.train.streamed_adamw import StreamedAdamW
 from spmd_rl.weights.local_tensors import LocalTensor
 
 

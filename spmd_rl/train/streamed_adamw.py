@@ -7,7 +7,7 @@ those of an optimizer whose moments stay on the GPU.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,13 +16,13 @@ from torch import Tensor
 from spmd_rl.train.adamw import MOMENTS, parameters_of
 from spmd_rl.train.backend import State
 from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.host_stack import Reserve
 from spmd_rl.train.moment_chunks import Chunk, Part, lay_out
 from spmd_rl.train.moment_stream import MomentStream
 from spmd_rl.train.parameter_groups import UpdateRule
 from spmd_rl.weights.local_tensors import LocalTensor
 
 CHUNK_ELEMENTS = 16 << 20  # 64 MiB of each moment
-
 
 
 class StreamedAdamW:
@@ -46,8 +46,8 @@ class StreamedAdamW:
             for _ in MOMENTS
         ]
         self._stream = MomentStream(self._moments, device)
-        steps = torch.zeros(len(sizes), device=device)
-        self._steps = dict(zip(sizes, steps.unbind(), strict=True))
+        self._all_steps = torch.zeros(len(sizes), device=device)
+        self._steps = dict(zip(sizes, self._all_steps.unbind(), strict=True))
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -98,8 +98,10 @@ class StreamedAdamW:
         return replace(shard, local=own)
 
     def on_loaded(self, optimizer_steps: int) -> None:
-        for step in self._steps.values():
-            step.fill_(optimizer_steps)
+        self._all_steps.fill_(optimizer_steps)
+
+    def tensors(self) -> list[Tensor]:
+        return [self._all_steps]
 
 
 def _range(tensor: Tensor, part: Part) -> Tensor:
