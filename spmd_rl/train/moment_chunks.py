@@ -13,6 +13,8 @@ from dataclasses import dataclass
 # Elements that a tensor begins at a multiple of. It is a multiple of what vector instructions take
 # at once, so that each element is updated by the same instructions as in a whole tensor.
 UNIT = 256
+CHUNK_ELEMENTS = 16 << 20  # 64 MiB of each moment
+NUM_SLOTS = 3  # chunks on the GPU at once: one is read, one is updated, one is written back
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd_rl.train.moment_chunks import Chunk
+from spmd_rl.train.moment_chunks import NUM_SLOTS, Chunk
 
-NUM_SLOTS = 3
 Update = Callable[[Chunk, Sequence[Tensor]], None]
 
 

@@ -17,12 +17,10 @@ from spmd_rl.train.adamw import MOMENTS, parameters_of
 from spmd_rl.train.backend import State
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.host_stack import Reserve
-from spmd_rl.train.moment_chunks import Chunk, Part, lay_out
+from spmd_rl.train.moment_chunks import CHUNK_ELEMENTS, Chunk, Part, lay_out
 from spmd_rl.train.moment_stream import MomentStream
 from spmd_rl.train.parameter_groups import UpdateRule
 from spmd_rl.weights.local_tensors import LocalTensor
-
-CHUNK_ELEMENTS = 16 << 20  # 64 MiB of each moment
 
 
 class StreamedAdamW:

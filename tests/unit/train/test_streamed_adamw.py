@@ -14,8 +14,8 @@ from torch import Tensor
 from spmd_rl.errors import ConfigError
 from spmd_rl.train.adamw import ShardedAdamW
 from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, TrainerConfig
-from spmd_rl.train.moment_chunks import UNIT, Chunk
-from spmd_rl.train.moment_stream import NUM_SLOTS, MomentStream
+from spmd_rl.train.moment_chunks import NUM_SLOTS, UNIT, Chunk
+from spmd_rl.train.moment_stream import MomentStream
 from spmd_rl.train.parameter_groups import update_rules
 from spmd_rl.train.streamed_adamw import StreamedAdamW
 from tests.dist.optimizer_case import config, gradients, rate, shards
