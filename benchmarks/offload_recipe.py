@@ -20,7 +20,7 @@ __all__ = ["Config", "check", "main"]
 
 
 def reward(prompt: rl.Prompt, sample: rl.Sample) -> float:
-    """A reward by which the samples of a prompt differ, whatever a model with random weights says."""
+    """Return a reward by which the samples of a prompt differ, whatever their texts are."""
     return float(sum(map(int, sample.tokens)) % 7)
 
 

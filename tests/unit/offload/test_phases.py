@@ -5,15 +5,19 @@ from __future__ import annotations
 from spmd_rl.offload.phases import ALL, COLOCATED, CONCURRENT, Phases, RoleSleep
 from spmd_rl.recipes import distill, grpo, grpo_async, rlhf
 
+MEMORY = [
+    ("train", "master"),
+    ("train", "moments"),
+    ("infer", "weights"),
+    ("infer", "kv"),
+    ("critic", "moments"),
+    ("reference", "weights"),
+]
+
 
 def test_a_trainer_and_an_engine_work_in_turn() -> None:
     awake = {
-        phase: {
-            (role, tag)
-            for role, tag in [("train", "master"), ("train", "moments"), ("infer", "weights")]
-            + [("infer", "kv"), ("critic", "moments"), ("reference", "weights")]
-            if COLOCATED.is_awake(phase, role, tag)
-        }
+        phase: {(role, tag) for role, tag in MEMORY if COLOCATED.is_awake(phase, role, tag)}
         for phase in COLOCATED.names
     }
     engine = {("infer", "weights"), ("infer", "kv")}
