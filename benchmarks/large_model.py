@@ -33,7 +33,7 @@ from benchmarks.record import finish, gpu, gpu_machine, measured
 from benchmarks.shapes import QWEN3, write_config
 from benchmarks.table import Row
 from spmd_rl.config.load import load
-from spmd_rl.mesh.split import plan_split
+from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.plan.model_memory import step_sizes
 from spmd_rl.plan.step_memory import step_points, table
@@ -75,7 +75,7 @@ def settings(name: str, folder: Path) -> list[str]:
 
 def print_budget(name: str, words: list[str], spec: ModelSpec) -> None:
     trainer = load(Config, None, words).trainer
-    placement = plan_split({}, 1)["train"]
+    placement = plan_split({"train": RoleSplit()}, 1)["train"]
     print(f"Qwen3-{name}: memory of the trainer at each point of a step")
     points = step_points(step_sizes(spec, trainer, placement), trainer.backend.offload)
     print("\n".join(table(points)), flush=True)
