@@ -1,14 +1,14 @@
 """Memory of a trainer's rank at each point of a step, on the GPU and on the host. Pure.
 
     gather      weights are cast to the compute dtype, and gathered
-    compute     forward and backward of the micro-batches, which sum gradients
+    forward     the last layers and the head of a forward pass
+    backward    the first layers of its backward pass; gradients are summed
     reduce      the last backward pass ends: a unit's gradients are copied before they are reduced
     update      the optimizer's step
 
-Without offload everything but the temporary parts is on the GPU all the time, and `compute` needs
-most. With `trainer.backend.offload` = "moments" the optimizer's state is on the host, and chunks of
-it pass through the GPU in `update`. With "master" the float32 weights are on the host too, and on
-the GPU only in `gather` and `update`.
+With `trainer.backend.offload` = "moments" the optimizer's state is on the host, and chunks of it
+pass through the GPU in `update`. With "master" the float32 weights are on the host too, and on the
+GPU only in `gather` and `update`.
 
 Units: bytes.
 """
@@ -19,29 +19,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from spmd_rl.offload.ledger import Entry, Ledger, Phase, as_size
+from spmd_rl.offload.ledger import TagBytes, as_size
+from spmd_rl.train.activation_memory import Activations
 
 Offload = Literal["none", "moments", "master"]
+WORK = ("grads", "gathered", "activations", "copies", "chunks")
 
 
 @dataclass(frozen=True)
 class StepSizes:
     """What there is of each class on one rank.
 
-    `layer_copies` and `unit_copies` are what FSDP needs to reduce the gradients of a layer and of
-    its largest unit. `chunks` are the slots that offloaded moments pass through. `kept` is what
-    activations take of the host.
+    `gather_copies`, `layer_copies` and `unit_copies` are what FSDP needs to gather a unit, and to
+    reduce the gradients of a layer and of its largest unit. `chunks` are the slots that offloaded
+    moments pass through.
     """
 
     master: int
     moments: int
     grads: int
     gathered: int
-    activations: int
+    activations: Activations
+    gather_copies: int = 0
     layer_copies: int = 0
     unit_copies: int = 0
     chunks: int = 0
-    kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,30 +71,45 @@ def step_points(sizes: StepSizes, offload: Offload) -> tuple[Point, ...]:
     host = {} if offload == "none" else {"moments": sizes.moments}
     # the host copy of sleeping weights has its place all the time
     host |= {"master": sizes.master} if offload == "master" else {}
-    gathered, grads = {"gathered": sizes.gathered}, {"grads": sizes.grads}
-    working = gathered | grads | {"activations": sizes.activations, "copies": sizes.layer_copies}
+    kept, grads = sizes.activations, {"grads": sizes.grads}
+    working = computing | grads | {"gathered": sizes.gathered}
+    forward = working | {"activations": kept.kept + kept.forward}
+    backward = working | {
+        "activations": kept.kept + kept.backward,
+        "copies": sizes.layer_copies,
+    }
     chunks = {} if offload == "none" else {"chunks": sizes.chunks}
-    kept = {"activations": sizes.kept}
+    on_host = host | {"activations": kept.host}
     return (
-        Point("gather", awake | gathered, host),
-        Point("compute", computing | working, host | kept),
-        Point("reduce", computing | grads | {"copies": sizes.unit_copies}, host | kept),
-        Point("update", awake | grads | chunks, host | kept),
+        Point(
+            "gather", awake | {"gathered": sizes.gathered, "copies": sizes.gather_copies}, on_host
+        ),
+        Point("forward", forward, on_host),
+        Point("backward", backward, on_host),
+        Point("reduce", computing | grads | {"copies": sizes.unit_copies}, on_host),
+        Point("update", awake | grads | chunks, on_host),
     )
 
 
-def step_ledger(sizes: StepSizes, offload: Offload) -> Ledger:
-    """Return the ledger of a trainer, whose train phase is the point that needs most of the GPU."""
+def step_memory(sizes: StepSizes, offload: Offload) -> list[TagBytes]:
+    """Return the memory of a trainer by tag. Its work is that of the point that needs most."""
     most = max(step_points(sizes, offload), key=lambda point: point.gpu_bytes)
-    always = {"master": sizes.master} | ({"moments": sizes.moments} if offload == "none" else {})
-    others: tuple[Phase, ...] = ("sync", "rollout")
-    entries = [
-        Entry(tag, num_bytes, (*others, "train") if tag in most.gpu else others)
-        for tag, num_bytes in always.items()
+    is_on_host = offload == "master"
+    memory = [
+        TagBytes(
+            "master",
+            sizes.master,
+            "save",
+            host_bytes=sizes.master if is_on_host else 0,
+            is_away_in_work="master" not in most.gpu,
+        )
     ]
-    working = ("grads", "gathered", "activations", "copies", "chunks")
-    entries += [Entry(tag, most.gpu.get(tag, 0), ("train",)) for tag in working]
-    return Ledger(tuple(entries))
+    if offload == "none":
+        memory.append(TagBytes("moments", sizes.moments, "save"))
+    else:
+        memory.append(TagBytes("moments", 0, "fixed", host_bytes=sizes.moments))
+    host = {"activations": sizes.activations.host}
+    return memory + [TagBytes(tag, most.gpu.get(tag, 0), "work", host.get(tag, 0)) for tag in WORK]
 
 
 def table(points: Sequence[Point]) -> Iterator[str]:
