@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from spmd_rl.controller.contracts import Contract
 from spmd_rl.controller.endpoint import Endpoint, Role, Sharded, collective, local
 from spmd_rl.errors import ConfigError
+from spmd_rl.mesh.split import Placement
+from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.residency import Receipt
 
 if TYPE_CHECKING:
@@ -74,6 +76,22 @@ class Sleeper(Protocol):
 
 
 @runtime_checkable
+class MemoryPlanner(Protocol):
+    """A role whose class says, before a run starts, what memory it will take."""
+
+    @classmethod
+    def planned_memory(
+        cls, cfg: Any, placement: Placement, model: str, on_gpu: bool
+    ) -> Sequence[TagBytes]:
+        """Return what the role takes of one rank of `placement`, by tag. It imports no torch.
+
+        `model` is the Hugging Face folder that the role is spawned with, "" for none. `on_gpu` says
+        whether the run is planned for GPUs.
+        """
+        ...
+
+
+@runtime_checkable
 class Saver(Protocol):
     """A role that can be part of a run's checkpoint."""
 
@@ -123,6 +141,7 @@ CAPABILITIES: tuple[type, ...] = (
     WeightProvider,
     WeightReceiver,
     Sleeper,
+    MemoryPlanner,
     Saver,
     Pumped,
 )

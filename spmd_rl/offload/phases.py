@@ -31,8 +31,16 @@ class Phases:
 
     @property
     def roles(self) -> frozenset[str]:
-        """The roles that some phase names. No other role ever sleeps."""
-        return frozenset(role for roles in self.awake.values() for role in roles)
+        """The roles that some phase names, but for those that are awake as a whole in every phase.
+
+        No other role ever sleeps.
+        """
+        named = {role for roles in self.awake.values() for role in roles}
+        return frozenset(
+            role
+            for role in named
+            if any(not set(ALL) & set(roles.get(role, ())) for roles in self.awake.values())
+        )
 
     def is_awake(self, phase: str, role: str, tag: str) -> bool:
         """Return whether memory under `tag` of `role` is awake in `phase`.

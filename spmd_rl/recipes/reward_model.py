@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import ClassVar
 
 import spmd_rl as rl
 from spmd_rl.recipes.sft import TrainSplit
@@ -28,6 +29,7 @@ class Config:
     split: TrainSplit = field(default_factory=TrainSplit)
     prompts: rl.PairConfig = field(default_factory=rl.PairConfig)
     trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
+    trainer_role: ClassVar[type[rl.Role]] = rl.ValueTrainer  # for the plan
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "pairs_per_step": 1, "eval_every": 1})

@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from spmd_rl.config.rules import require
-from spmd_rl.controller.capabilities import Contracted, Pumped, Sleeper, WeightReceiver
+from spmd_rl.controller.capabilities import (
+    Contracted,
+    MemoryPlanner,
+    Pumped,
+    Sleeper,
+    WeightReceiver,
+)
 from spmd_rl.controller.deferred import Deferred
 from spmd_rl.controller.endpoint import Role, Sharded, collective, concurrent, routed
 from spmd_rl.controller.routing import Route
@@ -23,14 +29,17 @@ from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.pool import HookPool
 from spmd_rl.hooks.signatures import reward_weights
 from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.mesh.split import Placement
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import load_tokenizer
+from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import RoleSleep
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.rollout.engine import Engine, NativeEngineConfig, SamplingConfig
 from spmd_rl.rollout.episodes import Episodes
 from spmd_rl.rollout.grader_choice import GraderChoice, all_rewards
 from spmd_rl.rollout.grading import Grading
+from spmd_rl.rollout.memory import engine_memory
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.rollout.request_flow import RequestFlow
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
@@ -63,7 +72,7 @@ def route_of(prompt: Prompt, sampling: SamplingConfig, *rest: object) -> Route:
     return Route(prompt.uid, prompt.tokens, cost)
 
 
-class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
+class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
     """One engine a rank, each with the whole model; prompts are spread over the data axis.
 
     `model` is a Hugging Face folder. `reward` names a reward function, or several with their
@@ -121,6 +130,17 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         self._more_ends = tuple(
             one for one in eos_ids(self.tokenizer) if one not in known and one < spec.vocab_size
         )
+
+    @classmethod
+    def planned_memory(
+        cls,
+        cfg: NativeEngineConfig | SglangEngineConfig,
+        placement: Placement,
+        model: str,
+        on_gpu: bool,
+    ) -> Sequence[TagBytes]:
+        """Return what the role takes of one of its ranks, by tag; pages are sized by the plan."""
+        return engine_memory(ModelSpec.from_folder(model), cfg, on_gpu)
 
     @concurrent
     @collective

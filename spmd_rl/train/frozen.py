@@ -6,17 +6,27 @@ controller imports this module too: torch comes in with the instance, on workers
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from spmd_rl.controller.capabilities import Contracted, Saver, Sleeper, WeightReceiver
+from spmd_rl.controller.capabilities import (
+    Contracted,
+    MemoryPlanner,
+    Saver,
+    Sleeper,
+    WeightReceiver,
+)
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.model.spec import head_of
+from spmd_rl.mesh.split import Placement
+from spmd_rl.model.spec import ModelSpec, head_of
+from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import RoleSleep
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.train.config import FrozenConfig
+from spmd_rl.train.memory import frozen_memory
 from spmd_rl.train.trainer_state import TrainerState
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.token_values import SequenceValues, TokenValues, TopLogprobs
@@ -30,7 +40,7 @@ UNCHANGED_FILE = "unchanged"  # in a checkpoint whose weights are those of the m
 FIRST_VERSION = -1  # of weights that no push has replaced
 
 
-class FrozenModel(Role, WeightReceiver, Saver, Sleeper, Contracted):
+class FrozenModel(Role, WeightReceiver, Saver, Sleeper, Contracted, MemoryPlanner):
     """Scores batches with the weights in `model`, a Hugging Face folder, or with pushed ones.
 
     It has a value head if the folder's config.json names an architecture for sequence
@@ -59,6 +69,13 @@ class FrozenModel(Role, WeightReceiver, Saver, Sleeper, Contracted):
         self._state = TrainerState(FIRST_VERSION)
         self._is_partly_pushed = False
         self._resume_differences: list[str] = []
+
+    @classmethod
+    def planned_memory(
+        cls, cfg: FrozenConfig, placement: Placement, model: str, on_gpu: bool
+    ) -> Sequence[TagBytes]:
+        """Return what the role takes of one of its ranks, by tag."""
+        return frozen_memory(ModelSpec.from_folder(model), cfg, placement, head_of(model))
 
     @collective
     def score(self, batch: Sharded[Batch]) -> Sharded[TokenValues]:

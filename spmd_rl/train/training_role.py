@@ -6,18 +6,27 @@ workers only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from spmd_rl.algo.losses import Loss, Needs
-from spmd_rl.controller.capabilities import Contracted, Saver, Sleeper, WeightProvider
+from spmd_rl.controller.capabilities import (
+    Contracted,
+    MemoryPlanner,
+    Saver,
+    Sleeper,
+    WeightProvider,
+)
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.model.spec import Head
+from spmd_rl.mesh.split import Placement
+from spmd_rl.model.spec import Head, ModelSpec
+from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import RoleSleep
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.memory import trainer_memory
 from spmd_rl.types.batch import Batch
 
 MASTER, MOMENTS = "master", "moments"  # tags of a trainer's memory
@@ -26,7 +35,7 @@ if TYPE_CHECKING:
     from spmd_rl.weights.ends import WeightSource
 
 
-class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted):
+class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlanner):
     """Learns from batches. `model` is a Hugging Face folder: config, tokenizer and first weights.
 
     Its version names the current weights. A push sets it, and each train step raises it by one.
@@ -53,6 +62,13 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted):
         self.checkpoints = CheckpointWriter(self.backend, context, cfg.save_optimizer)
         self._resume_differences: list[str] = []
         self._before_change: list[Callable[[], None]] = []
+
+    @classmethod
+    def planned_memory(
+        cls, cfg: TrainerConfig, placement: Placement, model: str, on_gpu: bool
+    ) -> Sequence[TagBytes]:
+        """Return what the role takes of one of its ranks, by tag."""
+        return trainer_memory(ModelSpec.from_folder(model), cfg, placement, cls.HEAD)
 
     @collective
     def train_step(

@@ -1,0 +1,163 @@
+"""Least number of GPUs for a run: worlds of 1, 2, 4, ... and settings that save memory.
+
+All ranks train and generate, and the trainer is sharded over all of them: no other split of the
+same ranks needs less memory on a GPU. Settings that save memory are tried in the order of what they
+cost in speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.offload.ledger import as_size
+from spmd_rl.plan.resolve import RunPlan, resolve
+from spmd_rl.plan.roles import INFER
+
+WORLDS = tuple(2**power for power in range(11))  # 1 to 1,024
+GPUS_PER_HOST = 8
+# flags of each attempt, besides those of the run, by rising cost
+ATTEMPTS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("--trainer.backend.recompute=cheap",),
+    ("--trainer.backend.recompute=all",),
+    ("--trainer.backend.offload=moments", "--trainer.backend.recompute=all"),
+    ("--trainer.backend.offload=master", "--trainer.backend.recompute=all"),
+    (
+        "--trainer.backend.offload=master",
+        "--trainer.backend.recompute=all",
+        "--trainer.backend.offload_activations=true",
+    ),
+)
+Configure = Callable[[tuple[str, ...]], Any]  # from flags to the recipe's config
+
+
+@dataclass(frozen=True)
+class Room:
+    """What each GPU has, and each host (None: not known)."""
+
+    gpu_bytes: int
+    host_bytes: int | None = None
+    ranks_per_host: int = GPUS_PER_HOST
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A world with flags: `why_not` is the sum that excludes it, "" where it fits."""
+
+    flags: tuple[str, ...]
+    plan: RunPlan
+    why_not: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that any GPU needs."""
+        return max(ledger.peak_bytes() for ledger in self.plan.ledgers.values())
+
+
+def fewest_gpus(
+    configure: Configure, room: Room, worlds: tuple[int, ...] = WORLDS
+) -> list[Attempt]:
+    """Return an attempt for each world up to the first that fits, which is the last one.
+
+    A world that does not fit is stated with the flags that need least of a GPU. Where no world
+    fits, neither does the last attempt.
+    Raises: ConfigError when the run's own settings are refused; PlanError when it has no model.
+    """
+    tried: list[Attempt] = []
+    for world_size in worlds:
+        tried.append(_best(configure, world_size, room))
+        if not tried[-1].why_not:
+            break
+    return tried
+
+
+def lines(tried: list[Attempt], room: Room) -> Iterator[str]:
+    """Yield what excludes each world, and the flags of the one that fits, or why none does."""
+    for attempt in tried:
+        size, flags = attempt.plan.world_size, " ".join(attempt.flags)
+        name = f"{size:,} GPU{'s' if size > 1 else ''}"
+        if attempt.why_not:
+            yield f"{name:>10}  no: {attempt.why_not}{f' (with {flags})' if flags else ''}"
+        else:
+            yield f"{name:>10}  fits: --nproc {size}{f' {flags}' if flags else ''}"
+    if tried[-1].why_not:
+        yield from _undivided(tried, room)
+
+
+def _best(configure: Configure, world_size: int, room: Room) -> Attempt:
+    """Return the first attempt that fits or, of those that do not, the one that needs least."""
+    failed: list[Attempt] = []
+    for flags in ATTEMPTS:
+        try:
+            cfg = configure(flags)
+        except ConfigError:
+            if not flags:
+                raise
+            continue  # the recipe does not have these settings, or they exclude each other
+        if world_size > 1 and _needs_one_shard(cfg):
+            continue
+        attempt = _attempt(cfg, flags, world_size, room)
+        if not attempt.why_not:
+            return attempt
+        failed.append(attempt)
+    return min(failed, key=lambda attempt: attempt.peak_bytes)
+
+
+def _attempt(cfg: Any, flags: tuple[str, ...], world_size: int, room: Room) -> Attempt:
+    plan = resolve(cfg, world_size, room.gpu_bytes)
+    if not plan.ledgers:
+        raise PlanError("without a model there is no memory to count: say --model FOLDER")
+    fraction = cfg.engine.memory_fraction if INFER in plan.placements else 1.0
+    try:
+        plan.require(int(room.gpu_bytes * fraction))
+        if room.host_bytes is not None:
+            plan.require_host(room.host_bytes, min(world_size, room.ranks_per_host))
+    except PlanError as error:
+        return Attempt(flags, plan, str(error))
+    return Attempt(flags, plan)
+
+
+def _needs_one_shard(cfg: Any) -> bool:
+    trainer = getattr(cfg, "trainer", None)
+    return trainer is not None and trainer.backend.offload == "master"
+
+
+def _undivided(tried: list[Attempt], room: Room) -> Iterator[str]:
+    """Yield what every GPU holds however many there are, and what would help."""
+    few, many = (
+        {
+            (entry.role, entry.tag): entry
+            for ledger in attempt.plan.ledgers.values()
+            for entry in ledger.entries
+        }
+        for attempt in (tried[0], tried[-1])
+    )
+    plan = tried[-1].plan
+    largest = max(plan.ledgers.values(), key=lambda ledger: ledger.peak_bytes())
+    phase = max(largest.phases, key=largest.resident_bytes)
+    whole = [
+        entry
+        for entry in largest.counted(phase)
+        if entry.num_bytes and few.get((entry.role, entry.tag)) == many[entry.role, entry.tag]
+    ]
+    terms = " + ".join(f"{entry.tag} {as_size(entry.num_bytes)}" for entry in whole)
+    total = sum(entry.num_bytes for entry in whole)
+    yield (
+        f"no number of GPUs suffices: in phase {phase} every GPU holds {terms} = {as_size(total)}, "
+        f"which more GPUs do not divide, and a run may use {_usable(plan, room)}"
+    )
+    if any(entry.role == INFER and entry.tag == "weights" for entry in whole):
+        yield (
+            "an engine holds a whole copy of the weights on each GPU: this model needs GPUs with "
+            f"more memory than {as_size(largest.peak_bytes())}, or an engine that divides its "
+            "weights over several GPUs (tensor parallelism), which is not built"
+        )
+
+
+def _usable(plan: RunPlan, room: Room) -> str:
+    engine = next((role for role in plan.roles if role.name == INFER), None)
+    fraction = engine.cfg.memory_fraction if engine else 1.0
+    return f"{as_size(int(room.gpu_bytes * fraction))} of it"
