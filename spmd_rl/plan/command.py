@@ -58,10 +58,10 @@ def _print_fewest(invocation: Invocation, gpu_bytes: int | None, host_bytes: int
 
     room = fewest.Room(gpu_bytes, host_bytes, invocation.nproc or fewest.GPUS_PER_HOST)
     tried = fewest.fewest_gpus(configure, room)
-    said = list(fewest.lines(tried, room))
+    print("\n".join(fewest.lines(tried)))
     if tried[-1].why_not:
-        raise PlanError("\n".join(said))
-    print("\n".join([*said, "", *lines(tried[-1].plan)]))
+        raise PlanError(fewest.why_none(tried, room))
+    print("\n".join(["", *lines(tried[-1].plan)]))
     return 0
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_rl.errors import ConfigError, PlanError
-from spmd_rl.offload.ledger import as_size
+from spmd_rl.offload.ledger import Ledger, as_size
 from spmd_rl.plan.resolve import RunPlan, resolve
 from spmd_rl.plan.roles import INFER
 
-WORLDS = tuple(2**power for power in range(11))  # 1 to 1,024
+WORLDS = tuple(2**power for power in range(14))  # 1 to 8,192
 GPUS_PER_HOST = 8
 # flags of each attempt, besides those of the run, by rising cost
 ATTEMPTS: tuple[tuple[str, ...], ...] = (
@@ -62,20 +62,20 @@ def fewest_gpus(
 ) -> list[Attempt]:
     """Return an attempt for each world up to the first that fits, which is the last one.
 
-    A world that does not fit is stated with the flags that need least of a GPU. Where no world
-    fits, neither does the last attempt.
+    A world that does not fit is stated with the flags that need least of a GPU. The search ends
+    where a larger world needs more of each GPU; then the last attempt does not fit.
     Raises: ConfigError when the run's own settings are refused; PlanError when it has no model.
     """
     tried: list[Attempt] = []
     for world_size in worlds:
         tried.append(_best(configure, world_size, room))
-        if not tried[-1].why_not:
+        if not tried[-1].why_not or tried[-1].peak_bytes > tried[-2:][0].peak_bytes:
             break
     return tried
 
 
-def lines(tried: list[Attempt], room: Room) -> Iterator[str]:
-    """Yield what excludes each world, and the flags of the one that fits, or why none does."""
+def lines(tried: list[Attempt]) -> Iterator[str]:
+    """Yield what excludes each world, and the flags of the one that fits."""
     for attempt in tried:
         size, flags = attempt.plan.world_size, " ".join(attempt.flags)
         name = f"{size:,} GPU{'s' if size > 1 else ''}"
@@ -83,8 +83,6 @@ def lines(tried: list[Attempt], room: Room) -> Iterator[str]:
             yield f"{name:>10}  no: {attempt.why_not}{f' (with {flags})' if flags else ''}"
         else:
             yield f"{name:>10}  fits: --nproc {size}{f' {flags}' if flags else ''}"
-    if tried[-1].why_not:
-        yield from _undivided(tried, room)
 
 
 def _best(configure: Configure, world_size: int, room: Room) -> Attempt:
@@ -125,39 +123,32 @@ def _needs_one_shard(cfg: Any) -> bool:
     return trainer is not None and trainer.backend.offload == "master"
 
 
-def _undivided(tried: list[Attempt], room: Room) -> Iterator[str]:
-    """Yield what every GPU holds however many there are, and what would help."""
-    few, many = (
-        {
-            (entry.role, entry.tag): entry
-            for ledger in attempt.plan.ledgers.values()
-            for entry in ledger.entries
-        }
-        for attempt in (tried[0], tried[-1])
-    )
-    plan = tried[-1].plan
-    largest = max(plan.ledgers.values(), key=lambda ledger: ledger.peak_bytes())
+def why_none(tried: list[Attempt], room: Room) -> str:
+    """Return what every GPU holds however many there are, and what would help."""
+    few, plan = tried[0].plan, min(tried, key=lambda attempt: attempt.peak_bytes).plan
+    largest = max(plan.ledgers.values(), key=Ledger.peak_bytes)
     phase = max(largest.phases, key=largest.resident_bytes)
-    whole = [
-        entry
-        for entry in largest.counted(phase)
-        if entry.num_bytes and few.get((entry.role, entry.tag)) == many[entry.role, entry.tag]
-    ]
+    alike = {entry for ledger in few.ledgers.values() for entry in ledger.entries}
+    whole = [one for one in largest.counted(phase) if one.num_bytes and one in alike]
     terms = " + ".join(f"{entry.tag} {as_size(entry.num_bytes)}" for entry in whole)
-    total = sum(entry.num_bytes for entry in whole)
-    yield (
-        f"no number of GPUs suffices: in phase {phase} every GPU holds {terms} = {as_size(total)}, "
-        f"which more GPUs do not divide, and a run may use {_usable(plan, room)}"
+    if len(whole) > 1:
+        terms += f" = {as_size(sum(entry.num_bytes for entry in whole))}"
+    why = (
+        f"no number of GPUs suffices: on {plan.world_size:,}, each needs "
+        f"{as_size(largest.peak_bytes())} in phase {phase}, and may use {_usable(plan, room)}; more "
+        f"GPUs do not divide {terms}"
     )
-    if any(entry.role == INFER and entry.tag == "weights" for entry in whole):
-        yield (
-            "an engine holds a whole copy of the weights on each GPU: this model needs GPUs with "
-            f"more memory than {as_size(largest.peak_bytes())}, or an engine that divides its "
-            "weights over several GPUs (tensor parallelism), which is not built"
-        )
+    if not any(entry.role == INFER and entry.tag == "weights" for entry in whole):
+        return why
+    return (
+        f"{why}; each GPU of an engine has a whole copy of the weights, so this model needs larger "
+        "GPUs, or an engine that divides its weights over several GPUs (tensor parallelism), which "
+        "is not built"
+    )
 
 
 def _usable(plan: RunPlan, room: Room) -> str:
     engine = next((role for role in plan.roles if role.name == INFER), None)
     fraction = engine.cfg.memory_fraction if engine else 1.0
-    return f"{as_size(int(room.gpu_bytes * fraction))} of it"
+    share = f" (engine.memory_fraction = {fraction:g})" if engine else ""
+    return f"{as_size(int(room.gpu_bytes * fraction))}{share}"
