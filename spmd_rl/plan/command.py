@@ -45,19 +45,21 @@ def main(words: list[str]) -> int:
 
 
 def _print_fewest(invocation: Invocation, gpu_bytes: int | None, host_bytes: int | None) -> int:
-    """Print the least number of GPUs for a run, and its plan. Raises: PlanError if none suffices."""
+    """Print the least number of GPUs for a run, and its plan.
+
+    Raises: PlanError if no number suffices.
+    """
     if gpu_bytes is None:
         raise ConfigError("--fewest-gpus needs --gpu-gib G, the memory of one GPU")
     recipe = load_recipe(invocation.recipe)
-    set_already = {word.partition("=")[0] for word in invocation.overrides}
 
     def configure(flags: tuple[str, ...]) -> Any:
         words = [flag.removeprefix("--") for flag in flags]
-        added = [word for word in words if word.partition("=")[0] not in set_already]
-        return recipe.configure(replace(invocation, overrides=[*invocation.overrides, *added]))
+        return recipe.configure(replace(invocation, overrides=[*invocation.overrides, *words]))
 
+    kept = {word.partition("=")[0] for word in invocation.overrides}
     room = fewest.Room(gpu_bytes, host_bytes, invocation.nproc or fewest.GPUS_PER_HOST)
-    tried = fewest.fewest_gpus(configure, room)
+    tried = fewest.fewest_gpus(configure, fewest.attempts(kept), room)
     print("\n".join(fewest.lines(tried)))
     if tried[-1].why_not:
         raise PlanError(fewest.why_none(tried, room))

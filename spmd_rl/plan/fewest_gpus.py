@@ -7,7 +7,7 @@ cost in speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ from spmd_rl.plan.roles import INFER
 
 WORLDS = tuple(2**power for power in range(14))  # 1 to 8,192
 GPUS_PER_HOST = 8
-# flags of each attempt, besides those of the run, by rising cost
-ATTEMPTS: tuple[tuple[str, ...], ...] = (
+Flags = tuple[str, ...]
+# flags that save memory, by rising cost
+ATTEMPTS: tuple[Flags, ...] = (
     (),
     ("--trainer.backend.recompute=cheap",),
     ("--trainer.backend.recompute=all",),
@@ -31,7 +32,7 @@ ATTEMPTS: tuple[tuple[str, ...], ...] = (
         "--trainer.backend.offload_activations=true",
     ),
 )
-Configure = Callable[[tuple[str, ...]], Any]  # from flags to the recipe's config
+Configure = Callable[[Flags], Any]  # from flags to the recipe's config
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Room:
 class Attempt:
     """A world with flags: `why_not` is the sum that excludes it, "" where it fits."""
 
-    flags: tuple[str, ...]
+    flags: Flags
     plan: RunPlan
     why_not: str = ""
 
@@ -57,8 +58,17 @@ class Attempt:
         return max(ledger.peak_bytes() for ledger in self.plan.ledgers.values())
 
 
+def attempts(kept: Collection[str]) -> list[Flags]:
+    """Return the flags of each attempt, without the settings that the run itself has set."""
+    free = [
+        tuple(flag for flag in flags if flag.removeprefix("--").partition("=")[0] not in kept)
+        for flags in ATTEMPTS
+    ]
+    return list(dict.fromkeys(free))
+
+
 def fewest_gpus(
-    configure: Configure, room: Room, worlds: tuple[int, ...] = WORLDS
+    configure: Configure, tries: Sequence[Flags], room: Room, worlds: tuple[int, ...] = WORLDS
 ) -> list[Attempt]:
     """Return an attempt for each world up to the first that fits, which is the last one.
 
@@ -68,7 +78,7 @@ def fewest_gpus(
     """
     tried: list[Attempt] = []
     for world_size in worlds:
-        tried.append(_best(configure, world_size, room))
+        tried.append(_best(configure, tries, world_size, room))
         if not tried[-1].why_not or tried[-1].peak_bytes > tried[-2:][0].peak_bytes:
             break
     return tried
@@ -85,10 +95,10 @@ def lines(tried: list[Attempt]) -> Iterator[str]:
             yield f"{name:>10}  fits: --nproc {size}{f' {flags}' if flags else ''}"
 
 
-def _best(configure: Configure, world_size: int, room: Room) -> Attempt:
+def _best(configure: Configure, tries: Sequence[Flags], world_size: int, room: Room) -> Attempt:
     """Return the first attempt that fits or, of those that do not, the one that needs least."""
     failed: list[Attempt] = []
-    for flags in ATTEMPTS:
+    for flags in tries:
         try:
             cfg = configure(flags)
         except ConfigError:
@@ -104,7 +114,7 @@ def _best(configure: Configure, world_size: int, room: Room) -> Attempt:
     return min(failed, key=lambda attempt: attempt.peak_bytes)
 
 
-def _attempt(cfg: Any, flags: tuple[str, ...], world_size: int, room: Room) -> Attempt:
+def _attempt(cfg: Any, flags: Flags, world_size: int, room: Room) -> Attempt:
     plan = resolve(cfg, world_size, room.gpu_bytes)
     if not plan.ledgers:
         raise PlanError("without a model there is no memory to count: say --model FOLDER")
@@ -135,8 +145,8 @@ def why_none(tried: list[Attempt], room: Room) -> str:
         terms += f" = {as_size(sum(entry.num_bytes for entry in whole))}"
     why = (
         f"no number of GPUs suffices: on {plan.world_size:,}, each needs "
-        f"{as_size(largest.peak_bytes())} in phase {phase}, and may use {_usable(plan, room)}; more "
-        f"GPUs do not divide {terms}"
+        f"{as_size(largest.peak_bytes())} in phase {phase}, and may use {_usable(plan, room)}; "
+        f"more GPUs do not divide {terms}"
     )
     if not any(entry.role == INFER and entry.tag == "weights" for entry in whole):
         return why

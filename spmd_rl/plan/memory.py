@@ -129,7 +129,7 @@ class MemoryModel:
         )
 
     def _shares_weights(self, engine: PlannedRole, sleeping: Sleeping) -> bool:
-        """Whether the engine's weights are the trainer's memory: roles that sleep have their own."""
+        """Whether an engine's weights are the trainer's memory. Roles that sleep have their own."""
         train = self.placements.get(TRAIN)
         return (
             not any(sleeping.values())
