@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from spmd_rl.config.run import RunConfig as RunConfig
     from spmd_rl.controller.capabilities import Contracted as Contracted
     from spmd_rl.controller.capabilities import Pumped as Pumped
+    from spmd_rl.controller.capabilities import MemoryPlanner as MemoryPlanner
     from spmd_rl.controller.capabilities import Saver as Saver
     from spmd_rl.controller.capabilities import Sleeper as Sleeper
     from spmd_rl.controller.capabilities import WeightProvider as WeightProvider
@@ -107,6 +108,7 @@ if TYPE_CHECKING:
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
     from spmd_rl.observe.samples_file import read_groups as read_groups
     from spmd_rl.offload.config import OffloadConfig as OffloadConfig
+    from spmd_rl.offload.ledger import TagBytes as TagBytes
     from spmd_rl.offload.phases import ALL as ALL
     from spmd_rl.offload.phases import COLOCATED as COLOCATED
     from spmd_rl.offload.phases import CONCURRENT as CONCURRENT
@@ -188,6 +190,7 @@ _HOMES = {
     "config.run": ("RunConfig",),
     "controller.capabilities": (
         "Contracted",
+        "MemoryPlanner",
         "Pumped",
         "Saver",
         "Sleeper",
@@ -213,6 +216,7 @@ _HOMES = {
     "mesh.split": ("PolicySplit", "RoleSplit", "SeparateSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
     "offload.config": ("OffloadConfig",),
+    "offload.ledger": ("TagBytes",),
     "offload.phases": ("ALL", "COLOCATED", "CONCURRENT", "Phases"),
     "observe.samples_file": ("read_groups",),
     "check.engine": ("announce_correction", "check_engine"),
