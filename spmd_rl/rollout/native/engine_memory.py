@@ -36,7 +36,7 @@ class EngineMemory:
     @property
     def lost_weights(self) -> bool:
         """Whether the weights sleep, and only a push brings them back."""
-        return self._memory.is_dropped(WEIGHTS)
+        return self._memory.is_lost(WEIGHTS)
 
     def allocate_pages(self, num_bytes: int) -> Tensor:
         """Return the memory of the pages, zero. Raises: ResidencyError if too little is left."""
