@@ -45,6 +45,7 @@ class FakeRegion:
 class RoleMemory:
     def __init__(self, sleep: RoleSleep | None, device: torch.device) -> None:
         self._sleep = sleep
+        self._on_gpu = device.type == "cuda"
         self.regions = {}
 
     @property
@@ -61,7 +62,7 @@ class RoleMemory:
             self.regions[tag].tensors = tensors
 
     def reserve(self, num_bytes: int) -> Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
 
     def slab(self, tag, contents, num_bytes):
         self.regions[tag] = r = FakeRegion(tag, contents)
