@@ -182,6 +182,31 @@ def test_host_memory_is_reserved_once(new_trainer) -> None:
 
 
 @pytest.mark.usefixtures("any_size")
+def test_tensors_come_back_one_layer_ahead(new_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has three layers, and those of the last stay. The other layers' come back."""
+    order: list[tuple[str, int]] = []
+    bring, unpack = ActivationOffload._bring, ActivationOffload._unpack
+
+    def bringing(self: ActivationOffload, number: int) -> None:
+        if any(kept.on_device is None for kept in self._layers[number].kept.values()):
+            order.append(("bring", number))
+        bring(self, number)
+
+    def unpacking(self: ActivationOffload, packed):
+        found = unpack(self, packed)
+        if not isinstance(packed, Tensor) and order[-1] != ("use", packed.layer):
+            order.append(("use", packed.layer))
+        return found
+
+    monkeypatch.setattr(ActivationOffload, "_bring", bringing)
+    monkeypatch.setattr(ActivationOffload, "_unpack", unpacking)
+    trainer = new_trainer(offload_activations=True, recompute="all")
+    steps(trainer, range(1))
+    assert order == [("bring", 1), ("bring", 0), ("use", 1), ("use", 0)]
+    assert not any(layer.kept or layer.sources for layer in trainer.backend._activations._layers)
+
+
+@pytest.mark.usefixtures("any_size")
 def test_weights_and_what_stays_anyway_are_not_copied(new_trainer, monkeypatch) -> None:
     packed: list[tuple[int, ...]] = []
     pack = ActivationOffload._pack
