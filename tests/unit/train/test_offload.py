@@ -50,9 +50,11 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("wrap", ["layer", "model"])
 @pytest.mark.parametrize("offload", ["moments", "master"])
-@pytest.mark.parametrize("minibatches", [1, 2])
-def test_offload_changes_no_bit(new_trainer, offload: str, wrap: str, minibatches: int) -> None:
-    options = {"max_tokens": MAX_TOKENS, "minibatches": minibatches, "wrap": wrap}
+@pytest.mark.parametrize(("minibatches", "dtype"), [(1, "bfloat16"), (2, "float32")])
+def test_offload_changes_no_bit(
+    new_trainer, offload: str, wrap: str, minibatches: int, dtype: str
+) -> None:
+    options = {"minibatches": minibatches, "wrap": wrap, "dtype": dtype, "max_tokens": MAX_TOKENS}
     plain, offloading = new_trainer(**options), new_trainer(offload=offload, **options)
     assert steps(offloading, range(3)) == steps(plain, range(3))
     assert unequal(offloading, plain) == []
