@@ -1,105 +1,148 @@
-"""RoleMemory: the memory of one role on one rank, which sleeps and wakes by tag."""
+"""RoleMemory: the memory of one role on one rank, as far as the role's phases let it sleep."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from spmd_rl.errors import ResidencyError
 from spmd_rl.offload.phases import RoleSleep
+from spmd_rl.offload.region import Contents, SlabRegion, TorchRegion
+from spmd_rl.offload.regions import Regions
 from spmd_rl.offload.residency import Receipt
 
-
-class FakeRegion:
-    def __init__(self, tag, contents):
-        self.tag, self.contents = tag, contents
-        self.tensors = list
-        self.saved = None
-        self.asleep = False
-        self.bytes = None
-
-    def sleep(self):
-        if self.asleep:
-            return
-        self.asleep = True
-        held = [self.bytes] if self.bytes is not None else list(self.tensors())
-        self.saved = [t.detach().clone() for t in held] if self.contents == "save" else None
-        for t in held:
-            with torch.no_grad():
-                t.detach().view(torch.uint8).fill_(255) if t.dim() else t.fill_(float("nan"))
-
-    def wake(self):
-        if not self.asleep:
-            return
-        self.asleep = False
-        held = [self.bytes] if self.bytes is not None else list(self.tensors())
-        if self.saved is not None:
-            with torch.no_grad():
-                for t, s in zip(held, self.saved):
-                    t.copy_(s)
+_NUMBERS = count(1)  # of roles that no phase names
 
 
 class RoleMemory:
+    """The regions of one role, by tag. The rank's main thread alone uses it.
+
+    Without `sleep` no phase puts the role to sleep: what torch allocates then is in no region,
+    unless the role itself puts it to sleep. A tag without a region is always awake. Slabs are
+    regions in any case.
+    """
+
     def __init__(self, sleep: RoleSleep | None, device: torch.device) -> None:
         self._sleep = sleep
-        self._on_gpu = device.type == "cuda"
-        self.regions = {}
+        self._device = device
+        # names of regions are unique in a process
+        name = sleep.role if sleep else f"role-{next(_NUMBERS)}"
+        host_bytes = sleep.host_bytes if sleep else 0
+        self._regions = Regions(name, device, host_bytes)
+        self._dropped: set[str] = set()  # tags whose contents another role brings back
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @property
     def sleeps(self) -> bool:
+        """Whether some phase puts the role to sleep."""
         return self._sleep is not None
 
     def allocating(self, tag: str, always: bool = False) -> AbstractContextManager[None]:
-        if self.sleeps or always:
-            self.regions[tag] = FakeRegion(tag, "save")
-        return nullcontext()
+        """Have what torch allocates inside sleep under `tag`, if the role sleeps, or `always`.
+
+        Raises: ConfigError on a GPU where torch_memory_saver is missing.
+        """
+        if not self.sleeps and not always:
+            return nullcontext()
+        return self._regions.torch_region(tag, "save").allocating()
 
     def hold(self, tag: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        if tag in self.regions:
-            self.regions[tag].tensors = tensors
+        """Have the bytes of these tensors, the same at each call, survive a sleep of `tag`."""
+        if tag in self._regions:
+            region = self._regions[tag]
+            assert isinstance(region, TorchRegion)
+            region.hold(tensors)
 
     def reserve(self, num_bytes: int) -> Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
+        """Return new host memory, zero and pinned on a GPU. Raises: as `HostArena.reserve`."""
+        return self._regions.reserve(num_bytes)
 
-    def slab(self, tag, contents, num_bytes):
-        self.regions[tag] = r = FakeRegion(tag, contents)
-        r.bytes = torch.zeros(num_bytes, dtype=torch.uint8)
-        return r
+    def slab(self, tag: str, contents: Contents, num_bytes: int) -> SlabRegion:
+        """Return memory of that size. Raises: ResidencyError where too little is left."""
+        return self._regions.slab(tag, "drop" if tag in self._dropped else contents, num_bytes)
 
-    def drop(self, tag):
-        if tag in self.regions:
-            self.regions[tag].contents = "drop"
+    def drop(self, tag: str) -> None:
+        """Have contents under `tag` end with a sleep: a push will bring others."""
+        self._dropped.add(tag)
+        if tag in self._regions:
+            self._regions[tag].contents = "drop"
 
-    def is_awake(self, tag):
-        return tag not in self.regions or not self.regions[tag].asleep
+    def is_awake(self, tag: str) -> bool:
+        """Whether memory under `tag` is mapped, perhaps with bytes still on their way."""
+        return tag not in self._regions or self._regions[tag].residency.is_mapped
 
-    def is_dropped(self, tag):
-        return not self.is_awake(tag) and self.regions[tag].contents == "drop"
+    def is_lost(self, tag: str) -> bool:
+        """Whether the contents under `tag` have ended with a sleep."""
+        return not self.is_awake(tag) and self._regions[tag].contents == "drop"
 
     def require(self, what: str, *tags: str) -> None:
+        """Have later work of this stream wait for the contents of these tags.
+
+        Raises: ResidencyError while one sleeps. It says which phases have it awake; `what` is what
+        needs it.
+        """
+        self.require_soon(what, *tags)
+        for tag in tags:
+            if tag in self._regions and self._regions[tag].residency.state == "loading":
+                self._wait_loaded(tag)
+
+    def require_soon(self, what: str, *tags: str) -> None:
+        """Raise as `require`, and wait for nothing."""
         for tag in tags:
             if not self.is_awake(tag):
-                phases = self._sleep.phases_with(tag) if self._sleep else []
+                phases = ", ".join(self._sleep.phases_with(tag)) if self._sleep else ""
+                role = self._sleep.role if self._sleep else "the role"
                 raise ResidencyError(
-                    f"{what} needs memory '{tag}' of {self._sleep.role}, which sleeps: "
-                    f"call it in a phase that has it awake ({', '.join(phases)})"
+                    f"{what} needs memory '{tag}' of {role}, which sleeps: call it in a phase "
+                    f"that has it awake ({phases or 'name the role in awake=[...]'})"
                 )
 
-    require_soon = require
+    def note_change(self, *tags: str) -> None:
+        """Note that contents of these tags change, so that a copy on the host is old."""
+        for tag in tags:
+            if tag in self._regions:
+                self._regions.note_change(tag)
 
-    def note_change(self, *tags: str) -> None: ...
+    def begin_save(self, *tags: str) -> None:
+        """Start to copy contents to the host: they are final until their next change.
 
-    def sleep(self, tags=()) -> list[Receipt]:
-        for tag in tags or self.regions:
-            if tag in self.regions:
-                self.regions[tag].sleep()
-        return [Receipt()]
+        Raises: ResidencyError where the host has no room.
+        """
+        self._regions.begin_save(tags)
 
-    def wake(self, tags=(), in_background=()) -> list[Receipt]:
-        for tag in tags or self.regions:
-            if tag in self.regions:
-                self.regions[tag].wake()
-        return [Receipt()]
+    def sleep(self, tags: tuple[str, ...] = ()) -> list[Receipt]:
+        """Give memory back: of these tags, or of all. Raises: as `Regions.sleep`."""
+        return [self._regions.sleep(tags or None)]
+
+    def wake(
+        self, tags: tuple[str, ...] = (), in_background: tuple[str, ...] = ()
+    ) -> list[Receipt]:
+        """Take memory again; contents of `in_background` come until `require`.
+
+        Raises: as `Regions.wake`.
+        """
+        return [self._regions.wake(tags or None, in_background)]
+
+    def take_waited_s(self) -> float:
+        """Return how long the GPU has waited in `require` for contents since the last call.
+
+        Blocks: until it has got them.
+        """
+        waits, self._waits = self._waits, []
+        for _, ended in waits:
+            ended.synchronize()
+        return sum(began.elapsed_time(ended) for began, ended in waits) / 1e3
+
+    def _wait_loaded(self, tag: str) -> None:
+        if self._device.type != "cuda":
+            self._regions.wait_loaded(tag)
+            return
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        self._regions.wait_loaded(tag)
+        ended.record()
+        self._waits.append((began, ended))

@@ -21,6 +21,7 @@ from spmd_rl.offload.ledger import as_size
 
 DEVICE, PINNED, READ_WRITE = 1, 1, 3  # of CUmemLocationType, CUmemAllocationType, CUmemAccess_flags
 POSIX_FD = 1  # of CUmemAllocationHandleType
+PCI_NAME_BYTES = 32
 
 
 class Location(ctypes.Structure):
@@ -129,6 +130,15 @@ def import_fd(fd: int) -> int:
     at_fd, kind = ctypes.c_void_p(fd), ctypes.c_int(POSIX_FD)
     call("cuMemImportFromShareableHandle", ctypes.byref(handle), at_fd, kind)
     return handle.value
+
+
+def pci_name(device: torch.device) -> str:
+    """Return the name of a GPU on the PCI bus, as /sys/bus/pci/devices has it."""
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    name = ctypes.create_string_buffer(PCI_NAME_BYTES)
+    call("cuDeviceGetPCIBusId", name, ctypes.c_int(PCI_NAME_BYTES), ctypes.c_int(index))
+    return name.value.decode().lower()
 
 
 def bytes_at(address: int, num_bytes: int, device: torch.device) -> Tensor:

@@ -70,9 +70,10 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted):
         self.checkpoints.wait_until_read()
         self._announce_change()
         try:
-            return self.learner.train_step(batch, loss, lr, needs)
+            metrics = self.learner.train_step(batch, loss, lr, needs)
         finally:
             self.memory.note_change(MASTER, MOMENTS)
+        return metrics | self._restore_metrics()
 
     @collective
     def version(self) -> int:
@@ -147,6 +148,16 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted):
     def numeric_contract(self) -> dict[str, str | int]:
         """Return what the forward pass's bits depend on besides the weights."""
         return self.backend.contract()
+
+    def _restore_metrics(self) -> dict[str, float]:
+        """Return how long the slowest rank waited for bytes from the host; nothing without sleep.
+
+        Ranks: all of the role.
+        """
+        if not self.memory.sleeps:
+            return {}
+        microseconds = self.context.all_reduce_max(int(1e6 * self.memory.take_waited_s()))
+        return {"memory/restore_s": microseconds / 1e6}
 
     def _announce_change(self) -> None:
         for callback in self._before_change:

@@ -33,7 +33,7 @@ class WeightSource(Protocol):
         ...
 
     def open(self) -> None:
-        """Note that a push is about to read the weights. Raises: ResidencyError while they sleep."""
+        """Note that a push begins to read. Raises: ResidencyError while the weights sleep."""
         ...
 
     def view(self, name: str, box: Box) -> Tensor | None:

@@ -17,6 +17,7 @@ from spmd_rl.controller.run.checkpoints import (
     CheckpointState,
     ClosablePart,
 )
+from spmd_rl.controller.run.sleep_metrics import sleep_metrics, span_arguments
 from spmd_rl.controller.run.steps import LoopStep, RunObserver
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.trace import now_ns
@@ -125,7 +126,11 @@ class StepLoop:
             self._step.record(metrics)
 
     def on_receipts(self, what: str, role: str, receipts: Sequence[Receipt]) -> None:
-        """Add what a role gave back or took again to the current step."""
+        """Add what a role gave back or took again to the current step, and to the trace."""
+        self.record(sleep_metrics(what, receipts))
+        self._dispatcher.trace.add(
+            f"{role}.{what}", now_ns(), now_ns(), "memory", **span_arguments(receipts)
+        )
 
     def record_evaluation(
         self, num_steps: int, metrics: Mapping[str, float], groups: Mapping[str, list[Group]]

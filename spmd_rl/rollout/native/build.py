@@ -15,7 +15,8 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.weight_files import has_weights
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.rollout.engine import NativeEngineConfig
-from spmd_rl.rollout.native.engine import WEIGHTS, NativeEngine
+from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.rollout.native.engine_memory import WEIGHTS
 
 FOLDER_VERSION = 0
 

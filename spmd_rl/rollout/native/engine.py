@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import compress
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from spmd_rl.errors import ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
@@ -22,6 +20,7 @@ from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.rollout.engine import NativeEngineConfig, Request, StepOutput
 from spmd_rl.rollout.native.auto_sizes import choose_sizes
 from spmd_rl.rollout.native.decode_graphs import Sampler
+from spmd_rl.rollout.native.engine_memory import EngineMemory
 from spmd_rl.rollout.native.model_runner import ModelRunner
 from spmd_rl.rollout.native.pages import PagePool
 from spmd_rl.rollout.native.prefill_cost import PrefillCost
@@ -41,9 +40,6 @@ NO_WEIGHTS = (
     "has some (if it shares its trainer's memory, push after every train step, or link them with "
     "alias=False; if its weights slept after a push, push again)"
 )
-
-
-WEIGHTS, KV = "weights", "kv"  # tags of the engine's memory
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ class NativeEngine:
         memory: RoleMemory | None = None,
     ) -> None:
         self.model = model
-        self.memory = memory or RoleMemory(None, device)
+        self._memory = EngineMemory(memory or RoleMemory(None, device))
         self.spec = spec = model.spec
         self.cfg = cfg
         self.sizes = sizes = choose_sizes(cfg, spec, device, reserved_bytes)
@@ -104,8 +100,7 @@ class NativeEngine:
         self._num_steps = 0
         self._num_generated = 0
         self._in_flight: InFlightStep | None = None
-        with self._advice():
-            self._runner = self._new_runner()
+        self._runner = self._new_runner()
 
     @property
     def has_work(self) -> bool:
@@ -141,18 +136,13 @@ class NativeEngine:
     def sleep(self, tags: tuple[str, ...] = ()) -> list[Receipt]:
         self.scheduler.discard_kv(self.version or 0)
         self._in_flight = None
-        receipts = self.memory.sleep(tags)
-        if self.memory.is_dropped(WEIGHTS):
+        receipts = self._memory.sleep(tags)
+        if self._memory.lost_weights:
             self.version = None
         return receipts
 
     def wake(self, tags: tuple[str, ...] = ()) -> list[Receipt]:
-        was_asleep = not self.memory.is_awake(KV)
-        with self._advice():
-            receipts = self.memory.wake(tags)
-        if was_asleep and self.memory.is_awake(KV):
-            self._runner.cache.data.zero_()  # unset pages may hold NaN, which outlives their tokens
-        return receipts
+        return self._memory.wake(tags)
 
     def sink(self) -> TensorSink:
         parameters = LocalTensors.whole(dict(self.model.named_parameters()))
@@ -164,7 +154,6 @@ class NativeEngine:
         return self.model.contract(self.device, self.sizes.dtype, self.cfg.attention_split)
 
     def stats(self) -> dict[str, int]:
-        cache = self._runner.cache
         return {
             "num_steps": self._num_steps,
             "num_generated_tokens": self._num_generated,
@@ -173,13 +162,12 @@ class NativeEngine:
             "num_pages": self.sizes.num_pages,
             "num_evictions": self.scheduler.pool.num_evictions,
             "num_graphs": self._runner.num_graphs,
-            "kv_bytes": cache.num_bytes if self.memory.is_awake(KV) else 0,
+            "kv_bytes": self._runner.cache.num_bytes if self._memory.has_pages else 0,
             **asdict(self.scheduler.counters),
         }
 
     def _begin_push(self) -> None:
-        self.memory.require("a push", WEIGHTS)
-        self.memory.note_change(WEIGHTS)
+        self._memory.begin_push()
         self.version, self.is_pushing = None, True
 
     def _forget_version(self) -> None:
@@ -206,7 +194,7 @@ class NativeEngine:
             head_dim=self.spec.head_dim,
             dtype=self.sizes.dtype,
             device=self.device,
-            allocate=self._allocate_kv,
+            allocate=self._memory.allocate_pages,
             split=self.cfg.attention_split,
         )
         return ModelRunner(
@@ -218,22 +206,6 @@ class NativeEngine:
             sampler=self._sampler,
         )
 
-    def _allocate_kv(self, num_bytes: int) -> Tensor:
-        """Return the memory of the pages, zero."""
-        pages = self.memory.slab(KV, "drop", num_bytes).bytes
-        return pages.zero_() if pages.is_cuda else pages
-
-    @contextmanager
-    def _advice(self) -> Iterator[None]:
-        """Have an error of too little memory say which settings ask for less."""
-        try:
-            yield
-        except ResidencyError as error:
-            advice = "a lower engine.num_pages or engine.memory_fraction asks for less"
-            raise ResidencyError(
-                f"no room for pages of keys and values: {error}; {advice}"
-            ) from error
-
     def _reset(self) -> None:
         """Clear all K/V after a step that failed.
 
@@ -241,10 +213,10 @@ class NativeEngine:
         """
         self.scheduler.discard_kv(self.version or 0)
         self._in_flight = None
-        self._runner.cache.data.zero_()
+        self._memory.clear_pages()
 
     def _check_ready(self) -> tuple[ModelRunner, int]:
-        if not (self.memory.is_awake(KV) and self.memory.is_awake(WEIGHTS)):
+        if not self._memory.is_awake:
             raise ResidencyError("the engine is asleep: wake it before it generates")
         if self.version is None:
             raise SpmdError(NO_WEIGHTS)

@@ -63,7 +63,7 @@ class EngineState:
         self.is_pushing, self.version = False, version
 
     def begin_sleep(self, num_running: int, tags: Sequence[str] = ()) -> list[str]:
-        """Return SGLang's names of what is to be released, of `tags` or of all; none of what sleeps.
+        """Return SGLang's names of what is to be released: of `tags`, or of all that is awake.
 
         Raises: ResidencyError while requests run, or while a push is not committed.
         """

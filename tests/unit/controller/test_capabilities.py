@@ -48,7 +48,7 @@ class Napper(Role):
 
 
 def test_trainer_and_rollout_have_the_capabilities_that_they_declare() -> None:
-    assert capabilities(Trainer) == {WeightProvider, Saver, Contracted}
+    assert capabilities(Trainer) == {WeightProvider, Saver, Sleeper, Contracted}
     assert capabilities(Rollout) == {WeightReceiver, Sleeper, Contracted, Pumped}
     for role in (Trainer, Rollout):
         assert capabilities(role) == set(CAPABILITIES) & set(role.__mro__)
