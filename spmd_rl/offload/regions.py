@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from spmd_rl.errors import ResidencyError
 from spmd_rl.offload.arena import HostArena
@@ -42,6 +43,10 @@ class Regions:
     def host_bytes(self) -> int:
         """The host memory that saved contents take."""
         return self._arena.num_bytes
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        """Return host memory for what is no region. Raises: as `HostArena.reserve`."""
+        return self._arena.reserve(num_bytes)
 
     def torch_region(self, tag: str, contents: Contents) -> TorchRegion:
         """Make a region for what torch allocates. Raises: ResidencyError where the tag is taken."""

@@ -50,9 +50,11 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("wrap", ["layer", "model"])
 @pytest.mark.parametrize("offload", ["moments", "master"])
-@pytest.mark.parametrize("minibatches", [1, 2])
-def test_offload_changes_no_bit(new_trainer, offload: str, wrap: str, minibatches: int) -> None:
-    options = {"max_tokens": MAX_TOKENS, "minibatches": minibatches, "wrap": wrap}
+@pytest.mark.parametrize(("minibatches", "dtype"), [(1, "bfloat16"), (2, "float32")])
+def test_offload_changes_no_bit(
+    new_trainer, offload: str, wrap: str, minibatches: int, dtype: str
+) -> None:
+    options = {"minibatches": minibatches, "wrap": wrap, "dtype": dtype, "max_tokens": MAX_TOKENS}
     plain, offloading = new_trainer(**options), new_trainer(offload=offload, **options)
     assert steps(offloading, range(3)) == steps(plain, range(3))
     assert unequal(offloading, plain) == []
@@ -179,6 +181,31 @@ def test_host_memory_is_reserved_once(new_trainer) -> None:
     steps(trainer, range(3))
     assert activations._host.num_bytes == before
     assert activations.num_copied_bytes > copied
+
+
+@pytest.mark.usefixtures("any_size")
+def test_tensors_come_back_one_layer_ahead(new_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has three layers, and those of the last stay. The other layers' come back."""
+    order: list[tuple[str, int]] = []
+    bring, unpack = ActivationOffload._bring, ActivationOffload._unpack
+
+    def bringing(self: ActivationOffload, number: int) -> None:
+        if any(kept.on_device is None for kept in self._layers[number].kept.values()):
+            order.append(("bring", number))
+        bring(self, number)
+
+    def unpacking(self: ActivationOffload, packed):
+        found = unpack(self, packed)
+        if not isinstance(packed, Tensor) and order[-1] != ("use", packed.layer):
+            order.append(("use", packed.layer))
+        return found
+
+    monkeypatch.setattr(ActivationOffload, "_bring", bringing)
+    monkeypatch.setattr(ActivationOffload, "_unpack", unpacking)
+    trainer = new_trainer(offload_activations=True, recompute="all")
+    steps(trainer, range(1))
+    assert order == [("bring", 1), ("bring", 0), ("use", 1), ("use", 0)]
+    assert not any(layer.kept or layer.sources for layer in trainer.backend._activations._layers)
 
 
 @pytest.mark.usefixtures("any_size")
