@@ -62,6 +62,8 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
         self.checkpoints = CheckpointWriter(self.backend, context, cfg.save_optimizer)
         self._resume_differences: list[str] = []
         self._before_change: list[Callable[[], None]] = []
+        self._steps_awake = 0  # train steps since the last sleep
+        self._steps_before_sleep = 0  # train steps that the last sleep followed
 
     @classmethod
     def planned_memory(
@@ -89,6 +91,9 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
             metrics = self.learner.train_step(batch, loss, lr, needs)
         finally:
             self.memory.note_change(MASTER, MOMENTS)
+        self._steps_awake += 1
+        if self._steps_awake == self._steps_before_sleep:
+            self.memory.begin_save(MOMENTS, MASTER)
         return metrics | self._restore_metrics()
 
     @collective
@@ -139,7 +144,12 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
 
     @collective
     def sleep(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
-        """Give the memory of master weights and moments back; their bytes wait on the host."""
+        """Give the memory of master weights and moments back; their bytes wait on the host.
+
+        They begin to go there after a train step, if the last sleep followed as many of them.
+        """
+        if self._steps_awake:
+            self._steps_before_sleep, self._steps_awake = self._steps_awake, 0
         return self.memory.sleep(tags)
 
     @collective

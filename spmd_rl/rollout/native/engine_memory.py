@@ -42,9 +42,12 @@ class EngineMemory:
         """Return the memory of the pages, zero. Raises: ResidencyError if too little is left."""
         with _advice():
             self._pages = self._memory.slab(KV, "drop", num_bytes).bytes
-        return self._pages.zero_() if self._pages.is_cuda else self._pages
+        if self._pages.is_cuda:
+            self.clear_pages()
+        return self._pages
 
     def clear_pages(self) -> None:
+        """Write zeros: unset pages may hold NaN, which would outlive their tokens."""
         if self._pages is not None:
             self._pages.zero_()
 
@@ -52,13 +55,13 @@ class EngineMemory:
         return self._memory.sleep(tags)
 
     def wake(self, tags: tuple[str, ...]) -> list[Receipt]:
-        """Take memory again, and clear pages that were given back: unset ones may hold NaN, which
-        would outlive their tokens.
+        """Take memory again, and clear the pages of a GPU if they were given back. Those of a CPU
+        are zero, or as they were (offload/host.py).
         """
         had_pages = self.has_pages
         with _advice():
             receipts = self._memory.wake(tags)
-        if self.has_pages and not had_pages:
+        if self.has_pages and not had_pages and self._pages is not None and self._pages.is_cuda:
             self.clear_pages()
         return receipts
 

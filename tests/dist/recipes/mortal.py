@@ -1,6 +1,7 @@
 """GRPO whose trainer is struck in the middle of its sleep or of its wake, once, for tests.
 
-A file `struck` in the working directory says that it has happened.
+A file `struck` in the working directory says that it has happened. Slabs that sleep are overwritten
+here: a use of them would be seen.
 """
 
 from __future__ import annotations
@@ -13,11 +14,23 @@ from typing import Literal
 
 import spmd_rl as rl
 from spmd_rl.controller.link import Link
+from spmd_rl.offload.host import HostMemory
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.recipes import grpo
 from spmd_rl.recipes.grpo import check
 
 __all__ = ["Config", "check", "main"]
+
+
+POISON = 0x41  # four of these bytes are the number 12.08
+
+
+def _unmap_and_poison(memory: HostMemory) -> None:
+    memory.is_mapped = False
+    memory.bytes.fill_(POISON)
+
+
+HostMemory.unmap = _unmap_and_poison  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, kw_only=True)
