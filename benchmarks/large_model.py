@@ -27,9 +27,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from spmd_rl.plan.model_memory import step_sizes
-from spmd_rl.plan.step_memory import step_points, table
-
 from benchmarks.grpo_proof import TOKENIZER, write_prompts
 from benchmarks.large_recipe import KV, USED
 from benchmarks.record import finish, gpu, gpu_machine, measured
@@ -39,6 +36,8 @@ from spmd_rl.config.load import load
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.recipes.grpo import Config
+from spmd_rl.train.memory import step_sizes
+from spmd_rl.train.step_memory import step_points, table
 
 PACKAGES = ("torch", "triton", "flash-attn-4", "torch_memory_saver")
 RECIPE = "benchmarks.large_recipe"

@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from spmd_rl.config.rules import at_least as at_least
     from spmd_rl.config.run import RunConfig as RunConfig
     from spmd_rl.controller.capabilities import Contracted as Contracted
-    from spmd_rl.controller.capabilities import Pumped as Pumped
     from spmd_rl.controller.capabilities import MemoryPlanner as MemoryPlanner
+    from spmd_rl.controller.capabilities import Pumped as Pumped
     from spmd_rl.controller.capabilities import Saver as Saver
     from spmd_rl.controller.capabilities import Sleeper as Sleeper
     from spmd_rl.controller.capabilities import WeightProvider as WeightProvider

@@ -37,6 +37,12 @@ def test_what_no_phase_names_is_awake() -> None:
     assert CONCURRENT.roles == frozenset()
 
 
+def test_a_role_that_is_awake_in_every_phase_never_sleeps() -> None:
+    phases = Phases({"sync": {"train": ALL, "infer": ("weights",)}, "train": {"train": ALL}})
+    assert phases.roles == {"infer"}
+    assert not phases.is_awake("train", "infer", "kv")
+
+
 def test_a_role_is_added_to_phases() -> None:
     phases = COLOCATED.with_roles(train={"teacher": ALL}, grade={"infer": ("weights",)})
     assert phases.is_awake("train", "teacher", "weights")

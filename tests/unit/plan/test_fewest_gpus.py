@@ -97,8 +97,8 @@ def test_70b_does_not_fit_because_engines_have_whole_copies(
     assert str(refused.value).startswith("no number of GPUs suffices: on ")
     assert str(refused.value).endswith(
         "each GPU of an engine has a whole copy of the weights, so this model needs larger GPUs, "
-        "or an engine that divides its weights over several GPUs (tensor parallelism), which is not "
-        "built"
+        "or an engine that divides its weights over several GPUs (tensor parallelism), which is "
+        "not built"
     )
     assert capsys.readouterr().out.count("  no: ") >= 2
 
