@@ -36,5 +36,6 @@ def recompute_rows(spec: ModelSpec, train: PlannedRole) -> Iterator[RecomputeRow
             continue
         backend: Fsdp2Config = replace(cfg.backend, recompute=choice)
         sizes = step_sizes(spec, replace(cfg, backend=backend), train.placement, head).activations
-        peak = sizes.kept + max(sizes.forward, sizes.backward)
-        yield RecomputeRow(choice, peak, EXTRA_OPERATIONS[choice], choice == cfg.backend.recompute)
+        yield RecomputeRow(
+            choice, sizes.peak, EXTRA_OPERATIONS[choice], choice == cfg.backend.recompute
+        )

@@ -13,7 +13,8 @@ size:
     their product                   F      not with cheap
 
 With recompute = all a layer keeps its two inputs alone, 2 C, and one layer at a time exists in full
-in the backward pass. Units: bytes.
+in the backward pass. After the layers there are 3 C: the last norm's input and output, and the rows
+that are scored. Units: bytes.
 """
 
 from __future__ import annotations
@@ -71,13 +72,17 @@ class HeadShape:
         num_chunks = 2 if self.scored > self.rows else 1
         return self._slopes(element_bytes) + num_chunks * self._logits()
 
+    def weight_bytes(self, element_bytes: int) -> int:
+        """Return the gradient of the head's weight, which waits until the backward pass ends."""
+        return self.vocab * self.hidden * element_bytes
+
     def bytes_in_backward(self, element_bytes: int) -> int:
         """Return the peak of the head's backward pass.
 
         Slopes are multiplied for the weight's gradient. Without them there are a chunk's logits,
         their gradient, that gradient in the compute dtype, and two gradients of the weight.
         """
-        weight = self.vocab * self.hidden * element_bytes
+        weight = self.weight_bytes(element_bytes)
         if self.keeps_slopes:
             return self._slopes(element_bytes) + weight
         rounded = min(self.rows, self.scored) * self.vocab * element_bytes
@@ -95,15 +100,20 @@ NO_HEAD = HeadShape(0, 0, 0, 0, False)  # a value head's product is a number for
 
 @dataclass(frozen=True)
 class Activations:
-    """What a micro-batch takes: kept by its layers, and besides, in either pass.
+    """What a micro-batch takes: kept by its layers, and besides, in the head or in a layer's
+    backward pass.
 
     `host` is what layers keep in host memory.
     """
 
     kept: int
-    forward: int
+    head: int
     backward: int
     host: int = 0
+
+    @property
+    def peak(self) -> int:
+        return self.kept + max(self.head, self.backward)
 
 
 def activations(
@@ -122,13 +132,14 @@ def activations(
     activations have a place in host memory.
     """
     token = num_tokens * element_bytes
-    kept = token * layer.kept_elements(recompute)
+    kept, after = token * layer.kept_elements(recompute), token * 3 * layer.hidden
     again = 0 if recompute == "none" else token * layer.kept_elements("none") - kept
     in_layer = again + token * layer.gradient_elements()
+    in_head = max(head.bytes_in_forward(element_bytes), head.bytes_in_backward(element_bytes))
     return Activations(
         kept=num_layers * kept,
-        forward=head.bytes_in_forward(element_bytes),
-        backward=max(in_layer, head.bytes_in_backward(element_bytes)),
+        head=after + in_head,
+        backward=in_layer + head.weight_bytes(element_bytes),
         host=num_host_layers * kept,
     )
 

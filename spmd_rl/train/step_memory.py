@@ -1,8 +1,8 @@
 """Memory of a trainer's rank at each point of a step, on the GPU and on the host. Pure.
 
     gather      weights are cast to the compute dtype, and gathered
-    forward     the last layers and the head of a forward pass
-    backward    the first layers of its backward pass; gradients are summed
+    head        the head's forward and backward pass, when all layers keep what they do
+    backward    the backward pass of the last layer; gradients are summed
     reduce      the last backward pass ends: a unit's gradients are copied before they are reduced
     update      the optimizer's step
 
@@ -73,7 +73,7 @@ def step_points(sizes: StepSizes, offload: Offload) -> tuple[Point, ...]:
     host |= {"master": sizes.master} if offload == "master" else {}
     kept, grads = sizes.activations, {"grads": sizes.grads}
     working = computing | grads | {"gathered": sizes.gathered}
-    forward = working | {"activations": kept.kept + kept.forward}
+    head = working | {"activations": kept.kept + kept.head}
     backward = working | {
         "activations": kept.kept + kept.backward,
         "copies": sizes.layer_copies,
@@ -84,7 +84,7 @@ def step_points(sizes: StepSizes, offload: Offload) -> tuple[Point, ...]:
         Point(
             "gather", awake | {"gathered": sizes.gathered, "copies": sizes.gather_copies}, on_host
         ),
-        Point("forward", forward, on_host),
+        Point("head", head, on_host),
         Point("backward", backward, on_host),
         Point("reduce", computing | grads | {"copies": sizes.unit_copies}, on_host),
         Point("update", awake | grads | chunks, on_host),

@@ -49,9 +49,12 @@ def test_a_head_that_computes_logits_again_has_their_gradient() -> None:
 
 def test_a_pass_without_recomputation() -> None:
     found = pass_of("none")
+    after = TOKENS * 2 * 3 * 1024
     assert found.kept == LAYERS * TOKENS * 2 * 22528
-    assert found.forward == HEAD.bytes_in_forward(2)
-    assert found.backward == HEAD.bytes_in_backward(2)
+    assert found.head == after + HEAD.bytes_in_forward(2)
+    gradients = TOKENS * 2 * (3 * 3072 + 2 * 1024)
+    assert found.backward == gradients + VOCAB * 1024 * 2, "the gradient of the head's weight waits"
+    assert found.peak == found.kept + found.head
 
 
 def test_one_layer_at_a_time_is_computed_again() -> None:
@@ -59,7 +62,7 @@ def test_one_layer_at_a_time_is_computed_again() -> None:
     assert found.kept == LAYERS * TOKENS * 2 * 2048
     gradients = 3 * 3072 + 2 * 1024
     assert found.backward == TOKENS * 2 * (22528 - 2048 + gradients)
-    assert found.forward == 0
+    assert found.head == TOKENS * 2 * 3 * 1024
 
 
 def test_what_waits_in_host_memory_is_counted_there() -> None:

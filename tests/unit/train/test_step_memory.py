@@ -39,14 +39,14 @@ def test_master_weights_are_on_the_gpu_only_where_they_are_read_or_written(spec:
     at = points(spec, config("master"))
     assert {name: "master" in point.gpu for name, point in at.items()} == {
         "gather": True,
-        "forward": False,
+        "head": False,
         "backward": False,
         "reduce": False,
         "update": True,
     }
     fp32 = 4 * spec.num_parameters
     assert at["update"].gpu["master"] == at["update"].gpu["grads"] == fp32
-    assert at["forward"].gpu["gathered"] == fp32 // 2
+    assert at["head"].gpu["gathered"] == fp32 // 2
     assert all(point.host["moments"] == 2 * fp32 for point in at.values())
     assert all(point.host["master"] == fp32 for point in at.values())
 
@@ -73,7 +73,7 @@ def test_the_host_of_8b_has_128_gib(spec: ModelSpec) -> None:
 
 
 def test_offloaded_activations_leave_a_few_layers_on_the_gpu(spec: ModelSpec) -> None:
-    before, after = (points(spec, config("master", one))["forward"] for one in (False, True))
+    before, after = (points(spec, config("master", one))["head"] for one in (False, True))
     pair = 2 * TOKENS * HIDDEN * 2
     assert before.gpu["activations"] - after.gpu["activations"] == (LAYERS - 3) * pair
     assert after.host["activations"] == (LAYERS - 1) * pair
@@ -104,7 +104,7 @@ def test_the_largest_unit_is_what_belongs_to_no_layer(spec: ModelSpec) -> None:
 def test_a_table_has_each_point_and_class(spec: ModelSpec) -> None:
     cfg = config("master", True)
     lines = list(table(step_points(step_sizes(spec, cfg, ONE), "master")))
-    assert lines[0].split() == ["GPU", "gather", "forward", "backward", "reduce", "update"]
+    assert lines[0].split() == ["GPU", "gather", "head", "backward", "reduce", "update"]
     rows = {line.split()[0]: line for line in lines}
     assert rows["master"].count("30.51 GiB") == 5
     assert rows["chunks"].split()[1:] == ["-", "-", "-", "-", "384.0", "MiB"]
