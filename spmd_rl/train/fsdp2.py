@@ -58,8 +58,8 @@ class Fsdp2(ShardedModel):
         rules = _freeze(scorer.model, cfg, mesh.size(1))
         reshard = False if mesh.size(1) == 1 else None
         self._memory = memory = memory or RoleMemory(None, device)
-        with memory.allocating("master"):
-            super().__init__(scorer, mesh, device, dtype, cfg.backend.gathers_whole, reshard)
+        gathers_whole, master = cfg.backend.gathers_whole, memory.allocating("master")
+        super().__init__(scorer, mesh, device, dtype, gathers_whole, reshard, master)
         memory.hold("master", lambda: self.local.values())
         _sum_gradients(self.units, cfg.deterministic)
         group = mesh.get_group("fsdp")
