@@ -15,19 +15,20 @@ class PeakMeter:
     """Follows every region of this process that is made after it. There is one in a process."""
 
     def __init__(self) -> None:
-        self._asleep: list[TorchRegion] = []
+        self._asleep: dict[TorchRegion, int] = {}  # and the bytes that torch has allocated in it
         self._peak_bytes = 0
         unmap, map_again = TorchRegion.unmap, TorchRegion.map
 
         def unmapping(region: TorchRegion) -> None:
             self._note_peak()
+            allocated = sum(piece.numel() for piece in region.pieces())
             unmap(region)
-            self._asleep.append(region)
+            self._asleep[region] = allocated
 
         def mapping(region: TorchRegion) -> None:
             self._note_peak()
             map_again(region)
-            self._asleep.remove(region)
+            del self._asleep[region]
 
         TorchRegion.unmap, TorchRegion.map = unmapping, mapping  # type: ignore[method-assign]
 
@@ -41,6 +42,6 @@ class PeakMeter:
         return total - free - reserved, peak
 
     def _note_peak(self) -> None:
-        asleep = sum(tensor.nbytes for one in self._asleep for tensor in one.tensors())
+        asleep = sum(self._asleep.values())
         self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated() - asleep)
         torch.cuda.reset_peak_memory_stats()

@@ -233,6 +233,7 @@ METRICS = (
         "longest time of a request from its submission to its reward",
     ),
     Metric("time/eval", "s", "Evaluation time", "evaluating the weights that the step began with"),
+    Metric("time/grade", "s", "Grading time", "grading the samples of an evaluation with a model"),
     Metric("time/train", "s", "Training time", "forward, backward and optimizer"),
     Metric("time/sync", "s", "Weight sync time", "copying weights from trainer to engine"),
     Metric(

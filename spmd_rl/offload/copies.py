@@ -3,46 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-Pairs = Sequence[tuple[Tensor, Tensor]]  # destination and source, of equal size and dtype
+Pairs = Sequence[tuple[Tensor, Tensor]]  # destination and source: bytes, one dimension, one size
+CHUNK_BYTES = 128 << 20  # other copies of the same direction wait for one chunk at most
 
 
 class Copy:
-    """Copies that were started. On a CPU they are done when they start."""
+    """Copies that were started. On a CPU they are done when they start, and have no events."""
 
-    def __init__(self, began: torch.cuda.Event | None, ended: torch.cuda.Event | None) -> None:
-        self._began = began
-        self._ended = ended
-        self.num_bytes = 0
-        self._cpu_s = 0.0
+    def __init__(
+        self,
+        num_bytes: int,
+        events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None,
+        cpu_s: float = 0.0,
+    ) -> None:
+        self.num_bytes = num_bytes
+        self._events = events
+        self._cpu_s = cpu_s
 
     def wait(self) -> float:
         """Wait until all bytes have arrived, and return the seconds that this took.
 
-        Blocks: the host.
+        Blocks: the host. On a CPU the copy itself was the wait.
         """
+        if self._events is None:
+            return self._cpu_s
         began = time.perf_counter()
-        if self._ended is not None:
-            self._ended.synchronize()
+        self._events[1].synchronize()
         return time.perf_counter() - began
 
-    def order_before(self, stream: torch.cuda.Stream | None) -> None:
+    def order_before(self, stream: torch.cuda.Stream) -> None:
         """Have later work of `stream` wait for the copies, without blocking the host."""
-        if self._ended is not None and stream is not None:
-            stream.wait_event(self._ended)
+        if self._events is not None:
+            stream.wait_event(self._events[1])
 
     @property
     def seconds(self) -> float:
         """The time from the first byte to the last. Blocks: as `wait`."""
-        if self._began is None or self._ended is None:
+        if self._events is None:
             return self._cpu_s
-        self._ended.synchronize()
-        return self._began.elapsed_time(self._ended) / 1e3
+        began, ended = self._events
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1e3
 
 
 def copy_out(pairs: Pairs, device: torch.device) -> Copy:
@@ -58,28 +65,30 @@ def copy_in(pairs: Pairs, device: torch.device) -> Copy:
 def _start(
     pairs: Pairs, device: torch.device, stream_of: Callable[[torch.device], torch.cuda.Stream]
 ) -> Copy:
+    num_bytes = sum(source.nbytes for _, source in pairs)
     if device.type != "cuda":
-        copy, began = Copy(None, None), time.perf_counter()
+        began = time.perf_counter()
         _copy_all(pairs)
-        copy._cpu_s = time.perf_counter() - began
-    else:
-        stream = stream_of(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        copy = Copy(*(torch.cuda.Event(enable_timing=True) for _ in range(2)))
-        assert copy._began is not None
-        assert copy._ended is not None
-        with torch.cuda.stream(stream):
-            copy._began.record(stream)
-            _copy_all(pairs)
-            copy._ended.record(stream)
-    copy.num_bytes = sum(source.nbytes for _, source in pairs)
-    return copy
+        return Copy(num_bytes, cpu_s=time.perf_counter() - began)
+    stream = stream_of(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(stream):
+        events[0].record(stream)
+        _copy_all(pairs)
+        events[1].record(stream)
+    return Copy(num_bytes, events)
 
 
 @torch.no_grad()
 def _copy_all(pairs: Pairs) -> None:
-    for target, source in pairs:
-        target.copy_(source, non_blocking=True)
+    for pair in pairs:
+        for target, source in _chunks(*pair):
+            target.copy_(source, non_blocking=True)
+
+
+def _chunks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(target.split(CHUNK_BYTES), source.split(CHUNK_BYTES), strict=True)
 
 
 @cache

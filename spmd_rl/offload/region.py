@@ -7,6 +7,7 @@ what torch allocates while it is open, such as the shards of FSDP2 and an optimi
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
@@ -14,21 +15,27 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from spmd_rl.errors import ResidencyError
 from spmd_rl.offload import tms
 from spmd_rl.offload.arena import HostArena
-from spmd_rl.offload.copies import Copy, copy_in, copy_out
+from spmd_rl.offload.copies import Copy, Pairs, copy_in, copy_out
 from spmd_rl.offload.elastic import ElasticMemory
 from spmd_rl.offload.host import HostMemory
+from spmd_rl.offload.ledger import as_size
 from spmd_rl.offload.residency import Residency
+from spmd_rl.offload.vmm import bytes_at, require_free
 
 Contents = Literal["drop", "save"]
-ALIGN_BYTES = 512  # of tensors in host memory, as torch's allocator aligns
+ALIGN_BYTES = 512  # of pieces in host memory, as torch's allocator aligns
+# Blocks of torch's allocator that are this close travel as one piece, with what is between them.
+# One more copy costs about as much time as so many bytes.
+GAP_BYTES = 256 << 10
 
 
 class Region:
     """Memory of one tag. It is mapped at first.
 
-    A subclass says which tensors it holds, and how it is unmapped and mapped. `changes` counts
+    A subclass says which bytes it holds, and how it is unmapped and mapped. `changes` counts
     changes of the contents, so that unchanged bytes are not saved twice.
     """
 
@@ -36,9 +43,10 @@ class Region:
         self.residency = Residency(tag)
         self.contents: Contents = contents
         self.changes = 0
-        self.copy: Copy | None = None  # that is under way, or was the last one
+        self.copy: Copy | None = None  # that is under way
         self._device = device
         self._host: Tensor | None = None
+        self._saved: Pairs = ()  # bytes of the region, and host memory that has them
         self._saved_changes = -1
 
     @property
@@ -55,12 +63,17 @@ class Region:
         return self.num_bytes if self.residency.is_mapped else 0
 
     @property
+    def host_bytes(self) -> int:
+        """The bytes of host memory that the region has."""
+        return 0 if self._host is None else self._host.numel()
+
+    @property
     def is_saved(self) -> bool:
         """Whether host memory has the contents as they are."""
         return self._saved_changes == self.changes
 
-    def tensors(self) -> Sequence[Tensor]:
-        """Return the tensors whose bytes are saved, always in the same order."""
+    def pieces(self) -> Sequence[Tensor]:
+        """Return the bytes that are saved, in few pieces of one dimension."""
         raise NotImplementedError
 
     def unmap(self) -> None:
@@ -71,97 +84,136 @@ class Region:
         """Take the memory again. Raises: ResidencyError where too little is left."""
         raise NotImplementedError
 
+    def reserve_host(self, arena: HostArena) -> None:
+        """Take host memory for the contents now, rather than at the first save.
+
+        Raises: ResidencyError where there is no room.
+        """
+        self._host_pieces(self.pieces(), arena)
+
     def begin_save(self, arena: HostArena) -> None:
         """Start to copy the contents to the host, unless it has them.
 
         Raises: ResidencyError where there is no room, and the region is as before.
         """
-        pairs = self._pairs(arena)
+        if self.is_saved:
+            self.residency.move("saving")
+            return
+        pieces = self.pieces()
+        hosts = self._host_pieces(pieces, arena)
         self.residency.move("saving")
-        self.copy = None
-        if not self.is_saved:
-            self.copy = copy_out([(host, own) for own, host in pairs], self._device)
-            self._saved_changes = self.changes
+        self.copy = copy_out(list(zip(hosts, pieces, strict=True)), self._device)
+        self._saved, self._saved_changes = list(zip(pieces, hosts, strict=True)), self.changes
 
-    def begin_load(self, arena: HostArena) -> None:
+    def begin_load(self) -> None:
         """Start to copy the contents back from the host."""
         self.residency.move("loading")
-        self.copy = copy_in(self._pairs(arena), self._device)
+        self.copy = copy_in(self._saved, self._device)
 
-    def _pairs(self, arena: HostArena) -> list[tuple[Tensor, Tensor]]:
-        """Return each tensor with its bytes in host memory."""
-        tensors = [tensor.detach() for tensor in self.tensors() if tensor.numel()]
-        ends, end = [], 0
-        for tensor in tensors:
-            end = -(-end // ALIGN_BYTES) * ALIGN_BYTES + tensor.nbytes
-            ends.append(end)
+    def _host_pieces(self, pieces: Sequence[Tensor], arena: HostArena) -> list[Tensor]:
+        """Return host memory for each piece, of one block that is kept until it is too small."""
+        starts, end = [], 0
+        for piece in pieces:
+            starts.append(-(-end // ALIGN_BYTES) * ALIGN_BYTES)
+            end = starts[-1] + piece.numel()
         if self._host is None or self._host.numel() < end:
+            self._saved, self._saved_changes, self._host = (), -1, None
             self._host = arena.reserve(end)
+        host = self._host
         return [
-            (tensor, self._host[end - tensor.nbytes : end].view(tensor.dtype).view(tensor.shape))
-            for tensor, end in zip(tensors, ends, strict=True)
+            host[start : start + piece.numel()] for start, piece in zip(starts, pieces, strict=True)
         ]
 
 
 class TorchRegion(Region):
     """Memory that torch allocates inside `allocating`. `name` is unique in the process.
 
-    On a CPU, the storages of the tensors that it holds are freed and allocated again.
+    On a GPU all blocks in use are saved, whoever has them. On a CPU the storages of the tensors
+    that are held are saved, freed and allocated again.
     """
 
     def __init__(self, tag: str, contents: Contents, device: torch.device, name: str) -> None:
         super().__init__(tag, contents, device)
         self._name = name
         self._tensors: Callable[[], Iterable[Tensor]] = tuple
-        self._reserved_bytes = 0
-        self._storage_bytes: list[int] = []
+        self._pool: tms.PoolId | None = None
+        self._pool_bytes = 0
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []  # that are freed, with sizes
 
     @property
     def num_bytes(self) -> int:
         if self._device.type == "cuda":
-            return self._reserved_bytes
-        return sum(self._storage_bytes or [one.nbytes() for one in self._storages()])
+            return self._pool_bytes
+        if self._storages:
+            return sum(num_bytes for _, num_bytes in self._storages)
+        return sum(piece.numel() for piece in self.pieces())
 
     @contextmanager
-    def allocating(self) -> Iterator[None]:
-        """Have this thread allocate its memory in this region. Raises: as `tms.region`."""
+    def allocating(self, num_bytes: int = 0) -> Iterator[None]:
+        """Have this thread allocate its memory in this region.
+
+        `num_bytes`, if what comes is known, are taken as one segment. Many segments take longer to
+        map than one, and the library ends the process where memory runs out in the midst.
+        Raises: ResidencyError while the region sleeps, or where `num_bytes` are not left; and as
+        `tms.region`.
+        """
+        self.residency.require_awake("allocate")
         if self._device.type != "cuda":
             yield
+            self.changes += 1
             return
-        torch.cuda.empty_cache()  # so that no block of the cache is given back meanwhile
-        before = torch.cuda.memory_reserved(self._device)
-        with tms.region(self._name):
+        require_free(num_bytes, self._device)
+        with torch.cuda.device(self._device), tms.region(self._name) as current_pool:
+            if num_bytes:  # torch's allocator keeps the block, and cuts later ones from it
+                torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            self._pool = self._pool or current_pool()
             yield
-        self._reserved_bytes += torch.cuda.memory_reserved(self._device) - before
+        self._pool_bytes = sum(one["total_size"] for one in tms.segments(self._pool))
+        self.changes += 1
 
     def hold(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """Save the bytes of what `tensors` returns: the same tensors at each call."""
+        """Say which tensors the region holds, for each save to see that their bytes are in it."""
         self._tensors = tensors
 
-    def tensors(self) -> Sequence[Tensor]:
-        return list(self._tensors())
+    def pieces(self) -> Sequence[Tensor]:
+        if self._device.type != "cuda":
+            storages = {one._cdata: one for one in map(Tensor.untyped_storage, self._tensors())}
+            return [torch.empty(0, dtype=torch.uint8).set_(one) for one in storages.values()]
+        ranges = list(_ranges(tms.segments(self._pool))) if self._pool else []
+        self._require_within(ranges)
+        return [bytes_at(start, end - start, self._device) for start, end in ranges]
 
     def unmap(self) -> None:
         if self._device.type == "cuda":
-            tms.unmap(self._name)
+            if self._pool_bytes:
+                tms.unmap(self._name)
             return
-        storages = self._storages()
-        self._storage_bytes = [storage.nbytes() for storage in storages]
+        storages = [piece.untyped_storage() for piece in self.pieces()]
+        self._storages = [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:
             storage.resize_(0)
 
     def map(self) -> None:
         if self._device.type == "cuda":
-            tms.map_again(self._name)
+            if self._pool_bytes:
+                tms.map_again(self._name, self._pool_bytes)
             return
-        for storage, num_bytes in zip(self._storages(), self._storage_bytes, strict=True):
+        for storage, num_bytes in self._storages:
             storage.resize_(num_bytes)
-        self._storage_bytes = []
+        self._storages = []
 
-    def _storages(self) -> list[torch.UntypedStorage]:
-        """Return the storage of each tensor once."""
-        storages = (tensor.untyped_storage() for tensor in self.tensors())
-        return list({storage._cdata: storage for storage in storages}.values())
+    def _require_within(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Raise a ResidencyError if a tensor of the GPU is held that has its memory elsewhere."""
+        starts = [start for start, _ in ranges]
+        for tensor in self._tensors():
+            if not tensor.is_cuda or not tensor.numel():
+                continue
+            at = bisect_right(starts, tensor.data_ptr()) - 1
+            if at < 0 or tensor.data_ptr() >= ranges[at][1]:
+                raise ResidencyError(
+                    f"a tensor of {as_size(tensor.nbytes)} belongs to memory '{self.tag}' and was "
+                    "not allocated in it: make it inside `allocating`"
+                )
 
 
 class SlabRegion(Region):
@@ -170,8 +222,9 @@ class SlabRegion(Region):
     def __init__(self, tag: str, contents: Contents, device: torch.device, num_bytes: int) -> None:
         super().__init__(tag, contents, device)
         on_gpu = device.type == "cuda"
+        size = max(num_bytes, 1)
         self._memory: ElasticMemory | HostMemory = (
-            ElasticMemory(num_bytes, device) if on_gpu else HostMemory(max(num_bytes, 1))
+            ElasticMemory(size, device) if on_gpu else HostMemory(size)
         )
         self._num_bytes = num_bytes
 
@@ -183,7 +236,7 @@ class SlabRegion(Region):
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def tensors(self) -> Sequence[Tensor]:
+    def pieces(self) -> Sequence[Tensor]:
         return [self.bytes]
 
     def unmap(self) -> None:
@@ -191,3 +244,19 @@ class SlabRegion(Region):
 
     def map(self) -> None:
         self._memory.map()
+
+
+def _ranges(segments: Iterable[tms.Segment]) -> Iterator[tuple[int, int]]:
+    """Yield the addresses of blocks in use, start and end, joined over small gaps of a segment."""
+    for segment in segments:
+        start, end = 0, 0
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":
+                if end and address - end > GAP_BYTES:
+                    yield start, end
+                    end = 0
+                start, end = start if end else address, address + block["size"]
+            address += block["size"]
+        if end:
+            yield start, end

@@ -7,30 +7,37 @@ the sleep on, and a load until its memory is needed.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from spmd_rl.errors import ResidencyError
-from spmd_rl.offload.arena import HostArena
+from spmd_rl.offload.arena import rank_arena
 from spmd_rl.offload.ledger import as_size
+from spmd_rl.offload.meter import Meter
 from spmd_rl.offload.region import Contents, Region, SlabRegion, TorchRegion
 from spmd_rl.offload.residency import Receipt
+from spmd_rl.offload.vmm import free_bytes
+
+# for page tables, and because torch_memory_saver ends the process where memory runs out
+MARGIN_BYTES = 32 << 20
+
+_NUMBERS = count()  # names of regions of torch are unique in a process
 
 
 class Regions:
     """The regions of the role `name`, by tag. The rank's main thread alone uses it.
 
-    `host_bytes` bounds the host memory of saved contents; 0 stands for what the machine leaves.
+    `host_bytes` bounds the host memory of all roles of the rank; 0 stands for what cgroup and
+    machine leave.
     """
 
     def __init__(self, name: str, device: torch.device, host_bytes: int = 0) -> None:
         self._name = name
         self._device = device
-        self._arena = HostArena(device, host_bytes)
+        self._arena = rank_arena(device, host_bytes)
         self._regions: dict[str, Region] = {}
 
     def __contains__(self, tag: str) -> bool:
@@ -42,15 +49,25 @@ class Regions:
     @property
     def host_bytes(self) -> int:
         """The host memory that saved contents take."""
-        return self._arena.num_bytes
+        return sum(region.host_bytes for region in self._regions.values())
 
     def reserve(self, num_bytes: int) -> Tensor:
         """Return host memory for what is no region. Raises: as `HostArena.reserve`."""
         return self._arena.reserve(num_bytes)
 
+    def reserve_saves(self) -> None:
+        """Take the host memory of all contents that are saved now, before the first sleep.
+
+        Blocks: as `HostArena.reserve`. Raises: ResidencyError where the host has no room.
+        """
+        for region in self._regions.values():
+            if region.contents == "save" and region.residency.is_mapped:
+                region.reserve_host(self._arena)
+
     def torch_region(self, tag: str, contents: Contents) -> TorchRegion:
         """Make a region for what torch allocates. Raises: ResidencyError where the tag is taken."""
-        region = TorchRegion(tag, contents, self._device, f"{self._name}.{tag}")
+        name = f"{self._name}.{tag}-{next(_NUMBERS)}"
+        region = TorchRegion(tag, contents, self._device, name)
         self._add(region)
         return region
 
@@ -72,52 +89,51 @@ class Regions:
     def note_change(self, tag: str) -> None:
         """Note that the contents change, so that what is saved of them is old.
 
+        Blocks: until a save in the background has read them.
         Raises: ResidencyError unless the region is awake.
         """
         region = self[tag]
         if region.residency.state == "saving":
             self._finish_save(region)
             region.residency.move("awake")
-        if region.residency.state != "awake":
-            raise ResidencyError(f"memory '{tag}' is {region.residency.state}: it cannot change")
+        region.residency.require_awake("change")
         region.changes += 1
 
     def begin_save(self, tags: Iterable[str]) -> None:
         """Start to save contents in the background, for a sleep that comes soon.
 
-        The memory may be read meanwhile. Raises: ResidencyError where the host has no room.
+        The save begins after the work that is queued on the current stream. The memory may be read
+        meanwhile. Raises: ResidencyError where the host has no room.
         """
         for region in self._chosen(tags):
             if region.contents == "save" and region.residency.state == "awake":
                 region.begin_save(self._arena)
 
     def sleep(self, tags: Iterable[str] | None = None) -> Receipt:
-        """Give memory back: of these tags, or all. What sleeps already is left as it is.
+        """Give memory back: of these tags, or all, and what torch only caches.
 
-        Blocks: until contents are saved and the GPU has finished its queued work.
+        What sleeps already is left as it is.
+        Blocks: until the GPU has finished its queued work and contents are saved.
         Raises: ResidencyError where the host has no room for contents; all memory is then awake.
         """
         chosen = [region for region in self._chosen(tags) if region.residency.is_mapped]
-        meter = _Meter(self._regions.values(), self._device)
+        if chosen and self._device.type == "cuda":  # so that computation is not taken for a copy
+            torch.cuda.current_stream(self._device).synchronize()
+        meter = Meter(self._regions.values(), self._device)
         for region in chosen:
             self._finish_load(region, meter)
-        before = {id(region): region.residency.state for region in chosen}
         try:
             self.begin_save(region.tag for region in chosen)
-        except ResidencyError:
             for region in chosen:
-                if region.residency.state == "saving" and before[id(region)] == "awake":
-                    self._finish_save(region, meter)
+                self._finish_save(region, meter)
+            with meter.mapping():
+                self._unmap_all(chosen)
+        except BaseException:
+            for region in chosen:
+                if region.residency.state == "saving":
+                    self._finish_save(region)
                     region.residency.move("awake")
             raise
-        for region in chosen:
-            self._finish_save(region, meter)
-        with meter.mapping():
-            if chosen and self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            for region in chosen:
-                region.unmap()
-                region.residency.move("asleep")
         return meter.receipt()
 
     def wake(self, tags: Iterable[str] | None = None, in_background: Iterable[str] = ()) -> Receipt:
@@ -128,16 +144,15 @@ class Regions:
         Raises: ResidencyError where too little memory is left; what slept then sleeps.
         """
         chosen = [region for region in self._chosen(tags) if not region.residency.is_mapped]
-        meter, late = _Meter(self._regions.values(), self._device), frozenset(in_background)
+        meter, late = Meter(self._regions.values(), self._device), frozenset(in_background)
         with meter.mapping():
             self._map_all(chosen)
-        for region in chosen:
-            if region.contents == "save" and region.is_saved:
-                region.begin_load(self._arena)
-                meter.copied_bytes += region.copy.num_bytes if region.copy else 0
-            else:
-                region.residency.move("awake")
-                region.changes += 1
+        try:
+            for region in sorted(chosen, key=lambda region: region.tag in late):
+                self._begin_load(region, meter)
+        except BaseException:
+            self._undo_wake(chosen)
+            raise
         for region in chosen:
             if region.tag not in late:
                 self._finish_load(region, meter)
@@ -163,12 +178,25 @@ class Regions:
             return list(self._regions.values())
         return [self._regions[tag] for tag in dict.fromkeys(tags) if tag in self._regions]
 
+    def _unmap_all(self, regions: Sequence[Region]) -> None:
+        if not regions:
+            return
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:  # work of other streams may use the memory
+            torch.cuda.synchronize(self._device)
+        for region in regions:
+            region.unmap()
+            region.residency.move("asleep")
+        if on_gpu:  # gradients and activations of the phase that ends
+            torch.cuda.empty_cache()
+
     def _map_all(self, regions: Sequence[Region]) -> None:
         """Map all of these regions, or none of them."""
-        self._require_room(sum(region.num_bytes for region in regions))
+        self._require_room(regions)
         mapped: list[Region] = []
         try:
-            for region in regions:
+            # slabs first: a slab that cannot be mapped raises an error
+            for region in sorted(regions, key=lambda region: isinstance(region, TorchRegion)):
                 region.map()
                 mapped.append(region)
         except BaseException:
@@ -176,96 +204,50 @@ class Regions:
                 region.unmap()
             raise
 
-    def _require_room(self, num_bytes: int) -> None:
-        if self._device.type != "cuda" or not num_bytes:
+    def _undo_wake(self, regions: Sequence[Region]) -> None:
+        """Unmap memory that was mapped. What was saved of it is on the host as before."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        for region in regions:
+            region.copy = None
+            region.unmap()
+            if region.residency.is_mapped:
+                region.residency.move("asleep")
+
+    def _require_room(self, regions: Sequence[Region]) -> None:
+        if self._device.type != "cuda" or not regions:
             return
-        free = torch.cuda.mem_get_info(self._device)[0]
-        if free < num_bytes:
-            torch.cuda.empty_cache()  # torch gives back what it only caches
-            free = torch.cuda.mem_get_info(self._device)[0]
-        if free < num_bytes:
+        needed = sum(region.num_bytes for region in regions) + MARGIN_BYTES
+        free = free_bytes(self._device, needed)
+        if free < needed:
+            sizes = " and ".join(f"{one.tag} {as_size(one.num_bytes)}" for one in regions)
             raise ResidencyError(
-                f"{self._name} needs {as_size(num_bytes)} to wake, and the GPU has "
-                f"{as_size(free)} left"
+                f"{self._name} needs {as_size(needed)} to wake ({sizes}, and a margin), and the "
+                f"GPU has {as_size(free)} left"
             )
 
-    def _finish_save(self, region: Region, meter: _Meter | None = None) -> None:
+    def _begin_load(self, region: Region, meter: Meter) -> None:
+        """Start to bring saved contents back. Contents that are not saved have changed."""
+        if region.contents == "save" and region.is_saved:
+            region.begin_load()
+            if region.copy is not None:
+                meter.add_bytes(region.copy)
+        else:
+            region.residency.move("awake")
+            region.changes += 1
+
+    def _finish_save(self, region: Region, meter: Meter | None = None) -> None:
+        """Wait for a save, and count it with `meter`."""
         if region.residency.state == "saving" and region.copy is not None:
-            exposed_s = region.copy.wait()
-            if meter is not None:
-                meter.add_copy(region, exposed_s)
+            if meter is None:
+                region.copy.wait()
+            else:
+                meter.add_bytes(region.copy)
+                meter.wait(region.copy)
             region.copy = None
 
-    def _finish_load(self, region: Region, meter: _Meter) -> None:
+    def _finish_load(self, region: Region, meter: Meter) -> None:
         if region.residency.state == "loading" and region.copy is not None:
-            exposed_s = region.copy.wait()
-            meter.copy_s += region.copy.seconds
-            meter.exposed_s += exposed_s
+            meter.wait(region.copy)
+            region.copy = None
             region.residency.move("awake")
-
-
-class _Meter:
-    """Measures one sleep or wake for its receipt."""
-
-    def __init__(self, regions: Iterable[Region], device: torch.device) -> None:
-        self._regions = list(regions)
-        self._device = device
-        self._before = self._mapped_bytes()
-        self._free_before = self._free_bytes()
-        self._map_s = 0.0
-        self.copied_bytes = 0
-        self.copy_s = 0.0
-        self.exposed_s = 0.0
-
-    def add_copy(self, region: Region, exposed_s: float) -> None:
-        if region.copy is not None:
-            self.copied_bytes += region.copy.num_bytes
-            self.copy_s += region.copy.seconds
-            self.exposed_s += exposed_s
-
-    @contextmanager
-    def mapping(self) -> Iterator[None]:
-        """Add what runs inside to the time of mapping."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._map_s += time.perf_counter() - began
-
-    def receipt(self) -> Receipt:
-        return Receipt(
-            before=self._before,
-            after=self._mapped_bytes(),
-            copied_bytes=self.copied_bytes,
-            map_s=self._map_s,
-            copy_s=self.copy_s,
-            exposed_s=self.exposed_s,
-            free_bytes=(*self._free_before, *self._free_bytes()),
-            residue=self._residue(),
-        )
-
-    def _mapped_bytes(self) -> dict[str, int]:
-        return {region.tag: region.mapped_bytes for region in self._regions}
-
-    def _free_bytes(self) -> tuple[int, ...]:
-        if self._device.type != "cuda":
-            return ()
-        return (torch.cuda.mem_get_info(self._device)[0],)
-
-    def _residue(self) -> dict[str, int]:
-        """Return what is in use on the GPU besides mapped regions of this role, by class.
-
-        `outside` are contexts, graphs, communicators, and slabs and regions of other roles.
-        """
-        if self._device.type != "cuda":
-            return {}
-        free, total = torch.cuda.mem_get_info(self._device)
-        torch_bytes = sum(one.num_bytes for one in self._regions if isinstance(one, TorchRegion))
-        active = max(torch.cuda.memory_allocated(self._device) - torch_bytes, 0)
-        cached = torch.cuda.memory_reserved(self._device) - torch_bytes - active
-        own = sum(region.mapped_bytes for region in self._regions)
-        return {
-            "torch": active,
-            "torch_cache": max(cached, 0),
-            "outside": max(total - free - own - active - max(cached, 0), 0),
-        }

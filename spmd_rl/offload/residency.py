@@ -35,6 +35,11 @@ class Residency:
     def is_mapped(self) -> bool:
         return self.state != "asleep"
 
+    def require_awake(self, what: str) -> None:
+        """Raise a ResidencyError unless the region is awake: `what` cannot be done."""
+        if self.state != "awake":
+            raise ResidencyError(f"memory '{self.tag}' is {self.state}: it cannot {what}")
+
     def move(self, to: State) -> None:
         """Take an edge. Raises: ResidencyError where there is none; the state stays."""
         if to not in EDGES[self.state]:

@@ -87,8 +87,7 @@ class RoleMemory:
         """
         self.require_soon(what, *tags)
         for tag in tags:
-            if tag in self._regions and self._regions[tag].residency.state == "loading":
-                self._wait_loaded(tag)
+            self._wait_loaded(tag)
 
     def require_soon(self, what: str, *tags: str) -> None:
         """Raise as `require`, and wait for nothing."""
@@ -102,9 +101,13 @@ class RoleMemory:
                 )
 
     def note_change(self, *tags: str) -> None:
-        """Note that contents of these tags change, so that a copy on the host is old."""
+        """Note that contents of these tags change, so that a copy on the host is old.
+
+        Blocks: until a save in the background has read them.
+        """
         for tag in tags:
             if tag in self._regions:
+                self._wait_loaded(tag)
                 self._regions.note_change(tag)
 
     def begin_save(self, *tags: str) -> None:
@@ -138,6 +141,9 @@ class RoleMemory:
         return sum(began.elapsed_time(ended) for began, ended in waits) / 1e3
 
     def _wait_loaded(self, tag: str) -> None:
+        """Have later work of this stream wait for contents that are on their way."""
+        if tag not in self._regions or self._regions[tag].residency.state != "loading":
+            return
         if self._device.type != "cuda":
             self._regions.wait_loaded(tag)
             return

@@ -59,8 +59,14 @@ def build_frozen(
     scorer = _frozen_scorer(cfg, _spec(folder), head_of(folder))
     scorer.requires_grad_(False).to(dtype)
     memory = memory or RoleMemory(None, context.device)
-    with memory.allocating("weights"):
-        backend = ShardedModel(scorer, context.mesh, context.device, dtype, cfg.gathers_whole)
+    backend = ShardedModel(
+        scorer,
+        context.mesh,
+        context.device,
+        dtype,
+        cfg.gathers_whole,
+        allocating=memory.allocating("weights"),
+    )
     memory.hold("weights", lambda: backend.local.values())
     backend.fill(first_weights(cfg, folder, head_of(folder)))
     return backend

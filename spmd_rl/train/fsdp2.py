@@ -67,8 +67,9 @@ class Fsdp2(ShardedModel):
             self._activations.wrap(scorer.model.model.layers)
         rules = _freeze(scorer.model, cfg, mesh.size(1))
         reshard = False if mesh.size(1) == 1 else None
-        with memory.allocating("master", always=self._offload == "master"):
-            super().__init__(scorer, mesh, device, dtype, cfg.backend.gathers_whole, reshard)
+        master = memory.allocating("master", always=self._offload == "master")
+        gathers_whole = cfg.backend.gathers_whole
+        super().__init__(scorer, mesh, device, dtype, gathers_whole, reshard, master)
         memory.hold("master", lambda: self.local.values())
         _sum_gradients(self.units, cfg.deterministic)
         build = partial(build_optimizer, self.local_weights(), rules, cfg, mesh.get_group("fsdp"))

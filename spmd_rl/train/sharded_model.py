@@ -7,6 +7,7 @@ over dp. A frozen model is no more than this; a trainer adds gradients and an op
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -35,7 +36,8 @@ from spmd_rl.weights.tensor_ends import TensorSource, do_nothing
 class ShardedModel:
     """The model of a scorer on the meta device, sharded over `mesh`, whose axes are dp and fsdp.
 
-    It computes in `dtype`. Weights are unset until `fill`.
+    It computes in `dtype`. Weights are unset until `fill`; their memory is taken inside
+    `allocating`.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class ShardedModel:
         dtype: torch.dtype,
         gathers_whole: Callable[[int, int], bool],
         reshard_after_forward: bool | None = None,
+        allocating: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - it has no state
     ) -> None:
         spec = scorer.model.spec
         attention_backend(spec.head_dim, dtype, device, scorer.attention_split)
@@ -61,7 +64,8 @@ class ShardedModel:
         self.units = _shard(modules, mesh, _mixed_precision(scorer, dtype), reshard_after_forward)
         if isinstance(scorer, Scorer):
             register_fsdp_forward_method(scorer, "top_logprobs")
-        scorer.to_empty(device=device)
+        with allocating:
+            scorer.to_empty(device=device)
         self.parameters = {
             name: cast(DTensor, parameter) for name, parameter in scorer.model.named_parameters()
         }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from spmd_rl.offload.residency import Receipt
 
@@ -22,10 +24,8 @@ def sleep_metrics(what: str, receipts: Sequence[Receipt]) -> dict[str, float]:
     return metrics
 
 
-def span_arguments(receipts: Sequence[Receipt]) -> dict[str, float]:
-    """Return what a span of the trace says of one sleep or wake: of the slowest rank."""
-    return {
-        "map_s": max(one.map_s for one in receipts),
-        "copy_s": max(one.copy_s for one in receipts),
-        "copied_bytes": max(one.copied_bytes for one in receipts),
-    }
+def span_arguments(receipts: Sequence[Receipt]) -> dict[str, Any]:
+    """Return what a span of the trace says of one sleep or wake: the receipt of the rank that
+    waited longest.
+    """
+    return asdict(max(receipts, key=lambda one: one.map_s + one.exposed_s))

@@ -1,7 +1,7 @@
 """GRPO whose trainer is struck in the middle of its sleep or of its wake, once, for tests.
 
-A file `struck` in the working directory says that it has happened. Slabs that sleep are overwritten
-here: a use of them would be seen.
+A file `struck` in the working directory says that it has happened. A file `full` there has the next
+slab that wakes find no room. Slabs that sleep are overwritten here: a use of them would be seen.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Literal
 
 import spmd_rl as rl
 from spmd_rl.controller.link import Link
+from spmd_rl.errors import ResidencyError
 from spmd_rl.offload.host import HostMemory
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.recipes import grpo
@@ -30,13 +31,23 @@ def _unmap_and_poison(memory: HostMemory) -> None:
     memory.bytes.fill_(POISON)
 
 
+def _map_or_fail(memory: HostMemory) -> None:
+    if Path("full").exists():
+        Path("full").unlink()
+        raise ResidencyError("9 GiB are asked for, and the GPU has 8 GiB left")
+    memory.is_mapped = True
+
+
 HostMemory.unmap = _unmap_and_poison  # type: ignore[method-assign]
+HostMemory.map = _map_or_fail  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(grpo.Config):
-    fault: Literal["", "sleep", "wake"] = ""  # where rank 0 dies
-    misuse: Literal["", "export", "push"] = ""  # what is called while the trainer sleeps
+    fault: Literal["", "sleep", "wake", "full"] = ""  # where rank 0 dies, or what happens there
+    misuse: Literal["", "export", "push", "generate"] = (
+        ""  # what is called while the trainer sleeps
+    )
     at_version: int = 2  # of the weights at that moment
 
 
@@ -66,10 +77,15 @@ class Mortal(rl.Trainer):
         return receipts
 
     def _strike(self, where: str) -> None:
-        due = where == self.fault and self.learner.state.version >= self.at_version
-        if due and self.context.rank == 0 and not Path("struck").exists():
+        due = self.learner.state.version >= self.at_version and self.context.rank == 0
+        if not due or Path("struck").exists():
+            return
+        if self.fault == where:
             Path("struck").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "full":
+            Path("struck").touch()
+            Path("full").touch()
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
@@ -90,6 +106,9 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         with ctl.phase("train"):
             stats = update.step(groups, step.index)
         step.log(groups, stats)
+        if cfg.misuse == "generate":
+            with ctl.phase("rollout"):
+                rollout.generate.call(prompts.take(1), cfg.sampling)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.dist.recipes.conftest import EXAMPLE, SMALL
+from tests.dist.recipes.conftest import EXAMPLE, SMALL, run_in
 from tests.dist.recipes.test_loops import DISJOINT, EVEN, check_proof, drawn
 
 pytestmark = pytest.mark.dist
 
 MORTAL = "tests.dist.recipes.mortal"
+STEPS = ("--steps=3", "--run.save_every=1", f"--reward={EVEN}", "--engine.num_pages=256")
 ALWAYS, NEVER = "--offload.sleep=always", "--offload.sleep=never"
 
 
@@ -71,17 +72,36 @@ def test_roles_without_company_never_sleep(run: Any) -> None:
     assert not any("time/sleep" in row for row in asleep.metrics)
 
 
-@pytest.mark.parametrize("fault", ["sleep", "wake"])
-def test_a_rank_that_dies_in_between_is_named_and_the_run_goes_on_exactly(
-    run: Any, fault: str
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of the recipe of faults that nobody disturbed, whose slabs are poisoned in sleep."""
+    ended = run_in(tmp_path_factory.mktemp("whole"), MORTAL, *STEPS, ALWAYS, nproc=2)
+    assert ended.code == 0, ended.sentence
+    return ended
+
+
+def test_nothing_reads_memory_that_sleeps(whole: Any, run: Any) -> None:
+    awake = run("grpo", *STEPS, NEVER, nproc=2)
+    assert drawn(whole, 3) == drawn(awake, 3)
+    assert exported(whole) == exported(awake) != {}
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("sleep", r"rank 0 .*SIGKILL|lost rank 0"),
+        ("wake", r"rank 0 .*SIGKILL|lost rank 0"),
+        ("full", r"no room for pages .*: 9 GiB are asked for"),
+    ],
+)
+def test_a_fault_in_between_is_named_and_the_run_goes_on_exactly(
+    whole: Any, run: Any, fault: str, sentence: str
 ) -> None:
-    words = (ALWAYS, "--steps=3", "--run.save_every=1", f"--reward={EVEN}")
-    whole = run(MORTAL, *words, nproc=2, name="whole")
-    assert whole.code == 0, whole.sentence
-    died = run(MORTAL, *words, f"--fault={fault}", nproc=2, name="died")
-    assert died.code != 0
-    assert re.search(r"rank 0 .*SIGKILL|lost rank 0", died.sentence), died.sentence
-    again = run(MORTAL, *words, f"--fault={fault}", nproc=2, name="died")
+    words = (MORTAL, *STEPS, ALWAYS, f"--fault={fault}")
+    ended = run(*words, nproc=2)
+    assert ended.code != 0
+    assert re.search(sentence, ended.sentence), ended.sentence
+    again = run(*words, nproc=2)
     assert again.code == 0, again.sentence
     assert "resuming at step" in again.output
     assert drawn(again, 3) == drawn(whole, 3)
@@ -92,6 +112,10 @@ def test_a_rank_that_dies_in_between_is_named_and_the_run_goes_on_exactly(
     ("misuse", "sentence"),
     [
         ("export", r"export_hf needs memory 'master' of train, which sleeps.*\(sync, train\)"),
+        (
+            "generate",
+            r"no weights of a known version.*slept after a push, push again",
+        ),
         ("push", r"a push needs memory 'master' of train, which sleeps.*\(sync, train\)"),
     ],
 )

@@ -36,6 +36,9 @@ def wide(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+KEPT: list[object] = []  # memory of regions may not be freed before the process ends
+
+
 def free_bytes() -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -57,6 +60,7 @@ def test_a_trainer_gives_its_memory_back_and_learns_on(
     expected = weights_of(awake)
     del awake
     trainer = Trainer(cfg, context, str(wide), sleep=RoleSleep(f"train-{kind}", PHASES))
+    KEPT.append(trainer)
     num_moments = {"adamw": 2, "muon": 1}[kind]  # of the matrices of layers, which are nearly all
     num_bytes = (1 + num_moments) * 4 * ModelSpec.from_folder(wide).num_parameters
     for number in range(3):
@@ -79,6 +83,7 @@ def test_a_frozen_model_gives_its_memory_back(context: RoleContext, wide: Path) 
     cfg, batch = FrozenConfig.like(CONFIG), make_batch()
     sleep = RoleSleep("reference", {"train": ALL})
     frozen = FrozenModel(cfg, context, str(wide), sleep=sleep)
+    KEPT.append(frozen)
     expected = frozen.score(batch).values.tobytes()
     num_bytes = 2 * ModelSpec.from_folder(wide).num_parameters
     for _ in range(3):

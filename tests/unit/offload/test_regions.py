@@ -216,14 +216,30 @@ def test_parts_of_one_storage_sleep_once() -> None:
 
 def test_limit_of_a_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lesser of what the cgroup and the machine leave, shared by the ranks of the machine."""
-    (tmp_path / "memory.max").write_text(f"{KEPT_BYTES + 3000}\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable: 99999999999 kB\n")
+    job, own, meminfo = tmp_path / "job", tmp_path / "own", tmp_path / "meminfo"
+    (job / "step").mkdir(parents=True)
+    own.write_text("0::/job/step\n")
+    (job / "memory.max").write_text(f"{KEPT_BYTES + 3000}\n")
+    (job / "memory.current").write_text("1500\n")
+    (job / "memory.stat").write_text("anon 1000\ninactive_file 500\n")
+    (job / "step" / "memory.max").write_text("max\n")
+    (job / "step" / "memory.current").write_text("7\n")
+    meminfo.write_text("MemTotal: 99 kB\nMemAvailable: 99999999999 kB\n")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert host_bytes_left(tmp_path, tmp_path / "meminfo") == 1000
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "meminfo").write_text(f"MemAvailable: {(KEPT_BYTES >> 10) + 4} kB\n")
-    assert host_bytes_left(tmp_path, tmp_path / "meminfo") == 2048
+    assert host_bytes_left(tmp_path, own, meminfo) == 1000
+    (job / "memory.max").write_text("max\n")
+    meminfo.write_text(f"MemAvailable: {(KEPT_BYTES >> 10) + 4} kB\n")
+    assert host_bytes_left(tmp_path, own, meminfo) == 2048
+
+
+def test_limit_of_a_cgroup_in_version_1(tmp_path: Path) -> None:
+    own, folder = tmp_path / "own", tmp_path / "memory" / "job"
+    folder.mkdir(parents=True)
+    own.write_text("5:cpu,cpuacct:/else\n4:memory:/job\n")
+    (folder / "memory.limit_in_bytes").write_text(f"{KEPT_BYTES + 300}\n")
+    (folder / "memory.usage_in_bytes").write_text("100\n")
+    assert host_bytes_left(tmp_path, own, tmp_path / "none") == 200
+    assert host_bytes_left(tmp_path, tmp_path / "none", tmp_path / "none") == 0
 
 
 def test_numbers_of_a_list_of_processors() -> None:
