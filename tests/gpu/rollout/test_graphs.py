@@ -19,7 +19,15 @@ from spmd_rl.rollout.native.decode_graphs import DecodeGraphs
 from spmd_rl.rollout.native.graph_inputs import GraphInputs
 from spmd_rl.rollout.native.sampled_tokens import SampledOnDevice
 from spmd_rl.types.kept_sets import decode_sets
-from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, unequal, words_of, workload
+from tests.gpu.rollout.graph_case import (
+    DEVICE,
+    SPEC,
+    new_engine,
+    new_model,
+    unequal,
+    words_of,
+    workload,
+)
 from tests.samples import Samples, finish
 
 
@@ -40,10 +48,11 @@ def test_graphs_give_the_samples_of_single_steps(
     assert engine.stats()["num_graphs"] > 2
 
 
-def test_an_engine_let_go_of_frees_its_memory(model: CausalLM) -> None:
+def test_an_engine_let_go_of_frees_its_memory() -> None:
     """After another one, since importing and compiling kernels leaves cycles with the frames that
-    called for it.
+    called for it. The model is its own: what other tests keep of theirs is not counted.
     """
+    model = new_model()
     finish(new_engine(model), workload()[:4])
     gc.collect()
     before = torch.cuda.memory_allocated()
