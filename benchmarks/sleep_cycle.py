@@ -2,26 +2,30 @@
 
 - returned: a trainer's regions (master weights and moments of the shape of Qwen3-0.6B, allocated by
   torch), a reference's weights and an engine's slabs sleep. The free memory of the GPU before and
-  after says what came back.
+  after says what came back, and the receipt what is in use besides.
 - copies: 4 and 16 GiB in the tensors of such a model are saved and loaded. One copy between pinned
   memory and the GPU of the same size is the peer, and so is torch_memory_saver's own backup.
-- mapping: a slab and a torch region of 8 GiB sleep and wake without contents.
+- mapping: 8 GiB sleep and wake without contents: a slab, what torch allocated in a segment for each
+  large tensor, and what it cut from one segment.
 - cycles: a region with contents and a slab sleep and wake 100 times. A CUDA graph that reads both
-  is replayed after each, and contents are summed. Free memory of the GPU and of the process is
-  compared after 10 and after 100 cycles.
+  is replayed after each, and bits are summed. Free memory of the GPU and of the process is compared
+  after 10 and after 100 cycles.
 
-    python -m benchmarks.sleep_cycle [--save] [returned copies mapping cycles]
+    python -m benchmarks.sleep_cycle [--save] [--out FILE] [returned copies mapping cycles]
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -30,21 +34,31 @@ from benchmarks.shapes import write_config
 from benchmarks.table import Row
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload import tms
+from spmd_rl.offload.arena import HostArena
+from spmd_rl.offload.region import Contents
 from spmd_rl.offload.regions import Regions
+from spmd_rl.offload.residency import Receipt
 
 PACKAGES = ("torch", "torch_memory_saver")
 DEVICE = torch.device("cuda", 0)
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 RETURNED, COPIED, MS_PER_GIB = 0.99, 0.9, 1.5
 TURNS, CYCLES, WARM_CYCLES = 20, 100, 10
-COPY_TURNS = 5
+COPY_TURNS, BACKUP_TURNS = 5, 2
 
 
 def main() -> int:
-    words = [word for word in sys.argv[1:] if not word.startswith("--")]
-    rows = [row for name in words or PARTS for row in PARTS[name]()]
-    save = "--save" in sys.argv
-    return finish(__file__, PACKAGES, rows, save=save, machine=gpu_machine(), **gpu())
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; all without any")
+    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--out", type=Path, help="also write the rows to this file, as JSON")
+    options = parser.parse_args()
+    rows = [row for name in options.parts or PARTS for row in PARTS[name]()]
+    if options.out:
+        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+    return finish(__file__, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu())
 
 
 def shapes(num_bytes: int) -> list[tuple[int, ...]]:
@@ -68,11 +82,18 @@ def shapes(num_bytes: int) -> list[tuple[int, ...]]:
     return chosen
 
 
-def tensors_in(regions: Regions, tag: str, num_bytes: int) -> list[Tensor]:
-    """Make a region of random tensors that are saved."""
-    region = regions.torch_region(tag, "save")
-    with region.allocating():
-        made = [torch.empty(shape, device=DEVICE) for shape in shapes(num_bytes)]
+def tensors_in(
+    regions: Regions,
+    tag: str,
+    num_bytes: int,
+    contents: Contents = "save",
+    as_one: bool = False,
+) -> list[Tensor]:
+    """Make a region of random tensors. `as_one` says to cut them from one segment."""
+    region = regions.torch_region(tag, contents)
+    sizes = shapes(num_bytes)
+    with region.allocating(num_bytes + 512 * len(sizes) if as_one else 0):
+        made = [torch.empty(shape, device=DEVICE) for shape in sizes]
     for tensor in made:
         tensor.normal_()
     region.hold(lambda: made)
@@ -81,67 +102,80 @@ def tensors_in(regions: Regions, tag: str, num_bytes: int) -> list[Tensor]:
 
 def returned() -> Iterator[Row]:
     parameters = sum(torch.Size(shape).numel() for shape in shapes(int(2.2 * GIB)))
-    cases: dict[str, tuple[str, ...]] = {
-        "a trainer": ("master", "moments"),
-        "a reference": ("weights",),
-    }
-    for who, tags in cases.items():
-        regions = Regions(f"returned {who}", DEVICE)
-        for tag in tags:
-            tensors_in(regions, tag, (8 if tag == "moments" else 4) * parameters)
-        yield _returned(who, regions)
-    regions = Regions("returned engine", DEVICE)
-    regions.slab("weights", "drop", 2 * parameters).bytes.zero_()
-    regions.slab("kv", "drop", 8 * GIB).bytes.zero_()
-    yield _returned("an engine", regions)
+    trainer = Regions("trainer", DEVICE)
+    tensors_in(trainer, "master", 4 * parameters)
+    tensors_in(trainer, "moments", 8 * parameters)
+    yield from _returned("a trainer", trainer)
+    reference = Regions("reference", DEVICE)
+    tensors_in(reference, "weights", 4 * parameters)
+    yield from _returned("a reference", reference)
+    engine = Regions("engine", DEVICE)
+    engine.slab("weights", "drop", 2 * parameters).bytes.zero_()
+    engine.slab("kv", "drop", 8 * GIB).bytes.zero_()
+    yield from _returned("an engine", engine)
 
 
-def _returned(who: str, regions: Regions) -> Row:
+def _returned(who: str, regions: Regions) -> Iterator[Row]:
+    """Yield what comes back, and what stays. The regions sleep from here on."""
     torch.cuda.empty_cache()
     receipt = regions.sleep()
     before, after = receipt.free_bytes
     held = sum(receipt.before.values())
-    print(f"{who}: held {held / GIB:.3f} GiB, residue {receipt.residue}")
-    regions.wake()
+    yield measured(f"memory that {who} holds", held / GIB, "GiB")
     share = 100 * (after - before) / held
-    return measured(f"memory that {who} returns", share, "%", at_least=100 * RETURNED)
+    yield measured(f"memory that {who} returns", share, "%", at_least=100 * RETURNED)
+    for kind, num_bytes in receipt.residue.items():
+        yield measured(f"in use while {who} sleeps: {kind}", num_bytes / MIB, "MiB")
 
 
 def copies() -> Iterator[Row]:
     for size in (4, 16):
-        regions = Regions(f"copies {size}", DEVICE)
-        made = tensors_in(regions, "master", size * GIB)
+        regions = Regions("copies", DEVICE)
+        name = f"{size} GiB in {len(tensors_in(regions, 'master', size * GIB))} tensors"
+        began = time.perf_counter()
+        regions.reserve_saves()
+        reserved_s = time.perf_counter() - began
+        yield measured(f"{size} GiB of host memory: touched and pinned, once", reserved_s, "s")
         saves, loads = [], []
         for _ in range(1 + COPY_TURNS):
             regions.note_change("master")
-            receipt = regions.sleep()
-            saves.append(receipt.copied_bytes / receipt.copy_s / 1e9)
-            began = time.perf_counter()
-            receipt = regions.wake()
-            print(f"{size} GiB: whole wake {time.perf_counter() - began:.3f} s, {receipt}")
-            loads.append(receipt.copied_bytes / receipt.copy_s / 1e9)
-        out, back = _plain(size * GIB)
-        name = f"{size} GiB in {len(made)} tensors"
-        del made
-        for what, values, plain in (("saved", saves, out), ("loaded", loads, back)):
+            saves.append(_timed(regions.sleep))
+            loads.append(_timed(regions.wake))
+        regions.sleep()  # its memory makes room
+        plain, backup = _plain(size * GIB), _backup(size * GIB)
+        for what, calls, peer, theirs in zip(
+            ("saved", "loaded"), (saves, loads), plain, backup, strict=True
+        ):
+            rate = statistics.median(
+                receipt.copied_bytes / receipt.copy_s / 1e9 for receipt, _ in calls[1:]
+            )
+            whole = size * GIB / statistics.median(whole_s for _, whole_s in calls[1:]) / 1e9
             yield compared(
                 f"{name}: {what}",
-                statistics.median(values[1:]),
+                rate,
                 "GB/s",
                 peer="one pinned copy",
-                peer_value=plain,
+                peer_value=peer,
                 at_least=COPIED,
             )
-        regions.sleep()  # its memory makes room for the next
-        if size == 4:
-            yield from _backup(size, statistics.median(saves[1:]), statistics.median(loads[1:]))
+            yield compared(
+                f"{name}: {what}, the whole call",
+                whole,
+                "GB/s",
+                peer="torch_memory_saver 0.0.10 with its backup",
+                peer_value=theirs,
+            )
+
+
+def _timed(call: Callable[[], Receipt]) -> tuple[Receipt, float]:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    receipt = call()
+    return receipt, time.perf_counter() - began
 
 
 def _plain(num_bytes: int) -> tuple[float, float]:
     """Return the rates of one copy to pinned memory and back, in GB/s."""
-    from spmd_rl.offload.arena import HostArena
-
-    num_bytes = min(num_bytes, 4 * GIB)
     host = HostArena(DEVICE).reserve(num_bytes)
     own = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
     return _rate(host, own), _rate(own, host)
@@ -159,52 +193,51 @@ def _rate(target: Tensor, source: Tensor) -> float:
     return source.nbytes / statistics.median(times[1:]) / 1e9
 
 
-def _backup(size: int, saved: float, loaded: float) -> Iterator[Row]:
-    """Yield our rates beside torch_memory_saver's, with its own backup, by whole calls."""
-    saver, tag = tms._saver(), "backup"
+def _backup(num_bytes: int) -> tuple[float, float]:
+    """Return the rates of torch_memory_saver with its own backup, by whole calls, in GB/s.
+
+    The first cycle allocates its pinned memory and is left out.
+    """
+    saver, tag = tms._saver(), f"backup of {num_bytes}"
     with saver.region(tag=tag, enable_cpu_backup=True):
-        made = [torch.ones(shape, device=DEVICE) for shape in shapes(size * GIB)]
+        made = [torch.empty(shape, device=DEVICE) for shape in shapes(num_bytes)]
     outs, backs = [], []
-    for _ in range(3):
+    for _ in range(1 + BACKUP_TURNS):
         torch.cuda.synchronize()
         began = time.perf_counter()
         saver.pause(tag)
         paused = time.perf_counter()
         saver.resume(tag)
-        outs.append(size * GIB / (paused - began) / 1e9)
-        backs.append(size * GIB / (time.perf_counter() - paused) / 1e9)
+        outs.append(num_bytes / (paused - began) / 1e9)
+        backs.append(num_bytes / (time.perf_counter() - paused) / 1e9)
+    saver.pause(tag)  # its memory makes room
     del made
-    for what, ours, theirs in (("saved", saved, outs), ("loaded", loaded, backs)):
-        yield compared(
-            f"{size} GiB: {what}, beside a backup",
-            ours,
-            "GB/s",
-            peer="torch_memory_saver 0.0.10",
-            peer_value=statistics.median(theirs),
-        )
+    return statistics.median(outs[1:]), statistics.median(backs[1:])
 
 
 def mapping() -> Iterator[Row]:
     size = 8
     regions = Regions("mapping", DEVICE)
     regions.slab("slab", "drop", size * GIB)
-    region = regions.torch_region("torch", "drop")
-    with region.allocating():
-        made = [torch.empty(shape, device=DEVICE) for shape in shapes(size * GIB)]
-    region.hold(lambda: made)
-    for tag, what in (("slab", "a slab"), ("torch", "what torch allocated")):
+    kept = [
+        tensors_in(regions, tag, size * GIB, "drop", as_one=tag == "one")
+        for tag in ("several", "one")
+    ]
+    cases = {
+        "slab": "a slab",
+        "several": f"{len(kept[0])} tensors",
+        "one": f"{len(kept[1])} tensors cut from one segment",
+    }
+    for tag, what in cases.items():
         sleeps, wakes = [], []
         for _ in range(1 + TURNS):
-            began = time.perf_counter()
-            regions.sleep([tag])
-            between = time.perf_counter()
-            regions.wake([tag])
-            sleeps.append((between - began) * 1e3 / size)
-            wakes.append((time.perf_counter() - between) * 1e3 / size)
-        for name, times in (("sleeps", sleeps[1:]), ("wakes", wakes[1:])):
-            median = statistics.median(times)
-            yield measured(f"{what} of {size} GiB {name}", median, "ms/GiB", at_most=MS_PER_GIB)
-            yield measured(f"{what} of {size} GiB {name}, longest", max(times), "ms/GiB")
+            sleeps.append(_timed(partial(regions.sleep, [tag]))[1])
+            wakes.append(_timed(partial(regions.wake, [tag]))[1])
+        for name, times in (("sleep", sleeps[1:]), ("wake", wakes[1:])):
+            each = [seconds * 1e3 / size for seconds in times]
+            named = f"{name} of {size} GiB, {what}"
+            yield measured(named, statistics.median(each), "ms/GiB", at_most=MS_PER_GIB)
+            yield measured(f"{named}, longest of {TURNS}", max(each), "ms/GiB")
     regions.sleep()
 
 
@@ -216,7 +249,7 @@ def cycles() -> Iterator[Row]:
     out = torch.zeros(2, device=DEVICE)
 
     def work() -> None:
-        out[0] = torch.stack([tensor.double().sum() for tensor in saved]).sum()
+        out[0] = saved[-1].sum() + saved[1].sum()
         out[1] = slab[: 1 << 20].sum()
 
     work()
@@ -225,7 +258,8 @@ def cycles() -> Iterator[Row]:
     with torch.cuda.graph(graph):
         work()
     graph.replay()
-    expected, same = out.clone(), []
+    expected, digest = out.clone(), bit_sums(saved)
+    replayed, digests = [], []
     used: list[tuple[int, int]] = []
     for cycle in range(CYCLES):
         regions.note_change("master")
@@ -234,16 +268,25 @@ def cycles() -> Iterator[Row]:
         slab.fill_(1.0)
         out.zero_()
         graph.replay()
-        same.append(torch.equal(out, expected))
+        replayed.append(torch.equal(out, expected))
+        digests.append(torch.equal(bit_sums(saved), digest))
         if cycle + 1 in (WARM_CYCLES, CYCLES):
+            torch.cuda.empty_cache()
             used.append((torch.cuda.mem_get_info(DEVICE)[0], resident_bytes()))
-    yield counted("cycles after which contents and a CUDA graph are the same", same)
+    yield counted("cycles after which all bits are the same", digests)
+    yield counted("cycles after which a CUDA graph computes the same", replayed)
     (gpu_before, host_before), (gpu_after, host_after) = used
     rest = CYCLES - WARM_CYCLES
-    growth = (gpu_before - gpu_after) / 2**20
+    growth = (gpu_before - gpu_after) / MIB
     yield measured(f"growth on the GPU over {rest} cycles", growth, "MiB", at_most=0)
-    growth = (host_after - host_before) / 2**20
+    growth = (host_after - host_before) / MIB
     yield measured(f"growth of the process over {rest} cycles", growth, "MiB", at_most=16)
+    regions.sleep()
+
+
+def bit_sums(tensors: list[Tensor]) -> Tensor:
+    """Return the sum of each tensor's bits, as words of 32."""
+    return torch.stack([tensor.view(torch.int32).sum(dtype=torch.int64) for tensor in tensors])
 
 
 def resident_bytes() -> int:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from spmd_rl.offload.copies import Copy
-from spmd_rl.offload.region import Region, TorchRegion
+from spmd_rl.offload.region import Region, torch_regions
 from spmd_rl.offload.residency import Receipt
 
 
@@ -61,17 +61,25 @@ class Meter:
         return {region.tag: region.mapped_bytes for region in self._regions}
 
     def _left(self) -> tuple[int, dict[str, int]]:
-        """Return the free bytes of the GPU, and what is in use besides mapped regions, by class.
+        """Return the free bytes of the GPU, and what is in use besides mapped regions of this role.
 
-        `outside` are contexts, graphs, communicators, and slabs and regions of other roles.
+        By class: `torch` and `torch_cache` are what torch has outside of regions, in use or not;
+        `other_roles` are mapped regions of torch of other roles; `outside` is all else: contexts,
+        communicators, and slabs of other roles.
         """
         if self._device.type != "cuda":
             return 0, {}
         free, total = torch.cuda.mem_get_info(self._device)
         statistics = torch.cuda.memory_stats(self._device)
-        pools = sum(one.num_bytes for one in self._regions if isinstance(one, TorchRegion))
-        active = max(statistics["allocated_bytes.all.current"] - pools, 0)
-        cached = max(statistics["reserved_bytes.all.current"] - pools - active, 0)
+        reserved = statistics["reserved_bytes.all.current"]
+        allocated = statistics["allocated_bytes.all.current"]
+        pools = [region for region in torch_regions if region.device == self._device]
+        cached = reserved - allocated - sum(one.num_bytes - one.used_bytes for one in pools)
+        residue = {
+            "torch": max(allocated - sum(one.used_bytes for one in pools), 0),
+            "torch_cache": max(cached, 0),
+            "other_roles": sum(one.mapped_bytes for one in pools if one not in self._regions),
+        }
         own = sum(region.mapped_bytes for region in self._regions)
-        outside = max(total - free - own - active - cached, 0)
-        return free, {"torch": active, "torch_cache": cached, "outside": outside}
+        residue["outside"] = max(total - free - own - sum(residue.values()), 0)
+        return free, residue

@@ -7,6 +7,7 @@ what torch allocates while it is open, such as the shards of FSDP2 and an optimi
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ class Region:
         self.contents: Contents = contents
         self.changes = 0
         self.copy: Copy | None = None  # that is under way
-        self._device = device
+        self.device = device
         self._host: Tensor | None = None
         self._saved: Pairs = ()  # bytes of the region, and host memory that has them
         self._saved_changes = -1
@@ -102,13 +103,13 @@ class Region:
         pieces = self.pieces()
         hosts = self._host_pieces(pieces, arena)
         self.residency.move("saving")
-        self.copy = copy_out(list(zip(hosts, pieces, strict=True)), self._device)
+        self.copy = copy_out(list(zip(hosts, pieces, strict=True)), self.device)
         self._saved, self._saved_changes = list(zip(pieces, hosts, strict=True)), self.changes
 
     def begin_load(self) -> None:
         """Start to copy the contents back from the host."""
         self.residency.move("loading")
-        self.copy = copy_in(self._saved, self._device)
+        self.copy = copy_in(self._saved, self.device)
 
     def _host_pieces(self, pieces: Sequence[Tensor], arena: HostArena) -> list[Tensor]:
         """Return host memory for each piece, of one block that is kept until it is too small."""
@@ -125,6 +126,9 @@ class Region:
         ]
 
 
+torch_regions: weakref.WeakSet[TorchRegion] = weakref.WeakSet()  # of all roles of this process
+
+
 class TorchRegion(Region):
     """Memory that torch allocates inside `allocating`. `name` is unique in the process.
 
@@ -137,12 +141,13 @@ class TorchRegion(Region):
         self._name = name
         self._tensors: Callable[[], Iterable[Tensor]] = tuple
         self._pool: tms.PoolId | None = None
-        self._pool_bytes = 0
+        self._pool_bytes, self._used_bytes = 0, 0
         self._storages: list[tuple[torch.UntypedStorage, int]] = []  # that are freed, with sizes
+        torch_regions.add(self)
 
     @property
     def num_bytes(self) -> int:
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             return self._pool_bytes
         if self._storages:
             return sum(num_bytes for _, num_bytes in self._storages)
@@ -158,33 +163,40 @@ class TorchRegion(Region):
         `tms.region`.
         """
         self.residency.require_awake("allocate")
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             yield
             self.changes += 1
             return
-        require_free(num_bytes, self._device)
-        with torch.cuda.device(self._device), tms.region(self._name) as current_pool:
+        require_free(num_bytes, self.device)
+        with torch.cuda.device(self.device), tms.region(self._name) as current_pool:
             if num_bytes:  # torch's allocator keeps the block, and cuts later ones from it
-                torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+                torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
             self._pool = self._pool or current_pool()
             yield
-        self._pool_bytes = sum(one["total_size"] for one in tms.segments(self._pool))
+        segments = tms.segments(self._pool)
+        self._pool_bytes = sum(segment["total_size"] for segment in segments)
+        self._used_bytes = sum(segment["allocated_size"] for segment in segments)
         self.changes += 1
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of the GPU that torch had allocated when `allocating` ended last."""
+        return self._used_bytes
 
     def hold(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """Say which tensors the region holds, for each save to see that their bytes are in it."""
         self._tensors = tensors
 
     def pieces(self) -> Sequence[Tensor]:
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             storages = {one._cdata: one for one in map(Tensor.untyped_storage, self._tensors())}
             return [torch.empty(0, dtype=torch.uint8).set_(one) for one in storages.values()]
         ranges = list(_ranges(tms.segments(self._pool))) if self._pool else []
         self._require_within(ranges)
-        return [bytes_at(start, end - start, self._device) for start, end in ranges]
+        return [bytes_at(start, end - start, self.device) for start, end in ranges]
 
     def unmap(self) -> None:
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             if self._pool_bytes:
                 tms.unmap(self._name)
             return
@@ -194,7 +206,7 @@ class TorchRegion(Region):
             storage.resize_(0)
 
     def map(self) -> None:
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             if self._pool_bytes:
                 tms.map_again(self._name, self._pool_bytes)
             return

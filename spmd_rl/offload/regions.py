@@ -165,6 +165,7 @@ class Regions:
         region = self[tag]
         if region.copy is not None and self._device.type == "cuda":
             region.copy.order_before(torch.cuda.current_stream(self._device))
+        region.copy = None
         region.residency.move("awake")
 
     def _add(self, region: Region) -> None:

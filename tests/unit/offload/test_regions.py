@@ -1,20 +1,21 @@
-"""Regions on a CPU: contents over any legal sequence of sleeps and wakes, receipts, failures."""
+"""Regions on a CPU, their host memory, and its limit."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import Tensor
 
-from spmd_rl.errors import ResidencyError
+from spmd_rl.errors import ConfigError, ResidencyError
 from spmd_rl.offload import arena as arena_module
+from spmd_rl.offload import tms
+from spmd_rl.offload.arena import HostArena
 from spmd_rl.offload.host_limit import KEPT_BYTES, host_bytes_left
-from spmd_rl.offload.region import Region, SlabRegion, TorchRegion
+from spmd_rl.offload.region import GAP_BYTES, SlabRegion, TorchRegion, _ranges
 from spmd_rl.offload.regions import Regions
 from spmd_rl.offload.residency import Residency
 
@@ -57,82 +58,6 @@ class Role:
 
 def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
-
-
-def some_tags() -> st.SearchStrategy[tuple[str, ...]]:
-    return st.lists(st.sampled_from(TAGS), max_size=3).map(tuple)
-
-
-ACTIONS = st.one_of(
-    st.tuples(st.just("sleep"), some_tags()),
-    st.tuples(st.just("wake"), some_tags()),
-    st.tuples(st.just("late"), some_tags()),
-    st.tuples(st.just("save"), some_tags()),
-    st.tuples(st.just("change"), st.sampled_from(("master", "moments")).map(lambda tag: (tag,))),
-    st.tuples(st.just("fail"), some_tags()),
-)
-
-
-def act(role: Role, what: str, tags: tuple[str, ...]) -> None:
-    regions = role.regions
-    if what == "sleep":
-        receipt = regions.sleep(tags)
-        asleep = [tag for tag in tags if receipt.before[tag]]
-        given_back = sum(receipt.before.values()) - sum(receipt.after.values())
-        assert given_back == sum(receipt.before[tag] for tag in set(asleep))
-    elif what == "wake":
-        receipt = regions.wake(tags)
-        assert all(receipt.after[tag] == regions[tag].num_bytes for tag in tags)
-    elif what == "late":
-        regions.wake(tags, in_background=tags)
-        for tag in tags:
-            regions.wait_loaded(tag)
-    elif what == "save":
-        regions.begin_save(tags)
-    elif what == "change" and regions.is_awake(tags[0]):
-        role.change(tags[0])
-    elif what == "fail":
-        fail_to_wake(role, tags)
-
-
-def fail_to_wake(role: Role, tags: tuple[str, ...]) -> None:
-    """Have the last region of a wake fail, and see that nothing is awake that slept."""
-    asleep = [tag for tag in dict.fromkeys(tags) if not role.regions[tag].residency.is_mapped]
-    if not asleep:
-        return
-    region = role.regions[asleep[-1]]
-
-    def refuse() -> None:
-        raise ResidencyError("the GPU has too little left")
-
-    region.map = refuse  # type: ignore[method-assign]
-    with pytest.raises(ResidencyError, match="too little left"):
-        role.regions.wake(tags)
-    del region.map  # type: ignore[method-assign]
-    assert not any(role.regions[tag].residency.is_mapped for tag in asleep)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(ACTIONS, max_size=12))
-def test_contents_survive_any_sequence(actions: list[tuple[str, tuple[str, ...]]]) -> None:
-    role = Role()
-    for what, tags in actions:
-        act(role, what, tags)
-        for tag in ("master", "moments"):
-            if role.regions.is_awake(tag):
-                role.check(tag)
-    role.regions.wake()
-    role.check("master")
-    role.check("moments")
-
-
-def test_a_save_that_is_skipped_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The property test would fail where contents do not travel."""
-    role = Role()
-    monkeypatch.setattr(Region, "is_saved", property(lambda self: True))
-    role.regions.sleep()
-    role.regions.wake()
-    assert not same(role.tensors["master"], role.expected["master"])
 
 
 def test_a_tensor_has_no_memory_while_it_sleeps() -> None:
@@ -244,3 +169,142 @@ def test_limit_of_a_cgroup_in_version_1(tmp_path: Path) -> None:
 
 def test_numbers_of_a_list_of_processors() -> None:
     assert list(arena_module._numbers("0-2,7")) == [0, 1, 2, 7]
+
+
+def test_host_memory_goes_back_with_its_last_tensor() -> None:
+    arena = HostArena(CPU, 1000)
+    memory = arena.reserve(700)
+    part = memory[100:].view(torch.float32)
+    with pytest.raises(ResidencyError, match="beside 700 B .* leave 300 B"):
+        arena.reserve(301)
+    del memory
+    assert arena.num_bytes == 700
+    assert not part.any()
+    del part
+    assert arena.num_bytes == 0
+    assert arena.reserve(1000).numel() == 1000
+
+
+def test_roles_of_a_rank_share_a_limit() -> None:
+    first, second = (Regions(name, CPU, 1 << 20) for name in ("trainer", "reference"))
+    kept = first.reserve(1 << 19)
+    second.slab("weights", "save", (1 << 19) + 1).bytes.zero_()
+    with pytest.raises(ResidencyError, match="offload.host_gib"):
+        second.reserve_saves()
+    assert second.host_bytes == 0
+    del kept
+    second.reserve_saves()
+    assert second.host_bytes == (1 << 19) + 1
+
+
+def test_host_memory_is_taken_once() -> None:
+    role = Role()
+    role.regions.reserve_saves()
+    addresses = [role.regions[tag]._host for tag in ("master", "moments")]
+    for _ in range(3):
+        role.change("master")
+        role.regions.sleep()
+        role.regions.wake()
+    assert [role.regions[tag]._host for tag in ("master", "moments")] == addresses
+    assert role.regions["pages"].host_bytes == 0
+
+
+def test_nothing_is_allocated_in_what_sleeps() -> None:
+    regions = Regions("trainer", CPU)
+    region = regions.torch_region("moments", "save")
+    tensors: list[Tensor] = []
+    region.hold(lambda: tensors)
+    regions.sleep()
+    with (
+        pytest.raises(ResidencyError, match="'moments' is asleep: it cannot allocate"),
+        region.allocating(),
+    ):
+        tensors.append(torch.ones(3))
+    regions.wake()
+    with region.allocating():
+        tensors.append(torch.ones(3))
+    regions.sleep()
+    regions.wake()
+    assert tensors[0].tolist() == [1, 1, 1]
+
+
+def blocks(*sizes: int) -> list[dict[str, object]]:
+    """Blocks of torch's allocator; those of negative size are free."""
+    return [
+        {"size": abs(size), "state": "active_allocated" if size > 0 else "inactive"}
+        for size in sizes
+    ]
+
+
+def test_blocks_in_use_are_joined_within_a_segment() -> None:
+    gap = GAP_BYTES
+    segments = [
+        {"address": 1000, "blocks": blocks(512, -gap, 512, -gap - 512, 1024, -512)},
+        {"address": 1 << 30, "blocks": blocks(-512, 512)},
+        {"address": (1 << 30) + 1024, "blocks": blocks(512)},
+        {"address": 1 << 31, "blocks": blocks(-4096)},
+    ]
+    joined = 1000 + 512 + gap + 512
+    assert list(_ranges(segments)) == [
+        (1000, joined),
+        (joined + gap + 512, joined + gap + 512 + 1024),
+        ((1 << 30) + 512, (1 << 30) + 1024),
+        ((1 << 30) + 1024, (1 << 30) + 1536),
+    ]
+
+
+class OnGpu:
+    """A tensor of a GPU, as far as its place goes."""
+
+    is_cuda, nbytes = True, 64
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def numel(self) -> int:
+        return 16
+
+
+@pytest.mark.parametrize(("address", "inside"), [(1000, True), (1999, True), (2000, False)])
+def test_a_tensor_that_was_made_elsewhere_is_refused(address: int, inside: bool) -> None:
+    region = TorchRegion("moments", "save", CPU, "trainer.moments")
+    region.hold(lambda: [OnGpu(address), torch.ones(1)])  # type: ignore[list-item]
+    if inside:
+        region._require_within([(1000, 2000), (3000, 4000)])
+        return
+    with pytest.raises(ResidencyError, match="64 B belongs to memory 'moments' and was not"):
+        region._require_within([(1000, 2000), (3000, 4000)])
+
+
+def test_too_little_memory_is_refused_before_anything_is_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    role = Role()
+    role.regions.sleep()
+    states = {tag: role.regions[tag].residency.state for tag in TAGS}
+    role.regions._device = torch.device("cuda")
+    monkeypatch.setattr("spmd_rl.offload.regions.free_bytes", lambda device, wanted: 1 << 20)
+    with pytest.raises(ResidencyError) as caught:
+        role.regions._map_all([role.regions[tag] for tag in TAGS])
+    assert "trainer needs 32.00 MiB to wake (master 120 B and moments 120 B and pages" in str(
+        caught.value
+    )
+    assert "the GPU has 1.000 MiB left" in str(caught.value)
+    assert {tag: role.regions[tag].residency.state for tag in TAGS} == states
+
+
+def test_expandable_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    tms._saver.cache_clear()
+    with pytest.raises(ConfigError, match="PYTORCH_CUDA_ALLOC_CONF asks for expandable segments"):
+        tms.unmap("x")
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", None)
+    tms._saver.cache_clear()
+    with pytest.raises(ConfigError, match=r"pip install 'spmd-rl\[gpu\]'"):
+        tms.unmap("x")
