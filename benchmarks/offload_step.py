@@ -111,8 +111,10 @@ def small(folder: Path, tar: Path, quick: bool) -> tuple[list[Row], str]:
     (folder / THEN).mkdir()
     code, commit = roots(tar, folder)
     what = "0.6B, 8 x 2, 192 tokens"
-    with started(code, words_of(folder / "small", *SMALL), 1) as sides:
-        laps = run(sides, 3 if quick else SMALL_STEPS)
+    laps = {}
+    for name, root in code.items():  # one after the other: each takes the whole GPU for its pages
+        with started({name: root}, words_of(folder / "small", *SMALL), 1) as sides:
+            laps |= run(sides, 3 if quick else SMALL_STEPS)
     now, then = laps[NOW], laps[THEN]
     rows = [
         compared(

@@ -116,7 +116,12 @@ def returned() -> Iterator[Row]:
 
 
 def _returned(who: str, regions: Regions) -> Iterator[Row]:
-    """Yield what comes back, and what stays. The regions sleep from here on."""
+    """Yield what comes back, and what stays. The regions sleep from here on.
+
+    They slept once before: the first copies make streams, and pin memory.
+    """
+    regions.sleep()
+    regions.wake()
     torch.cuda.empty_cache()
     receipt = regions.sleep()
     before, after = receipt.free_bytes

@@ -93,7 +93,7 @@ def test_almost_all_memory_is_given_back(make_role: MakeRole) -> None:
     assert receipt.after == {"master": 0, "kv": 0}
     free_before, free_after = receipt.free_bytes
     assert free_after - free_before == pytest.approx(returned + 256 * MIB, abs=4 * MIB)
-    assert receipt.residue["torch_cache"] < 64 * MIB
+    assert receipt.residue["torch_cache"] < 128 * MIB
     role.regions.wake()
     assert free_bytes() == pytest.approx(awake + 256 * MIB, abs=4 * MIB)
 
