@@ -209,7 +209,7 @@ def activation_bytes(
     Without recomputation, a layer keeps its input and the sum within it, their two normed copies,
     q, k, v and the attention's output (`attention_width` elements, twice), gate, up and their
     product. With "cheap" recomputation it keeps the results of matrix products; with "all" its
-    input alone. What is recomputed exists in full for one layer at a time.
+    input and the sum before it alone. What is recomputed exists in full for one layer at a time.
     """
     layer = (
         num_tokens * element_bytes * (4 * hidden_size + 2 * attention_width + 3 * intermediate_size)
@@ -219,7 +219,7 @@ def activation_bytes(
         "cheap": num_tokens
         * element_bytes
         * (2 * hidden_size + 2 * attention_width + 2 * intermediate_size),
-        "all": num_tokens * element_bytes * hidden_size,
+        "all": num_tokens * element_bytes * 2 * hidden_size,
     }[recompute]
     recomputed_bytes = 0 if recompute == "none" else layer
     return num_layers * kept_bytes + recomputed_bytes + 2 * logit_bytes + slope_bytes

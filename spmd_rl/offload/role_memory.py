@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -14,18 +15,23 @@ from spmd_rl.offload.region import Contents, SlabRegion, TorchRegion
 from spmd_rl.offload.regions import Regions
 from spmd_rl.offload.residency import Receipt
 
+_NUMBERS = count(1)  # of roles that no phase names
+
 
 class RoleMemory:
     """The regions of one role, by tag. The rank's main thread alone uses it.
 
-    Without `sleep` no phase puts the role to sleep: what torch allocates then is in no region, and
-    a tag without a region is always awake. Slabs are regions in any case.
+    Without `sleep` no phase puts the role to sleep: what torch allocates then is in no region,
+    unless the role itself puts it to sleep. A tag without a region is always awake. Slabs are
+    regions in any case.
     """
 
     def __init__(self, sleep: RoleSleep | None, device: torch.device) -> None:
         self._sleep = sleep
         self._device = device
-        name, host_bytes = (sleep.role, sleep.host_bytes) if sleep else ("role", 0)
+        # names of regions are unique in a process
+        name = sleep.role if sleep else f"role-{next(_NUMBERS)}"
+        host_bytes = sleep.host_bytes if sleep else 0
         self._regions = Regions(name, device, host_bytes)
         self._dropped: set[str] = set()  # tags whose contents another role brings back
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -35,21 +41,25 @@ class RoleMemory:
         """Whether some phase puts the role to sleep."""
         return self._sleep is not None
 
-    def allocating(self, tag: str) -> AbstractContextManager[None]:
-        """Have what torch allocates inside sleep under `tag`, if the role sleeps.
+    def allocating(self, tag: str, always: bool = False) -> AbstractContextManager[None]:
+        """Have what torch allocates inside sleep under `tag`, if the role sleeps, or `always`.
 
         Raises: ConfigError on a GPU where torch_memory_saver is missing.
         """
-        return (
-            self._regions.torch_region(tag, "save").allocating() if self.sleeps else nullcontext()
-        )
+        if not self.sleeps and not always:
+            return nullcontext()
+        return self._regions.torch_region(tag, "save").allocating()
 
     def hold(self, tag: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """Have the bytes of these tensors, the same at each call, survive a sleep of `tag`."""
-        if self.sleeps:
+        if tag in self._regions:
             region = self._regions[tag]
             assert isinstance(region, TorchRegion)
             region.hold(tensors)
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        """Return new host memory, zero and pinned on a GPU. Raises: as `HostArena.reserve`."""
+        return self._regions.reserve(num_bytes)
 
     def slab(self, tag: str, contents: Contents, num_bytes: int) -> SlabRegion:
         """Return memory of that size. Raises: ResidencyError where too little is left."""

@@ -9,10 +9,22 @@ from typing import Protocol
 
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.spec import Head, ModelSpec
-from spmd_rl.offload.ledger import Entry, Ledger, activation_bytes, frozen_ledger, trainer_ledger
+from spmd_rl.offload.ledger import (
+    FP32_BYTES,
+    Entry,
+    Ledger,
+    activation_bytes,
+    frozen_ledger,
+    trainer_ledger,
+)
+from spmd_rl.plan.step_memory import StepSizes, step_ledger
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
+from spmd_rl.train.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from spmd_rl.train.parameter_groups import moment_bytes, update_rules
 from spmd_rl.weights.layout import ITEM_BYTES
+
+NUM_MOMENTS = 2  # AdamW's, the only ones that are offloaded
+OFFLOADING_LAYERS = 3  # whose activations are on the GPU while they are copied out and back
 
 
 class _HasDtype(Protocol):
@@ -54,35 +66,47 @@ def trainer_memory(
     spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head = "lm"
 ) -> Ledger:
     """Return the ledger of a trainer on one of its ranks."""
-    element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
+    if cfg.backend.offload == "none":
+        return _without_offload(spec, cfg, placement, head)
+    return step_ledger(step_sizes(spec, cfg, placement, head), cfg.backend.offload)
+
+
+def step_sizes(
+    spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head = "lm"
+) -> StepSizes:
+    """Return what a trainer has of each class on one of its ranks, on the GPU and on the host."""
+    plain = _without_offload(spec, cfg, placement, head)
+    layer, rest = _unit_sizes(spec, head)
+    unit = layer * spec.num_layers + rest if _is_one_unit(spec, cfg, placement, head) else rest
+    host_layers = spec.num_layers - 1 if cfg.backend.offload_activations else 0
+    return StepSizes(
+        **{entry.tag: entry.num_bytes for entry in plain.entries},
+        layer_copies=_copies(min(layer, unit), placement.axes["fsdp"]),
+        unit_copies=_copies(max(layer, unit), placement.axes["fsdp"]),
+        chunks=NUM_SLOTS * NUM_MOMENTS * CHUNK_ELEMENTS * FP32_BYTES,
+        kept=_activation_bytes(spec, cfg, head, 1 + host_layers)
+        - _activation_bytes(spec, cfg, head, 1),
+    )
+
+
+def _without_offload(
+    spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head
+) -> Ledger:
+    """Return the ledger of a trainer whose moments and master weights stay on the GPU."""
     num_shards = placement.axes["fsdp"]
     shapes = spec.parameter_shapes(head)
     num_parameters = _num_parameters(spec, head)
     rules = update_rules(shapes, cfg, num_shards)
-    activations = activation_bytes(
-        num_tokens=cfg.max_tokens,
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        attention_width=(spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
-        logit_bytes=_logit_bytes(cfg, spec, head),
-        slope_bytes=_slope_bytes(cfg, spec) if head == "lm" else 0,
-        element_bytes=element_bytes,
-        recompute=cfg.backend.recompute,
-    )
-    is_one_unit = cfg.backend.gathers_whole(
-        num_parameters * ITEM_BYTES["float32"], len(placement.ranks)
-    )
     # Without shards the gathered weights are kept until the end of the step.
-    is_whole = num_shards == 1 or is_one_unit
+    is_whole = num_shards == 1 or _is_one_unit(spec, cfg, placement, head)
     return trainer_ledger(
         num_parameters,
         num_shards,
-        element_bytes,
+        ITEM_BYTES[dtype_on_gpu(cfg)],
         num_trained=sum(prod(shapes[name]) for name in rules),
         moments=moment_bytes(shapes, rules, num_shards),
         num_gathered=num_parameters if is_whole else _num_gathered(spec, head),
-        activations=activations,
+        activations=_activation_bytes(spec, cfg, head, _num_layers_on_gpu(spec, cfg)),
     )
 
 
@@ -133,6 +157,44 @@ def _frozen_memory(spec: ModelSpec, cfg: FrozenConfig, placement: Placement, hea
     )
 
 
+def _activation_bytes(spec: ModelSpec, cfg: TrainerConfig, head: Head, num_layers: int) -> int:
+    """Return what a micro-batch takes where `num_layers` keep their part for the backward pass."""
+    return activation_bytes(
+        num_tokens=cfg.max_tokens,
+        num_layers=num_layers,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        attention_width=(spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
+        logit_bytes=_logit_bytes(cfg, spec, head),
+        slope_bytes=_slope_bytes(cfg, spec) if head == "lm" else 0,
+        element_bytes=ITEM_BYTES[dtype_on_gpu(cfg)],
+        recompute=cfg.backend.recompute,
+    )
+
+
+def _num_layers_on_gpu(spec: ModelSpec, cfg: TrainerConfig) -> int:
+    """Return the layers whose activations are on the GPU at once."""
+    at_once = OFFLOADING_LAYERS if cfg.backend.offload_activations else spec.num_layers
+    return min(at_once, spec.num_layers)
+
+
+def _is_one_unit(spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head) -> bool:
+    num_bytes = _num_parameters(spec, head) * FP32_BYTES
+    return cfg.backend.gathers_whole(num_bytes, len(placement.ranks))
+
+
+def _unit_sizes(spec: ModelSpec, head: Head) -> tuple[int, int]:
+    """Return the parameters of a layer, and those that belong to none."""
+    shapes = spec.parameter_shapes(head).items()
+    layer = sum(prod(shape) for name, shape in shapes if name.startswith("model.layers.0."))
+    return layer, _num_parameters(spec, head) - spec.num_layers * layer
+
+
+def _copies(unit: int, num_shards: int) -> int:
+    """Return the bytes in which FSDP reduces a unit's gradients: all of them, and two shards."""
+    return (unit + 2 * -(-unit // num_shards)) * FP32_BYTES
+
+
 def _num_parameters(spec: ModelSpec, head: Head) -> int:
     return sum(prod(shape) for shape in spec.parameter_shapes(head).values())
 
@@ -154,6 +216,5 @@ def _num_gathered(spec: ModelSpec, head: Head) -> int:
 
     They are the root's and those of two neighbouring layers.
     """
-    shapes = spec.parameter_shapes(head).items()
-    layer = sum(prod(shape) for name, shape in shapes if name.startswith("model.layers.0."))
-    return _num_parameters(spec, head) - max(spec.num_layers - 2, 0) * layer
+    layer, rest = _unit_sizes(spec, head)
+    return min(spec.num_layers, 2) * layer + rest

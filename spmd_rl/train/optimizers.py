@@ -14,8 +14,10 @@ from torch import Tensor
 from spmd_rl.train.adamw import ShardedAdamW, ShardedAdamW8bit, require_torchao
 from spmd_rl.train.backend import State
 from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.host_stack import Reserve
 from spmd_rl.train.muon import ShardedMuon
 from spmd_rl.train.parameter_groups import UpdateRule
+from spmd_rl.train.streamed_adamw import StreamedAdamW
 from spmd_rl.weights.local_tensors import LocalTensor
 
 
@@ -67,11 +69,17 @@ def build_optimizer(
     rules: Mapping[str, UpdateRule],
     cfg: TrainerConfig,
     group: dist.ProcessGroup,
+    reserve: Reserve | None = None,
 ) -> ShardOptimizer:
     """Return the optimizer of the parameters that have a rule. `group` are the ranks that shard.
 
-    Raises: ConfigError where the library of 8-bit moments is missing.
+    With `reserve`, moments lie in the host memory that it returns, and AdamW has all parameters.
+    Raises: ConfigError where the library of 8-bit moments is missing; ResidencyError where the host
+    has too little memory.
     """
+    if reserve is not None:
+        trained = {name: shards[name] for name in rules}
+        return ShardOptimizer([StreamedAdamW(trained, rules, cfg, reserve)])
     if cfg.optimizer.kind == "adamw8bit":
         require_torchao()
     members = {

@@ -69,6 +69,7 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted):
         self.memory.require("train_step", MASTER)
         self.memory.require_soon("train_step", MOMENTS)
         self.learner.runner.check_fits(batch)
+        self.checkpoints.wait_until_read()
         self._announce_change()
         try:
             metrics = self.learner.train_step(batch, loss, lr, needs)
@@ -101,6 +102,7 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted):
         from spmd_rl.train import checkpoint
 
         self.memory.require("load", MASTER, MOMENTS)
+        self.checkpoints.wait_until_read()
         self._announce_change()
         self.learner.state, self._resume_differences = checkpoint.load(
             folder, self.backend, self.context
