@@ -64,10 +64,6 @@ class Regions:
             if region.contents == "save" and region.residency.is_mapped:
                 region.reserve_host(self._arena)
 
-    def reserve(self, num_bytes: int) -> Tensor:
-        """Return host memory for what is no region. Raises: as `HostArena.reserve`."""
-        return self._arena.reserve(num_bytes)
-
     def torch_region(self, tag: str, contents: Contents) -> TorchRegion:
         """Make a region for what torch allocates. Raises: ResidencyError where the tag is taken."""
         name = f"{self._name}.{tag}-{next(_NUMBERS)}"
