@@ -187,12 +187,13 @@ def test_host_memory_goes_back_with_its_last_tensor() -> None:
 
 def test_roles_of_a_rank_share_a_limit() -> None:
     first, second = (Regions(name, CPU, 1 << 20) for name in ("trainer", "reference"))
-    kept = first.reserve(1 << 19)
+    first.slab("weights", "save", 1 << 19).bytes.zero_()
+    first.reserve_saves()
     second.slab("weights", "save", (1 << 19) + 1).bytes.zero_()
     with pytest.raises(ResidencyError, match="offload.host_gib"):
         second.reserve_saves()
-    assert second.host_bytes == 0
-    del kept
+    assert (first.host_bytes, second.host_bytes) == (1 << 19, 0)
+    del first
     second.reserve_saves()
     assert second.host_bytes == (1 << 19) + 1
 
