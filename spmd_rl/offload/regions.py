@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 import torch
+from torch import Tensor
 
 from spmd_rl.errors import ResidencyError
 from spmd_rl.offload.arena import rank_arena
@@ -49,6 +50,10 @@ class Regions:
     def host_bytes(self) -> int:
         """The host memory that saved contents take."""
         return sum(region.host_bytes for region in self._regions.values())
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        """Return host memory for what is no region. Raises: as `HostArena.reserve`."""
+        return self._arena.reserve(num_bytes)
 
     def reserve_saves(self) -> None:
         """Take the host memory of all contents that are saved now, before the first sleep.
