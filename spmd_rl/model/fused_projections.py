@@ -85,8 +85,13 @@ def join(projections: Sequence[nn.Linear]) -> FusedProjections | None:
 
 
 def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
-    """Return whether each parameter is contiguous and begins where the one before it ends."""
+    """Return whether each parameter is contiguous and begins where the one before it ends.
+
+    Parameters of different storages may lie so by chance, but no tensor can span them.
+    """
     if parameters[0].is_meta:  # without memory
+        return False
+    if len({p.untyped_storage().data_ptr() for p in parameters}) > 1:
         return False
     ends = [p.data_ptr() + p.nbytes for p in parameters]
     begins = [p.data_ptr() for p in parameters]
