@@ -38,6 +38,7 @@ setup(
             "flash-attn-4==4.0.0b19",  # these three as in kernels/runtime/versions.py
             "quack-kernels==0.6.3",
             "nvidia-cutlass-dsl==4.6.0",
+            "torch_memory_saver==0.0.10",  # roles that sleep
         ],
         # in an environment of the child's own, which engine.python names (docs/sglang.md)
         "sglang": ["sglang==0.5.16"],

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node=2 -m benchmarks.communicators [--save]
 
-The readings are compared with the constants of `spmd_rl/offload/ledger.py`. Communicators are made
-as `mesh/` makes them: eagerly, bound to the GPU. NCCL connects them at their first collective.
+The readings are compared with the constants of `spmd_rl/offload/gpu_overhead.py`. Communicators are
+made as `mesh/` makes them: eagerly, bound to the GPU. NCCL connects them at their first collective.
 """
 
 from __future__ import annotations

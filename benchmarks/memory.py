@@ -1,62 +1,93 @@
 """The ledger of `spmd-rl plan` compared with the memory that GPUs report, phase by phase.
 
-It runs GRPO with the shape of Qwen3-0.6B and reads the memory after every phase (memory_recipe.py).
-It measures what torch's allocator does not know of (contexts, communicators, graphs, KV pages), and
+It runs GRPO with the shapes of Qwen3 and reads the memory in every phase (memory_recipe.py). It
+measures what torch's allocator does not know of (contexts, communicators, graphs, KV pages), and
 the peak of the allocator within the phase. The ledger is made from the same command line without a
-GPU.
+GPU. All answers are of one length, with which packs of tokens are full, as the ledger assumes.
 
-In `full`, the engine takes as many pages as the ledger leaves it, so the GPU is as full as it gets.
+In `one`, `4B` and `8B` both roles sleep in turn. In `full` the engine takes as many pages as the
+ledger leaves it, and as little sleeps as the GPU has room for, so it is as full as it gets.
+`4B` keeps moments in host memory, and `8B` the master weights too: about 92 GiB. Each case takes 1
+to 3 minutes.
 
-    python -m benchmarks.memory one [colocated split full] [--save]
+    python -m benchmarks.memory one 4B 8B [full colocated split] [--save]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.grpo_proof import TOKENIZER, write_prompts
+from benchmarks.grpo_proof import TOKENIZER
 from benchmarks.memory_recipe import FILE
 from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.shapes import write_config
 from benchmarks.table import Row
 from spmd_rl.config.load import load
-from spmd_rl.offload.ledger import PHASES
 from spmd_rl.plan.resolve import resolve
 from spmd_rl.recipes.grpo import Config
 
-PACKAGES = ("torch", "triton", "flash-attn-4")
+PACKAGES = ("torch", "triton", "flash-attn-4", "torch_memory_saver")
 RECIPE = "benchmarks.memory_recipe"
-PAGES = "engine.num_pages=2048"
+PHASES = ("sync", "rollout", "train")
+PAGES, ALWAYS = "engine.num_pages=2048", "offload.sleep=always"
+PROMPT_TOKENS, ANSWER_TOKENS = 16, 496
+LARGE = [
+    ALWAYS,
+    "engine.num_pages=512",
+    "engine.max_batch=128",
+    "prompts_per_step=16",
+    "trainer.max_tokens=8192",
+    "trainer.backend.recompute=all",
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape of Qwen3, the number of ranks, and the settings besides those of all cases."""
+
+    shape: str
+    num_ranks: int
+    words: list[str]
+
+
 CASES = {
-    "one": (1, [PAGES]),
-    "colocated": (2, [PAGES]),
-    "split": (2, [PAGES, "split.train.ranks=1", "split.infer.ranks=1"]),
-    "full": (1, []),
+    "one": Case("0.6B", 1, [PAGES, ALWAYS]),
+    "full": Case("0.6B", 1, []),
+    "colocated": Case("0.6B", 2, [PAGES, ALWAYS]),
+    "split": Case("0.6B", 2, [PAGES, "split.train.ranks=1", "split.infer.ranks=1"]),
+    "4B": Case("4B", 1, [*LARGE, "trainer.backend.offload=moments"]),
+    "8B": Case("8B", 1, [*LARGE, "trainer.backend.offload=master"]),
 }
 # a program that prints the memory of an empty CUDA context, and that of the GPU
 CONTEXT = (
     "import torch; torch.ones(1, device='cuda'); free, total = torch.cuda.mem_get_info(); "
     "print(total - free, total)"
 )
-ENOUGH = 0.95  # the least share of the measured bytes that the ledger must predict
+LEAST, MOST = 0.95, 1.05  # what the ledger predicts, over what was measured
 
 
-def settings(folder: Path) -> list[str]:
-    return [
-        f"model={folder / '0.6B'}",
+def settings(name: str, folder: Path) -> list[str]:
+    """Return the settings of a case; a later word replaces an earlier one."""
+    case = CASES[name]
+    words = [
+        f"model={folder / case.shape}",
         f"data={folder / 'prompts.jsonl'}",
         "reward=benchmarks.proof_recipe:even",
         f"run.folder={folder}",
+        f"run.name={name}",
         "steps=2",
         "prompts_per_step=32",
         "sampling.num_samples=8",
-        "sampling.max_tokens=384",
+        f"sampling.max_tokens={ANSWER_TOKENS}",
+        "sampling.ignore_eos=true",
         "engine.dtype=bfloat16",
         "engine.max_batch=256",
         "engine.page_size=128",
@@ -64,12 +95,20 @@ def settings(folder: Path) -> list[str]:
         "trainer.init=random",
         "trainer.dtype=bfloat16",
         "trainer.max_tokens=16384",
+        *case.words,
     ]
+    return [f"{key}={value}" for key, value in dict(one.split("=", 1) for one in words).items()]
+
+
+def write_prompts(path: Path, count: int) -> None:
+    """Write prompts of PROMPT_TOKENS characters, each of which is a token."""
+    rng = random.Random(0)
+    lines = ["".join(rng.choices("0123456789+", k=PROMPT_TOKENS - 1)) + "=" for _ in range(count)]
+    path.write_text("".join(json.dumps({"prompt": line, "answer": ""}) + "\n" for line in lines))
 
 
 def read(name: str, folder: Path) -> list[tuple[str, list[dict[str, int]]]]:
     """Run a case, and return its moments, each with the readings of all ranks."""
-    num_ranks, more = CASES[name]
     command = [
         sys.executable,
         "-c",
@@ -77,26 +116,29 @@ def read(name: str, folder: Path) -> list[tuple[str, list[dict[str, int]]]]:
         "run",
         RECIPE,
     ]
-    words = [f"--{word}" for word in [*settings(folder), *more, f"run.name={name}"]]
-    subprocess.run([*command, f"--nproc={num_ranks}", *words], check=True)
+    words = [f"--{word}" for word in settings(name, folder)]
+    subprocess.run([*command, f"--nproc={CASES[name].num_ranks}", *words], check=True)
     found: list[tuple[str, list[dict[str, int]]]] = json.loads((folder / name / FILE).read_text())
     print(json.dumps(found), flush=True)
     return found
 
 
 def measure(name: str, folder: Path, capacity_bytes: int) -> Iterator[Row]:
+    case = CASES[name]
+    write_config(case.shape, folder / case.shape, TOKENIZER)
     readings = dict(read(name, folder))  # of each phase, the last
-    num_ranks, more = CASES[name]
-    plan = resolve(load(Config, None, [*settings(folder), *more]), num_ranks, capacity_bytes)
-
-    for rank in range(num_ranks):
+    plan = resolve(load(Config, None, settings(name, folder)), case.num_ranks, capacity_bytes)
+    for rank in range(case.num_ranks):
         for phase in PHASES:
-            predicted = plan.ledgers[rank].resident_bytes(phase) / 2**30
             one = readings[phase][rank]
-            found = (one["outside_bytes"] + one["peak_bytes"]) / 2**30
-            what = f"{name}, rank {rank}, {phase}: ledger"
             yield compared(
-                what, predicted, "GiB", peer="measured", peer_value=found, at_least=ENOUGH
+                f"{name}, {case.shape}, rank {rank}, {phase}: planned over measured",
+                plan.ledgers[rank].resident_bytes(phase) / 2**30,
+                "GiB",
+                peer="measured",
+                peer_value=(one["outside_bytes"] + one["peak_bytes"]) / 2**30,
+                at_least=LEAST,
+                at_most=MOST,
             )
 
 
@@ -113,7 +155,6 @@ def main() -> int:
     rows: list[Row] = [measured("a context", context / 2**20, "MiB")]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_config("0.6B", folder / "0.6B", TOKENIZER)
         write_prompts(folder / "prompts.jsonl", 64)
         for case in options.cases:
             rows += measure(case, folder, capacity_bytes)

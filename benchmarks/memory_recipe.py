@@ -1,4 +1,4 @@
-"""The recipe `grpo` with a reading of GPU memory after every phase, for memory.py.
+"""The recipe `grpo` with a reading of GPU memory in every phase, for memory.py.
 
     spmd-rl run benchmarks.memory_recipe --model FOLDER --data FILE \\
         --reward benchmarks.proof_recipe:even
@@ -18,31 +18,27 @@ FILE = "memory.json"
 
 @dataclass(frozen=True)
 class Reading:
-    """One GPU's bytes: all in use, those outside torch's allocator, and the allocator's peak.
+    """One GPU's bytes: those outside torch's allocator, and the allocator's peak.
 
     The peak is since the last reading.
     """
 
-    used_bytes: int
     outside_bytes: int
     peak_bytes: int
 
 
 class Gauge(rl.Role):
-    """Reads the memory of its rank's GPU."""
+    """Reads the memory of its rank's GPU. It is spawned first, to follow the other roles."""
+
+    def __init__(self, cfg: Config, context: rl.RoleContext) -> None:
+        super().__init__(cfg, context)
+        from benchmarks.peak_meter import PeakMeter
+
+        self.meter = PeakMeter()
 
     @rl.collective
     def read(self) -> rl.Sharded[list[Reading]]:
-        import torch
-
-        torch.cuda.synchronize()
-        free, total = torch.cuda.mem_get_info()
-        outside, peak = (
-            total - free - torch.cuda.memory_reserved(),
-            torch.cuda.max_memory_allocated(),
-        )
-        torch.cuda.reset_peak_memory_stats()
-        return [Reading(total - free, outside, peak)]
+        return [Reading(*self.meter.read())]
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
@@ -55,27 +51,19 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     read("joined")
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    rollout = ctl.spawn(
-        rl.Rollout,
-        cfg.engine,
-        on=roles.infer,
-        model=cfg.model,
-        reward=cfg.reward,
-        hooks=cfg.hooks,
-        settings=rl.as_data(cfg),
-        seed=cfg.run.seed,
-    )
-    read("spawned")
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
+    read("spawned")
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
     for step in ctl.steps(cfg.steps):
-        with ctl.phase("sync", awake=[trainer, rollout]):
+        with ctl.phase("sync"):
+            gauge.read.call()  # the peak of waking belongs to no phase
             weights.push(version=step.index)
             read("sync")
-        with ctl.phase("rollout", awake=[rollout]):
+        with ctl.phase("rollout"):
             groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
             read("rollout")
-        with ctl.phase("train", awake=[trainer]):
+        with ctl.phase("train"):
             stats = trainer.train_step.call(
                 rl.pack(groups, rl.group_advantage(groups)), rl.grpo_loss
             )

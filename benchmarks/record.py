@@ -27,13 +27,15 @@ def compared(
     at_most: float | None = None,
     at_least: float | None = None,
 ) -> Row:
-    """Return a row beside a peer. `at_most` or `at_least` is the bar on value over peer_value."""
+    """Return a row beside a peer. `at_most` and `at_least` are bars on value over peer_value."""
     ratio = value / peer_value
-    bar, holds = None, None
+    bars: list[tuple[str, bool]] = []
+    if at_least is not None:
+        bars.append((f">= {at_least:.3g}x", ratio >= at_least))
     if at_most is not None:
-        bar, holds = f"<= {at_most:.3g}x", ratio <= at_most
-    elif at_least is not None:
-        bar, holds = f">= {at_least:.3g}x", ratio >= at_least
+        bars.append((f"<= {at_most:.3g}x", ratio <= at_most))
+    bar = " and ".join(text for text, _ in bars) or None
+    holds = all(held for _, held in bars) if bars else None
     return Row(
         what=what,
         value=_short(value),

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from spmd_rl.config.rules import at_least as at_least
     from spmd_rl.config.run import RunConfig as RunConfig
     from spmd_rl.controller.capabilities import Contracted as Contracted
+    from spmd_rl.controller.capabilities import MemoryPlanner as MemoryPlanner
     from spmd_rl.controller.capabilities import Pumped as Pumped
     from spmd_rl.controller.capabilities import Saver as Saver
     from spmd_rl.controller.capabilities import Sleeper as Sleeper
@@ -109,6 +110,12 @@ if TYPE_CHECKING:
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
     from spmd_rl.observe.samples_file import read_groups as read_groups
+    from spmd_rl.offload.config import OffloadConfig as OffloadConfig
+    from spmd_rl.offload.ledger import TagBytes as TagBytes
+    from spmd_rl.offload.phases import ALL as ALL
+    from spmd_rl.offload.phases import COLOCATED as COLOCATED
+    from spmd_rl.offload.phases import CONCURRENT as CONCURRENT
+    from spmd_rl.offload.phases import Phases as Phases
     from spmd_rl.recipes.held_out import held_out_answers as held_out_answers
     from spmd_rl.recipes.held_out import pair_evaluation as pair_evaluation
     from spmd_rl.recipes.held_out import token_evaluation as token_evaluation
@@ -191,6 +198,7 @@ _HOMES = {
     "config.run": ("RunConfig",),
     "controller.capabilities": (
         "Contracted",
+        "MemoryPlanner",
         "Pumped",
         "Saver",
         "Sleeper",
@@ -215,6 +223,9 @@ _HOMES = {
     "mesh.role_context": ("RoleContext",),
     "mesh.split": ("PolicySplit", "RoleSplit", "SeparateSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
+    "offload.config": ("OffloadConfig",),
+    "offload.ledger": ("TagBytes",),
+    "offload.phases": ("ALL", "COLOCATED", "CONCURRENT", "Phases"),
     "observe.samples_file": ("read_groups",),
     "check.engine": ("announce_correction", "check_engine"),
     "check.evaluation": ("check_evaluation", "refuse_eval_rewards"),

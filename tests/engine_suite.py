@@ -266,6 +266,18 @@ class EngineSuite:
             case.push(1)
         assert case.same(case.finish()[9, 0], unbroken)
 
+    def test_weights_wake_for_a_push_before_the_pages(self, case: EngineCase) -> None:
+        case.push(1)
+        unbroken = case.finish(case.request(9))[9, 0]
+        case.engine.sleep(("weights", "kv"))
+        case.engine.wake(("weights",))
+        case.push(1)
+        case.engine.submit(case.request(9))
+        with pytest.raises(ResidencyError, match="asleep"):
+            case.engine.step()
+        case.engine.wake(("kv",))
+        assert case.same(case.finish()[9, 0], unbroken)
+
     def test_a_sink_takes_the_whole_model(self, case: EngineCase) -> None:
         layout = case.engine.sink().layout(5)
         assert layout.rank == 5

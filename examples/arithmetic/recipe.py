@@ -6,6 +6,7 @@ spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import spmd_rl as rl
 from spmd_rl.recipes import grpo
@@ -20,6 +21,9 @@ class Config(grpo.Config):
     warmup_steps: int = 100  # supervised steps before the first rollout
     warmup_pairs: int = 256  # prompts with their answers in each of them
     warmup_lr: float = 3e-3  # learning rate of the supervised steps
+    phases: ClassVar[rl.Phases] = rl.COLOCATED.with_roles(
+        **{"warm-up": {"train": rl.ALL, "reference": rl.ALL}}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,7 +45,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
 
     start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
     start = rl.first_step(cfg, start, update.trainers, prompts)
-    with ctl.phase("warm-up", awake=[trainer]):
+    with ctl.phase("warm-up"):
         for step in ctl.warmup(cfg.warmup_steps, start):
             batch = rl.pack_sft(pairs.next(cfg.warmup_pairs))
             stats = trainer.train_step.call(batch, rl.sft_loss, lr=cfg.warmup_lr)
@@ -50,12 +54,12 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         update.refresh_reference(version=0)
 
     for step in ctl.steps(num_steps, start):
-        with ctl.phase("sync", awake=[trainer, rollout]):
+        with ctl.phase("sync"):
             weights.push(version=step.index)
         evaluation.after(step.index)
-        with ctl.phase("rollout", awake=[rollout]):
+        with ctl.phase("rollout"):
             groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
-        with ctl.phase("train", awake=update.roles):
+        with ctl.phase("train"):
             stats = update.step(groups, step.index)
         step.log(groups, stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

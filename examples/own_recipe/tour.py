@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ class Config(grpo.Config):
     eval_every: int = 10  # steps between evaluations
     cap: float = 5.0  # largest weight of a token in the loss
     distance_cost: float = 0.01  # penalty for each nat of distance from the first weights
+    phases: ClassVar[rl.Phases] = rl.COLOCATED.with_roles(train={"ref": rl.ALL})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,22 +81,22 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     loss = partial(cispo, cap=cfg.cap)
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, easy=easy, hard=hard)):
-        with ctl.phase("sync", awake=[trainer, rollout]):
+        with ctl.phase("sync"):
             weights.push(version=step.index)
         evaluation.after(step.index)
         if step.index % cfg.eval_every == 0:
-            with ctl.phase("eval", awake=[rollout]):
+            with ctl.phase("eval"):
                 groups = rollout.generate.call(held_out.take(len(held_out)), greedy)
             step.log({"held_out/reward": np.mean([group.rewards.mean() for group in groups])})
         num_hard = cfg.prompts_per_step * step.index // cfg.steps
         prompts = easy.take(cfg.prompts_per_step - num_hard) + hard.take(num_hard)
         first_uid = step.index * cfg.prompts_per_step
         prompts = [prompt.replace(uid=first_uid + i) for i, prompt in enumerate(prompts)]
-        with ctl.phase("rollout", awake=[rollout]):
+        with ctl.phase("rollout"):
             groups = rollout.generate.call(prompts, cfg.sampling)
         kept = [group for group in groups if np.ptp(group.rewards) > 0] or groups
         step.log(groups, {"rollout/kept": len(kept) / len(groups)})
-        with ctl.phase("train", awake=[trainer, ref]):
+        with ctl.phase("train"):
             batch = rl.pack(kept, sign_advantage(kept))
             scores = ref.score.call(batch)
             if step.index == 0:

@@ -49,11 +49,12 @@ def _dispatch(words: list[str]) -> int:
 
 def _run_controller(lifeline: Lifeline, address: str, words: list[str]) -> int:
     from spmd_rl.controller.run.controller_main import run_controller
-    from spmd_rl.plan.resolve import planned_settings
+    from spmd_rl.plan.start import decide_sleep, settings
     from spmd_rl.report.recorder import Recorder
 
     watch = partial(Recorder, words=words)
-    exit_code = run_controller(lifeline, address, Invocation.parse(words), watch, planned_settings)
+    invocation = Invocation.parse(words)
+    exit_code = run_controller(lifeline, address, invocation, watch, settings, decide_sleep)
     return limit_exit("the controller", exit_code)
 
 

@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from spmd_rl.controller.contracts import Contract
-from spmd_rl.controller.endpoint import Endpoint, Role, collective, local
+from spmd_rl.controller.endpoint import Endpoint, Role, Sharded, collective, local
 from spmd_rl.errors import ConfigError
+from spmd_rl.mesh.split import Placement
+from spmd_rl.offload.ledger import TagBytes
+from spmd_rl.offload.residency import Receipt
 
 if TYPE_CHECKING:
     from spmd_rl.weights.ends import WeightSink, WeightSource
@@ -55,15 +58,37 @@ class WeightReceiver(Protocol):
 
 @runtime_checkable
 class Sleeper(Protocol):
-    """A role that gives memory back while a role in the same processes needs it."""
+    """A role that gives memory back while a role in the same processes needs it.
+
+    A role whose memory sleeps in parts names them in a class attribute `MEMORY_TAGS`; another has
+    methods without `tags`, and may return None.
+    """
 
     @collective
-    def sleep(self) -> None:
-        """Give the memory back."""
+    def sleep(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
+        """Give the memory under `tags` back; () means all of it. Return a receipt of each rank."""
+        return []
 
     @collective
-    def wake(self) -> None:
-        """Take the memory again."""
+    def wake(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
+        """Take the memory under `tags` again. Raises: ResidencyError where too little is left."""
+        return []
+
+
+@runtime_checkable
+class MemoryPlanner(Protocol):
+    """A role whose class says, before a run starts, what memory it will take."""
+
+    @classmethod
+    def planned_memory(
+        cls, cfg: Any, placement: Placement, model: str, on_gpu: bool
+    ) -> Sequence[TagBytes]:
+        """Return what the role takes of one rank of `placement`, by tag. It imports no torch.
+
+        `model` is the Hugging Face folder that the role is spawned with, "" for none. `on_gpu` says
+        whether the run is planned for GPUs.
+        """
+        ...
 
 
 @runtime_checkable
@@ -116,6 +141,7 @@ CAPABILITIES: tuple[type, ...] = (
     WeightProvider,
     WeightReceiver,
     Sleeper,
+    MemoryPlanner,
     Saver,
     Pumped,
 )

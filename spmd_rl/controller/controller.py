@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from spmd_rl.config.run import RunConfig
-from spmd_rl.controller.capabilities import Sleeper
 from spmd_rl.controller.channel.codec import Codec, Packed, pack
 from spmd_rl.controller.channel.import_names import name_of
 from spmd_rl.controller.channel.messages import Spawn, encode
@@ -23,6 +22,7 @@ from spmd_rl.controller.link import Link, LinkConfig, connect, link_placement, p
 from spmd_rl.controller.run.checkpoints import CheckpointPart
 from spmd_rl.controller.run.step_loop import StepLoop
 from spmd_rl.controller.run.steps import LoopStep, RunObserver
+from spmd_rl.controller.sleepers import Sleepers, SleepPolicy
 from spmd_rl.controller.weight_sync import WeightSync, WeightSyncConfig
 from spmd_rl.controller.world import ControllerWorld
 from spmd_rl.errors import PlanError
@@ -38,7 +38,7 @@ class Controller:
     """The recipe's access to its run, with the run's `run_folder` and `seed`.
 
     `observer` records every phase and step. `planned` holds settings for `spawn`, by the name of a
-    placement.
+    placement. `sleep` says whether roles give memory back in turn, and in which phases.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Controller:
         dispatcher: Dispatcher,
         observer: RunObserver | None = None,
         planned: Mapping[str, Mapping[str, Any]] | None = None,
+        sleep: SleepPolicy = SleepPolicy(),  # noqa: B008 - it is frozen
     ) -> None:
         self.world = ControllerWorld(dispatcher)
         self.run_folder: Path = run.path
@@ -55,16 +56,17 @@ class Controller:
         self._link_config = LinkConfig(run.verify_every, run.self_check)
         self._dispatcher = dispatcher
         self._planned = planned or {}
-        self._loop = StepLoop(run, dispatcher, observer)
+        self._loop = StepLoop(run, dispatcher, observer, self._wake_for_checkpoint)
+        self._sleepers = Sleepers(sleep, self._loop.timed, self._loop.on_receipts)
         self._handles: dict[str, Handle] = {}
-        self._asleep: set[str] = set()
 
     def spawn(
         self, role: type[R], cfg: Any, *, on: Placement, name: str | None = None, **settings: Any
     ) -> R:
         """Build a role on every rank of a placement; the result has the role's endpoints.
 
-        `settings` are keyword arguments of the role's `__init__`, such as `model`.
+        `settings` are keyword arguments of the role's `__init__`, such as `model`. Roles of these
+        ranks that sleep in some phase are put to sleep first, so that there is room.
 
         Blocks: until all are built.
         Raises: PlanError when the name is taken; ConfigError when the role has only part of a
@@ -75,10 +77,13 @@ class Controller:
         name = name or on.name
         if name in self._handles:
             raise PlanError(f"two roles cannot both be called '{name}': give spawn a name")
-        value = self._pack_arguments(role, cfg, on, settings)
+        planned = {**self._planned.get(on.name, {}), "sleep": self._sleepers.role_sleep(name)}
+        value = pack((cfg, *Constructor(role).arguments(settings, planned)))
         handle = Handle(name, role, on, self._dispatcher)
+        self._sleepers.make_room(on)
         answers = self._build(Spawn(name, name_of(role), on, name_of(type(cfg))), value)
         self._handles[name] = handle
+        self._sleepers.add(handle)
         self._record_contracts(name, answers)
         return cast(R, handle)
 
@@ -86,8 +91,9 @@ class Controller:
         """Connect two roles, so that `push` gives the destination the weights of the source.
 
         With `alias` the two share memory where both hold the same box in the same dtype in one
-        process. The destination then cannot generate once the source has changed, until the next
-        push. Without it, the destination continues with the weights that it has.
+        process, unless they sleep in turn. The destination then cannot generate once the source has
+        changed, until the next push. Without it, the destination continues with the weights that
+        it has.
 
         Blocks: until both ends have agreed on the plan.
         Raises: ConfigError when a role has no weights to push or to receive; PlanError when the
@@ -97,7 +103,8 @@ class Controller:
         ends = cast(Handle, source), cast(Handle, destination)
         placement = link_placement(*ends)
         self.world.build([placement])
-        cfg = WeightSyncConfig(ends[0].name, ends[1].name, alias)
+        sleeps = any(self._sleepers.role_sleep(end.name) is not None for end in ends)
+        cfg = WeightSyncConfig(ends[0].name, ends[1].name, alias and not sleeps)
         weight_sync = self.spawn(WeightSync, cfg, on=placement)
         layouts = connect(weight_sync, placement, self.run_folder, self._exact)
         plan = prepare(weight_sync, layouts, self.world.nodes())
@@ -105,12 +112,18 @@ class Controller:
         return Link(weight_sync, plan, names, self._link_config, self._loop.record)
 
     @contextmanager
-    def phase(self, name: str, awake: Sequence[Role] = ()) -> Iterator[None]:
-        """Time what runs inside as phase `name`, with the roles in `awake` awake.
+    def phase(self, name: str, awake: Sequence[Role] | None = None) -> Iterator[None]:
+        """Time what runs inside as phase `name`, with what it needs awake.
 
-        Sleepers that share processes with those roles are put to sleep first.
+        The `phases` of the recipe's config say what that is. With `awake`, all memory of these
+        roles is, and Sleepers that share processes with them sleep. Roles go to sleep before others
+        wake; they stay as they are after the phase, until another needs them otherwise.
+        Raises: ResidencyError when a role has too little memory to wake.
         """
-        self._wake_only([cast(Handle, role) for role in awake])
+        if awake is None:
+            self._sleepers.enter(name)
+        else:
+            self._sleepers.wake_only([cast(Handle, role) for role in awake])
         calls = self._dispatcher.calls
         outer, calls.phase = calls.phase, name
         try:
@@ -164,31 +177,10 @@ class Controller:
         """
         self._loop.close()
 
-    def _wake_only(self, awake: list[Handle]) -> None:
-        """Put the sleepers to sleep that share ranks with `awake` and are not in it; then wake the
-        roles in `awake` that sleep.
-        """
-        ranks = {rank for handle in awake for rank in handle.placement.ranks}
-        for handle in self._handles.values():
-            shares_ranks = not ranks.isdisjoint(handle.placement.ranks)
-            if handle in awake or not shares_ranks or handle.name in self._asleep:
-                continue
-            if Sleeper in handle.capabilities:
-                with self._loop.timed("sleep"):
-                    handle.sleep.call()
-                self._asleep.add(handle.name)
-        for handle in awake:
-            if handle.name in self._asleep:
-                with self._loop.timed("wake"):
-                    handle.wake.call()
-                self._asleep.remove(handle.name)
-
-    def _pack_arguments(
-        self, role: type[Role], cfg: Any, on: Placement, settings: Mapping[str, Any]
-    ) -> Packed:
-        """Return the packed arguments of a role's constructor, without its context."""
-        planned = self._planned.get(on.name, {})
-        return pack((cfg, *Constructor(role).arguments(settings, planned)))
+    def _wake_for_checkpoint(self, parts: Mapping[str, CheckpointPart]) -> None:
+        """Wake the roles among the parts of a checkpoint."""
+        handles = [part for part in parts.values() if isinstance(part, Handle)]
+        self._sleepers.wake_for_checkpoint(handles)
 
     def _build(self, command: Spawn, value: Packed) -> dict[int, Packed]:
         """Have every rank of a placement build a role; return their answers in rank order."""

@@ -18,6 +18,7 @@ from spmd_rl.controller.pending import Pending, StartedCall
 from spmd_rl.controller.routing import Route, ShardBalancer
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.split import Placement
+from spmd_rl.offload.phases import ALL, Tags
 
 _ABORT = encode(Abort())
 
@@ -35,6 +36,7 @@ class Handle:
         self.name = name
         self.placement = placement
         self.capabilities = capabilities(role)
+        self.memory_tags: Tags = getattr(role, "MEMORY_TAGS", ALL)
         self.dispatcher = dispatcher
         by_data_rank: list[list[int]] = [[] for _ in range(placement.data_size)]
         for rank in placement.ranks:

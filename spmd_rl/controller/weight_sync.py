@@ -128,6 +128,8 @@ class WeightSync(Role):
         from spmd_rl.weights.verification import Verifier
 
         plan, ends, group = self._planned(), self._ends, self.context.group
+        if ends.source is not None:
+            ends.source.open()
         if ends.sink is not None:
             ends.sink.open()
         self._executor = self._executor or Executor(plan.moves, ends)

@@ -66,7 +66,7 @@ class Evaluation:
         """
         if self._sets and self._schedule.is_due_at_end():
             num_steps = self._schedule.num_steps
-            with self._ctl.phase("sync", awake=[trainer, self._rollout]):
+            with self._ctl.phase("sync"):
                 weights.push(version=num_steps, drain=drain)
             self.run(num_steps)
 
@@ -87,11 +87,14 @@ class Evaluation:
         """Return the graded samples of a set."""
         groups: list[Group] = []
         for asked in _parts(prompts, max(1, SAMPLES_PER_CALL // one.sampling.num_samples)):
-            with self._ctl.phase("eval", awake=[self._rollout]):
+            with self._ctl.phase("eval"):
                 groups += self._rollout.generate.call(
                     asked, one.sampling, seed=self._cfg.seed, step=num_steps, evaluation=True
                 )
-        return self._grade(groups) if self._grade and not one.reward else groups
+        if self._grade is None or one.reward:
+            return groups
+        with self._ctl.phase("grade"):
+            return self._grade(groups)
 
 
 def prompts_of(one: ResolvedSet, tokenizer: Any) -> list[Prompt]:

@@ -60,8 +60,10 @@ def project_gated(
 
 
 def lay_out(projections: Sequence[nn.Linear]) -> None:
-    """Move the projections' parameters next to each other in memory, in order."""
+    """Move the projections' parameters next to each other in memory, in order, unless they are."""
     for parameters in _columns(projections):
+        if _are_adjacent(parameters):
+            continue
         whole = torch.cat([parameter.data for parameter in parameters])
         for parameter, part in zip(
             parameters, whole.split([len(p) for p in parameters]), strict=True
@@ -83,7 +85,14 @@ def join(projections: Sequence[nn.Linear]) -> FusedProjections | None:
 
 
 def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
-    """Return whether each parameter is contiguous and begins where the one before it ends."""
+    """Return whether each parameter is contiguous and begins where the one before it ends.
+
+    Parameters of different storages may lie so by chance, but no tensor can span them.
+    """
+    if parameters[0].is_meta:  # without memory
+        return False
+    if len({p.untyped_storage().data_ptr() for p in parameters}) > 1:
+        return False
     ends = [p.data_ptr() + p.nbytes for p in parameters]
     begins = [p.data_ptr() for p in parameters]
     return begins[1:] == ends[:-1] and all(p.is_contiguous() for p in parameters)

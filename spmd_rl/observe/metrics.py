@@ -233,6 +233,7 @@ METRICS = (
         "longest time of a request from its submission to its reward",
     ),
     Metric("time/eval", "s", "Evaluation time", "evaluating the weights that the step began with"),
+    Metric("time/grade", "s", "Grading time", "grading the samples of an evaluation with a model"),
     Metric("time/train", "s", "Training time", "forward, backward and optimizer"),
     Metric("time/sync", "s", "Weight sync time", "copying weights from trainer to engine"),
     Metric(
@@ -254,8 +255,8 @@ METRICS = (
         "Time to verify a push",
         "comparing the weights of trainer and engine, on the slowest rank; a part of time/sync",
     ),
-    Metric("time/sleep", "s", "Sleep time", "releasing device memory"),
-    Metric("time/wake", "s", "Wake time", "allocating device memory again"),
+    Metric("time/sleep", "s", "Sleep time", "giving device memory back, with copies to the host"),
+    Metric("time/wake", "s", "Wake time", "taking device memory again, with copies from the host"),
     Metric(
         "time/save",
         "s",
@@ -285,6 +286,24 @@ METRICS = (
         "GiB",
         "Peak device memory",
         "device memory in use after training, by all processes; highest rank",
+    ),
+    Metric(
+        "memory/slept_gib",
+        "GiB",
+        "Memory given back",
+        "memory that roles gave back when they went to sleep, added up; highest rank of each role",
+    ),
+    Metric(
+        "memory/copied_gib",
+        "GiB",
+        "Memory copied for sleep",
+        "bytes copied to host memory and back for sleep, added up; highest rank of each role",
+    ),
+    Metric(
+        "memory/restore_s",
+        "s",
+        "Wait for restored memory",
+        "wait of a train step for bytes that were still on their way from host memory",
     ),
     Metric(
         "version/lag_mean",

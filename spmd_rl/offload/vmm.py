@@ -21,6 +21,7 @@ from spmd_rl.offload.ledger import as_size
 
 DEVICE, PINNED, READ_WRITE = 1, 1, 3  # of CUmemLocationType, CUmemAllocationType, CUmemAccess_flags
 POSIX_FD = 1  # of CUmemAllocationHandleType
+PCI_NAME_BYTES = 32
 
 
 class Location(ctypes.Structure):
@@ -78,11 +79,7 @@ class AddressRange:
 
         Raises: ResidencyError when the GPU has too little left.
         """
-        torch.cuda.empty_cache()  # so that torch gives back the memory that it only caches
-        if (free_bytes := torch.cuda.mem_get_info(self._location.id)[0]) < self.size:
-            raise ResidencyError(
-                f"{as_size(self.size)} are asked for, and the GPU has {as_size(free_bytes)} left"
-            )
+        require_free(self.size, self._location.id)
         handle = ctypes.c_uint64()
         size, no_flags = ctypes.c_size_t(self.size), ctypes.c_uint64(0)
         call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._prop), no_flags)
@@ -129,6 +126,35 @@ def import_fd(fd: int) -> int:
     at_fd, kind = ctypes.c_void_p(fd), ctypes.c_int(POSIX_FD)
     call("cuMemImportFromShareableHandle", ctypes.byref(handle), at_fd, kind)
     return handle.value
+
+
+def free_bytes(device: torch.device | int, wanted: int) -> int:
+    """Return the free memory of a GPU, with what torch only caches if that is less than `wanted`.
+
+    Blocks: on work that uses the cache, where the cache is given back.
+    """
+    free = torch.cuda.mem_get_info(device)[0]
+    if free < wanted:
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(device)[0]
+    return free
+
+
+def require_free(num_bytes: int, device: torch.device | int) -> None:
+    """Raise a ResidencyError if the GPU has less than `num_bytes` left."""
+    if num_bytes and (free := free_bytes(device, num_bytes)) < num_bytes:
+        raise ResidencyError(
+            f"{as_size(num_bytes)} are asked for, and the GPU has {as_size(free)} left"
+        )
+
+
+def pci_name(device: torch.device) -> str:
+    """Return the name of a GPU on the PCI bus, as /sys/bus/pci/devices has it."""
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    name = ctypes.create_string_buffer(PCI_NAME_BYTES)
+    call("cuDeviceGetPCIBusId", name, ctypes.c_int(PCI_NAME_BYTES), ctypes.c_int(index))
+    return name.value.decode().lower()
 
 
 def bytes_at(address: int, num_bytes: int, device: torch.device) -> Tensor:

@@ -4,38 +4,66 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from spmd_rl.controller.run.recipe import Invocation, load_recipe
-from spmd_rl.errors import ConfigError
-from spmd_rl.mesh.split import Placement
-from spmd_rl.offload.ledger import PHASES, Ledger, as_size
-from spmd_rl.plan.resolve import RunPlan, resolve
-from spmd_rl.plan.routes import Routes
+from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.plan import fewest_gpus as fewest
+from spmd_rl.plan.resolve import resolve
+from spmd_rl.plan.text import lines
 
-MAX_ROWS = 8  # of a list; the rest is counted
 MAX_RANKS = 8192  # what a push moves is computed for every pair of ranks
 
 
 def main(words: list[str]) -> int:
-    """Run `spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--config F.toml] [--a.b=c ...]`.
+    """Run `spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--host-gib H] [--fewest-gpus]
+    [--config F.toml] [--a.b=c ...]`.
 
     It takes the flags of `spmd-rl run` too: `--world` defaults to the ranks of this machine.
-    Raises: PlanError when the split does not fit the world, or the memory the GPU.
+    Raises: PlanError when the split does not fit the world, or the memory the GPU or the host.
     """
     options, rest = _parser().parse_known_args(words)
-    capacity_bytes = _capacity_bytes(options.gpu_gib)
+    gpu_bytes = _num_bytes("--gpu-gib", options.gpu_gib)
+    host_bytes = _num_bytes("--host-gib", options.host_gib)
     invocation = _invocation(options, rest)
+    if options.fewest_gpus:
+        return _print_fewest(invocation, gpu_bytes, host_bytes)
     cfg = load_recipe(options.recipe).configure(invocation)
     ranks_here: int = invocation.nproc or getattr(cfg, "nproc", 0) or 0
     world_size = _world_size(options.world, ranks_here)
-    plan = resolve(cfg, world_size, capacity_bytes)
+    plan = resolve(cfg, world_size, gpu_bytes)
     print("\n".join(lines(plan)))
-    if capacity_bytes is not None:
-        plan.require(capacity_bytes)
+    if gpu_bytes is not None:
+        plan.require(gpu_bytes)
         print(f"fits in {options.gpu_gib:g} GiB")
+    if host_bytes is not None:
+        plan.require_host(host_bytes, min(world_size, ranks_here or fewest.GPUS_PER_HOST))
+        print(f"fits in {options.host_gib:g} GiB of each host")
+    return 0
+
+
+def _print_fewest(invocation: Invocation, gpu_bytes: int | None, host_bytes: int | None) -> int:
+    """Print the least number of GPUs for a run, and its plan.
+
+    Raises: PlanError if no number suffices.
+    """
+    if gpu_bytes is None:
+        raise ConfigError("--fewest-gpus needs --gpu-gib G, the memory of one GPU")
+    recipe = load_recipe(invocation.recipe)
+
+    def configure(flags: tuple[str, ...]) -> Any:
+        words = [flag.removeprefix("--") for flag in flags]
+        return recipe.configure(replace(invocation, overrides=[*invocation.overrides, *words]))
+
+    kept = {word.partition("=")[0] for word in invocation.overrides}
+    room = fewest.Room(gpu_bytes, host_bytes, invocation.nproc or fewest.GPUS_PER_HOST)
+    tried = fewest.fewest_gpus(configure, fewest.attempts(kept), room)
+    print("\n".join(fewest.lines(tried)))
+    if tried[-1].why_not:
+        raise PlanError(fewest.why_none(tried, room))
+    print("\n".join(["", *lines(tried[-1].plan)]))
     return 0
 
 
@@ -45,13 +73,13 @@ def _invocation(options: argparse.Namespace, rest: list[str]) -> Invocation:
     return Invocation.parse([options.recipe, *config, *rest])
 
 
-def _capacity_bytes(gpu_gib: float | None) -> int | None:
-    """Return the memory of one GPU in bytes, None where `--gpu-gib` is not given."""
-    if gpu_gib is None:
+def _num_bytes(flag: str, gib: float | None) -> int | None:
+    """Return a size in bytes, None where the flag is not given."""
+    if gib is None:
         return None
-    if not 0 < gpu_gib < math.inf:
-        raise ConfigError(f"--gpu-gib={gpu_gib:g}: expected more than 0, and finite")
-    return int(gpu_gib * 2**30)
+    if not 0 < gib < math.inf:
+        raise ConfigError(f"{flag}={gib:g}: expected more than 0, and finite")
+    return int(gib * 2**30)
 
 
 def _world_size(asked: int | None, ranks_here: int) -> int:
@@ -67,7 +95,8 @@ def _world_size(asked: int | None, ranks_here: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="spmd-rl plan",
-        usage="spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--config F.toml] [--a.b=c ...]",
+        usage="spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--host-gib H] [--fewest-gpus] "
+        "[--config F.toml] [--a.b=c ...]",
         description="Print what a run would be, without a GPU or a rank: which ranks serve which "
         "role, the process groups, what a push of weights moves, and the memory of each role in "
         "each phase.",
@@ -88,88 +117,18 @@ def _parser() -> argparse.ArgumentParser:
         help="memory of one GPU; a run that needs more is refused",
     )
     parser.add_argument(
+        "--host-gib",
+        type=float,
+        metavar="H",
+        help="memory of one host for what its ranks keep there; a run that needs more is refused",
+    )
+    parser.add_argument(
+        "--fewest-gpus",
+        action="store_true",
+        help="find the least number of GPUs of --gpu-gib for this run, and the flags that save "
+        "memory",
+    )
+    parser.add_argument(
         "--config", type=Path, metavar="F.toml", help="settings of the run, as a file"
     )
     return parser
-
-
-def lines(plan: RunPlan) -> Iterator[str]:
-    """Yield the plan as text: split, groups, routes, memory."""
-    yield from _split(plan)
-    yield "process groups"
-    groups = plan.groups
-    yield from _first_rows(
-        (f"  {name:12} ranks {_ranks_text(ranks)}" for name, ranks in groups), len(groups)
-    )
-    if plan.spec is None:
-        return
-    yield f"model        {plan.spec.family}, {plan.spec.num_parameters:,} parameters"
-    yield from _routes(plan.routes)
-    if plan.on_gpu:
-        yield (
-            "memory       planned as for GPUs: bfloat16, with CUDA contexts and "
-            "NCCL's communicators"
-        )
-    yield from _memory(plan)
-
-
-def _split(plan: RunPlan) -> Iterator[str]:
-    yield f"world of {plan.world_size}"
-    for placement in plan.placements.values():
-        axes, ranks = _axes_text(placement), _ranks_text(placement.ranks)
-        yield f"  {placement.name:8} {axes:28} ranks {ranks}"
-    for role in plan.extra:
-        if role.placement.name != role.name:
-            ranks = _ranks_text(role.placement.ranks)
-            yield f"  {role.name:8} {'with ' + role.placement.name:28} ranks {ranks}"
-    if idle := plan.idle:
-        yield f"  {'idle':8} {'no role':28} ranks {_ranks_text(idle)}"
-
-
-def _routes(routes: Routes) -> Iterator[str]:
-    if routes:
-        within, between = as_size(routes.within_bytes), as_size(routes.between_bytes)
-        yield f"weight push  {within} within ranks, {between} between ranks"
-        rows = (
-            f"  rank {source:>3} -> {target:<3} {as_size(routes[source, target])}"
-            for source, target in routes
-        )
-        yield from _first_rows(rows, len(routes))
-
-
-def _memory(plan: RunPlan) -> Iterator[str]:
-    for roles, rank in plan.peak_ranks().items():
-        yield from _table(f"memory of {' + '.join(roles)}, most on rank {rank}", plan.ledgers[rank])
-
-
-def _table(title: str, ledger: Ledger) -> Iterator[str]:
-    yield f"{title:42}" + "".join(f"{phase:>12}" for phase in PHASES)
-    for entry in filter(lambda entry: entry.num_bytes, ledger.entries):
-        cells = "".join(
-            f"{as_size(entry.num_bytes) if phase in entry.phases else '-':>12}" for phase in PHASES
-        )
-        yield f"  {entry.tag:40}{cells}"
-    yield f"  {'all':40}" + "".join(
-        f"{as_size(ledger.resident_bytes(phase)):>12}" for phase in PHASES
-    )
-
-
-def _axes_text(placement: Placement) -> str:
-    """Return how the ranks of a role hold its model; those of an engine have whole copies."""
-    if placement.name == "infer":
-        return f"{placement.size} whole {'copies' if placement.size > 1 else 'copy'}"
-    return " x ".join(f"{axis} {size}" for axis, size in placement.axes.items())
-
-
-def _ranks_text(ranks: tuple[int, ...]) -> str:
-    consecutive = ranks == tuple(range(ranks[0], ranks[-1] + 1))
-    return (
-        f"{ranks[0]}-{ranks[-1]}" if consecutive and len(ranks) > 2 else ", ".join(map(str, ranks))
-    )
-
-
-def _first_rows(rows: Iterator[str], num_rows: int) -> Iterator[str]:
-    """Yield the first rows, and how many more there are."""
-    yield from islice(rows, MAX_ROWS)
-    if num_rows > MAX_ROWS:
-        yield f"  ... and {num_rows - MAX_ROWS} more"

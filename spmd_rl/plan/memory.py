@@ -2,87 +2,172 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 
-from spmd_rl.mesh.split import Placement, Placements
-from spmd_rl.model.spec import ModelSpec
-from spmd_rl.offload.ledger import (
-    CONTEXT_BYTES,
-    Entry,
-    Ledger,
-    Phase,
-    activation_bytes,
-    buckets_ledger,
-    device_ledger,
-    engine_ledger,
-    kv_budget,
-    kv_pages,
-    kv_token_bytes,
-    total,
-)
-from spmd_rl.plan.model_memory import (
-    PlannedRole,
-    dtype_on_gpu,
-    exchanges,
-    in_turn,
-    trainer_memory,
-)
+from spmd_rl.mesh.split import Placement, Placements, disjoint
+from spmd_rl.offload.gpu_overhead import gpu_overhead
+from spmd_rl.offload.ledger import Entry, Ledger, TagBytes
+from spmd_rl.offload.phases import ALL, Phases, Tags
+from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole
 from spmd_rl.plan.routes import Routes
-from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, NativeEngineConfig
-from spmd_rl.rollout.sglang.config import SglangEngineConfig
-from spmd_rl.weights.layout import ITEM_BYTES
+from spmd_rl.rollout.memory import KV
 
-EngineConfig = NativeEngineConfig | SglangEngineConfig
-
-
-def rank_ledgers(
-    placements: Placements,
-    spec: ModelSpec,
-    cfg: Any,
-    routes: Routes,
-    world_size: int,
-    on_gpu: bool,
-    extra: Sequence[PlannedRole] = (),
-) -> Iterator[tuple[int, Ledger]]:
-    """Yield each rank with its ledger: its roles, the buckets of a push, and the GPU's own memory.
-
-    `extra` are the roles besides trainer and engine. An engine's pages have no size yet.
-    """
-    num_communicators = _num_communicators(placements, routes, extra)
-
-    @cache
-    def of_roles(names: tuple[str, ...]) -> tuple[Ledger, int, int]:
-        """Return the ledger of the roles on these placements, and their rings and peers."""
-        on_ranks = [role for role in extra if role.placement.name in names]
-        ledger = total(_role_ledgers(names, placements, spec, cfg, on_gpu))
-        ledger += total(in_turn(on_ranks, ledger.only_in("train")))
-        return ledger, *_connections(names, placements, cfg, on_ranks)
-
-    ranks = {name: set(placement.ranks) for name, placement in placements.items()}
-    for rank in range(world_size):
-        names = tuple(name for name in ranks if rank in ranks[name])
-        ledger, num_rings, num_peers = of_roles(names)
-        ledger += buckets_ledger(routes.bucket_bytes(rank))
-        if on_gpu:
-            num_peers += routes.num_peers(rank)
-            ledger += device_ledger(num_communicators, num_rings, num_peers)
-        yield rank, ledger
+ALWAYS = ("run",)  # the one phase of a recipe whose roles are all awake at once
+Sleeping = Mapping[str, Tags]  # by role: the tags that sleep in phases which do not need them
 
 
-def _connections(
-    names: tuple[str, ...], placements: Placements, cfg: Any, extra: Sequence[PlannedRole]
-) -> tuple[int, int]:
+@dataclass(frozen=True)
+class MemoryModel:
+    """What the ledgers of a run follow from, whatever sleeps. `on_gpu` counts CUDA and NCCL."""
+
+    world_size: int
+    placements: Placements
+    roles: tuple[PlannedRole, ...]
+    phases: Phases
+    routes: Routes
+    on_gpu: bool
+
+    @property
+    def phase_names(self) -> tuple[str, ...]:
+        return self.phases.names or ALWAYS
+
+    @cached_property
+    def memory(self) -> dict[str, Sequence[TagBytes]]:
+        """What each role takes of one of its ranks; an engine's pages have no size yet."""
+        return {role.name: role.memory(self.on_gpu) for role in self.roles}
+
+    def ledgers(self, sleeping: Sleeping) -> dict[int, Ledger]:
+        """Return each rank's ledger: its roles, the buckets of a push, and the GPU's own memory."""
+        num_communicators = self._num_communicators()
+
+        @cache
+        def of_roles(names: tuple[str, ...]) -> tuple[Ledger, int, int]:
+            """Return the ledger of the roles on these placements, and their rings and peers."""
+            here = [role for role in self.roles if role.placement.name in names]
+            entries = tuple(entry for role in here for entry in self._entries(role, sleeping))
+            return Ledger(entries, phases=self.phase_names), *_connections(here)
+
+        ranks = {name: set(placement.ranks) for name, placement in self.placements.items()}
+        ledgers = {}
+        for rank in range(self.world_size):
+            names = tuple(name for name in ranks if rank in ranks[name])
+            ledger, num_rings, num_peers = of_roles(names)
+            ledger += [Entry("buckets", self.routes.bucket_bytes(rank), self._push_phases())]
+            if self.on_gpu:
+                num_peers += self.routes.num_peers(rank)
+                ledger += gpu_overhead(num_communicators, num_rings, num_peers)
+            ledgers[rank] = ledger
+        return ledgers
+
+    def sleepers(self) -> list[PlannedRole]:
+        """Return the roles that can sleep, and that the declaration lets sleep."""
+        named = self.phases.roles
+        return [role for role in self.roles if role.name in named and role.can_sleep]
+
+    def sleep_phases(self, role: PlannedRole, tag: str) -> tuple[str, ...]:
+        """Return the phases in which memory under `tag` of a role may sleep.
+
+        A role sleeps only where another role of its ranks is awake.
+        """
+        beside = [
+            other.name
+            for other in self.roles
+            if other is not role and not disjoint(role.placement, other.placement)
+        ]
+        awake = self.phases.awake
+        return tuple(
+            phase
+            for phase in self.phases.names
+            if not self.phases.is_awake(phase, role.name, tag)
+            and any(awake[phase].get(name) for name in beside)
+        )
+
+    def _entries(self, role: PlannedRole, sleeping: Sleeping) -> Iterator[Entry]:
+        for item in self.memory[role.name]:
+            tag, num_bytes = item.tag, item.num_bytes
+            if role.name == INFER and tag == "weights" and self._shares_weights(role, sleeping):
+                num_bytes = 0
+            sleeps = tag in sleeping.get(role.name, ())
+            saved = num_bytes if sleeps and item.kind == "save" else 0
+            yield Entry(
+                f"{role.name} {tag}" if role.is_extra else tag,
+                num_bytes,
+                self._phases_of(role, item, sleeps),
+                role.name,
+                item.kind == "work",
+                max(saved, item.host_bytes),
+            )
+
+    def _phases_of(self, role: PlannedRole, item: TagBytes, sleeps: bool) -> tuple[str, ...] | None:
+        """Return the phases in which bytes are resident; None for all."""
+        computing = self._computing(role)
+        if item.kind == "work":
+            return computing
+        away = set(computing) if item.is_away_in_work else set()
+        if sleeps:
+            away |= set(self.sleep_phases(role, item.tag))
+        return tuple(phase for phase in self.phase_names if phase not in away) if away else None
+
+    def _computing(self, role: PlannedRole) -> tuple[str, ...]:
+        """Return the phases in which a role may compute: it is awake as a whole."""
+        if not any(role.name in roles for roles in self.phases.awake.values()):
+            return self.phase_names
+        return tuple(
+            name
+            for name in self.phases.names
+            if set(ALL) & set(self.phases.awake[name].get(role.name, ()))
+        )
+
+    def _push_phases(self) -> tuple[str, ...] | None:
+        """Return the phases in which a trainer may push: it and the engine are both awake."""
+        if not self.phases.names:
+            return None
+        return tuple(
+            name for name, roles in self.phases.awake.items() if {TRAIN, INFER} <= {*roles}
+        )
+
+    def _shares_weights(self, engine: PlannedRole, sleeping: Sleeping) -> bool:
+        """Whether an engine's weights are the trainer's memory. Roles that sleep have their own."""
+        train = self.placements.get(TRAIN)
+        return (
+            not any(sleeping.values())
+            and "slab" not in {item.tag for item in self.memory[INFER]}
+            and not engine.computes_on_gpu
+            and train is not None
+            and train.axes["fsdp"] == 1
+            and set(engine.placement.ranks) <= set(train.ranks)
+        )
+
+    def _num_communicators(self) -> int:
+        """Return how many communicators NCCL makes: the world's, and three for each placement.
+
+        The three are those of its axes dp and fsdp, and of all its ranks. A link is placed too.
+        """
+        distinct = {_key(placement) for placement in self.placements.values()}
+        if train := self.placements.get(TRAIN):
+            linked = [role.placement for role in self.roles if role.is_refreshed]
+            if self.routes:
+                linked.append(self.placements.infer)
+            for placement in linked:
+                ranks = tuple(sorted({*train.ranks, *placement.ranks}))
+                distinct.add((ranks, (len(ranks), 1, 1)))
+        return 1 + 3 * len(distinct)
+
+
+def kv_sized(ledgers: dict[int, Ledger], num_bytes: int) -> dict[int, Ledger]:
+    """Return ledgers in which an engine's pages have this size."""
+    return {rank: ledger.sized(KV, num_bytes) for rank, ledger in ledgers.items()}
+
+
+def _connections(roles: Sequence[PlannedRole]) -> tuple[int, int]:
     """Return the rings that gradients and weights go around, and the peers that rows are sent to.
 
     Roles on the same ranks and axes share their connections.
     """
-    configs = [(role.placement, role.cfg) for role in extra]
-    if "train" in names:
-        configs.append((placements.train, cfg.trainer))
-    placed = {_key(placement): placement.axes for placement, _ in configs}
-    exchanging = {_key(placement) for placement, of_role in configs if exchanges(of_role)}
+    placed = {_key(role.placement): role.placement.axes for role in roles if role.has_mesh}
+    exchanging = {_key(role.placement) for role in roles if role.exchanges}
     num_rings = sum(size > 1 for axes in placed.values() for size in axes.values())
     return num_rings, sum(placed[key]["fsdp"] - 1 for key in exchanging)
 
@@ -90,97 +175,3 @@ def _connections(
 def _key(placement: Placement) -> tuple[tuple[int, ...], ...]:
     """Return what roles that share process groups have in common."""
     return placement.ranks, tuple(placement.axes.values())
-
-
-def kv_bytes(
-    spec: ModelSpec, cfg: EngineConfig, capacity_bytes: int | None, reserved_bytes: int
-) -> int:
-    """Return the bytes of one engine's keys and values: as many as are set, else as fit."""
-    item_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
-    token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, item_bytes)
-    page_size, set_pages = 1, 0
-    if isinstance(cfg, NativeEngineConfig):
-        page_size, set_pages = cfg.page_size or GPU_PAGE_SIZE, cfg.num_pages
-    budget = None
-    if capacity_bytes is not None:
-        budget = kv_budget(capacity_bytes, cfg.memory_fraction, reserved_bytes)
-    pages = set_pages or kv_pages(
-        token_bytes, page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget
-    )
-    return pages * page_size * token_bytes
-
-
-def _role_ledgers(
-    roles: tuple[str, ...], placements: Placements, spec: ModelSpec, cfg: Any, on_gpu: bool
-) -> Iterator[Ledger]:
-    """Yield what a trainer and an engine take of a rank that serves `roles`."""
-    if "train" in roles:
-        yield trainer_memory(spec, cfg.trainer, placements.train)
-    if "infer" in roles:
-        sleeps = "train" in roles and getattr(cfg, "engine_sleeps", False)
-        step = _step_bytes(cfg.engine, spec) if on_gpu else 0
-        if isinstance(cfg.engine, SglangEngineConfig):
-            yield _sglang_ledger(cfg.engine, spec, sleeps, step, on_gpu)
-            return
-        dtype = dtype_on_gpu(cfg.engine)
-        is_unsharded = "train" in roles and placements.train.axes["fsdp"] == 1
-        shares_weights = is_unsharded and dtype == "float32"
-        yield engine_ledger(
-            spec.num_parameters,
-            0 if shares_weights else ITEM_BYTES[dtype],
-            kv_bytes=0,  # known when all else is
-            sleeps=sleeps,
-            step=step,
-        )
-
-
-def _sglang_ledger(
-    cfg: SglangEngineConfig, spec: ModelSpec, sleeps: bool, step: int, on_gpu: bool
-) -> Ledger:
-    """Return the ledger of an SGLang engine: its child never shares the trainer's weights.
-
-    The slab of a push and the child's own context stay while it sleeps.
-    """
-    weights = spec.num_parameters * ITEM_BYTES[dtype_on_gpu(cfg)]
-    awake: tuple[Phase, ...] = ("sync", "rollout")
-    own = engine_ledger(spec.num_parameters, 0, kv_bytes=0, sleeps=sleeps, step=step)
-    return own + Ledger(
-        (
-            Entry("weights", weights, awake)
-            if sleeps and cfg.sleep_weights
-            else Entry("weights", weights),
-            Entry("slab", min(cfg.slab_bytes, 2 * weights)),
-            Entry("child", CONTEXT_BYTES if on_gpu else 0),
-        )
-    )
-
-
-def _num_communicators(placements: Placements, routes: Routes, extra: Sequence[PlannedRole]) -> int:
-    """Return how many communicators NCCL makes: the world's, and three for each placement.
-
-    The three are those of its axes dp and fsdp, and of all its ranks. A link is placed too.
-    """
-    distinct = {_key(placement) for placement in placements.values()}
-    linked = [role.placement for role in extra if role.is_refreshed and "train" in placements]
-    if routes:
-        linked.append(placements.infer)
-    for placement in linked:
-        ranks = tuple(sorted({*placements.train.ranks, *placement.ranks}))
-        distinct.add((ranks, (len(ranks), 1, 1)))
-    return 1 + 3 * len(distinct)
-
-
-def _step_bytes(cfg: EngineConfig, spec: ModelSpec) -> int:
-    """Return the workspace of a step: one layer of its tokens, and twice a full batch's logits."""
-    set_tokens = cfg.max_step_tokens if isinstance(cfg, NativeEngineConfig) else 0
-    return activation_bytes(
-        num_tokens=set_tokens or max(cfg.max_batch, GPU_STEP_TOKENS),
-        num_layers=1,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        attention_width=(spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
-        logit_bytes=cfg.max_batch * spec.vocab_size * ITEM_BYTES["float32"],
-        slope_bytes=0,
-        element_bytes=ITEM_BYTES[dtype_on_gpu(cfg)],
-        recompute="none",
-    )

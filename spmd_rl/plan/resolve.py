@@ -1,46 +1,58 @@
 """Plan of a run: from a recipe's config and a world size to plain data.
 
-The plan reads four fields of the config: `split` places roles, `model` gives shapes, `trainer` and
-`engine` say how the roles hold them. `engine_sleeps` says whether one makes room for the other. A
-method `extra_roles()` lists the roles besides (train/extra_role.py).
+The plan reads these fields of the config: `split` places roles, `model` gives shapes, `trainer` and
+`engine` say how the roles hold them. `phases` says which memory a phase needs, and `offload`
+whether the rest sleeps. A method `extra_roles()` lists the roles besides (train/extra_role.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.split import Placement, Placements, disjoint, plan_split
-from spmd_rl.model.spec import ModelSpec, head_of
-from spmd_rl.offload.ledger import Ledger
-from spmd_rl.plan.memory import kv_bytes, rank_ledgers
-from spmd_rl.plan.model_memory import PlannedRole, dtype_on_gpu
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.offload.config import OffloadConfig
+from spmd_rl.offload.ledger import Ledger, as_size
+from spmd_rl.offload.phases import CONCURRENT
+from spmd_rl.plan.concurrency import running
+from spmd_rl.plan.memory import MemoryModel, kv_sized
+from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole, planned_roles, uncounted
 from spmd_rl.plan.routes import Routes, push_routes
+from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, everything
 from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
-from spmd_rl.train.config import FrozenConfig, TrainerConfig
-from spmd_rl.train.extra_role import ExtraRole
-
-# the field of a recipe's config that each placement is planned by, and its types
-ROLE_CONFIGS: dict[str, tuple[str, tuple[type, ...]]] = {
-    "train": ("trainer", (TrainerConfig,)),
-    "infer": ("engine", (NativeEngineConfig, SglangEngineConfig)),
-}
+from spmd_rl.train.memory import dtype_on_gpu
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """All that is known of a run before it starts. `ledgers` go by rank."""
+    """All that is known of a run before it starts. `ledgers` go by rank.
+
+    Where the model is not known, there is no `memory` and there are no ledgers.
+    """
 
     world_size: int
     placements: Placements
     spec: ModelSpec | None
     routes: Routes
     ledgers: dict[int, Ledger]
-    on_gpu: bool = False  # whether the ledgers count what a GPU itself takes
-    extra: tuple[PlannedRole, ...] = ()  # roles besides trainer and engine
+    memory: MemoryModel | None = None
+    sleep: SleepDecision = field(default_factory=lambda: SleepDecision({}))
+    uncounted: tuple[str, ...] = ()
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the ledgers count what a GPU itself takes."""
+        return self.memory is not None and self.memory.on_gpu
+
+    @property
+    def roles(self) -> tuple[PlannedRole, ...]:
+        return self.memory.roles if self.memory else ()
 
     @property
     def groups(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -58,11 +70,8 @@ class RunPlan:
     @property
     def idle(self) -> tuple[int, ...]:
         """The ranks that serve no role."""
-        return tuple(rank for rank in range(self.world_size) if rank not in self._ranks_with_roles)
-
-    @property
-    def _ranks_with_roles(self) -> set[int]:
-        return {rank for placement in self.placements.values() for rank in placement.ranks}
+        busy = {rank for placement in self.placements.values() for rank in placement.ranks}
+        return tuple(rank for rank in range(self.world_size) if rank not in busy)
 
     def reserved_bytes(self) -> int:
         """Return what is planned beside an engine's pages at most, on any of its ranks."""
@@ -94,6 +103,20 @@ class RunPlan:
             except PlanError as error:
                 raise PlanError(f"rank {rank}: {error}") from None
 
+    def require_host(self, host_bytes: int, ranks_per_host: int) -> None:
+        """Raise a PlanError if the ranks of a host need more than its memory."""
+        for rank, ledger in sorted(self.ledgers.items()):
+            if (needed := ledger.host_bytes() * ranks_per_host) > host_bytes:
+                terms = " + ".join(
+                    f"{entry.tag} {as_size(entry.host_bytes)}"
+                    for entry in ledger.entries
+                    if entry.host_bytes
+                )
+                raise PlanError(
+                    f"rank {rank} keeps {terms} in host memory; {ranks_per_host} such ranks take "
+                    f"{as_size(needed)}, and a host has {as_size(host_bytes)}"
+                )
+
 
 def resolve(cfg: Any, world_size: int, capacity_bytes: int | None = None) -> RunPlan:
     """Return the plan of a run on devices of `capacity_bytes`, None where that is not known.
@@ -105,12 +128,54 @@ def resolve(cfg: Any, world_size: int, capacity_bytes: int | None = None) -> Run
     if not model or not isinstance(model, str):
         return RunPlan(world_size, placements, None, Routes.none(world_size), {})
     spec = ModelSpec.from_folder(model)
-    plan = _without_pages(placements, spec, cfg, world_size)
-    if "infer" not in placements:
+    roles = planned_roles(placements, cfg)
+    memory = MemoryModel(
+        world_size,
+        placements,
+        roles,
+        getattr(cfg, "phases", CONCURRENT),
+        _push_routes(placements, spec, cfg, world_size),
+        on_gpu=any(role.computes_on_gpu for role in roles),
+    )
+    sleep = _decide(cfg, memory, spec, capacity_bytes)
+    ledgers = memory.ledgers(sleep.sleeping)
+    plan = RunPlan(world_size, placements, spec, memory.routes, ledgers, memory, sleep)
+    plan = replace(plan, uncounted=uncounted(placements, roles))
+    if INFER not in placements:
         return plan
     page_bytes = kv_bytes(spec, cfg.engine, capacity_bytes, plan.reserved_bytes())
-    sized = {rank: ledger.sized("kv", page_bytes) for rank, ledger in plan.ledgers.items()}
-    return replace(plan, ledgers=sized)
+    return replace(plan, ledgers=kv_sized(ledgers, page_bytes))
+
+
+def _decide(
+    cfg: Any, memory: MemoryModel, spec: ModelSpec, capacity_bytes: int | None
+) -> SleepDecision:
+    """Return what sleeps: as `offload.sleep` says or, with "auto", as little as fits.
+
+    Where the GPU is not known, "auto" is planned with all that may sleep.
+    """
+    setting = getattr(cfg, "offload", OffloadConfig(sleep="always")).sleep
+    all_that_may = everything(memory)
+    if setting == "never":
+        return SleepDecision({}, "nothing sleeps: offload.sleep = never")
+    if not any(all_that_may.values()):
+        return SleepDecision({})
+    copied = copied_bytes(memory, all_that_may)
+    if setting == "always":
+        return SleepDecision(all_that_may, "roles sleep in turn: offload.sleep = always", copied)
+    if not memory.on_gpu:
+        return SleepDecision({}, "nothing sleeps: on CPUs, memory is not given back")
+    if capacity_bytes is None:
+        return SleepDecision(all_that_may, "", copied)
+    return choose_sleep(memory, _need(cfg, memory, spec, capacity_bytes))
+
+
+def _need(cfg: Any, memory: MemoryModel, spec: ModelSpec, capacity_bytes: int) -> Need:
+    if INFER not in memory.placements:
+        return Need(capacity_bytes)
+    sequences = running(cfg, memory.placements.infer, spec)
+    pages = running_kv_bytes(spec, cfg.engine, sequences.num_sequences, sequences.num_tokens)
+    return Need(int(capacity_bytes * cfg.engine.memory_fraction), pages, sequences)
 
 
 def _placements(cfg: Any, world_size: int) -> Placements:
@@ -121,33 +186,9 @@ def _placements(cfg: Any, world_size: int) -> Placements:
     return plan_split(split, world_size)
 
 
-def _without_pages(placements: Placements, spec: ModelSpec, cfg: Any, world_size: int) -> RunPlan:
-    """Return the plan in which an engine's pages have no size yet."""
-    _require_configs(placements, cfg)
-    extra = _extra_roles(placements, cfg)
-    routes = _push_routes(placements, spec, cfg, world_size)
-    on_gpu = _on_gpu(placements, cfg, extra)
-    ledgers = rank_ledgers(placements, spec, cfg, routes, world_size, on_gpu, extra)
-    return RunPlan(world_size, placements, spec, routes, dict(ledgers), on_gpu, extra)
-
-
-def _extra_roles(placements: Placements, cfg: Any) -> tuple[PlannedRole, ...]:
-    """Return the roles besides trainer and engine. Raises: PlanError where one has no ranks."""
-    listed: list[ExtraRole] = cfg.extra_roles() if hasattr(cfg, "extra_roles") else []
-    return tuple(
-        PlannedRole(
-            role.name,
-            role.cfg,
-            role.placement(placements),
-            ModelSpec.from_folder(role.model),
-            head_of(role.model) if isinstance(role.cfg, FrozenConfig) else "value",
-            role.is_refreshed,
-        )
-        for role in listed
-    )
-
-
-def planned_settings(cfg: Any, world_size: int) -> dict[str, dict[str, int]]:
+def planned_settings(
+    cfg: Any, world_size: int, capacity_bytes: int | None = None
+) -> Mapping[str, Mapping[str, int]]:
     """Return the settings that the plan adds to a spawn, by the name of the placement.
 
     An engine gets the bytes that the ledger counts beside its pages. It gets none where their
@@ -155,43 +196,26 @@ def planned_settings(cfg: Any, world_size: int) -> dict[str, dict[str, int]]:
     fails adds nothing here: the run itself reports the error.
     """
     engine = getattr(cfg, "engine", None)
-    if not isinstance(engine, ROLE_CONFIGS["infer"][1]):
+    if not isinstance(engine, NativeEngineConfig | SglangEngineConfig):
         return {}
     if isinstance(engine, NativeEngineConfig) and engine.num_pages:
         return {}
     try:
-        plan = resolve(cfg, world_size)
+        plan = resolve(cfg, world_size, capacity_bytes)
     except (ConfigError, PlanError):
         return {}
-    infer = plan.placements.get("infer")
+    infer = plan.placements.get(INFER)
     if infer is None or not plan.ledgers:
         return {}
-    known = {*ROLE_CONFIGS, *(role.placement.name for role in plan.extra)}
-    for name, placement in plan.placements.items():
-        if name not in known and not disjoint(infer, placement):
-            return {}
-    return {"infer": {"reserved_bytes": plan.reserved_bytes()}}
-
-
-def _require_configs(placements: Placements, cfg: Any) -> None:
-    """Raise a PlanError if the config of a placed role is missing."""
-    for name, (field, classes) in ROLE_CONFIGS.items():
-        if name in placements and not isinstance(getattr(cfg, field, None), classes):
-            raise PlanError(
-                f"split.{name} cannot be planned: this recipe's config has no "
-                f"`{field}: {classes[0].__name__}`"
-            )
-
-
-def _on_gpu(placements: Placements, cfg: Any, extra: tuple[PlannedRole, ...]) -> bool:
-    """Return whether the run is planned for GPUs, where a role computes in bfloat16."""
-    configs = [getattr(cfg, ROLE_CONFIGS[name][0]) for name in placements if name in ROLE_CONFIGS]
-    configs += [role.cfg for role in extra]
-    return any(dtype_on_gpu(config) == "bfloat16" for config in configs)
+    unknown = [plan.placements.get(name) for name in plan.uncounted]
+    unknown += [role.placement for role in plan.roles if not role.is_counted]
+    if any(placement and not disjoint(infer, placement) for placement in unknown):
+        return {}
+    return {INFER: {"reserved_bytes": plan.reserved_bytes()}}
 
 
 def _push_routes(placements: Placements, spec: ModelSpec, cfg: Any, world_size: int) -> Routes:
-    train, infer = placements.get("train"), placements.get("infer")
+    train, infer = placements.get(TRAIN), placements.get(INFER)
     if train is None or infer is None:
         return Routes.none(world_size)
     shapes = Counter(spec.parameter_shapes().values())

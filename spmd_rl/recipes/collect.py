@@ -58,7 +58,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     prompts = rl.load_prompts(cfg)
 
     for step in ctl.steps(cfg.steps, ctl.resume(prompts=prompts)):
-        with ctl.phase("rollout", awake=[rollout]):
+        with ctl.phase("rollout"):
             asked = prompts.take(cfg.prompts_per_step)
             groups = rollout.generate.call(asked, cfg.sampling, step=step.index)
         step.log(groups)

@@ -44,8 +44,8 @@ class Config:
     graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)  # of evaluations
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
     frozen: rl.FrozenConfig = field(default_factory=rl.FrozenConfig)  # of the teacher
-    # `spmd-rl plan` counts on the engine's sleep while the trainer beside it trains
-    engine_sleeps: ClassVar[bool] = True
+    offload: rl.OffloadConfig = field(default_factory=rl.OffloadConfig)
+    phases: ClassVar[rl.Phases] = rl.COLOCATED.with_roles(train={"teacher": rl.ALL})
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1, "coef": 0, "top_k": 1})
@@ -100,12 +100,12 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     start = rl.first_step(cfg, start, [trainer], prompts)
 
     for step in ctl.steps(num_steps, start):
-        with ctl.phase("sync", awake=[trainer, rollout]):
+        with ctl.phase("sync"):
             weights.push(version=step.index)
         evaluation.after(step.index)
-        with ctl.phase("rollout", awake=[rollout]):
+        with ctl.phase("rollout"):
             groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
-        with ctl.phase("train", awake=[trainer]):
+        with ctl.phase("train"):
             batch = taught(cfg, teacher, rl.pack_samples(groups))
             stats = trainer.train_step.call(batch, loss, needs=needs)
         # the reward of a sample is how much likelier the teacher finds it, per token

@@ -93,7 +93,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
 
     for step in ctl.steps(num_steps, start):
         evaluation.after(step.index)
-        with ctl.phase("train", awake=[trainer]):
+        with ctl.phase("train"):
             batch = scored(rl.pack_pairs(pairs.next(cfg.pairs_per_step)))
             stats = trainer.train_step.call(batch, loss)
         step.log(stats)

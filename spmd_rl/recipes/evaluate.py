@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import spmd_rl as rl
 
@@ -34,6 +35,8 @@ class Config:
     graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
     # of the role that reads a checkpoint
     trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(init="random"))
+    offload: rl.OffloadConfig = field(default_factory=rl.OffloadConfig)
+    phases: ClassVar[rl.Phases] = rl.COLOCATED
 
     def __post_init__(self) -> None:
         if not self.data and not self.sets:
@@ -70,7 +73,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         version = trainer.load.call(str(Path(cfg.checkpoint) / "trainer"))
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     if cfg.checkpoint:
-        with ctl.phase("sync", awake=[trainer, rollout]):
+        with ctl.phase("sync"):
             ctl.link(trainer, rollout).push(version=version)
     evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps=1)
 

@@ -39,8 +39,8 @@ class Config(rl.PolicyConfig):
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
     # a model that only algorithm = "ppo" trains
     critic: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
-    # `spmd-rl plan` counts on the engine's sleep while the trainer beside it trains
-    engine_sleeps: ClassVar[bool] = True
+    offload: rl.OffloadConfig = field(default_factory=rl.OffloadConfig)
+    phases: ClassVar[rl.Phases] = rl.COLOCATED
     is_on_policy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -91,12 +91,12 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     start = rl.first_step(cfg, start, update.trainers, prompts)
 
     for step in ctl.steps(num_steps, start):
-        with ctl.phase("sync", awake=[trainer, rollout]):
+        with ctl.phase("sync"):
             weights.push(version=step.index)
         evaluation.after(step.index)
-        with ctl.phase("rollout", awake=[rollout]):
+        with ctl.phase("rollout"):
             groups = generated(cfg, rollout, prompts, sampler, step.index)
-        with ctl.phase("train", awake=update.roles):
+        with ctl.phase("train"):
             stats = update.step(groups, step.index)
         step.log(groups, stats, sampler.metrics() if sampler else {})
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

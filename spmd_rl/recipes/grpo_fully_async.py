@@ -27,7 +27,7 @@ class Config(grpo.Config):
     behaviour: Literal["old", "rollout"] = "rollout"  # which log-probs the ratio is taken against
     split: rl.SeparateSplit = field(default_factory=rl.SeparateSplit)
     sampler: rl.SamplerConfig = field(default_factory=lambda: rl.SamplerConfig(max_lag=2))
-    engine_sleeps: ClassVar[bool] = False  # it generates while the trainer trains
+    phases: ClassVar[rl.Phases] = rl.CONCURRENT  # nothing sleeps: both roles work at once
     is_on_policy: ClassVar[bool] = False
 
 

@@ -83,7 +83,7 @@ class PolicyUpdate:
             self._keep_group = KeepGroup(keep_group, as_data(cfg), cfg.run.seed)
         spawned = {
             role.name: ctl.spawn(
-                FrozenModel if isinstance(role.cfg, FrozenConfig) else Critic,
+                role.role_class,
                 role.cfg,
                 on=role.placement(roles),
                 model=role.model,

@@ -75,7 +75,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         evaluation.after(step.index)
         num_left = num_prompts - step.index * cfg.prompts_per_step
         drawn = prompts.take(min(cfg.prompts_per_step, num_left))
-        with ctl.phase("rollout", awake=[rollout]):
+        with ctl.phase("rollout"):
             groups = rollout.generate.call(drawn, cfg.sampling)
         accepted = [
             rl.accepted_samples(group, keep=cfg.keep, threshold=cfg.threshold) for group in groups

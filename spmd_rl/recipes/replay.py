@@ -25,6 +25,7 @@ class Config(grpo.Config):
     epochs: float = 0.0  # must be 0: a replay counts in steps
     start_step: int = 0  # must be 0: a replay begins with the first recorded step
     sampler: rl.SamplerConfig = field(default_factory=rl.SamplerConfig)
+    phases: ClassVar[rl.Phases] = rl.CONCURRENT  # nothing sleeps: there is no engine
     is_on_policy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -49,7 +50,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, **update.savers)):
         groups = rl.read_groups(cfg.recorded, step.index + 1)
-        with ctl.phase("train", awake=update.roles):
+        with ctl.phase("train"):
             stats = update.step(groups, step.index)
         step.log(groups, stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

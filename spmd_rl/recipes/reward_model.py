@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ class Config:
     split: TrainSplit = field(default_factory=TrainSplit)
     prompts: rl.PairConfig = field(default_factory=rl.PairConfig)
     trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
+    trainer_role: ClassVar[type[rl.Role]] = rl.ValueTrainer  # for the plan
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "pairs_per_step": 1})
@@ -64,7 +66,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
 
     for step in ctl.steps(num_steps, start):
         evaluation.after(step.index)
-        with ctl.phase("train", awake=[trainer]):
+        with ctl.phase("train"):
             batch = rl.sequence_ends(rl.pack_pairs(pairs.next(cfg.pairs_per_step)))
             stats = trainer.train_step.call(batch, loss)
         step.log(stats)

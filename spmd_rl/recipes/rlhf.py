@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import spmd_rl as rl
 from spmd_rl.recipes import grpo
@@ -18,6 +19,11 @@ class Config(grpo.Config):
     reward_model: str = ""  # Hugging Face folder that `spmd-rl run reward_model` has written
     prompts: rl.PromptConfig = field(default_factory=lambda: rl.PromptConfig(answer_key=""))
     frozen: rl.FrozenConfig = field(default_factory=rl.FrozenConfig)  # of the reward model
+    phases: ClassVar[rl.Phases] = rl.COLOCATED.with_roles(
+        train={"reward_model": rl.ALL},
+        # samples of an evaluation; the engine keeps its weights, as no push comes before the rest
+        grade={"infer": ("weights",), "reward_model": rl.ALL},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,12 +73,12 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     start = rl.first_step(cfg, start, update.trainers, prompts)
 
     for step in ctl.steps(num_steps, start):
-        with ctl.phase("sync", awake=[trainer, rollout]):
+        with ctl.phase("sync"):
             weights.push(version=step.index)
         evaluation.after(step.index)
-        with ctl.phase("rollout", awake=[rollout]):
+        with ctl.phase("rollout"):
             groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
-        with ctl.phase("train", awake=update.roles):
+        with ctl.phase("train"):
             groups = graded(judge, groups)
             stats = update.step(groups, step.index)
         step.log(groups, stats)

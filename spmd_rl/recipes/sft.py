@@ -62,7 +62,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
 
     for step in ctl.steps(num_steps, start):
         evaluation.after(step.index)
-        with ctl.phase("train", awake=[trainer]):
+        with ctl.phase("train"):
             batch = rl.pack_sft(pairs.next(cfg.pairs_per_step))
             stats = trainer.train_step.call(batch, rl.sft_loss)
         step.log(stats)

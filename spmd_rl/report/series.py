@@ -46,6 +46,8 @@ KEY_FIGURES = (
     KeyFigure("MFU", "perf/mfu", "median", 1),
     KeyFigure("controller's share", "perf/controller_share", "median"),
     KeyFigure("peak device memory", "memory/gpu_peak_gib", "largest"),
+    KeyFigure("memory given back in a step", "memory/slept_gib", "median"),
+    KeyFigure("copies for sleep in a step", "memory/copied_gib", "median"),
 )
 
 # a metric that has no meaning in a step where its denominator is 0

@@ -10,6 +10,8 @@ from spmd_rl.rollout.engine import Engine, NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 
 if TYPE_CHECKING:
+    from spmd_rl.offload.role_memory import RoleMemory
+
     Decode = Callable[[tuple[int, ...]], str]
 
 
@@ -21,11 +23,13 @@ def build_engine(
     *,
     seed: int,
     reserved_bytes: int = 0,
+    memory: RoleMemory | None = None,
 ) -> Engine:
     """Return the engine of `cfg.kind` for the model folder, on this rank's device.
 
     `seed` is that of the run; a native engine has one in each request. `reserved_bytes` is the
-    memory that the plan counts beside the engine's keys and values.
+    memory that the plan counts beside the engine's keys and values. A native engine is in regions
+    of `memory`.
     """
     if isinstance(cfg, SglangEngineConfig):
         from spmd_rl.rollout.sglang.build import build as build_sglang
@@ -41,4 +45,4 @@ def build_engine(
         )
     from spmd_rl.rollout.native.build import build as build_native
 
-    return build_native(cfg, model, context.device, decode, reserved_bytes)
+    return build_native(cfg, model, context.device, decode, reserved_bytes, memory)

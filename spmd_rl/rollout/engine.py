@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
+from spmd_rl.offload.residency import Receipt
 from spmd_rl.types.samples import Sample, SampleStatus
 
 if TYPE_CHECKING:
@@ -264,12 +265,15 @@ class Engine(Protocol):
         """Return every unfinished sample as `abort` would, and go on with it."""
         ...
 
-    def sleep(self) -> None:
-        """Give the KV memory back. Requests in flight wait."""
+    def sleep(self, tags: tuple[str, ...] = ()) -> list[Receipt]:
+        """Give memory back: of "weights", of "kv", or (without tags) of both.
+
+        Requests in flight wait. Weights that a link pushes are gone until its next push.
+        """
         ...
 
-    def wake(self) -> None:
-        """Take the KV memory again. Raises: ResidencyError if too little is left."""
+    def wake(self, tags: tuple[str, ...] = ()) -> list[Receipt]:
+        """Take the memory again. Raises: ResidencyError if too little is left."""
         ...
 
     def sink(self) -> WeightSink:

@@ -9,10 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from spmd_rl.config.rules import require
-from spmd_rl.controller.capabilities import Contracted, Pumped, Sleeper, WeightReceiver
+from spmd_rl.controller.capabilities import (
+    Contracted,
+    MemoryPlanner,
+    Pumped,
+    Sleeper,
+    WeightReceiver,
+)
 from spmd_rl.controller.deferred import Deferred
 from spmd_rl.controller.endpoint import Role, Sharded, collective, concurrent, routed
 from spmd_rl.controller.routing import Route
@@ -23,12 +29,17 @@ from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.pool import HookPool
 from spmd_rl.hooks.signatures import reward_weights
 from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.mesh.split import Placement
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import load_tokenizer
+from spmd_rl.offload.ledger import TagBytes
+from spmd_rl.offload.phases import RoleSleep
+from spmd_rl.offload.residency import Receipt
 from spmd_rl.rollout.engine import Engine, NativeEngineConfig, SamplingConfig
 from spmd_rl.rollout.episodes import Episodes
 from spmd_rl.rollout.grader_choice import GraderChoice, all_rewards
 from spmd_rl.rollout.grading import Grading
+from spmd_rl.rollout.memory import engine_memory
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.rollout.request_flow import RequestFlow
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
@@ -61,15 +72,18 @@ def route_of(prompt: Prompt, sampling: SamplingConfig, *rest: object) -> Route:
     return Route(prompt.uid, prompt.tokens, cost)
 
 
-class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
+class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
     """One engine a rank, each with the whole model; prompts are spread over the data axis.
 
     `model` is a Hugging Face folder. `reward` names a reward function, or several with their
     weights; without one, groups have no rewards. `hooks` says how these run, and names the function
     that makes samples in several turns, if one does. `settings` is the recipe's config as plain
     data, which hooks may read. `seed` is that of the draws. `reserved_bytes` is GPU memory that the
-    plan counts beside the engine's own; the controller passes it.
+    plan counts beside the engine's own, and `sleep` says in which phases the engine's memory is
+    awake; the controller passes both.
     """
+
+    MEMORY_TAGS: ClassVar[tuple[str, ...]] = ("weights", "kv")
 
     def __init__(
         self,
@@ -81,6 +95,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         hooks: HookConfig = DEFAULT_HOOKS,
         settings: dict[str, Any] | None = None,
         reserved_bytes: int = 0,
+        sleep: RoleSleep | None = None,
     ) -> None:
         super().__init__(cfg, context)
         self.seed = seed
@@ -91,10 +106,18 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         if rewards or hooks.generate:  # its processes import the hooks while this one loads
             pool = HookPool(hooks, rewards, settings, lambda: self.tokenizer)
         self.tokenizer = load_tokenizer(model)
+        from spmd_rl.offload.role_memory import RoleMemory
         from spmd_rl.rollout.build import build_engine
 
+        self.memory = RoleMemory(sleep, context.device)
         self.engine: Engine = build_engine(
-            cfg, model, context, self._decode, seed=seed, reserved_bytes=reserved_bytes
+            cfg,
+            model,
+            context,
+            self._decode,
+            seed=seed,
+            reserved_bytes=reserved_bytes,
+            memory=self.memory,
         )
         spec, raises = ModelSpec.from_folder(model), hooks.on_error == "raise"
         grading = episodes = None
@@ -107,6 +130,17 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         self._more_ends = tuple(
             one for one in eos_ids(self.tokenizer) if one not in known and one < spec.vocab_size
         )
+
+    @classmethod
+    def planned_memory(
+        cls,
+        cfg: NativeEngineConfig | SglangEngineConfig,
+        placement: Placement,
+        model: str,
+        on_gpu: bool,
+    ) -> Sequence[TagBytes]:
+        """Return what the role takes of one of its ranks, by tag; pages are sized by the plan."""
+        return engine_memory(ModelSpec.from_folder(model), cfg, on_gpu)
 
     @concurrent
     @collective
@@ -196,13 +230,14 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         return [self.engine.stats()]
 
     @collective
-    def sleep(self) -> None:
-        """Give the KV memory back; the weights of a native engine stay."""
-        self.engine.sleep()
+    def sleep(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
+        """Give the memory of weights and of KV pages back."""
+        return self.engine.sleep(tags)
 
     @collective
-    def wake(self) -> None:
-        self.engine.wake()
+    def wake(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
+        """Take the memory again. Weights that a link pushes are unset until its next push."""
+        return self.engine.wake(tags)
 
     def numeric_contract(self) -> dict[str, str | int]:
         """What the engine's bits depend on, besides the weights."""
@@ -210,7 +245,8 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         return UNPROMISED_CONTRACT if contract is None else contract
 
     def weight_sink(self) -> WeightSink:
-        """Return where pushed weights go: this rank's engine."""
+        """Return where pushed weights go: this rank's engine. It keeps none while it sleeps."""
+        self.memory.drop("weights")
         return self.engine.sink()
 
     def _start(

@@ -13,7 +13,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.train.backend import State
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.parameter_groups import BLOCK_ELEMENTS, UpdateRule
-from spmd_rl.train.torch_groups import set_rates, torch_groups
+from spmd_rl.train.torch_groups import set_rates, state_tensors, torch_groups
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor
 
@@ -39,6 +39,9 @@ class _ElementwiseOptimizer:
     def on_loaded(self, optimizer_steps: int) -> None:
         for moments in self._optimizer.state.values():
             moments["step"].fill_(optimizer_steps)
+
+    def tensors(self) -> list[Tensor]:
+        return state_tensors(self._optimizer)
 
 
 class ShardedAdamW(_ElementwiseOptimizer):

@@ -48,10 +48,13 @@ class ModelBackend(Protocol):
     """Weights and forward pass of one model. All ranks of its role call each method together.
 
     `device` is where micro-batches go, `max_positions` the longest sequence that the model takes.
+    `host_kinds` are the kinds of `state` that lie in host memory, though the model computes on a
+    GPU.
     """
 
     device: torch.device
     max_positions: int
+    host_kinds: frozenset[str]
 
     def contract(self) -> dict[str, str | int]:
         """Return what the forward's bits depend on besides the weights (kernels/contract.py)."""
@@ -83,8 +86,11 @@ class ModelBackend(Protocol):
         """Go on from a `state` that was loaded, taken after `optimizer_steps`."""
         ...
 
-    def source(self) -> WeightSource:
-        """Return this rank's share of the weights: of a trainer, as `step` leaves them."""
+    def source(self, on_open: Callable[[], None]) -> WeightSource:
+        """Return this rank's share of the weights: of a trainer, as `step` leaves them.
+
+        `on_open` is called before each push.
+        """
         ...
 
     def names(self) -> Sequence[str]:

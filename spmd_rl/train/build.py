@@ -16,37 +16,58 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec, head_of
 from spmd_rl.model.value_head import ValueModel, ValueScorer
+from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
 from spmd_rl.train.sharded_model import ShardedModel
 
 
-def build(cfg: TrainerConfig, folder: str, context: RoleContext, head: Head = "lm") -> Learner:
+def build(
+    cfg: TrainerConfig,
+    folder: str,
+    context: RoleContext,
+    head: Head = "lm",
+    memory: RoleMemory | None = None,
+) -> Learner:
     """Build the model in a Hugging Face folder, sharded over the role's ranks.
 
-    A rank holds its part, and while weights are read one whole tensor at a time.
+    A rank holds its part, and while weights are read one whole tensor at a time. Master weights and
+    moments are in regions of `memory`, if there is one.
 
     Ranks: all of the role. Raises: ConfigError if the model folder does not serve.
     """
+    memory = memory or RoleMemory(None, context.device)
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
     spec = _spec(folder)
-    backend = Fsdp2(spec, context.mesh, cfg, context.device, head)
+    backend = Fsdp2(spec, context.mesh, cfg, context.device, head, memory)
     backend.fill(first_weights(cfg, folder, head))
     return Learner(backend, context, cfg)
 
 
-def build_frozen(cfg: FrozenConfig, folder: str, context: RoleContext) -> ShardedModel:
+def build_frozen(
+    cfg: FrozenConfig, folder: str, context: RoleContext, memory: RoleMemory | None = None
+) -> ShardedModel:
     """Build the model in a Hugging Face folder, sharded, in the dtype that it computes in.
 
-    It has the head that the folder's config.json names.
+    It has the head that the folder's config.json names. Its weights are in a region of `memory`, if
+    there is one.
 
     Ranks: all of the role. Raises: ConfigError if the model folder does not serve.
     """
     dtype = getattr(torch, dtype_of(cfg.dtype, context.device))
     scorer = _frozen_scorer(cfg, _spec(folder), head_of(folder))
     scorer.requires_grad_(False).to(dtype)
-    backend = ShardedModel(scorer, context.mesh, context.device, dtype, cfg.gathers_whole)
+    memory = memory or RoleMemory(None, context.device)
+    backend = ShardedModel(
+        scorer,
+        context.mesh,
+        context.device,
+        dtype,
+        cfg.gathers_whole,
+        allocating=memory.allocating("weights"),
+    )
+    memory.hold("weights", lambda: backend.local.values())
     backend.fill(first_weights(cfg, folder, head_of(folder)))
     return backend
 

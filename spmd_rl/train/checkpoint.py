@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from spmd_rl.train.checkpoint_index import (
 from spmd_rl.train.shards import ShardReader, write_shards
 from spmd_rl.train.trainer_state import TrainerState
 from spmd_rl.weights.layout import Piece
+from spmd_rl.weights.local_tensors import LocalTensor
 
 NO_OPTIMIZER = "the checkpoint holds no optimizer state, and the optimizer begins anew"
 SAME_SETTINGS = "set trainer.optimizer.kind and trainer.freeze as in the run that wrote it"
@@ -48,6 +49,9 @@ class CheckpointWriter:
     Without `optimizer` they hold the weights alone. All ranks of the role call each method. One
     checkpoint is written at a time, by a thread on each rank. The threads have a process group of
     their own.
+
+    Tensors of the backend's `host_kinds` are not copied but read where they lie, because the host
+    may have no room for a copy. Whoever changes them calls `wait_until_read` before.
     """
 
     def __init__(self, backend: ModelBackend, context: RoleContext, optimizer: bool = True) -> None:
@@ -58,6 +62,7 @@ class CheckpointWriter:
         self._layouts: list[PiecesByKind] = []  # of every rank; they never change
         self._thread: threading.Thread | None = None
         self._error: DiskError | None = None
+        self._reads_in_place = False
 
     def start(self, folder: str, trainer_state: TrainerState) -> None:
         """Copy the state of backend and trainer, and begin to write it to `folder`.
@@ -73,7 +78,13 @@ class CheckpointWriter:
         self._context.barrier()  # until the folder is there
         state = self._state()
         self._layouts = self._layouts or self._agree_on_layouts(state)
-        arguments = (target, _copies(self._own_share(state)), copy.copy(trainer_state))
+        own = self._own_share(state)
+        copies = {
+            kind: tensors if kind in self._backend.host_kinds else _copied(tensors)
+            for kind, tensors in own.items()
+        }
+        self._reads_in_place = any(own[kind] for kind in self._backend.host_kinds & own.keys())
+        arguments = (target, copies, copy.copy(trainer_state))
         self._thread = threading.Thread(
             target=self._run, args=arguments, name="checkpoint", daemon=True
         )
@@ -85,6 +96,12 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
         self.check()
+
+    def wait_until_read(self) -> None:
+        """Wait until tensors that were not copied may change. Raises: as `wait`."""
+        if self._reads_in_place:
+            self.wait()
+        self._reads_in_place = False
 
     def check(self) -> None:
         """Raise a DiskError if writing the last checkpoint has failed so far."""
@@ -166,15 +183,12 @@ def _write_shards_of(rank: int, folder: Path, copies: State) -> WrittenByRank:
         return WrittenByRank(error=f"rank {rank} of the role: {error}")
 
 
-def _copies(state: State) -> State:
-    """Return the state with its tensors copied to the CPU."""
-    return {
-        kind: [(name, replace(tensor, local=_copied(tensor.local))) for name, tensor in tensors]
-        for kind, tensors in state.items()
-    }
+def _copied(tensors: Sequence[tuple[str, LocalTensor]]) -> list[tuple[str, LocalTensor]]:
+    """Return the tensors copied to the CPU."""
+    return [(name, replace(tensor, local=_on_cpu(tensor.local))) for name, tensor in tensors]
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 

@@ -12,6 +12,14 @@ WHOLE_MODEL_BYTES = 64 << 20  # largest model that `wrap = "auto"` gathers as on
 # the same on one rank: layer by layer, the host would be slower than the GPU
 WHOLE_MODEL_ALONE_BYTES = 4 << 30
 Wrap = Literal["auto", "layer", "model"]
+KIND_TO_OFFLOAD = (
+    "'adamw' with backend.offload: its update is elementwise, so it can be streamed in chunks, "
+    "whereas Muon updates whole matrices, and moments in 8 bits belong to torchao"
+)
+RECOMPUTE_TO_OFFLOAD = (
+    "'all' or 'none' with offload_activations: what 'cheap' computes again needs its inputs on the "
+    "GPU"
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,15 @@ class Fsdp2Config:
     recompute: Literal["none", "cheap", "all"] = "none"
     # the unit whose weights are gathered at once; auto: the model while it is small, else a layer
     wrap: Wrap = "auto"
+    # what lies in host memory: AdamW's moments, which each optimizer step streams through the GPU;
+    # master: also the fp32 weights, during forward and backward (docs/large-models.md)
+    offload: Literal["none", "moments", "master"] = "none"
+    # whether what layers keep for the backward pass waits in host memory
+    offload_activations: bool = False
+
+    def __post_init__(self) -> None:
+        if self.offload_activations:
+            require(self.recompute != "cheap", "recompute", self.recompute, RECOMPUTE_TO_OFFLOAD)
 
     def gathers_whole(self, num_bytes: int, num_ranks: int) -> bool:
         """Return whether a model with `num_bytes` of master weights is gathered as one unit."""
@@ -103,6 +120,9 @@ class TrainerConfig:
         are_betas = all(0 <= beta < 1 for beta in self.betas)
         require(are_betas, "betas", self.betas, "two numbers in [0, 1)")
         _require_split(self.attention_split)
+        if self.backend.offload != "none":
+            kind = self.optimizer.kind
+            require(kind == "adamw", "optimizer.kind", kind, KIND_TO_OFFLOAD)
         if self.schedule != "constant":
             require(
                 self.total_steps > self.warmup_steps,

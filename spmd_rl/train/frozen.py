@@ -6,18 +6,32 @@ controller imports this module too: torch comes in with the instance, on workers
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from spmd_rl.controller.capabilities import Contracted, Saver, WeightReceiver
+from spmd_rl.controller.capabilities import (
+    Contracted,
+    MemoryPlanner,
+    Saver,
+    Sleeper,
+    WeightReceiver,
+)
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.model.spec import head_of
+from spmd_rl.mesh.split import Placement
+from spmd_rl.model.spec import ModelSpec, head_of
+from spmd_rl.offload.ledger import TagBytes
+from spmd_rl.offload.phases import RoleSleep
+from spmd_rl.offload.residency import Receipt
 from spmd_rl.train.config import FrozenConfig
+from spmd_rl.train.memory import frozen_memory
 from spmd_rl.train.trainer_state import TrainerState
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.token_values import SequenceValues, TokenValues, TopLogprobs
+
+WEIGHTS = "weights"  # tag of a frozen model's memory
 
 if TYPE_CHECKING:
     from spmd_rl.weights.ends import WeightSink
@@ -26,27 +40,42 @@ UNCHANGED_FILE = "unchanged"  # in a checkpoint whose weights are those of the m
 FIRST_VERSION = -1  # of weights that no push has replaced
 
 
-class FrozenModel(Role, WeightReceiver, Saver, Contracted):
+class FrozenModel(Role, WeightReceiver, Saver, Sleeper, Contracted, MemoryPlanner):
     """Scores batches with the weights in `model`, a Hugging Face folder, or with pushed ones.
 
     It has a value head if the folder's config.json names an architecture for sequence
-    classification. A checkpoint holds its weights only after a push has replaced them.
+    classification. A checkpoint holds its weights only after a push has replaced them. `sleep` says
+    in which phases the weights are awake; the controller passes it. A method that needs them while
+    they sleep raises a ResidencyError.
     """
 
-    def __init__(self, cfg: FrozenConfig, context: RoleContext, model: str) -> None:
+    MEMORY_TAGS: ClassVar[tuple[str, ...]] = (WEIGHTS,)
+
+    def __init__(
+        self, cfg: FrozenConfig, context: RoleContext, model: str, sleep: RoleSleep | None = None
+    ) -> None:
         super().__init__(cfg, context)
         self.cfg: FrozenConfig = cfg
         self.model = model
+        from spmd_rl.offload.role_memory import RoleMemory
         from spmd_rl.train.batch_runner import BatchRunner
         from spmd_rl.train.build import build_frozen
         from spmd_rl.train.checkpoint import CheckpointWriter
 
-        self.backend = build_frozen(cfg, model, context)
+        self.memory = RoleMemory(sleep, context.device)
+        self.backend = build_frozen(cfg, model, context, self.memory)
         self.runner = BatchRunner(self.backend, context, cfg.max_tokens)
         self.checkpoints = CheckpointWriter(self.backend, context)
         self._state = TrainerState(FIRST_VERSION)
         self._is_partly_pushed = False
         self._resume_differences: list[str] = []
+
+    @classmethod
+    def planned_memory(
+        cls, cfg: FrozenConfig, placement: Placement, model: str, on_gpu: bool
+    ) -> Sequence[TagBytes]:
+        """Return what the role takes of one of its ranks, by tag."""
+        return frozen_memory(ModelSpec.from_folder(model), cfg, placement, head_of(model))
 
     @collective
     def score(self, batch: Sharded[Batch]) -> Sharded[TokenValues]:
@@ -81,6 +110,7 @@ class FrozenModel(Role, WeightReceiver, Saver, Contracted):
     def save(self, folder: str) -> None:
         """Begin to write the weights if a push has replaced them; else note that none has."""
         if self._state.version != FIRST_VERSION:
+            self.memory.require("save", WEIGHTS)
             self.checkpoints.start(folder, self._state)
         elif self.context.rank == 0:
             Path(folder).mkdir(parents=True)
@@ -97,6 +127,7 @@ class FrozenModel(Role, WeightReceiver, Saver, Contracted):
         from spmd_rl.train import checkpoint
         from spmd_rl.train.build import first_weights
 
+        self.memory.require("load", WEIGHTS)
         if (Path(folder) / UNCHANGED_FILE).exists():
             if self._state.version != FIRST_VERSION:
                 self.backend.fill(first_weights(self.cfg, self.model, head_of(self.model)))
@@ -106,7 +137,18 @@ class FrozenModel(Role, WeightReceiver, Saver, Contracted):
                 folder, self.backend, self.context
             )
         self._is_partly_pushed = False
+        self.memory.note_change(WEIGHTS)
         return self._state.version
+
+    @collective
+    def sleep(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
+        """Give the memory of the weights back; their bytes wait on the host."""
+        return self.memory.sleep(tags)
+
+    @collective
+    def wake(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
+        """Take the memory of the weights again, with their bytes."""
+        return self.memory.wake(tags)
 
     @local
     def resume_differences(self) -> list[str]:
@@ -124,6 +166,8 @@ class FrozenModel(Role, WeightReceiver, Saver, Contracted):
         return self.backend.contract()
 
     def _on_open(self) -> None:
+        self.memory.require("a push", WEIGHTS)
+        self.memory.note_change(WEIGHTS)
         self._is_partly_pushed = True
 
     def _on_commit(self, version: int) -> None:
@@ -131,7 +175,10 @@ class FrozenModel(Role, WeightReceiver, Saver, Contracted):
         self._state.version = version
 
     def _require_whole(self) -> None:
-        """Raise a ContractError if a push has begun and was not committed."""
+        """Raise a ResidencyError if the weights sleep, and a ContractError if a push has begun and
+        was not committed.
+        """
+        self.memory.require("a forward pass", WEIGHTS)
         if self._is_partly_pushed:
             raise ContractError(
                 "the weights of this frozen model are partly those of a push that failed: "

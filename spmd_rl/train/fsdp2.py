@@ -5,7 +5,8 @@ The optimizer works on the local shards as plain tensors (optimizers.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -19,11 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.algo.losses import Needs
+from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import recomputing
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.model.value_head import ValueModel, ValueScorer
+from spmd_rl.offload.role_memory import RoleMemory
+from spmd_rl.train.activation_offload import ActivationOffload
 from spmd_rl.train.backend import LossOf, State
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
@@ -37,7 +41,7 @@ from spmd_rl.train.sharded_model import ShardedModel
 class Fsdp2(ShardedModel):
     """A model sharded over `mesh`, whose axes are dp and fsdp, with its optimizer.
 
-    Weights are unset until `fill`.
+    Weights are unset until `fill`. Master weights and moments are in regions of `memory`.
     """
 
     def __init__(
@@ -47,32 +51,65 @@ class Fsdp2(ShardedModel):
         cfg: TrainerConfig,
         device: torch.device,
         head: Head = "lm",
+        memory: RoleMemory | None = None,
     ) -> None:
         dtype = getattr(torch, cfg.dtype)
         if cfg.deterministic:
             require_deterministic(device, dtype, spec.head_dim, mesh.size(0))
+        self._memory = memory = memory or RoleMemory(None, device)
+        self._offload = cfg.backend.offload
+        _require_one_shard(self._offload, mesh.size(1))
         scorer = _scorer(spec, cfg, head)
         _recompute(scorer.model, cfg.backend.recompute)
+        self._activations: ActivationOffload | None = None
+        if cfg.backend.offload_activations:
+            self._activations = ActivationOffload(device, memory.reserve)
+            self._activations.wrap(scorer.model.model.layers)
         rules = _freeze(scorer.model, cfg, mesh.size(1))
         reshard = False if mesh.size(1) == 1 else None
-        super().__init__(scorer, mesh, device, dtype, cfg.backend.gathers_whole, reshard)
+        master = memory.allocating("master", always=self._offload == "master")
+        gathers_whole = cfg.backend.gathers_whole
+        super().__init__(scorer, mesh, device, dtype, gathers_whole, reshard, master)
+        memory.hold("master", lambda: self.local.values())
         _sum_gradients(self.units, cfg.deterministic)
-        self.optimizer = build_optimizer(self.local_weights(), rules, cfg, mesh.get_group("fsdp"))
+        build = partial(build_optimizer, self.local_weights(), rules, cfg, mesh.get_group("fsdp"))
+        if self._offload != "none":
+            self.optimizer = build(memory.reserve)
+            self.host_kinds = frozenset(self.optimizer.state())
+            return
+        with memory.allocating("moments"):
+            self.optimizer = build()
+        memory.hold("moments", self.optimizer.tensors)
 
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         has_logits = isinstance(self.scorer, Scorer)
         return train_flops(self.scorer.model.spec, lengths, num_scored if has_logits else 0)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss_of: LossOf, needs: Needs) -> None:
-        for number, micro in enumerate(micros):
-            loss = loss_of(number, self._outputs(micro, needs))
-            if self.num_shards == 1:
-                # Whole gradients and weights are no larger than the shard, so they are reduced and
-                # freed once a step.
-                root, is_last = cast(FSDPModule, self.scorer), number == len(micros) - 1
-                root.set_requires_gradient_sync(is_last)
-                root.set_reshard_after_backward(is_last)
-            loss.backward()
+        with self._without_master() if self._offload == "master" else nullcontext():
+            for number, micro in enumerate(micros):
+                loss = loss_of(number, self._outputs(micro, needs))
+                if self.num_shards == 1:
+                    # Whole gradients and weights are no larger than the shard, so they are reduced
+                    # and freed once a step.
+                    root, is_last = cast(FSDPModule, self.scorer), number == len(micros) - 1
+                    root.set_requires_gradient_sync(is_last)
+                    root.set_reshard_after_backward(is_last)
+                loss.backward()
+                if self._activations is not None:
+                    self._activations.finish()
+
+    @contextmanager
+    def _without_master(self) -> Iterator[None]:
+        """Gather all weights, and have the master weights asleep while those compute."""
+        for unit in self.units:
+            unit.unshard()
+        self._memory.sleep(("master",))
+        try:
+            yield
+        finally:
+            self._free_gathered()
+            self._memory.wake(("master",))
 
     def square_norm(self) -> float:
         for name, parameter in self.parameters.items():
@@ -86,9 +123,11 @@ class Fsdp2(ShardedModel):
         return [shard.grad for shard in shards if shard.grad is not None]
 
     def step(self, lr: float, grad_scale: float) -> None:
+        self._memory.require("an optimizer step", "moments")
         if grad_scale != 1.0:
             torch._foreach_mul_(self._gradients(), grad_scale)
         self.optimizer.step(lr)
+        self._memory.note_change("master")
         self.discard()
 
     def discard(self) -> None:
@@ -100,6 +139,16 @@ class Fsdp2(ShardedModel):
 
     def on_loaded(self, optimizer_steps: int) -> None:
         self.optimizer.on_loaded(optimizer_steps)
+
+
+def _require_one_shard(offload: str, num_shards: int) -> None:
+    """Raise a ConfigError if master weights of more than one shard are to sleep."""
+    if offload == "master" and num_shards > 1:
+        raise ConfigError(
+            f"trainer.backend.offload = 'master' needs one shard, and there are {num_shards}: with "
+            "more, each layer is gathered from the master weights just before it computes, so they "
+            "must be awake; set it to 'moments'"
+        )
 
 
 def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from spmd_rl.train.backend import State
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.parameter_groups import UpdateRule, matrix_order
-from spmd_rl.train.torch_groups import set_rates, torch_groups
+from spmd_rl.train.torch_groups import set_rates, state_tensors, torch_groups
 from spmd_rl.weights.layout import Box, Dims, chunk_box
 from spmd_rl.weights.local_tensors import LocalTensor
 
@@ -143,6 +143,9 @@ class ShardedMuon:
             return LocalTensor(shape, Box((0, 0), shape), whole)
         empty = self._shards[name].local.new_empty(0, shape[1])
         return LocalTensor(shape, Box((0, 0), (0, shape[1])), empty)
+
+    def tensors(self) -> list[Tensor]:
+        return state_tensors(self._optimizer)
 
     def on_loaded(self, optimizer_steps: int) -> None:
         """Do nothing: Muon counts no steps."""

@@ -5,16 +5,19 @@ It is elementwise AdamW, or Muon for some matrices, so it has parts: each update
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
 from spmd_rl.train.adamw import ShardedAdamW, ShardedAdamW8bit, require_torchao
 from spmd_rl.train.backend import State
 from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.host_stack import Reserve
 from spmd_rl.train.muon import ShardedMuon
 from spmd_rl.train.parameter_groups import UpdateRule
+from spmd_rl.train.streamed_adamw import StreamedAdamW
 from spmd_rl.weights.local_tensors import LocalTensor
 
 
@@ -31,6 +34,10 @@ class OptimizerPart(Protocol):
 
     def on_loaded(self, optimizer_steps: int) -> None:
         """Go on from a `state` that was loaded, taken after `optimizer_steps`."""
+        ...
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return all memory that it keeps between steps, plain tensors only."""
         ...
 
 
@@ -52,17 +59,27 @@ class ShardOptimizer:
         for part in self._parts:
             part.on_loaded(optimizer_steps)
 
+    def tensors(self) -> list[Tensor]:
+        """Return all memory that the parts keep between steps."""
+        return [tensor for part in self._parts for tensor in part.tensors()]
+
 
 def build_optimizer(
     shards: Mapping[str, LocalTensor],
     rules: Mapping[str, UpdateRule],
     cfg: TrainerConfig,
     group: dist.ProcessGroup,
+    reserve: Reserve | None = None,
 ) -> ShardOptimizer:
     """Return the optimizer of the parameters that have a rule. `group` are the ranks that shard.
 
-    Raises: ConfigError where the library of 8-bit moments is missing.
+    With `reserve`, moments lie in the host memory that it returns, and AdamW has all parameters.
+    Raises: ConfigError where the library of 8-bit moments is missing; ResidencyError where the host
+    has too little memory.
     """
+    if reserve is not None:
+        trained = {name: shards[name] for name in rules}
+        return ShardOptimizer([StreamedAdamW(trained, rules, cfg, reserve)])
     if cfg.optimizer.kind == "adamw8bit":
         require_torchao()
     members = {

@@ -11,10 +11,10 @@ from typing import Literal
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.spec import EMBEDDING, HEAD
-from spmd_rl.offload.ledger import FP32_BYTES
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.weights.layout import Dims, chunk_box
+from spmd_rl.weights.layout import ITEM_BYTES, Dims, chunk_box
 
+FP32_BYTES = ITEM_BYTES["float32"]  # of master weights, gradients and moments
 BLOCK_ELEMENTS = 256  # of a moment in 8 bits, which have one scale
 LEAST_8BIT_ELEMENTS = 4096  # a smaller shard keeps its moments in 32 bits
 

@@ -7,6 +7,7 @@ over dp. A frozen model is no more than this; a trainer adds gradients and an op
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -29,13 +30,14 @@ from spmd_rl.train.backend import Outputs, State, Visit, VisitTop
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.layout import chunk_box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
-from spmd_rl.weights.tensor_ends import TensorSource
+from spmd_rl.weights.tensor_ends import TensorSource, do_nothing
 
 
 class ShardedModel:
     """The model of a scorer on the meta device, sharded over `mesh`, whose axes are dp and fsdp.
 
-    It computes in `dtype`. Weights are unset until `fill`.
+    It computes in `dtype`. Weights are unset until `fill`; their memory is taken inside
+    `allocating`.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class ShardedModel:
         dtype: torch.dtype,
         gathers_whole: Callable[[int, int], bool],
         reshard_after_forward: bool | None = None,
+        allocating: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - it has no state
     ) -> None:
         spec = scorer.model.spec
         attention_backend(spec.head_dim, dtype, device, scorer.attention_split)
         self.device = device
         self._dtype = dtype
         self.max_positions = spec.max_positions
+        self.host_kinds: frozenset[str] = frozenset()
         self.num_replicas = mesh.size(0)
         self.num_shards, self.shard = mesh.size(1), mesh.get_local_rank("fsdp")
         self.scorer = scorer
@@ -60,7 +64,8 @@ class ShardedModel:
         self.units = _shard(modules, mesh, _mixed_precision(scorer, dtype), reshard_after_forward)
         if isinstance(scorer, Scorer):
             register_fsdp_forward_method(scorer, "top_logprobs")
-        scorer.to_empty(device=device)
+        with allocating:
+            scorer.to_empty(device=device)
         self.parameters = {
             name: cast(DTensor, parameter) for name, parameter in scorer.model.named_parameters()
         }
@@ -124,8 +129,8 @@ class ShardedModel:
 
     def on_loaded(self, optimizer_steps: int) -> None: ...
 
-    def source(self) -> TensorSource:
-        return TensorSource(self.local_weights().items())
+    def source(self, on_open: Callable[[], None] = do_nothing) -> TensorSource:
+        return TensorSource(self.local_weights().items(), on_open)
 
     def names(self) -> list[str]:
         return list(self.parameters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,3 +36,19 @@ def set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return all memory that an optimizer keeps of its parameters, as plain tensors."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [plain for value in values if isinstance(value, Tensor) for plain in _plain(value)]
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that a tensor subclass consists of, or the tensor itself."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    for name in names:
+        yield from _plain(getattr(tensor, name))

@@ -6,41 +6,71 @@ workers only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from spmd_rl.algo.losses import Loss, Needs
-from spmd_rl.controller.capabilities import Contracted, Saver, WeightProvider
+from spmd_rl.controller.capabilities import (
+    Contracted,
+    MemoryPlanner,
+    Saver,
+    Sleeper,
+    WeightProvider,
+)
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.model.spec import Head
+from spmd_rl.mesh.split import Placement
+from spmd_rl.model.spec import Head, ModelSpec
+from spmd_rl.offload.ledger import TagBytes
+from spmd_rl.offload.phases import RoleSleep
+from spmd_rl.offload.residency import Receipt
 from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.memory import trainer_memory
 from spmd_rl.types.batch import Batch
+
+MASTER, MOMENTS = "master", "moments"  # tags of a trainer's memory
 
 if TYPE_CHECKING:
     from spmd_rl.weights.ends import WeightSource
 
 
-class TrainingRole(Role, WeightProvider, Saver, Contracted):
+class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlanner):
     """Learns from batches. `model` is a Hugging Face folder: config, tokenizer and first weights.
 
     Its version names the current weights. A push sets it, and each train step raises it by one.
+    `sleep` says in which phases its memory is awake; the controller passes it. A method that needs
+    memory which sleeps raises a ResidencyError.
     """
 
     HEAD: ClassVar[Head]
+    MEMORY_TAGS: ClassVar[tuple[str, ...]] = (MASTER, MOMENTS)
 
-    def __init__(self, cfg: TrainerConfig, context: RoleContext, model: str) -> None:
+    def __init__(
+        self, cfg: TrainerConfig, context: RoleContext, model: str, sleep: RoleSleep | None = None
+    ) -> None:
         super().__init__(cfg, context)
         self.cfg: TrainerConfig = cfg
         self.model = model
+        from spmd_rl.offload.role_memory import RoleMemory
         from spmd_rl.train.build import build
         from spmd_rl.train.checkpoint import CheckpointWriter
 
-        self.learner = build(cfg, model, context, self.HEAD)
+        self.memory = RoleMemory(sleep, context.device)
+        self.learner = build(cfg, model, context, self.HEAD, self.memory)
         self.backend = self.learner.backend
         self.checkpoints = CheckpointWriter(self.backend, context, cfg.save_optimizer)
         self._resume_differences: list[str] = []
         self._before_change: list[Callable[[], None]] = []
+        self._steps_awake = 0  # train steps since the last sleep
+        self._steps_before_sleep = 0  # train steps that the last sleep followed
+
+    @classmethod
+    def planned_memory(
+        cls, cfg: TrainerConfig, placement: Placement, model: str, on_gpu: bool
+    ) -> Sequence[TagBytes]:
+        """Return what the role takes of one of its ranks, by tag."""
+        return trainer_memory(ModelSpec.from_folder(model), cfg, placement, cls.HEAD)
 
     @collective
     def train_step(
@@ -52,9 +82,19 @@ class TrainingRole(Role, WeightProvider, Saver, Contracted):
     ) -> dict[str, float]:
         """Learn from one batch, and return the metrics. `lr` overrides the schedule's rate."""
         self.checkpoints.check()
+        self.memory.require("train_step", MASTER)
+        self.memory.require_soon("train_step", MOMENTS)
         self.learner.runner.check_fits(batch)
+        self.checkpoints.wait_until_read()
         self._announce_change()
-        return self.learner.train_step(batch, loss, lr, needs)
+        try:
+            metrics = self.learner.train_step(batch, loss, lr, needs)
+        finally:
+            self.memory.note_change(MASTER, MOMENTS)
+        self._steps_awake += 1
+        if self._steps_awake == self._steps_before_sleep:
+            self.memory.begin_save(MOMENTS, MASTER)
+        return metrics | self._restore_metrics()
 
     @collective
     def begin_after(self, num_steps: int) -> None:
@@ -73,6 +113,7 @@ class TrainingRole(Role, WeightProvider, Saver, Contracted):
     @collective
     def save(self, folder: str) -> None:
         """Begin to write a checkpoint of the present state; `wait_until_saved` waits for it."""
+        self.memory.require("save", MASTER, MOMENTS)
         self.checkpoints.start(folder, self.learner.state)
 
     @collective
@@ -85,10 +126,13 @@ class TrainingRole(Role, WeightProvider, Saver, Contracted):
         """Resume from a checkpoint, written by any number of ranks, and return its version."""
         from spmd_rl.train import checkpoint
 
+        self.memory.require("load", MASTER, MOMENTS)
+        self.checkpoints.wait_until_read()
         self._announce_change()
         self.learner.state, self._resume_differences = checkpoint.load(
             folder, self.backend, self.context
         )
+        self.memory.note_change(MASTER, MOMENTS)
         return self.learner.state.version
 
     @local
@@ -104,7 +148,25 @@ class TrainingRole(Role, WeightProvider, Saver, Contracted):
         """Write a folder that `transformers` loads, with the first model's config and tokenizer."""
         from spmd_rl.train.export import export_hf
 
+        self.memory.require("export_hf", MASTER)
         export_hf(folder, self.model, self.backend, self.context, dtype)
+
+    @collective
+    def sleep(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
+        """Give the memory of master weights and moments back; their bytes wait on the host.
+
+        They begin to go there after a train step, if the last sleep followed as many of them.
+        """
+        if self._steps_awake:
+            self._steps_before_sleep, self._steps_awake = self._steps_awake, 0
+        return self.memory.sleep(tags)
+
+    @collective
+    def wake(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
+        """Take the memory again, with its bytes. Those of the moments may come in the background
+        of the next forward pass.
+        """
+        return self.memory.wake(tags, in_background=(MOMENTS,))
 
     def on_weights_pushed(self, version: int) -> None:
         """Note that the weights just pushed are `version`, here as at the engine."""
@@ -112,7 +174,7 @@ class TrainingRole(Role, WeightProvider, Saver, Contracted):
 
     def weight_source(self) -> WeightSource:
         """Return this rank's share of the master weights, which train steps update in place."""
-        return self.backend.source()
+        return self.backend.source(partial(self.memory.require, "a push", MASTER))
 
     def call_before_change(self, callback: Callable[[], None]) -> None:
         """Call `callback` before each change of the weights, for a role that shares them."""
@@ -121,6 +183,16 @@ class TrainingRole(Role, WeightProvider, Saver, Contracted):
     def numeric_contract(self) -> dict[str, str | int]:
         """Return what the forward pass's bits depend on besides the weights."""
         return self.backend.contract()
+
+    def _restore_metrics(self) -> dict[str, float]:
+        """Return how long the slowest rank waited for bytes from the host; nothing without sleep.
+
+        Ranks: all of the role.
+        """
+        if not self.memory.sleeps:
+            return {}
+        microseconds = self.context.all_reduce_max(int(1e6 * self.memory.take_waited_s()))
+        return {"memory/restore_s": microseconds / 1e6}
 
     def _announce_change(self) -> None:
         for callback in self._before_change:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from spmd_rl.controller.endpoint import Sharded, collective
 from spmd_rl.model.spec import Head
-from spmd_rl.train.training_role import TrainingRole
+from spmd_rl.train.training_role import MASTER, TrainingRole
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.token_values import SequenceValues, TokenValues
 
@@ -23,6 +23,7 @@ class ValueTrainer(TrainingRole):
     @collective
     def values(self, batch: Sharded[Batch]) -> Sharded[TokenValues]:
         """Return the value of the state before each token of the mask."""
+        self.memory.require("values", MASTER)
         return self.learner.runner.values(batch)
 
     @collective
@@ -31,6 +32,7 @@ class ValueTrainer(TrainingRole):
 
         To train such a model, give `train_step` the batch `rl.sequence_ends(batch)`.
         """
+        self.memory.require("rewards", MASTER)
         return self.learner.runner.rewards(batch)
 
 

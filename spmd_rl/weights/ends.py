@@ -32,6 +32,10 @@ class WeightSource(Protocol):
         """Return the pieces that this rank, `rank` of the world, can give."""
         ...
 
+    def open(self) -> None:
+        """Note that a push begins to read. Raises: ResidencyError while the weights sleep."""
+        ...
+
     def view(self, name: str, box: Box) -> Tensor | None:
         """Return the memory of `box`, a part of a piece; None where `read` has to make it.
 

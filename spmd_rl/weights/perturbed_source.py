@@ -20,6 +20,9 @@ class PerturbedSource:
     def layout(self, rank: int) -> Layout:
         return self._source.layout(rank)
 
+    def open(self) -> None:
+        self._source.open()
+
     def view(self, name: str, box: Box) -> Tensor | None:
         return None
 

@@ -11,6 +11,10 @@ from spmd_rl.weights.digest import MODULUS, BoxSums
 from spmd_rl.weights.layout import Box, Layout, Piece
 from spmd_rl.weights.local_tensors import LocalTensor
 
+
+def do_nothing() -> None: ...
+
+
 NamedPieces = Iterable[tuple[str, LocalTensor]]
 
 
@@ -44,10 +48,14 @@ class LocalPieces:
 
 
 class TensorSource:
-    """Implements `ends.WeightSource` over the memory that a trainer updates in place."""
+    """Implements `ends.WeightSource` over the memory that a trainer updates in place.
 
-    def __init__(self, tensors: NamedPieces) -> None:
+    `on_open` is called before each push.
+    """
+
+    def __init__(self, tensors: NamedPieces, on_open: Callable[[], None] = do_nothing) -> None:
         self._pieces = LocalPieces(tensors)
+        self.open = on_open
 
     def layout(self, rank: int) -> Layout:
         return self._pieces.layout(rank)

@@ -37,6 +37,7 @@ HEAVY = {
     "flash_attn": "kernels",
     "cutlass": "kernels",
     "quack": "kernels",
+    "torch_memory_saver": "offload",
 }
 # decorators, base classes: such files come late
 AT_MODULE_LEVEL = {"rich", "triton", "flash_attn", "cutlass", "quack"}

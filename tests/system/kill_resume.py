@@ -50,6 +50,7 @@ MODES = {
     "async": ["grpo_async", "--nproc=2", "--split.train.ranks=1", "--split.infer.ranks=1"],
     "sampler": ["grpo", "--nproc=1", "--sampler.oversample=1.5"],
     "sharded": ["grpo", "--nproc=2", "--trainer.minibatches=2"],
+    "asleep": ["grpo", "--nproc=2", "--offload.sleep=always"],
     "warm-up": [str(EXAMPLE / "recipe.py"), "--nproc=1", "--warmup_steps=30", "--warmup_pairs=32"],
 }
 # prefixes of metrics that depend on a clock or on other processes

@@ -25,11 +25,13 @@ from spmd_rl.controller.lifecycle.shutdown import mark_done
 from spmd_rl.controller.lifecycle.stack_server import StackServer
 from spmd_rl.controller.run.recipe import Invocation, Recipe, load_recipe, run_config
 from spmd_rl.controller.run.steps import RunObserver
+from spmd_rl.controller.sleepers import SleepPolicy
 from spmd_rl.errors import ConfigError, DiskError, RemoteError, SpmdError
 from spmd_rl.mesh.world import World
 
 MakeObserver = Callable[[RunConfig, Any, int], RunObserver]
 PlanSettings = Callable[[Any, int], Mapping[str, Mapping[str, Any]]]
+DecideSleep = Callable[[Any, int], tuple[SleepPolicy, str]]
 
 OBSERVER_CLOSE_S = 5.0  # how long the observer of a failed run may take
 DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -41,11 +43,13 @@ def run_controller(
     invocation: Invocation,
     make_observer: MakeObserver,
     plan_settings: PlanSettings,
+    decide_sleep: DecideSleep,
 ) -> int:
     """Serve one run, from loading the recipe to the exit code.
 
     `make_observer(run, cfg, world_size)` returns the observer of the run. `plan_settings(cfg,
     world_size)` returns the settings that it adds to what the recipe spawns, by placement.
+    `decide_sleep(cfg, world_size)` returns whether its roles sleep, and a sentence that is printed.
     Blocks: as long as the recipe runs.
     """
     dispatcher: Dispatcher | None = None
@@ -59,7 +63,10 @@ def run_controller(
         observer = make_observer(run_config(cfg), cfg, world_size)
         dispatcher.final_message.leave_screen = observer.leave_screen
         planned = plan_settings(cfg, world_size)
-        controller = Controller(run_config(cfg), dispatcher, observer, planned)
+        policy, why = decide_sleep(cfg, world_size)
+        if why:
+            print(why, flush=True)
+        controller = Controller(run_config(cfg), dispatcher, observer, planned, policy)
         _run(recipe, cfg, controller, dispatcher, observer, lifeline.folder)
     except BaseException as raised:  # noqa: BLE001  a recipe may raise anything, even SystemExit
         error = explain(raised, invocation.verbose)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -17,9 +17,11 @@ from spmd_rl.controller.run.checkpoints import (
     CheckpointState,
     ClosablePart,
 )
+from spmd_rl.controller.run.sleep_metrics import sleep_metrics, span_arguments
 from spmd_rl.controller.run.steps import LoopStep, RunObserver
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.trace import now_ns
+from spmd_rl.offload.residency import Receipt
 from spmd_rl.types.samples import Group
 
 
@@ -27,14 +29,20 @@ class StepLoop:
     """The steps and phases of one run, and the checkpoints between them."""
 
     def __init__(
-        self, run: RunConfig, dispatcher: Dispatcher, observer: RunObserver | None
+        self,
+        run: RunConfig,
+        dispatcher: Dispatcher,
+        observer: RunObserver | None,
+        wake: Callable[[Mapping[str, CheckpointPart]], None],
     ) -> None:
+        """`wake` has the roles among the parts of a checkpoint awake, to be saved or loaded."""
         self._run = run
         self._dispatcher = dispatcher
         self._observer = observer
         self._checkpoints = Checkpoints(
             run.path / "checkpoints", run.keep_checkpoints, run.keep_best
         )
+        self._wake = wake
         self._parts: Mapping[str, CheckpointPart] = {}
         self._step: LoopStep | None = None  # the step that is under way
         self._resumed_from = ""  # the checkpoint, and what cannot go on bit for bit
@@ -49,6 +57,8 @@ class StepLoop:
                 )
         self._parts = parts
         self._dispatcher.final_message.newest_step = self._checkpoints.newest
+        if self._checkpoints.newest() is not None:
+            self._wake(parts)
         found = self._checkpoints.restore(parts)
         if found is None:
             return 0
@@ -115,6 +125,13 @@ class StepLoop:
         if self._step is not None:
             self._step.record(metrics)
 
+    def on_receipts(self, what: str, role: str, receipts: Sequence[Receipt]) -> None:
+        """Add what a role gave back or took again to the current step, and to the trace."""
+        self.record(sleep_metrics(what, receipts))
+        self._dispatcher.trace.add(
+            f"{role}.{what}", now_ns(), now_ns(), "memory", **span_arguments(receipts)
+        )
+
     def record_evaluation(
         self, num_steps: int, metrics: Mapping[str, float], groups: Mapping[str, list[Group]]
     ) -> None:
@@ -150,6 +167,7 @@ class StepLoop:
         if termination.error is not None:
             self._save_and_end(state)
         if self._parts and due:
+            self._wake(self._parts)
             with self.timed("save"):
                 self._checkpoints.save(state, self._parts)
 
@@ -174,6 +192,7 @@ class StepLoop:
         termination.lost_work = (
             f"; the checkpoint after step {state.next_step} was not whole in time"
         )
+        self._wake(self._parts)
         self._checkpoints.save(state, self._parts)
         self._checkpoints.wait_until_complete()
         error = termination.error_with(

@@ -81,9 +81,9 @@ class LoopStep:
         return 1.0 - self.waited_s / self.elapsed_s if self.elapsed_s else 0.0
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Keep these metrics. Seconds add up, as where there are several pushes in a step."""
+        """Keep these metrics. Seconds and GiB of a step add up, as those of several pushes."""
         for name, value in metrics.items():
-            before = self.measured.get(name, 0.0) if name.endswith("_s") else 0.0
+            before = self.measured.get(name, 0.0) if name.endswith(("_s", "_gib")) else 0.0
             self.measured[name] = before + value
 
     def log(self, *what: Any) -> None:

@@ -229,6 +229,7 @@ const PANELS = [
       ["sync/shared_tensors", "the trainer's memory"],
     ],
   },
+  { title: "Grading time", unit: "s", floor: 0, lines: [["time/grade", "with a model"]] },
   { title: "Checkpoint time", unit: "s", floor: 0, lines: [["time/save", "copy, while steps wait"]] },
   {
     title: "Utilisation",
@@ -239,6 +240,16 @@ const PANELS = [
     ],
   },
   { title: "Device memory", unit: "GiB", floor: 0, lines: [["memory/gpu_peak_gib", "peak"]] },
+  {
+    title: "Memory of roles that sleep, of a step",
+    unit: "GiB",
+    floor: 0,
+    lines: [
+      ["memory/slept_gib", "given back"],
+      ["memory/copied_gib", "copied to the host and back", "dashed"],
+    ],
+  },
+  { title: "Wait for restored memory", unit: "s", floor: 0, lines: [["memory/restore_s", "of a train step"]] },
 ];
 
 function panelsOf(data) {

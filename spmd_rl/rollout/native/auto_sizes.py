@@ -10,8 +10,9 @@ import torch
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.offload.ledger import as_size, kv_budget, kv_pages, kv_token_bytes
+from spmd_rl.offload.ledger import as_size
 from spmd_rl.rollout.engine import GPU_STEP_TOKENS, NativeEngineConfig
+from spmd_rl.rollout.memory import kv_budget, kv_pages, kv_token_bytes
 
 CPU_POOL_BYTES = 1 << 30
 # of a GPU's free memory, for the pages of an engine that no plan has counted

@@ -10,10 +10,13 @@ from spmd_rl.errors import ResidencyError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.model.hf import load_weights
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.slab_parameters import fill_slab
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.weight_files import has_weights
+from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.rollout.native.engine_memory import WEIGHTS
 
 FOLDER_VERSION = 0
 
@@ -24,16 +27,20 @@ def build(
     device: torch.device,
     decode: Callable[[tuple[int, ...]], str],
     reserved_bytes: int = 0,
+    memory: RoleMemory | None = None,
 ) -> NativeEngine:
     """Build an engine for the model in `folder`, with its weights where it has them and the config
-    asks for them.
+    asks for them. Its weights and its keys and values are in regions of `memory`, if there is one.
 
     Raises: ConfigError if the model folder does not serve; ResidencyError where the host has too
     little memory.
     """
-    model = _model(folder, getattr(torch, dtype_of(cfg.dtype, device)), device)
+    memory = memory or RoleMemory(None, device)
+    model = _model(folder, getattr(torch, dtype_of(cfg.dtype, device)), device, memory)
     try:
-        engine = NativeEngine(model, cfg, device, decode=decode, reserved_bytes=reserved_bytes)
+        engine = NativeEngine(
+            model, cfg, device, decode=decode, reserved_bytes=reserved_bytes, memory=memory
+        )
     except MemoryError:
         asked = f"engine.max_batch = {cfg.max_batch} and engine.num_pages = {cfg.num_pages}"
         raise ResidencyError(
@@ -45,10 +52,15 @@ def build(
     return engine
 
 
-def _model(folder: str, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def _model(folder: str, dtype: torch.dtype, device: torch.device, memory: RoleMemory) -> CausalLM:
     """The model of the folder's config with parameters in unset memory: weights come by
     `load_weights` or a push.
     """
     with torch.device("meta"):
-        model = CausalLM(ModelSpec.from_folder(folder))
-    return model.to(dtype).to_empty(device=device).requires_grad_(False)
+        model = CausalLM(ModelSpec.from_folder(folder)).to(dtype).requires_grad_(False)
+        if memory.sleeps:
+            model.pack_projections()
+    if not memory.sleeps:
+        return model.to_empty(device=device)
+    fill_slab(model, lambda num_bytes: memory.slab(WEIGHTS, "save", num_bytes).bytes)
+    return model

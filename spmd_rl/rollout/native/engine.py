@@ -15,10 +15,12 @@ from spmd_rl.errors import ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.model.network import CausalLM
+from spmd_rl.offload.residency import Receipt
+from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.rollout.engine import NativeEngineConfig, Request, StepOutput
 from spmd_rl.rollout.native.auto_sizes import choose_sizes
 from spmd_rl.rollout.native.decode_graphs import Sampler
-from spmd_rl.rollout.native.kv_memory import KvMemory
+from spmd_rl.rollout.native.engine_memory import EngineMemory
 from spmd_rl.rollout.native.model_runner import ModelRunner
 from spmd_rl.rollout.native.pages import PagePool
 from spmd_rl.rollout.native.prefill_cost import PrefillCost
@@ -36,7 +38,7 @@ from spmd_rl.weights.tensor_ends import TensorSink
 NO_WEIGHTS = (
     "the engine has no weights of a known version: push one to it, or give it a model folder that "
     "has some. Where it shares its trainer's memory, push after every train step, or link them "
-    "with alias=False"
+    "with alias=False. Where its weights slept after a push, push again"
 )
 
 
@@ -68,8 +70,10 @@ class NativeEngine:
         decode: Callable[[tuple[int, ...]], str] | None = None,
         sampler: Sampler = sample_and_score,
         reserved_bytes: int = 0,
+        memory: RoleMemory | None = None,
     ) -> None:
         self.model = model
+        self._memory = EngineMemory(memory or RoleMemory(None, device))
         self.spec = spec = model.spec
         self.cfg = cfg
         self.sizes = sizes = choose_sizes(cfg, spec, device, reserved_bytes)
@@ -95,10 +99,8 @@ class NativeEngine:
         self._validator = RequestValidator(spec, max_kv_tokens=sizes.num_pages * sizes.page_size)
         self._num_steps = 0
         self._num_generated = 0
-        self._kv_memory = KvMemory(device)
-        self._runner: ModelRunner | None = None
         self._in_flight: InFlightStep | None = None
-        self.wake()
+        self._runner = self._new_runner()
 
     @property
     def has_work(self) -> bool:
@@ -131,22 +133,16 @@ class NativeEngine:
     def snapshot(self) -> list[Sample]:
         return [request.sample("aborted") for request in self.scheduler.requests()]
 
-    def sleep(self) -> None:
+    def sleep(self, tags: tuple[str, ...] = ()) -> list[Receipt]:
         self.scheduler.discard_kv(self.version or 0)
         self._in_flight = None
-        self._kv_memory.unmap()
+        receipts = self._memory.sleep(tags)
+        if self._memory.lost_weights:
+            self.version = None
+        return receipts
 
-    def wake(self) -> None:
-        try:
-            if self._runner is None:
-                self._runner = self._new_runner()
-            else:
-                self._kv_memory.map()
-        except ResidencyError as error:
-            advice = "a lower engine.num_pages or engine.memory_fraction asks for less"
-            raise ResidencyError(
-                f"no room for pages of keys and values: {error}; {advice}"
-            ) from error
+    def wake(self, tags: tuple[str, ...] = ()) -> list[Receipt]:
+        return self._memory.wake(tags)
 
     def sink(self) -> TensorSink:
         parameters = LocalTensors.whole(dict(self.model.named_parameters()))
@@ -158,7 +154,6 @@ class NativeEngine:
         return self.model.contract(self.device, self.sizes.dtype, self.cfg.attention_split)
 
     def stats(self) -> dict[str, int]:
-        runner = self._runner
         return {
             "num_steps": self._num_steps,
             "num_generated_tokens": self._num_generated,
@@ -166,12 +161,13 @@ class NativeEngine:
             "num_waiting": len(self.scheduler.waiting),
             "num_pages": self.sizes.num_pages,
             "num_evictions": self.scheduler.pool.num_evictions,
-            "num_graphs": runner.num_graphs if runner else 0,
-            "kv_bytes": runner.cache.num_bytes if runner and self._kv_memory.is_mapped else 0,
+            "num_graphs": self._runner.num_graphs,
+            "kv_bytes": self._runner.cache.num_bytes if self._memory.has_pages else 0,
             **asdict(self.scheduler.counters),
         }
 
     def _begin_push(self) -> None:
+        self._memory.begin_push()
         self.version, self.is_pushing = None, True
 
     def _forget_version(self) -> None:
@@ -198,7 +194,7 @@ class NativeEngine:
             head_dim=self.spec.head_dim,
             dtype=self.sizes.dtype,
             device=self.device,
-            allocate=self._kv_memory.allocate,
+            allocate=self._memory.allocate_pages,
             split=self.cfg.attention_split,
         )
         return ModelRunner(
@@ -215,14 +211,12 @@ class NativeEngine:
 
         Pages that it published may be unwritten, or hold NaN that outlives their tokens.
         """
-        self.sleep()
-        if self.device.type == "cpu":  # there, sleeping memory may keep its content
-            self._runner = None
-            self._kv_memory.free()
-        self.wake()
+        self.scheduler.discard_kv(self.version or 0)
+        self._in_flight = None
+        self._memory.clear_pages()
 
     def _check_ready(self) -> tuple[ModelRunner, int]:
-        if self._runner is None or not self._kv_memory.is_mapped:
+        if not self._memory.is_awake:
             raise ResidencyError("the engine is asleep: wake it before it generates")
         if self.version is None:
             raise SpmdError(NO_WEIGHTS)

@@ -14,8 +14,9 @@ from spmd_rl.errors import ResidencyError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.private_folder import PrivateFolder
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.offload.ledger import as_size, kv_budget
+from spmd_rl.offload.ledger import as_size
 from spmd_rl.rollout.interpreter import Interpreter
+from spmd_rl.rollout.memory import kv_budget
 from spmd_rl.rollout.sglang.client import SchedulerClient
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine

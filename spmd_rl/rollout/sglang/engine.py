@@ -13,6 +13,7 @@ import torch
 
 from spmd_rl.errors import DeadlineError, SpmdError
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.offload.residency import Receipt
 from spmd_rl.rollout.engine import Request, StepOutput
 from spmd_rl.rollout.sglang.answers import AnswerCollector, Ending
 from spmd_rl.rollout.sglang.client import SchedulerClient
@@ -126,30 +127,33 @@ class SglangEngine:
             self._answers.pop()
         return [one.answered().sample("aborted") for one in matching]
 
-    def sleep(self) -> None:
-        """Give the KV memory back, and the weights too if they are to sleep.
+    def sleep(self, tags: tuple[str, ...] = ()) -> list[Receipt]:
+        """Give the KV memory back, and the weights too if they are to sleep. The child counts its
+        memory itself, so there is no receipt.
 
         Blocks: until the scheduler is idle and has given it back.
         """
         if not self.state.is_asleep:
             self._become_idle()
-        if tags := self.state.begin_sleep(self._table.num_running):
+        if names := self.state.begin_sleep(self._table.num_running, tags):
             self.client.request(
-                ReleaseMemoryOccupationReqInput(tags=tags),
+                ReleaseMemoryOccupationReqInput(tags=names),
                 ReleaseMemoryOccupationReqOutput,
                 self.cfg.answer_deadline_s,
             )
+        return []
 
-    def wake(self) -> None:
+    def wake(self, tags: tuple[str, ...] = ()) -> list[Receipt]:
         """Take the memory again, and go on if the weights did not sleep. Blocks: until it has."""
-        if tags := self.state.begin_wake():
+        if names := self.state.begin_wake(tags):
             self.client.request(
-                ResumeMemoryOccupationReqInput(tags=tags),
+                ResumeMemoryOccupationReqInput(tags=names),
                 ResumeMemoryOccupationReqOutput,
                 self.cfg.answer_deadline_s,
             )
         if self.state.can_generate:
             self._start(self._table.waiting())
+        return []
 
     def snapshot(self) -> list[Sample]:
         """Return every unfinished sample with the tokens that came so far."""
@@ -162,13 +166,17 @@ class SglangEngine:
         """
         if not self.state.is_pushing:
             self.state.check_awake()
-            self._become_idle()
+            if not self.state.is_asleep:  # else it became idle before it slept
+                self._become_idle()
             self.state.begin_push()
 
     def commit_push(self, version: int) -> None:
-        """Start all requests again with the weights that were pushed, as `version`."""
+        """Start all requests again with the weights that were pushed, as `version`: at once, or
+        when the keys and values wake.
+        """
         self.state.end_push(version)
-        self._start(self._table.waiting())
+        if self.state.can_generate:
+            self._start(self._table.waiting())
 
     def sink(self) -> SglangSink:
         """Return where a push puts weights."""

@@ -6,6 +6,8 @@ twice. So the rank refuses first, and nothing is sent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from spmd_rl.errors import ResidencyError, SpmdError
 
 NO_WEIGHTS = (
@@ -13,16 +15,22 @@ NO_WEIGHTS = (
     "engine.sleep_weights"
 )
 KV_CACHE, WEIGHTS = "kv_cache", "weights"  # SGLang's names for what can sleep
+NAMES = {"weights": WEIGHTS, "kv": KV_CACHE}  # by the tags of a Rollout
 
 
 class EngineState:
-    """What is awake, the version of the weights, and whether a push changes them."""
+    """What sleeps, the version of the weights, and whether a push changes them."""
 
     def __init__(self, sleep_weights: bool) -> None:
-        self._tags = (KV_CACHE, WEIGHTS) if sleep_weights else (KV_CACHE,)
+        self._names = (KV_CACHE, WEIGHTS) if sleep_weights else (KV_CACHE,)
+        self._asleep: set[str] = set()
         self.version: int | None = None
-        self.is_asleep = False
         self.is_pushing = False
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether anything sleeps, so that nothing can be generated."""
+        return bool(self._asleep)
 
     @property
     def can_generate(self) -> bool:
@@ -40,8 +48,8 @@ class EngineState:
         return self.version
 
     def check_awake(self) -> None:
-        """Raises: ResidencyError while asleep, when weights cannot be changed."""
-        if self.is_asleep:
+        """Raises: ResidencyError while the weights are asleep, so that they cannot be changed."""
+        if WEIGHTS in self._asleep:
             raise ResidencyError("the engine is asleep: wake it before weights are pushed to it")
 
     def begin_push(self) -> None:
@@ -54,8 +62,8 @@ class EngineState:
             raise SpmdError(f"weights of version {version} were committed and never pushed")
         self.is_pushing, self.version = False, version
 
-    def begin_sleep(self, num_running: int) -> list[str]:
-        """Return the tags to release; none while asleep.
+    def begin_sleep(self, num_running: int, tags: Sequence[str] = ()) -> list[str]:
+        """Return SGLang's names of what is to be released: of `tags`, or of all that is awake.
 
         Raises: ResidencyError while requests run, or while a push is not committed.
         """
@@ -65,16 +73,18 @@ class EngineState:
             )
         if self.is_pushing:
             raise ResidencyError("the engine cannot sleep during a push: commit it first")
-        if self.is_asleep:
-            return []
-        self.is_asleep = True
-        if WEIGHTS in self._tags:
+        names = [name for name in self._named(tags) if name not in self._asleep]
+        self._asleep.update(names)
+        if WEIGHTS in names:
             self.version = None
-        return list(self._tags)
+        return names
 
-    def begin_wake(self) -> list[str]:
-        """Return the tags to resume; none while awake."""
-        if not self.is_asleep:
-            return []
-        self.is_asleep = False
-        return list(self._tags)
+    def begin_wake(self, tags: Sequence[str] = ()) -> list[str]:
+        """Return SGLang's names of what is to be resumed, of `tags` or of all that sleeps."""
+        names = [name for name in self._named(tags) if name in self._asleep]
+        self._asleep.difference_update(names)
+        return names
+
+    def _named(self, tags: Sequence[str]) -> list[str]:
+        wanted = {NAMES[tag] for tag in tags} or set(self._names)
+        return [name for name in self._names if name in wanted]

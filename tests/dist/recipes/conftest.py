@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,35 +55,34 @@ class Ended:
 Run = Callable[..., Ended]
 
 
+def run_in(
+    folder: Path, recipe: str, *words: str, nproc: int = 1, name: str = "r", small: bool = True
+) -> Ended:
+    """Run a recipe to its end in `folder`; `small=False` leaves out the small settings."""
+    command = [
+        "run",
+        recipe,
+        *(SMALL if small else []),
+        f"--nproc={nproc}",
+        f"--run.name={name}",
+        *words,
+    ]
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))
+    }
+    paths = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    process = Launched(command, folder, environment | paths)
+    try:
+        out, err = process.communicate(timeout=1000)
+    finally:
+        process.end()
+    assert process.returncode is not None
+    lines = err.strip().splitlines()
+    sentence = lines[-1] if lines else ""
+    return Ended(process.returncode, sentence, folder / "runs" / name, out)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Run a recipe to its end: `run("grpo", "--steps=3", nproc=2)`; `small=False` leaves out the
-    small settings.
-    """
-
-    def whole(
-        recipe: str, *words: str, nproc: int = 1, name: str = "r", small: bool = True
-    ) -> Ended:
-        command = [
-            "run",
-            recipe,
-            *(SMALL if small else []),
-            f"--nproc={nproc}",
-            f"--run.name={name}",
-            *words,
-        ]
-        environment = {
-            k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))
-        }
-        paths = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-        process = Launched(command, tmp_path, environment | paths)
-        try:
-            out, err = process.communicate(timeout=1000)
-        finally:
-            process.end()
-        assert process.returncode is not None
-        lines = err.strip().splitlines()
-        sentence = lines[-1] if lines else ""
-        return Ended(process.returncode, sentence, tmp_path / "runs" / name, out)
-
-    return whole
+    """Run a recipe to its end in a folder of the test: `run("grpo", "--steps=3", nproc=2)`."""
+    return partial(run_in, tmp_path)

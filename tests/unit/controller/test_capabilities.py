@@ -12,6 +12,7 @@ from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.capabilities import (
     CAPABILITIES,
     Contracted,
+    MemoryPlanner,
     Pumped,
     Saver,
     Sleeper,
@@ -48,8 +49,8 @@ class Napper(Role):
 
 
 def test_trainer_and_rollout_have_the_capabilities_that_they_declare() -> None:
-    assert capabilities(Trainer) == {WeightProvider, Saver, Contracted}
-    assert capabilities(Rollout) == {WeightReceiver, Sleeper, Contracted, Pumped}
+    assert capabilities(Trainer) == {WeightProvider, Saver, Sleeper, Contracted, MemoryPlanner}
+    assert capabilities(Rollout) == {WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped}
     for role in (Trainer, Rollout):
         assert capabilities(role) == set(CAPABILITIES) & set(role.__mro__)
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from spmd_rl.config.load import load
+from spmd_rl.controller.endpoint import Role
 from spmd_rl.errors import PlanError
-from spmd_rl.mesh.split import PolicySplit, RoleSplit, plan_split
-from spmd_rl.offload.ledger import Ledger
-from spmd_rl.plan.command import lines
+from spmd_rl.mesh.split import Placement, PolicySplit, RoleSplit, plan_split
+from spmd_rl.offload.ledger import Ledger, TagBytes
+from spmd_rl.offload.phases import ALL, COLOCATED, Phases
 from spmd_rl.plan.resolve import RunPlan, planned_settings, resolve
+from spmd_rl.plan.text import lines
 from spmd_rl.recipes import grpo
+from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.extra_role import ExtraRole
 
@@ -33,6 +37,7 @@ SMALL = {
 HEAD = 1000 * 64
 LAYER = 64 * (16 * (4 + 2 * 2) + 16 * 4 + 3 * 96) + 2 * 64 + 2 * 16
 PARAMETERS = 2 * HEAD + 3 * LAYER + 64
+LAYER_ELEMENTS = 4 * 64 + 3 * (4 + 2) * 16 + 3 * 96  # that a token has in one layer
 BF16 = ("trainer.dtype=bfloat16", "engine.dtype=bfloat16", "engine.num_pages=9")
 
 
@@ -66,54 +71,68 @@ def planned(model: Path, world_size: int, *words: str, **roles: object) -> RunPl
     return resolve(configured(model, *words, **roles), world_size)
 
 
-def entries(ledger: Ledger) -> dict[str, tuple[int, int]]:
-    """The bytes of each entry, and the number of phases in which it is resident."""
-    return {entry.tag: (entry.num_bytes, len(entry.phases)) for entry in ledger.entries}
+def entries(ledger: Ledger) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """The bytes of each entry, and the phases in which it is resident."""
+    return {
+        entry.tag: (entry.num_bytes, ledger.phases if entry.phases is None else entry.phases)
+        for entry in ledger.entries
+    }
 
 
 def test_a_frozen_model_holds_weights_alone_in_the_dtype_of_its_forward_pass(model: Path) -> None:
     for dtype, item in (("bfloat16", 2), ("float32", 4)):
         frozen = FrozenConfig(dtype=dtype)
         found = entries(planned(model, 2, *BF16, frozen=frozen).ledgers[0])
-        assert found["reference weights"] == (PARAMETERS // 2 * item, 3)
+        # a phase that does not need it has another role of its ranks awake
+        assert found["reference weights"] == (PARAMETERS // 2 * item, ("train",))
         assert not {"reference master", "reference moments", "reference grads"} & found.keys()
 
 
 def test_a_critic_is_a_trainer_without_the_head_of_a_language_model(model: Path) -> None:
     found = entries(planned(model, 2, *BF16, judge=TrainerConfig()).ledgers[0])
     own = PARAMETERS - HEAD + 64
-    assert found["critic master"] == (own // 2 * 4, 3)
-    assert found["critic moments"] == (own // 2 * 8, 3)
+    assert found["critic master"] == (own // 2 * 4, ("train",))
+    assert found["critic moments"] == (own // 2 * 8, ("train",))
+    words = (*BF16, "offload.sleep=never")
+    awake = entries(planned(model, 2, *words, judge=TrainerConfig()).ledgers[0])
+    assert awake["critic master"] == (own // 2 * 4, ("sync", "eval", "rollout", "train"))
+
+
+def working(ledger: Ledger, role: str) -> int:
+    return sum(entry.num_bytes for entry in ledger.entries if entry.is_work and entry.role == role)
 
 
 def test_roles_compute_in_turn(model: Path) -> None:
-    """What a role needs only while it computes counts beyond the largest before it."""
+    """What a role needs only while it computes counts where no other role on its ranks needs
+    more.
+    """
     plain = planned(model, 2, *BF16).ledgers[0]
     same = planned(model, 2, *BF16, judge=TrainerConfig()).ledgers[0]
-    assert entries(same)["critic working"] == (0, 1), "the trainer of the policy needs more"
+    kept = sum(entry.num_bytes for entry in same.entries if entry.role == "critic")
+    kept -= working(same, "critic")
+    assert 0 < working(same, "critic") < working(plain, "train")
+    assert same.resident_bytes("train") == plain.resident_bytes("train") + kept
     larger = TrainerConfig(max_tokens=10 * 16384)
     found = planned(model, 2, *BF16, judge=larger, frozen=FrozenConfig()).ledgers[0]
-    working = entries(found)["critic working"][0]
-    own = entries(planned(model, 2, *BF16, judge=larger).ledgers[0])["critic working"][0]
-    assert working == own > 0
-    most = plain.only_in("train") + working
-    assert most == found.only_in("train")
-    assert entries(found)["reference working"] == (0, 1)
+    counted = {entry.role for entry in found.counted("train") if entry.is_work}
+    assert counted == {"critic"}
 
 
 def test_a_forward_pass_needs_one_layer_and_the_logits(model: Path) -> None:
-    """On a rank of its own, where nothing else computes."""
+    """On a rank of its own, where nothing else computes, and so nothing sleeps."""
     words = ("split.train.ranks=1", "split.infer.ranks=1", "split.reference.ranks=1")
     frozen = FrozenConfig(max_tokens=100, logit_rows=10, wrap="layer", dtype="bfloat16")
     found = planned(model, 3, *BF16, *words, frozen=frozen)
-    layer = 100 * 2 * (4 * 64 + 2 * (4 + 2 * 2) * 16 + 3 * 96)
-    gathered = (PARAMETERS - LAYER) * 2
-    assert entries(found.ledgers[2]) | {"context": 0, "communicators": 0, "buckets": 0} == {
-        "reference weights": (PARAMETERS * 2, 3),
-        "reference working": (gathered + layer + 2 * 10 * 1000 * 4, 1),
-        "buckets": 0,
-        "context": 0,
-        "communicators": 0,
+    hidden, logits = 100 * 2 * 2 * 64, 2 * 10 * 1000 * 4
+    always = ("sync", "eval", "rollout", "train")
+    own = {tag: entry for tag, entry in entries(found.ledgers[2]).items() if "reference" in tag}
+    assert own == {
+        "reference weights": (PARAMETERS * 2, always),
+        "reference gathered": ((PARAMETERS - LAYER) * 2, ("train",)),
+        "reference activations": (
+            max(hidden + logits, 100 * 2 * LAYER_ELEMENTS),
+            ("train",),
+        ),
     }
     assert "reference weights" not in entries(found.ledgers[0])
 
@@ -152,11 +171,13 @@ def test_an_engine_leaves_room_for_roles_on_its_ranks(model: Path) -> None:
     def reserved(*words: str, **roles: object) -> int:
         return planned_settings(configured(model, *words, **roles), 2)["infer"]["reserved_bytes"]
 
-    more = reserved(judge=TrainerConfig(), frozen=FrozenConfig()) - reserved()
+    awake = ("offload.sleep=never",)
+    more = reserved(*awake, judge=TrainerConfig(), frozen=FrozenConfig()) - reserved(*awake)
     own = PARAMETERS - HEAD + 64
     assert more >= own // 2 * 12 + PARAMETERS // 2 * 2
+    assert reserved(judge=TrainerConfig(), frozen=FrozenConfig()) == reserved(), "they sleep"
     everywhere = ("split.critic.ranks=all",)
-    assert reserved(*everywhere, judge=TrainerConfig()) > reserved()
+    assert reserved(*awake, *everywhere, judge=TrainerConfig()) > reserved(*awake)
     assert planned_settings(configured(model, *everywhere), 2) == {}, "nobody says what is there"
 
 
@@ -190,4 +211,51 @@ def test_a_reward_model_is_planned_by_the_head_of_its_folder(model: Path) -> Non
 
     cfg = load(WithReward, None, [f"model={model}", "data=none.jsonl", *BF16])
     found = entries(resolve(cfg, 1).ledgers[0])
-    assert found["reward_model weights"] == ((PARAMETERS - HEAD + 64) * 2, 3)
+    assert found["reward_model weights"][0] == (PARAMETERS - HEAD + 64) * 2
+
+
+class Judge(Role):
+    """A role of a user's own that says what it takes."""
+
+    @classmethod
+    def planned_memory(
+        cls, cfg: JudgeConfig, placement: Placement, model: str, on_gpu: bool
+    ) -> list[TagBytes]:
+        return [
+            TagBytes("table", cfg.num_bytes // placement.size, "save"),
+            TagBytes("scores", 100, "work"),
+        ]
+
+
+class Silent(Role):
+    """A role of a user's own that says nothing."""
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    num_bytes: int = 1 << 30
+
+
+@dataclass(frozen=True)
+class Judged(grpo.Config):
+    phases: ClassVar[Phases] = COLOCATED.with_roles(train={"judge": ALL})
+
+    def extra_roles(self) -> list[ExtraRole]:
+        return [
+            ExtraRole("judge", JudgeConfig(), role=Judge),
+            ExtraRole("silent", JudgeConfig(), role=Silent),
+        ]
+
+
+def test_a_role_of_ones_own_counts_if_its_class_says_what_it_takes(model: Path) -> None:
+    cfg = load(Judged, None, [f"model={model}", "data=none.jsonl", *BF16])
+    found = resolve(cfg, 2)
+    own = {tag: entry for tag, entry in entries(found.ledgers[0]).items() if "judge" in tag}
+    always = ("sync", "eval", "rollout", "train")
+    # it is no Sleeper, so it stays
+    assert own == {"judge table": (1 << 29, always), "judge scores": (100, ("train",))}
+    assert found.uncounted == ("silent",)
+    assert any(line.startswith("not counted  silent") for line in lines(found))
+    assert planned_settings(replace(cfg, engine=NativeEngineConfig()), 2) == {}
+    with pytest.raises(PlanError, match=r"'judge' has settings of type JudgeConfig: say its class"):
+        _ = ExtraRole("judge", JudgeConfig()).role_class

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from spmd_rl.config.load import load
 from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import RoleSplit, Split
-from spmd_rl.offload.ledger import PHASES, Ledger
+from spmd_rl.offload.ledger import Ledger
 from spmd_rl.plan.resolve import planned_settings, resolve
 from spmd_rl.recipes import grpo, grpo_async, sft
 from spmd_rl.rollout.engine import NativeEngineConfig
@@ -57,9 +57,9 @@ def kv(ledger: Ledger) -> int:
     return sum(entry.num_bytes for entry in ledger.entries if entry.tag == "kv")
 
 
-def reserved(cfg: Any, world_size: int) -> int:
+def reserved(cfg: Any, world_size: int, capacity: int | None = None) -> int:
     """What the plan tells the engine of a run."""
-    return planned_settings(cfg, world_size)["infer"]["reserved_bytes"]
+    return planned_settings(cfg, world_size, capacity)["infer"]["reserved_bytes"]
 
 
 def taken(
@@ -91,51 +91,47 @@ def test_all_that_is_counted_fits_and_the_engine_takes_what_is_planned(
     found = resolve(cfg, 2, capacity)
     pages = {kv(found.ledgers[rank]) for rank in found.placements.infer.ranks}
     assert len(pages) == 1, "all ranks of an engine take the same"
-    assert pages == {taken(model, cfg.engine, capacity, capacity, reserved(cfg, 2))}
+    assert pages == {taken(model, cfg.engine, capacity, capacity, reserved(cfg, 2, capacity))}
     if pages == {LEAST}:
         return
     for rank in found.placements.infer.ranks:
         ledger = found.ledgers[rank]
-        for phase in PHASES:
-            there = any(entry.tag == "kv" and phase in entry.phases for entry in ledger.entries)
+        for phase in ledger.phases:
+            there = any(entry.tag == "kv" and entry.is_in(phase) for entry in ledger.entries)
             assert not there or ledger.resident_bytes(phase) <= fraction * capacity
 
 
 def test_pages_are_what_is_left(model: Path) -> None:
     """They fill 0.9 of the GPU, in the worst phase that they exist in, up to a part of a page."""
-    ledger = resolve(configured(model), 1, 140 * GIB).ledgers[0]
-    assert ledger.beside_bytes("kv") == max(
-        ledger.resident_bytes(phase) for phase in ("sync", "rollout")
-    ) - kv(ledger)
+    cfg = configured(model, "offload.sleep=always")
+    ledger = resolve(cfg, 1, 140 * GIB).ledgers[0]
+    assert ledger.beside_bytes("kv") == ledger.resident_bytes("rollout") - kv(ledger)
     assert 0 <= 0.9 * 140 * GIB - ledger.beside_bytes("kv") - kv(ledger) < PAGE_BYTES
 
 
 def test_one_context_is_taken_of_a_full_gpu_and_refused(model: Path) -> None:
-    found = resolve(configured(model), 1, 10 * GIB)
+    found = resolve(configured(model), 1, 6 * GIB)
     assert kv(found.ledgers[0]) == LEAST
     with pytest.raises(
-        PlanError, match=r"phase sync needs .* \+ kv 4\.375 GiB \+ .* and there are 10\.00 GiB"
+        PlanError, match=r"phase eval needs .* \+ kv 4\.375 GiB \+ .* and there are 6\.000 GiB"
     ):
-        found.require(10 * GIB)
+        found.require(6 * GIB)
 
 
 def test_roles_that_overlap_leave_less(model: Path) -> None:
     """On shared ranks: while the trainer trains, the pages stay, and so does what a step computes
     in.
     """
-    turns, overlapping = (
-        resolve(configured(model, recipe=one), 1, 140 * GIB).ledgers[0]
-        for one in (grpo, grpo_async)
-    )
-    entries = {entry.tag: entry for entry in overlapping.entries}
-    assert entries["kv"].phases == entries["step"].phases == PHASES
-    trained = sum(entries[tag].num_bytes for tag in ("grads", "gathered", "activations"))
-    assert kv(turns) - kv(overlapping) == pytest.approx(trained, abs=PAGE_BYTES)
+    turns = resolve(configured(model, "offload.sleep=always"), 1, 140 * GIB).ledgers[0]
+    overlapping = resolve(configured(model, recipe=grpo_async), 1, 140 * GIB).ledgers[0]
+    assert overlapping.phases == ("run",)
+    trainer = sum(entry.num_bytes for entry in overlapping.entries if entry.role == "train")
+    assert kv(turns) - kv(overlapping) == pytest.approx(trainer, abs=PAGE_BYTES)
     apart = [
         resolve(configured(model, *DISJOINT, recipe=one), 2, 140 * GIB)
         for one in (grpo, grpo_async)
     ]
-    assert apart[0].ledgers == apart[1].ledgers
+    assert kv(apart[0].ledgers[1]) == pytest.approx(kv(apart[1].ledgers[1]), abs=512 << 20)
 
 
 def test_an_engine_that_finds_more_in_use_takes_less(model: Path) -> None:

@@ -15,10 +15,12 @@ import pytest
 from spmd_rl.config.load import load
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.split import Split
-from spmd_rl.offload.ledger import Entry, Ledger
+from spmd_rl.offload.ledger import Entry, Ledger, as_size
+from spmd_rl.offload.phases import COLOCATED
 from spmd_rl.plan import main
-from spmd_rl.plan.command import as_size, lines
 from spmd_rl.plan.resolve import RunPlan, resolve
+from spmd_rl.plan.text import lines
+from spmd_rl.recipes import reward_model
 from spmd_rl.recipes.grpo import Config
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.train.config import TrainerConfig
@@ -245,8 +247,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert leaving.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
     assert out.startswith(
-        "usage: spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--config F.toml] [--a.b=c ...] "
-        "Print what"
+        "usage: spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--host-gib H] [--fewest-gpus] "
+        "[--config F.toml] [--a.b=c ...] Print what"
     )
     assert "the memory of each role" in out
     assert "Raises" not in out
@@ -279,13 +281,15 @@ def memory(found: RunPlan) -> dict[str, dict[str, list[str]]]:
     tables: dict[str, dict[str, list[str]]] = {}
     table: dict[str, list[str]] = {}
     for line in lines(found):
+        if line.startswith("trainer.backend.recompute"):
+            break
         if line.startswith("memory of"):
             title, _, phases = line.partition("  ")
-            assert phases.split() == ["sync", "rollout", "train"]
+            assert phases.split() == list(COLOCATED.names)
             table = tables[title] = {}
-        elif tables:
+        elif tables and line.startswith("  ") and not line.startswith("   "):
             cells = line[42:]
-            table[line[:42].strip()] = [cells[i : i + 12].strip() for i in range(0, 36, 12)]
+            table[line[:42].strip()] = [cells[i : i + 12].strip() for i in range(0, 48, 12)]
     return tables
 
 
@@ -302,9 +306,9 @@ def test_memory_of_each_role_on_ranks_of_its_own(model: Path) -> None:
             "memory of infer, most on rank 4",
         ]
         train, infer = tables.values()
-        assert train["master"] == [as_size(PARAMETERS)] * 3
-        assert train["grads"] == ["-", "-", as_size(PARAMETERS)]
-        assert infer["weights"] == [as_size(2 * PARAMETERS)] * 3
+        assert train["master"] == [as_size(PARAMETERS)] * 4
+        assert train["grads"] == ["-", "-", "-", as_size(PARAMETERS)]
+        assert infer["weights"] == [as_size(2 * PARAMETERS)] * 4
         assert not {"weights", "kv"} & set(train)
         assert not {"master", "activations"} & set(infer)
         assert infer["all"][0] == as_size(found.ledgers[4].resident_bytes("sync"))
@@ -359,7 +363,7 @@ def test_a_small_model_has_sizes_too(tmp_path: Path) -> None:
     found = planned(tmp_path, 1, "trainer.dtype=float32", "engine.dtype=float32")
     assert found.spec is not None
     (table,) = memory(found).values()
-    assert table["master"] == [as_size(4 * found.spec.num_parameters)] * 3
+    assert table["master"] == [as_size(4 * found.spec.num_parameters)] * 4
     assert table["master"][0].endswith(" KiB")
     assert not any(cell.startswith("0") for cells in table.values() for cell in cells)
 
@@ -415,8 +419,40 @@ def test_an_sglang_engine_has_weights_and_a_context_of_its_own(model: Path) -> N
     weights = plan.spec.num_parameters * 2
     added = {entry.tag for entry in own.entries} - {entry.tag for entry in beside.entries}
     assert added == {"slab", "child"}
-    phases = {entry.phases for entry in own.entries if entry.num_bytes == weights}
-    assert ("sync", "rollout") in phases
     stays = planned(model, 1, *words, "engine.sleep_weights=false").ledgers[0]
     assert stays.resident_bytes("train") - own.resident_bytes("train") == weights
     assert plan.reserved_bytes() >= weights
+
+
+def test_a_value_trainer_has_no_logits(model: Path) -> None:
+    cfg = load(reward_model.Config, None, [f"model={model}", "data=none.jsonl"])
+    found = _bytes(resolve(cfg, 1).ledgers[0])
+    head = 151936 * 4096
+    assert found["master"] == 4 * (PARAMETERS - head + 4096)
+    assert "buckets" in found
+
+
+def test_the_choices_of_recomputation_are_explained(model: Path) -> None:
+    said = list(lines(planned(model, 8, "trainer.backend.recompute=all")))
+    start = next(i for i, line in enumerate(said) if line.startswith("trainer.backend.recompute"))
+    rows = [line.split() for line in said[start + 1 : start + 4]]
+    assert [row[0] for row in rows] == ["none", "cheap", "*"]
+    assert [row[-1] for row in rows] == ["0%", "0%", "33%"]
+
+
+def test_host_memory_is_printed_and_required(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["grpo", "--world=1", f"--model={model}", "--data=x.jsonl", "--offload.sleep=always"]
+    assert main([*words, "--host-gib=92"]) == 0
+    out = capsys.readouterr().out
+    assert "in host memory, all the time" in out
+    assert "fits in 92 GiB of each host" in out
+    with pytest.raises(
+        PlanError,
+        match=r"rank 0 keeps master 30\.51 GiB \+ moments 61\.03 GiB in host memory; 1 such ranks "
+        r"take 91\.54 GiB, and a host has 91\.00 GiB",
+    ):
+        main([*words, "--host-gib=91"])
+    with pytest.raises(PlanError, match="8 such ranks"):
+        main([*words, "--world=16", "--host-gib=40"])

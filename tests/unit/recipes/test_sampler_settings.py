@@ -69,7 +69,7 @@ def test_the_plan_of_engines_that_never_sleep() -> None:
     words = f"model={EXAMPLE}", "trainer.dtype=float32", "engine.dtype=float32"
     plan = resolve(config(grpo_fully_async, *words), 2)
     assert (plan.placements.train.ranks, plan.placements.infer.ranks) == ((0,), (1,))
-    assert not grpo_fully_async.Config.engine_sleeps
+    assert not grpo_fully_async.Config.phases.roles
     assert plan.ledgers[1].beside_bytes("kv") > 0
     with pytest.raises(PlanError, match=r"split\.infer shares ranks with split\.train"):
         resolve(config(grpo_fully_async, *words, "split.infer.ranks=all"), 2)

@@ -186,7 +186,7 @@ def test_sleep_gives_memory_back_and_wake_goes_on_with_the_same_bits(model, new_
     engine.step()
     engine.sleep()
     assert engine.stats()["kv_bytes"] == 0
-    engine._kv_memory._memory.bytes.zero_()  # as the system does where it runs short of memory
+    engine._runner.cache.data.zero_()  # as the system does where it runs short of memory
     with pytest.raises(ResidencyError, match="asleep"):
         engine.step()
     engine.wake()

@@ -15,6 +15,7 @@ from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import write_model_folder
 
+BACKEND = ("wrap", "recompute", "offload", "offload_activations")
 NewTrainer = Callable[..., Trainer]
 
 
@@ -38,7 +39,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def new_trainer(context: RoleContext, model_folder: Path) -> NewTrainer:
     def build(**options: object) -> Trainer:
         model = str(options.pop("model", model_folder))
-        names = [name for name in ("wrap", "recompute") if name in options]
+        names = [name for name in BACKEND if name in options]
         backend = Fsdp2Config(**{name: options.pop(name) for name in names})
         defaults = {"init": "random", "lr": 1e-2, "eps": 1e-4, "backend": backend}
         return Trainer(TrainerConfig(**(defaults | options)), context, model)

@@ -34,7 +34,7 @@ def test_parts_are_closed_once_the_last_checkpoint_is_there(tmp_path: Path) -> N
         termination=SimpleNamespace(error=None, grace_s=0.0),
         trace=SimpleNamespace(add=lambda *_, **__: None, flush=lambda: None),
     )
-    loop = StepLoop(RunConfig(folder=str(tmp_path), save_every=0), dispatcher, None)
+    loop = StepLoop(RunConfig(folder=str(tmp_path), save_every=0), dispatcher, None, lambda _: None)
     part = Closing(tmp_path)
     start = loop.resume({"cursor": Cursor(), "sampler": part})
     for step in loop.steps(9, start):

@@ -64,3 +64,27 @@ def test_sleep_during_a_push_is_refused() -> None:
 def test_a_commit_without_a_push_is_refused() -> None:
     with pytest.raises(SpmdError, match="committed and never pushed"):
         ready().end_push(5)
+
+
+def test_weights_wake_for_a_push_before_the_pages() -> None:
+    state = ready()
+    assert state.begin_sleep(0, ("weights", "kv")) == ["kv_cache", "weights"]
+    assert state.begin_wake(("weights",)) == ["weights"]
+    state.begin_push()
+    state.end_push(5)
+    assert not state.can_generate
+    with pytest.raises(ResidencyError, match="asleep"):
+        state.require_generate()
+    assert state.begin_wake(("kv",)) == ["kv_cache"]
+    assert state.require_generate() == 5
+
+
+def test_tags_that_never_sleep_are_left_out() -> None:
+    state = ready(sleep_weights=False)
+    assert state.begin_sleep(0, ("weights",)) == []
+    assert state.begin_sleep(0, ("weights", "kv")) == ["kv_cache"]
+    state.begin_push()
+    state.end_push(5)
+    assert state.begin_wake(("weights",)) == []
+    assert state.begin_wake(("kv",)) == ["kv_cache"]
+    assert state.require_generate() == 5

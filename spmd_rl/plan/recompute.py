@@ -1,0 +1,41 @@
+"""What recomputation saves of a trainer's memory, and what it costs in operations. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from spmd_rl.model.spec import Head, ModelSpec
+from spmd_rl.plan.roles import PlannedRole
+from spmd_rl.train.activation_memory import Recompute
+from spmd_rl.train.config import Fsdp2Config, TrainerConfig
+from spmd_rl.train.memory import step_sizes
+
+CHOICES: tuple[Recompute, ...] = ("none", "cheap", "all")
+# Of the operations of a step, two of six are the forward pass, which "all" does again. "cheap"
+# repeats no matrix product, and elementwise operations are too few to count.
+EXTRA_OPERATIONS: dict[Recompute, float] = {"none": 0.0, "cheap": 0.0, "all": 2 / 6}
+
+
+@dataclass(frozen=True)
+class RecomputeRow:
+    """A choice: the bytes of activations at their peak, and the share of operations added."""
+
+    choice: Recompute
+    num_bytes: int
+    extra: float
+    is_chosen: bool
+
+
+def recompute_rows(spec: ModelSpec, train: PlannedRole) -> Iterator[RecomputeRow]:
+    """Yield a row for each choice, as far as the trainer's other settings allow it."""
+    cfg: TrainerConfig = train.cfg
+    head: Head = getattr(train.role, "HEAD", "lm")
+    for choice in CHOICES:
+        if choice == "cheap" and cfg.backend.offload_activations:
+            continue
+        backend: Fsdp2Config = replace(cfg.backend, recompute=choice)
+        sizes = step_sizes(spec, replace(cfg, backend=backend), train.placement, head).activations
+        yield RecomputeRow(
+            choice, sizes.peak, EXTRA_OPERATIONS[choice], choice == cfg.backend.recompute
+        )

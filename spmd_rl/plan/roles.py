@@ -1,0 +1,130 @@
+"""Roles of a planned run: which a recipe's config names, with their classes, settings and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from spmd_rl.controller.capabilities import MemoryPlanner, Sleeper, capabilities
+from spmd_rl.controller.endpoint import Role
+from spmd_rl.errors import PlanError
+from spmd_rl.mesh.split import Placement, Placements
+from spmd_rl.offload.ledger import TagBytes
+from spmd_rl.offload.phases import ALL, Tags
+from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.rollout import Rollout
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
+from spmd_rl.train.config import FrozenConfig, TrainerConfig
+from spmd_rl.train.extra_role import ExtraRole
+from spmd_rl.train.memory import dtype_on_gpu
+from spmd_rl.train.trainer import Trainer
+
+TRAIN, INFER = "train", "infer"
+# the field of a recipe's config that each placement is planned by, and its types
+ROLE_CONFIGS: dict[str, tuple[str, tuple[type, ...]]] = {
+    TRAIN: ("trainer", (TrainerConfig,)),
+    INFER: ("engine", (NativeEngineConfig, SglangEngineConfig)),
+}
+
+
+@dataclass(frozen=True)
+class PlannedRole:
+    """A role that a recipe spawns, as `spawn` gets it: name, class, settings, ranks and model."""
+
+    name: str
+    role: type[Role]
+    cfg: Any
+    placement: Placement
+    model: str = ""
+    is_refreshed: bool = False
+
+    @property
+    def is_extra(self) -> bool:
+        """Whether it is neither the trainer nor the engine."""
+        return self.name not in ROLE_CONFIGS
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether its class says what memory it takes."""
+        return MemoryPlanner in capabilities(self.role)
+
+    @property
+    def can_sleep(self) -> bool:
+        return Sleeper in capabilities(self.role)
+
+    @cached_property
+    def tags(self) -> Tags:
+        """The tags by which it sleeps; a role without any sleeps as a whole."""
+        tags: Tags = getattr(self.role, "MEMORY_TAGS", ALL)
+        return tags
+
+    @property
+    def computes_on_gpu(self) -> bool:
+        """Whether it computes in a dtype that only GPUs do."""
+        return hasattr(self.cfg, "dtype") and dtype_on_gpu(self.cfg) == "bfloat16"
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether a train step sends rows of gradients or weights to each rank that shards."""
+        cfg = self.cfg
+        if not isinstance(cfg, TrainerConfig):
+            return False
+        return cfg.deterministic or cfg.optimizer.kind == "muon"
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether its ranks gather weights or sum gradients around a ring."""
+        return isinstance(self.cfg, TrainerConfig | FrozenConfig)
+
+    def memory(self, on_gpu: bool) -> Sequence[TagBytes]:
+        """Return what it takes of one of its ranks; nothing where its class does not say."""
+        if not issubclass(self.role, MemoryPlanner):
+            return ()
+        return self.role.planned_memory(self.cfg, self.placement, self.model, on_gpu)
+
+
+def planned_roles(placements: Placements, cfg: Any) -> tuple[PlannedRole, ...]:
+    """Return the roles of a recipe's config: those that its split places, and `extra_roles()`.
+
+    Raises: PlanError where the settings of a placed role are missing, or a role has no ranks.
+    """
+    classes = {TRAIN: getattr(cfg, "trainer_role", Trainer), INFER: Rollout}
+    main = [
+        PlannedRole(name, classes[name], _config(name, cfg), placements[name], cfg.model)
+        for name in ROLE_CONFIGS
+        if name in placements
+    ]
+    listed: list[ExtraRole] = cfg.extra_roles() if hasattr(cfg, "extra_roles") else []
+    extra = [
+        PlannedRole(
+            role.name,
+            role.role_class,
+            role.cfg,
+            role.placement(placements),
+            role.model,
+            role.is_refreshed,
+        )
+        for role in listed
+    ]
+    return *main, *extra
+
+
+def uncounted(placements: Placements, roles: Sequence[PlannedRole]) -> tuple[str, ...]:
+    """Return the names of placements and roles whose memory nobody states."""
+    placed = {*ROLE_CONFIGS, *(role.placement.name for role in roles)}
+    unknown = [name for name in placements if name not in placed]
+    return *unknown, *(role.name for role in roles if not role.is_counted)
+
+
+def _config(name: str, cfg: Any) -> Any:
+    """Return the settings of a placed role. Raises: PlanError if they are missing."""
+    field, classes = ROLE_CONFIGS[name]
+    found = getattr(cfg, field, None)
+    if not isinstance(found, classes):
+        raise PlanError(
+            f"split.{name} cannot be planned: this recipe's config has no "
+            f"`{field}: {classes[0].__name__}`"
+        )
+    return found

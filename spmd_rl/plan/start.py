@@ -1,0 +1,72 @@
+"""What a run asks of the plan when it starts: whether its roles sleep, and the room for pages."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+from spmd_rl.controller.sleepers import SleepPolicy
+from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.offload.config import OffloadConfig
+from spmd_rl.offload.phases import CONCURRENT, Phases
+from spmd_rl.plan.resolve import planned_settings, resolve
+
+
+def decide_sleep(cfg: Any, world_size: int) -> tuple[SleepPolicy, str]:
+    """Return the policy of a run of `world_size` ranks like this process's, and why it is so."""
+    return sleep_policy(cfg, world_size, gpu_bytes())
+
+
+def settings(cfg: Any, world_size: int) -> Mapping[str, Mapping[str, int]]:
+    """Return the settings that the plan adds to a spawn, on GPUs like this process's."""
+    return planned_settings(cfg, world_size, gpu_bytes())
+
+
+def sleep_policy(cfg: Any, world_size: int, gpu_bytes: int | None) -> tuple[SleepPolicy, str]:
+    """Return the policy of a run on GPUs of `gpu_bytes` (None: on CPUs), and why it is so.
+
+    The sentence is "" where the recipe declares no phases: then it says itself who is awake. With
+    "auto", a run that cannot be planned sleeps as declared.
+    """
+    phases: Phases = getattr(cfg, "phases", CONCURRENT)
+    offload: OffloadConfig = getattr(cfg, "offload", OffloadConfig(sleep="always"))
+    policy = SleepPolicy(phases=phases, host_bytes=offload.host_bytes)
+    awake = SleepPolicy(sleeps=False)
+    if offload.sleep == "never":
+        return awake, "nothing sleeps: offload.sleep = never"
+    if not phases.roles:
+        return policy, ""
+    if offload.sleep == "always":
+        return policy, "roles sleep in turn: offload.sleep = always"
+    if gpu_bytes is None:
+        return awake, "nothing sleeps: on CPUs, memory is not given back"
+    try:
+        plan = resolve(cfg, world_size, gpu_bytes)
+    except (ConfigError, PlanError) as error:
+        return policy, f"roles sleep in turn: their memory cannot be planned ({error})"
+    if plan.memory is None:
+        return policy, "roles sleep in turn: the plan does not know the model"
+    if plan.uncounted:
+        names = ", ".join(plan.uncounted)
+        return policy, f"roles sleep in turn: the plan does not know what {names} takes"
+    if not any(plan.sleep.sleeping.values()):
+        return awake, plan.sleep.sentence
+    chosen = SleepPolicy(phases=plan.sleep.phases(plan.memory), host_bytes=offload.host_bytes)
+    return chosen, plan.sleep.sentence
+
+
+def gpu_bytes() -> int | None:
+    """Return the memory of this process's first GPU; None where it sees none. It needs no torch,
+    and makes no context.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, size = ctypes.c_int(), ctypes.c_size_t()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+    if driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+        return None
+    return size.value

@@ -1,0 +1,138 @@
+"""Plan as text: split, process groups, routes of a push, memory, and what recomputation saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from spmd_rl.mesh.split import Placement
+from spmd_rl.offload.ledger import Entry, Ledger, as_size
+from spmd_rl.plan.recompute import recompute_rows
+from spmd_rl.plan.resolve import RunPlan
+from spmd_rl.plan.roles import TRAIN
+from spmd_rl.plan.routes import Routes
+
+MAX_ROWS = 8  # of a list; the rest is counted
+
+
+def lines(plan: RunPlan) -> Iterator[str]:
+    """Yield the plan as text."""
+    yield from _split(plan)
+    yield "process groups"
+    groups = plan.groups
+    yield from _first_rows(
+        (f"  {name:12} ranks {_ranks_text(ranks)}" for name, ranks in groups), len(groups)
+    )
+    if plan.spec is None:
+        return
+    yield f"model        {plan.spec.family}, {plan.spec.num_parameters:,} parameters"
+    yield from _routes(plan.routes)
+    if plan.on_gpu:
+        yield (
+            "memory       planned as for GPUs: bfloat16, with CUDA contexts and "
+            "NCCL's communicators"
+        )
+    if plan.uncounted:
+        yield f"not counted  {', '.join(plan.uncounted)}: no class says what memory it takes"
+    yield from _sleep(plan)
+    yield from _memory(plan)
+    yield from _recompute(plan)
+
+
+def _split(plan: RunPlan) -> Iterator[str]:
+    yield f"world of {plan.world_size}"
+    for placement in plan.placements.values():
+        axes, ranks = _axes_text(placement), _ranks_text(placement.ranks)
+        yield f"  {placement.name:8} {axes:28} ranks {ranks}"
+    for role in plan.roles:
+        if role.placement.name != role.name:
+            ranks = _ranks_text(role.placement.ranks)
+            yield f"  {role.name:8} {'with ' + role.placement.name:28} ranks {ranks}"
+    if idle := plan.idle:
+        yield f"  {'idle':8} {'no role':28} ranks {_ranks_text(idle)}"
+
+
+def _routes(routes: Routes) -> Iterator[str]:
+    if routes:
+        within, between = as_size(routes.within_bytes), as_size(routes.between_bytes)
+        yield f"weight push  {within} within ranks, {between} between ranks"
+        rows = (
+            f"  rank {source:>3} -> {target:<3} {as_size(routes[source, target])}"
+            for source, target in routes
+        )
+        yield from _first_rows(rows, len(routes))
+
+
+def _sleep(plan: RunPlan) -> Iterator[str]:
+    if plan.sleep.sentence:
+        yield f"sleep        {plan.sleep.sentence}"
+    elif any(plan.sleep.sleeping.values()):
+        yield (
+            "sleep        shown with all that may sleep; a run lets sleep what its GPU has no room "
+            "for (--gpu-gib G)"
+        )
+
+
+def _memory(plan: RunPlan) -> Iterator[str]:
+    for roles, rank in plan.peak_ranks().items():
+        ledger = plan.ledgers[rank]
+        yield from _table(f"memory of {' + '.join(roles)}, most on rank {rank}", ledger)
+        yield from _host_table(ledger)
+
+
+def _table(title: str, ledger: Ledger) -> Iterator[str]:
+    yield f"{title:42}" + "".join(f"{phase:>12}" for phase in ledger.phases)
+    counted = {phase: set(map(id, ledger.counted(phase))) for phase in ledger.phases}
+
+    def cell(entry: Entry, phase: str) -> str:
+        if not entry.is_in(phase):
+            return "-"
+        size = as_size(entry.num_bytes)
+        return size if id(entry) in counted[phase] else f"({size})"
+
+    for entry in filter(lambda entry: entry.num_bytes, ledger.entries):
+        cells = [cell(entry, phase) for phase in ledger.phases]
+        yield f"  {entry.tag:40}" + "".join(f"{text:>12}" for text in cells)
+    yield f"  {'all':40}" + "".join(
+        f"{as_size(ledger.resident_bytes(phase)):>12}" for phase in ledger.phases
+    )
+
+
+def _host_table(ledger: Ledger) -> Iterator[str]:
+    if not ledger.host_bytes():
+        return
+    yield "  in host memory, all the time"
+    for entry in filter(lambda entry: entry.host_bytes, ledger.entries):
+        yield f"    {entry.tag:38}{as_size(entry.host_bytes):>12}"
+    yield f"    {'all':38}{as_size(ledger.host_bytes()):>12}"
+
+
+def _recompute(plan: RunPlan) -> Iterator[str]:
+    train = next((role for role in plan.roles if role.name == TRAIN), None)
+    if train is None or plan.spec is None:
+        return
+    yield f"{'trainer.backend.recompute':30}{'activations':>14}{'more operations':>18}"
+    for row in recompute_rows(plan.spec, train):
+        mark = "*" if row.is_chosen else " "
+        yield f"{mark} {row.choice:28}{as_size(row.num_bytes):>14}{f'{row.extra:.0%}':>18}"
+
+
+def _axes_text(placement: Placement) -> str:
+    """Return how the ranks of a role hold its model; those of an engine have whole copies."""
+    if placement.name == "infer":
+        return f"{placement.size} whole {'copies' if placement.size > 1 else 'copy'}"
+    return " x ".join(f"{axis} {size}" for axis, size in placement.axes.items())
+
+
+def _ranks_text(ranks: tuple[int, ...]) -> str:
+    consecutive = ranks == tuple(range(ranks[0], ranks[-1] + 1))
+    return (
+        f"{ranks[0]}-{ranks[-1]}" if consecutive and len(ranks) > 2 else ", ".join(map(str, ranks))
+    )
+
+
+def _first_rows(rows: Iterator[str], num_rows: int) -> Iterator[str]:
+    """Yield the first rows, and how many more there are."""
+    yield from islice(rows, MAX_ROWS)
+    if num_rows > MAX_ROWS:
+        yield f"  ... and {num_rows - MAX_ROWS} more"

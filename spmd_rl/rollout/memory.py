@@ -1,0 +1,122 @@
+"""Memory of an engine on one rank: from config and model, without torch. Units: bytes.
+
+An engine takes as many pages of keys and values as there is room for, so the plan sizes them last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.offload.gpu_overhead import CONTEXT_BYTES
+from spmd_rl.offload.ledger import TagBytes
+from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, NativeEngineConfig
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
+from spmd_rl.weights.layout import ITEM_BYTES
+
+EngineConfig = NativeEngineConfig | SglangEngineConfig
+KV = "kv"
+
+
+def engine_memory(spec: ModelSpec, cfg: EngineConfig, on_gpu: bool) -> Sequence[TagBytes]:
+    """Return what an engine takes of one of its ranks, by tag; its pages have no size yet.
+
+    The temporary memory of a step belongs to its CUDA graphs, and sleeps when the pages do.
+    """
+    weights = spec.num_parameters * ITEM_BYTES[_dtype(cfg)]
+    sleeps = isinstance(cfg, NativeEngineConfig) or cfg.sleep_weights
+    memory = [
+        TagBytes("weights", weights, "drop" if sleeps else "fixed"),
+        TagBytes(KV, 0, "drop"),
+        TagBytes("step", step_bytes(spec, cfg) if on_gpu else 0, "drop"),
+    ]
+    if isinstance(cfg, SglangEngineConfig):
+        # the slab of a push and the child's own context stay while it sleeps
+        memory.append(TagBytes("slab", min(cfg.slab_bytes, 2 * weights), "fixed"))
+        memory.append(TagBytes("child", CONTEXT_BYTES if on_gpu else 0, "fixed"))
+    return memory
+
+
+def step_bytes(spec: ModelSpec, cfg: EngineConfig) -> int:
+    """Return the workspace of a step: one layer of its tokens, and twice a full batch's logits."""
+    set_tokens = cfg.max_step_tokens if isinstance(cfg, NativeEngineConfig) else 0
+    num_tokens = set_tokens or max(cfg.max_batch, GPU_STEP_TOKENS)
+    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    layer = 4 * spec.hidden_size + 2 * width + 3 * spec.intermediate_size
+    logits = cfg.max_batch * spec.vocab_size * ITEM_BYTES["float32"]
+    return num_tokens * layer * ITEM_BYTES[_dtype(cfg)] + 2 * logits
+
+
+def kv_bytes(
+    spec: ModelSpec, cfg: EngineConfig, capacity_bytes: int | None, reserved_bytes: int
+) -> int:
+    """Return the bytes of one engine's keys and values: as many as are set, else as fit beside
+    `reserved_bytes`.
+    """
+    token_bytes, page_size = _token_bytes(spec, cfg), _page_size(cfg)
+    budget = None
+    if capacity_bytes is not None:
+        budget = kv_budget(capacity_bytes, cfg.memory_fraction, reserved_bytes)
+    pages = _set_pages(cfg) or kv_pages(
+        token_bytes, page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget
+    )
+    return pages * page_size * token_bytes
+
+
+def running_kv_bytes(
+    spec: ModelSpec, cfg: EngineConfig, num_sequences: int, num_tokens: int
+) -> int:
+    """Return the bytes of the keys and values of so many sequences of so many tokens.
+
+    It is what the pages must hold so that no sequence waits for another; at least one context, and
+    as many as are set.
+    """
+    page_size = _page_size(cfg)
+    pages = min(num_sequences, cfg.max_batch) * -(-min(num_tokens, spec.max_positions) // page_size)
+    context_pages = -(-spec.max_positions // page_size)
+    pages = _set_pages(cfg) or max(pages, context_pages)
+    return pages * page_size * _token_bytes(spec, cfg)
+
+
+def kv_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> int:
+    """Return the bytes of one token's keys and values in the whole model."""
+    return 2 * num_layers * num_kv_heads * head_dim * element_bytes
+
+
+def kv_budget(capacity_bytes: int, fraction: float, beside_bytes: int) -> int:
+    """Return the bytes left for pages, of the `fraction` of a GPU that a run may use.
+
+    The result is below 0 where other memory (`beside_bytes`) takes more than that.
+    """
+    return int(capacity_bytes * fraction) - beside_bytes
+
+
+def kv_pages(
+    token_bytes: int, page_size: int, *, context: int, batch: int, budget_bytes: int | None
+) -> int:
+    """Return the number of pages for an engine whose config does not set it.
+
+    It suffices for a full batch of whole contexts of `context` tokens if the budget allows that,
+    and for one whole context in any case.
+    """
+    context_pages = -(-context // page_size)
+    num_wanted = batch * context_pages
+    affordable = num_wanted if budget_bytes is None else budget_bytes // (token_bytes * page_size)
+    return max(context_pages, min(num_wanted, affordable))
+
+
+def _dtype(cfg: EngineConfig) -> str:
+    return "bfloat16" if cfg.dtype == "auto" else cfg.dtype
+
+
+def _token_bytes(spec: ModelSpec, cfg: EngineConfig) -> int:
+    item_bytes = ITEM_BYTES[_dtype(cfg)]
+    return kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, item_bytes)
+
+
+def _page_size(cfg: EngineConfig) -> int:
+    return (cfg.page_size or GPU_PAGE_SIZE) if isinstance(cfg, NativeEngineConfig) else 1
+
+
+def _set_pages(cfg: EngineConfig) -> int:
+    return cfg.num_pages if isinstance(cfg, NativeEngineConfig) else 0

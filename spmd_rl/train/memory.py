@@ -1,0 +1,154 @@
+"""Memory of the roles that train or are frozen, on one rank: from config, placement and model.
+
+It is computed without torch, for the plan and for the decision what sleeps. Units: bytes.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Protocol
+
+from spmd_rl.mesh.split import Placement
+from spmd_rl.model.spec import Head, ModelSpec
+from spmd_rl.offload.ledger import TagBytes
+from spmd_rl.train.activation_memory import (
+    NO_HEAD,
+    Activations,
+    HeadShape,
+    LayerShape,
+    activations,
+    forward_bytes,
+)
+from spmd_rl.train.config import FrozenConfig, TrainerConfig
+from spmd_rl.train.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
+from spmd_rl.train.parameter_groups import FP32_BYTES, moment_bytes, update_rules
+from spmd_rl.train.step_memory import StepSizes, step_memory
+from spmd_rl.weights.layout import ITEM_BYTES
+
+NUM_MOMENTS = 2  # AdamW's, the only ones that are offloaded
+OFFLOADING_LAYERS = 3  # whose activations are on the GPU while they are copied out and back
+
+
+class HasDtype(Protocol):
+    @property
+    def dtype(self) -> str: ...
+
+
+def dtype_on_gpu(cfg: HasDtype) -> str:
+    """Return the dtype that a role computes in on a GPU."""
+    return "bfloat16" if cfg.dtype == "auto" else cfg.dtype
+
+
+def trainer_memory(
+    spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head = "lm"
+) -> list[TagBytes]:
+    """Return what a trainer takes of one of its ranks, by tag."""
+    return step_memory(step_sizes(spec, cfg, placement, head), cfg.backend.offload)
+
+
+def step_sizes(
+    spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head = "lm"
+) -> StepSizes:
+    """Return what a trainer has of each class on one of its ranks, on the GPU and on the host."""
+    num_shards = placement.axes["fsdp"]
+    element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
+    shapes = spec.parameter_shapes(head)
+    rules = update_rules(shapes, cfg, num_shards)
+    layer, rest = _unit_sizes(spec, head)
+    num_parameters = spec.num_layers * layer + rest
+    is_one_unit = cfg.backend.gathers_whole(num_parameters * FP32_BYTES, len(placement.ranks))
+    unit = num_parameters if is_one_unit else max(layer, rest)
+    # Without shards the gathered weights are kept until the end of the step. With them, the root's
+    # and those of two neighbouring layers are there at once.
+    is_whole = num_shards == 1 or is_one_unit
+    num_gathered = num_parameters if is_whole else min(spec.num_layers, 2) * layer + rest
+    # Gathered weights in the dtype of the master, without shards, are the master itself.
+    is_copied = num_shards > 1 or element_bytes != FP32_BYTES
+    num_trained = sum(prod(shapes[name]) for name in rules)
+    return StepSizes(
+        master=-(-num_parameters // num_shards) * FP32_BYTES,
+        moments=moment_bytes(shapes, rules, num_shards),
+        grads=-(-num_trained // num_shards) * FP32_BYTES,
+        gathered=num_gathered * element_bytes if is_copied else 0,
+        activations=_activations(spec, cfg, head),
+        gather_copies=unit * element_bytes if is_copied else 0,
+        layer_copies=_copies(min(layer, unit), num_shards),
+        unit_copies=_copies(unit, num_shards),
+        chunks=NUM_SLOTS * NUM_MOMENTS * CHUNK_ELEMENTS * FP32_BYTES,
+    )
+
+
+def frozen_memory(
+    spec: ModelSpec, cfg: FrozenConfig, placement: Placement, head: Head
+) -> list[TagBytes]:
+    """Return what a model that never learns takes of one of its ranks, by tag.
+
+    Its forward pass has one layer at a time. Its weights change by a push alone, so they are saved
+    once.
+    """
+    element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
+    layer, rest = _unit_sizes(spec, head)
+    num_parameters = spec.num_layers * layer + rest
+    is_whole = cfg.gathers_whole(num_parameters * element_bytes, len(placement.ranks))
+    num_gathered = num_parameters if is_whole else min(spec.num_layers, 2) * layer + rest
+    shards = placement.axes["fsdp"]
+    working = forward_bytes(
+        layer_shape(spec),
+        _head_shape(spec, cfg, head, keeps_slopes=False),
+        num_tokens=cfg.max_tokens,
+        element_bytes=element_bytes,
+    )
+    return [
+        TagBytes("weights", -(-num_parameters // shards) * element_bytes, "save", changes=False),
+        TagBytes("gathered", num_gathered * element_bytes, "work"),
+        TagBytes("activations", working, "work"),
+    ]
+
+
+def layer_shape(spec: ModelSpec) -> LayerShape:
+    """Return the sizes of a layer of the model."""
+    return LayerShape(
+        spec.hidden_size,
+        spec.intermediate_size,
+        spec.num_heads * spec.head_dim,
+        spec.num_kv_heads * spec.head_dim,
+    )
+
+
+def _activations(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> Activations:
+    offloads = cfg.backend.offload_activations
+    keeps_slopes = dtype_on_gpu(cfg) != "float32" and cfg.backend.recompute != "all"
+    return activations(
+        layer_shape(spec),
+        _head_shape(spec, cfg, head, keeps_slopes),
+        num_tokens=cfg.max_tokens,
+        num_layers=min(OFFLOADING_LAYERS, spec.num_layers) if offloads else spec.num_layers,
+        element_bytes=ITEM_BYTES[dtype_on_gpu(cfg)],
+        recompute=cfg.backend.recompute,
+        num_host_layers=spec.num_layers - 1 if offloads else 0,  # the last layer's stay
+    )
+
+
+def _head_shape(
+    spec: ModelSpec, cfg: TrainerConfig | FrozenConfig, head: Head, keeps_slopes: bool
+) -> HeadShape:
+    if head == "value":
+        return NO_HEAD
+    return HeadShape(
+        spec.vocab_size, spec.hidden_size, cfg.logit_rows, cfg.max_tokens, keeps_slopes
+    )
+
+
+def _unit_sizes(spec: ModelSpec, head: Head) -> tuple[int, int]:
+    """Return the parameters of a layer, and those that belong to none."""
+    shapes = spec.parameter_shapes(head).items()
+    layer = sum(prod(shape) for name, shape in shapes if name.startswith("model.layers.0."))
+    return layer, sum(prod(shape) for _, shape in shapes) - spec.num_layers * layer
+
+
+def _copies(unit: int, num_shards: int) -> int:
+    """Return the bytes in which FSDP reduces a unit's gradients.
+
+    They are all of the unit, and a shard of it twice: as it is summed, and divided.
+    """
+    return (unit + 2 * -(-unit // num_shards)) * FP32_BYTES

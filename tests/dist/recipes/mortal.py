@@ -1,0 +1,121 @@
+"""GRPO whose trainer is struck in the middle of its sleep or of its wake, once, for tests.
+
+A file `struck` in the working directory says that it has happened. A file `full` there has the next
+slab that wakes find no room. Slabs that sleep are overwritten here: a use of them would be seen.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import spmd_rl as rl
+from spmd_rl.controller.link import Link
+from spmd_rl.errors import ResidencyError
+from spmd_rl.offload.host import HostMemory
+from spmd_rl.offload.residency import Receipt
+from spmd_rl.recipes import grpo
+from spmd_rl.recipes.grpo import check
+
+__all__ = ["Config", "check", "main"]
+
+
+POISON = 0x41  # four of these bytes are the number 12.08
+
+
+def _unmap_and_poison(memory: HostMemory) -> None:
+    memory.is_mapped = False
+    memory.bytes.fill_(POISON)
+
+
+def _map_or_fail(memory: HostMemory) -> None:
+    if Path("full").exists():
+        Path("full").unlink()
+        raise ResidencyError("9 GiB are asked for, and the GPU has 8 GiB left")
+    memory.is_mapped = True
+
+
+HostMemory.unmap = _unmap_and_poison  # type: ignore[method-assign]
+HostMemory.map = _map_or_fail  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(grpo.Config):
+    fault: Literal["", "sleep", "wake", "full"] = ""  # where rank 0 dies, or what happens there
+    misuse: Literal["", "export", "push", "generate"] = (
+        ""  # what is called while the trainer sleeps
+    )
+    at_version: int = 2  # of the weights at that moment
+
+
+class Mortal(rl.Trainer):
+    """A trainer that puts its tags to sleep, and wakes them, one by one."""
+
+    fault, at_version = "", 0
+
+    @rl.collective
+    def be_struck(self, fault: str, at_version: int) -> None:
+        self.fault, self.at_version = fault, at_version
+
+    @rl.collective
+    def sleep(self, tags: tuple[str, ...] = ()) -> rl.Sharded[list[Receipt]]:
+        receipts = []
+        for tag in tags:
+            receipts += self.memory.sleep((tag,))
+            self._strike("sleep")
+        return receipts
+
+    @rl.collective
+    def wake(self, tags: tuple[str, ...] = ()) -> rl.Sharded[list[Receipt]]:
+        receipts = []
+        for tag in tags:
+            receipts += self.memory.wake((tag,))
+            self._strike("wake")
+        return receipts
+
+    def _strike(self, where: str) -> None:
+        due = self.learner.state.version >= self.at_version and self.context.rank == 0
+        if not due or Path("struck").exists():
+            return
+        if self.fault == where:
+            Path("struck").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "full":
+            Path("struck").touch()
+            Path("full").touch()
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    roles = ctl.world.split(cfg.split)
+    trainer = ctl.spawn(Mortal, cfg.trainer, on=roles.train, model=cfg.model)
+    trainer.be_struck.call(cfg.fault, cfg.at_version)
+    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
+    weights = ctl.link(trainer, rollout)
+    prompts = rl.load_prompts(cfg)
+    start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
+    for step in ctl.steps(cfg.steps, start):
+        with ctl.phase("sync"):
+            weights.push(version=step.index)
+        with ctl.phase("rollout"):
+            groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
+            misuse(cfg, trainer, weights)
+        with ctl.phase("train"):
+            stats = update.step(groups, step.index)
+        step.log(groups, stats)
+        if cfg.misuse == "generate":
+            with ctl.phase("rollout"):
+                rollout.generate.call(prompts.take(1), cfg.sampling)
+    trainer.export_hf.call(str(ctl.run_folder / "hf"))
+
+
+def misuse(cfg: Config, trainer: rl.Trainer, weights: Link) -> None:
+    """Call what needs the trainer's memory, in a phase in which it sleeps."""
+    assert trainer.version.call() >= 0, "a number needs no memory"
+    if cfg.misuse == "export":
+        trainer.export_hf.call("hf")
+    elif cfg.misuse == "push":
+        weights.push(version=7)

@@ -1,0 +1,42 @@
+"""A run whose trainer keeps moments and master weights in host memory has the bits of one that has
+them on the device, whether its roles sleep or not, and goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist.recipes.test_loops import EVEN, check_proof, drawn
+from tests.dist.recipes.test_sleep import ALWAYS, NEVER, exported
+
+pytestmark = pytest.mark.dist
+
+MASTER = "--trainer.backend.offload=master"
+WORDS = ("--steps=3", "--run.save_every=1", f"--reward={EVEN}")
+
+
+@pytest.mark.parametrize("sleep", [ALWAYS, NEVER])
+def test_grpo_has_the_same_weights(run: Any, sleep: str) -> None:
+    plain = run("grpo", *WORDS, NEVER, name="plain")
+    offloading = run("grpo", *WORDS, MASTER, sleep, name="offloading")
+    assert plain.code == offloading.code == 0, offloading.sentence
+    assert drawn(offloading, 3) == drawn(plain, 3)
+    assert exported(offloading) == exported(plain) != {}
+    check_proof(offloading, 3)
+
+
+def test_a_run_goes_on_with_its_moments_elsewhere(run: Any) -> None:
+    whole = run("grpo", *WORDS, NEVER, name="whole")
+    first = run("grpo", *WORDS[1:], "--steps=2", MASTER, ALWAYS, name="moved")
+    again = run("grpo", *WORDS, NEVER, "--run.resume=true", name="moved")
+    assert whole.code == first.code == again.code == 0, again.sentence
+    assert "resuming at step 3" in again.output
+    assert exported(again) == exported(whole) != {}
+
+
+def test_more_shards_are_refused_before_a_step(run: Any) -> None:
+    ended = run("grpo", *WORDS, MASTER, nproc=2)
+    assert ended.code != 0
+    assert "'master' needs one shard, and there are 2" in ended.sentence

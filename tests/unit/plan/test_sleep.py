@@ -1,0 +1,277 @@
+"""What sleeps, against memory worked out by hand, and properties of every set of tags."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.shapes import config
+from spmd_rl.config.load import load
+from spmd_rl.controller.endpoint import Role
+from spmd_rl.offload.phases import ALL, COLOCATED, Phases
+from spmd_rl.plan.concurrency import Running, running
+from spmd_rl.plan.memory import MemoryModel, kv_sized
+from spmd_rl.plan.resolve import RunPlan, resolve
+from spmd_rl.plan.sleep import Need, choose_sleep, copied_bytes, effective_phases, sleep_levels
+from spmd_rl.plan.start import sleep_policy
+from spmd_rl.recipes import grpo, grpo_async, sft
+from spmd_rl.train.config import FrozenConfig, TrainerConfig
+from spmd_rl.train.extra_role import ExtraRole
+
+GIB = 1 << 30
+PARAMETERS = 8_190_735_360
+WEIGHTS = 2 * PARAMETERS
+KV = {"infer": ("kv", "step")}
+ENGINE = {"infer": ("weights", "kv", "step")}
+TRAINED = {"train": ("moments",)} | ENGINE
+EVERYTHING = {"train": ("master", "moments")} | ENGINE
+
+
+@dataclass(frozen=True)
+class WithReference(grpo.Config):
+    frozen: FrozenConfig = field(default_factory=FrozenConfig)
+
+    def extra_roles(self) -> list[ExtraRole]:
+        return [ExtraRole("reference", self.frozen, self.model)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(config("8B")))
+    return folder
+
+
+def configured(model: Path, *words: str, recipe: Any = grpo.Config) -> Any:
+    return load(recipe, None, [f"model={model}", "data=none.jsonl", *words])
+
+
+def memory_of(model: Path, *words: str, recipe: Any = grpo.Config, world: int = 1) -> MemoryModel:
+    found = resolve(configured(model, *words, recipe=recipe), world).memory
+    assert found is not None
+    return found
+
+
+def peak(memory: MemoryModel, sleeping: Any, kv_bytes: int = 0) -> int:
+    ledgers = kv_sized(memory.ledgers(sleeping), kv_bytes)
+    return max(ledger.peak_bytes() for ledger in ledgers.values())
+
+
+def test_memory_that_is_dropped_sleeps_before_memory_that_is_copied(model: Path) -> None:
+    assert sleep_levels(memory_of(model)) == [{}, KV, ENGINE, TRAINED, EVERYTHING]
+
+
+def test_a_frozen_model_sleeps_before_what_each_step_changes(model: Path) -> None:
+    levels = sleep_levels(memory_of(model, recipe=WithReference))
+    frozen = {"reference": ("weights",)}
+    assert levels == [{}, KV, ENGINE, ENGINE | frozen, TRAINED | frozen, EVERYTHING | frozen]
+
+
+def test_the_least_costly_set_that_fits_is_chosen(model: Path) -> None:
+    memory = memory_of(model, "trainer.backend.recompute=all")
+    levels, kv = sleep_levels(memory), 40 * GIB
+    peaks = [peak(memory, level, kv) for level in levels]
+    assert peaks == sorted(peaks, reverse=True)
+    for level, most in zip(levels, peaks, strict=True):
+        chosen = choose_sleep(memory, Need(most, kv)).sleeping
+        assert peak(memory, chosen, kv) <= most
+        if peaks.count(most) == 1 or level == levels[peaks.index(most)]:
+            assert chosen == level
+        assert choose_sleep(memory, Need(peaks[-1] - 1, kv)).sleeping == EVERYTHING
+
+
+def test_the_decision_is_a_sentence(model: Path) -> None:
+    memory = memory_of(model, "trainer.backend.recompute=all")
+    need = Need(126 * GIB, 40 * GIB, Running(256, 1152))
+    chosen = choose_sleep(memory, need)
+    assert chosen.sleeping == EVERYTHING
+    assert chosen.sentence.startswith(
+        "train sleeps (master, moments) and infer sleeps (weights, kv) in turn: at once all roles "
+        "need "
+    )
+    assert "of 126.0 GiB, with keys and values of 256 sequences of 1,152 tokens" in chosen.sentence
+    fits = choose_sleep(memory, Need(1 << 50, 40 * GIB))
+    assert fits.sleeping == {}
+    assert fits.sentence.startswith("nothing sleeps: at once all roles need ")
+
+
+def test_what_a_step_copies(model: Path) -> None:
+    """Master weights and moments leave after one phase and return before another. A frozen model is
+    saved once.
+    """
+    memory = memory_of(model, recipe=WithReference)
+    assert copied_bytes(memory, ENGINE) == 0
+    assert copied_bytes(memory, TRAINED) == 2 * 8 * PARAMETERS
+    assert copied_bytes(memory, EVERYTHING) == 2 * 12 * PARAMETERS
+    assert copied_bytes(memory, {"reference": ("weights",)}) == WEIGHTS
+
+
+def test_what_sleeps_leaves_the_phases_that_do_not_need_it(model: Path) -> None:
+    memory = memory_of(model)
+    (awake,), (asleep,) = (memory.ledgers(one).values() for one in ({}, EVERYTHING))
+    saved = {
+        phase: awake.resident_bytes(phase) - asleep.resident_bytes(phase) for phase in awake.phases
+    }
+    step = next(entry.num_bytes for entry in awake.entries if entry.tag == "step")
+    assert saved == {
+        "sync": 8 * PARAMETERS + step,
+        "eval": 12 * PARAMETERS,
+        "rollout": 12 * PARAMETERS,
+        "train": WEIGHTS + step,
+    }
+    assert asleep.host_bytes() == 12 * PARAMETERS
+
+
+def test_roles_on_ranks_of_their_own_do_not_sleep(model: Path) -> None:
+    words = ("split.train.ranks=1", "split.infer.ranks=1")
+    assert sleep_levels(memory_of(model, *words, world=2)) == [{}]
+
+
+def test_phases_of_a_run_keep_awake_what_does_not_sleep(model: Path) -> None:
+    memory = memory_of(model)
+    awake = effective_phases(memory, KV).awake
+    assert awake == {
+        "sync": {"train": ALL, "infer": ("weights",)},
+        "eval": {"train": ALL, "infer": ALL},
+        "rollout": {"train": ALL, "infer": ALL},
+        "train": {"train": ALL, "infer": ("weights",), "reference": ALL, "critic": ALL},
+    }
+    assert Phases(awake).roles >= {"infer"}
+    assert "train" not in Phases(awake).roles, "it is awake in every phase"
+    assert effective_phases(memory, EVERYTHING).awake == COLOCATED.awake
+    assert not {"train", "infer"} & effective_phases(memory, {}).roles
+
+
+levels = st.integers(0, 4)
+
+
+@given(first=levels, second=levels, world=st.sampled_from([1, 2, 4]))
+def test_a_slept_tag_never_raises_a_phase(model: Path, first: int, second: int, world: int) -> None:
+    memory = memory_of(model, world=world)
+    found = sleep_levels(memory)
+    less, more = found[min(first, second)], found[max(first, second)]
+    ledgers = memory.ledgers(less), memory.ledgers(more)
+    for rank in range(world):
+        before, after = ledgers[0][rank], ledgers[1][rank]
+        for phase in before.phases:
+            assert after.resident_bytes(phase) <= before.resident_bytes(phase)
+        assert after.host_bytes() >= before.host_bytes()
+
+
+@given(
+    recompute=st.sampled_from(["none", "cheap", "all"]),
+    offload=st.sampled_from(["none", "moments"]),
+    tokens=st.sampled_from([1024, 16384]),
+)
+def test_more_gpus_never_need_more_memory_of_roles_on_each(
+    model: Path, recompute: str, offload: str, tokens: int
+) -> None:
+    """Communicators and buckets aside, of which there are more with more ranks."""
+    words = (
+        f"trainer.backend.recompute={recompute}",
+        f"trainer.backend.offload={offload}",
+        f"trainer.max_tokens={tokens}",
+        "engine.num_pages=100",
+    )
+    peaks = []
+    for world in (1, 2, 4, 8, 16):
+        plan = resolve(configured(model, *words), world)
+        peaks.append([_of_roles(plan, phase) for phase in COLOCATED.names])
+    for few, many in pairwise(peaks):
+        assert all(more <= less for less, more in zip(few, many, strict=True))
+
+
+def _of_roles(plan: RunPlan, phase: str) -> int:
+    return max(
+        sum(entry.num_bytes for entry in ledger.counted(phase) if entry.role)
+        for ledger in plan.ledgers.values()
+    )
+
+
+def test_pages_take_what_is_left_where_nothing_sleeps(model: Path) -> None:
+    cfg = configured(model, "trainer.backend.offload=moments", "trainer.backend.recompute=all")
+    plan = resolve(cfg, 1, 200 * GIB)
+    assert plan.sleep.sleeping == {}
+    (ledger,) = plan.ledgers.values()
+    assert 0 <= 0.9 * 200 * GIB - ledger.peak_bytes() < 128 * 147_456
+
+
+def test_what_runs_at_once(model: Path) -> None:
+    cfg = configured(
+        model, "prompts_per_step=30", "sampling.num_samples=4", "sampling.max_tokens=500"
+    )
+    plan = resolve(cfg, 4)
+    assert plan.spec is not None
+    engines = plan.placements.infer
+    assert running(cfg, engines, plan.spec) == Running(8 * 4, 1024 + 500)
+    capped = configured(
+        model, "engine.max_batch=5", "prompts.max_prompt_tokens=100", "sampling.max_tokens=50000"
+    )
+    assert running(capped, engines, plan.spec) == Running(5, 40960)
+
+
+def test_a_setting_overrides_the_plan(model: Path) -> None:
+    never = resolve(configured(model, "offload.sleep=never"), 1, 100 * GIB)
+    assert (never.sleep.sleeping, never.sleep.sentence) == (
+        {},
+        "nothing sleeps: offload.sleep = never",
+    )
+    always = resolve(configured(model, "offload.sleep=always"), 1, 1000 * GIB)
+    assert always.sleep.sleeping == EVERYTHING
+    assert resolve(configured(model), 1, 1000 * GIB).sleep.sleeping == {}
+
+
+def test_the_policy_of_a_run(model: Path) -> None:
+    large, why = sleep_policy(configured(model), 1, 1000 * GIB)
+    assert not large.sleeps
+    assert why.startswith("nothing sleeps: at once all roles need")
+    words = ("trainer.backend.recompute=all", "trainer.backend.offload=moments")
+    some, why = sleep_policy(configured(model, *words), 1, 140 * GIB)
+    assert some.sleeps
+    assert some.phases.roles & {"train", "infer"} == {"infer"}
+    assert why.startswith("infer sleeps (kv) in turn: at once all roles need")
+    small, _ = sleep_policy(configured(model), 1, 80 * GIB)
+    assert small.phases.awake == COLOCATED.awake
+    for gpu, policy_words, said in (
+        (None, (), "nothing sleeps: on CPUs, memory is not given back"),
+        (80 * GIB, ("offload.sleep=never",), "nothing sleeps: offload.sleep = never"),
+        (None, ("offload.sleep=always",), "roles sleep in turn: offload.sleep = always"),
+    ):
+        policy, why = sleep_policy(configured(model, *policy_words), 1, gpu)
+        assert why == said
+        assert policy.sleeps == said.startswith("roles")
+    assert sleep_policy(configured(model, recipe=grpo_async.Config), 1, GIB)[1] == ""
+    assert sleep_policy(configured(model, recipe=sft.Config), 1, GIB)[1] == ""
+
+
+def test_a_run_that_cannot_be_planned_sleeps_as_declared(model: Path) -> None:
+    broken = configured(model / "nothing")
+    policy, why = sleep_policy(broken, 1, 1000 * GIB)
+    assert policy.sleeps
+    assert policy.phases == COLOCATED
+    assert why.startswith("roles sleep in turn: their memory cannot be planned")
+
+
+class Silent(Role):
+    """A role that does not say what it takes."""
+
+
+@dataclass(frozen=True)
+class WithSilent(grpo.Config):
+    phases: ClassVar[Phases] = COLOCATED.with_roles(train={"silent": ALL})
+
+    def extra_roles(self) -> list[ExtraRole]:
+        return [ExtraRole("silent", TrainerConfig(), role=Silent)]
+
+
+def test_beside_a_role_that_nobody_counts_all_sleep(model: Path) -> None:
+    policy, why = sleep_policy(configured(model, recipe=WithSilent), 1, 1000 * GIB)
+    assert policy.phases == WithSilent.phases
+    assert why == "roles sleep in turn: the plan does not know what silent takes"

@@ -1,0 +1,65 @@
+"""Memory of an engine, against sizes worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.shapes import write_config
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.memory import (
+    engine_memory,
+    kv_budget,
+    kv_pages,
+    kv_token_bytes,
+    running_kv_bytes,
+)
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
+
+TOKEN_8B = 147_456  # 36 layers, 8 key-value heads of 128, bf16: 144 KiB
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return write_config("8B", tmp_path_factory.mktemp("model"))
+
+
+def test_kv_of_qwen3_8b() -> None:
+    assert kv_token_bytes(36, 8, 128, 2) == TOKEN_8B
+
+
+def test_a_budget_of_pages() -> None:
+    assert kv_budget(1000, 0.9, 400) == 500
+    assert kv_budget(1000, 0.9, 1000) == -100
+    for budget, pages in ((500, 12), (-100, 4), (70, 7), (39, 4)):
+        assert kv_pages(5, 2, context=7, batch=3, budget_bytes=budget) == pages
+
+
+def test_keys_and_values_of_what_runs_take_whole_pages(spec: ModelSpec) -> None:
+    cfg = NativeEngineConfig(max_batch=64)
+    # 1,000 tokens are 8 pages of 128
+    assert running_kv_bytes(spec, cfg, 100, 1000) == 64 * 8 * 128 * TOKEN_8B
+    assert running_kv_bytes(spec, cfg, 1, 100) == 40960 * TOKEN_8B, "one context at least"
+    assert running_kv_bytes(spec, NativeEngineConfig(num_pages=3), 1, 1) == 3 * 128 * TOKEN_8B
+
+
+def test_an_engine_by_tag(spec: ModelSpec) -> None:
+    found = {item.tag: item for item in engine_memory(spec, NativeEngineConfig(), True)}
+    assert found["weights"].num_bytes == 2 * 8_190_735_360
+    assert {tag: item.kind for tag, item in found.items()} == {
+        "weights": "drop",
+        "kv": "drop",
+        "step": "drop",
+    }
+    layer = 8192 * 2 * (4 * 4096 + 2 * 48 * 128 + 3 * 12288)
+    assert found["step"].num_bytes == layer + 2 * 256 * 151936 * 4
+    on_cpu = {item.tag: item for item in engine_memory(spec, NativeEngineConfig(), False)}
+    assert on_cpu["step"].num_bytes == 0
+
+
+def test_an_sglang_engine_keeps_its_slab_and_its_childs_context(spec: ModelSpec) -> None:
+    found = {item.tag: item for item in engine_memory(spec, SglangEngineConfig(), True)}
+    assert found["slab"].kind == found["child"].kind == "fixed"
+    assert (found["slab"].num_bytes, found["child"].num_bytes) == (512 << 20, 720 << 20)
+    stays = engine_memory(spec, SglangEngineConfig(sleep_weights=False), True)
+    assert {item.tag: item.kind for item in stays}["weights"] == "fixed"
