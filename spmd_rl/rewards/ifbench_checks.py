@@ -1,7 +1,7 @@
 """Checks of instructions in IFBench (Pyatkin et al. 2025), one pure function each.
 
-They are those that need no corpus, no tagger and no splitting into sentences. A check takes the
-response and the arguments that the data gives, under the published names.
+A check takes the response and the arguments that the data gives, under the published names. Those
+that need a corpus or a trained model are in `REFUSED`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from datetime import date
 from itertools import pairwise
 
+from spmd_rl.rewards.ifbench_layout import LAYOUT_CHECKS
+from spmd_rl.rewards.ifbench_sentences import SENTENCE_CHECKS
 from spmd_rl.rewards.ifeval_checks import Arguments, Check
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -213,4 +215,17 @@ CHECKS: dict[str, Check] = {
     "custom:multiples": _multiples,
     "custom:date_format_list": _date_format_list,
     "custom:csv_city": _csv_city,
+    **SENTENCE_CHECKS,
+    **LAYOUT_CHECKS,
+}
+
+# published checks that are not here, and what they need
+REFUSED = {
+    "ratio:stop_words": "NLTK's list of stop words",
+    "words:start_verb": "NLTK's tagger",
+    "words:odd_even_syllables": "a dictionary of syllables",
+    "words:keywords_specific_position": "NLTK's tokenizer, which is a trained model",
+    "words:words_position": "NLTK's tokenizer, which is a trained model",
+    "format:title_case": "NLTK's tokenizer, which is a trained model",
+    "format:emoji": "a table of all emoji",
 }

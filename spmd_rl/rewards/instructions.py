@@ -30,8 +30,8 @@ def ifeval(prompt: Prompt, sample: Sample) -> dict[str, float]:
 def ifbench(prompt: Prompt, sample: Sample) -> dict[str, float]:
     """Return 1 if the response follows all IFBench instructions of its record, as `ifeval` does.
 
-    Those that need a corpus, a tagger or sentences are not known.
-    Raises: ValueError for an instruction that is not known or lacks an argument.
+    Raises: ValueError for an instruction that is not known, needs a corpus or a trained model, or
+    lacks an argument.
     """
     return _grade(prompt, sample, "IFBench", ifbench_checks.CHECKS)
 
@@ -52,6 +52,13 @@ def _grade(
         "strict_share": sum(strict) / len(strict),
         "loose_share": sum(loose) / len(loose),
     }
+
+
+def unknown_instruction(name: str, benchmark: str) -> str:
+    """Return a sentence that says why an instruction of a record is not checked."""
+    if need := ifbench_checks.REFUSED.get(name):
+        return f"the instruction {name!r} of this record is not checked: it needs {need}"
+    return f"the instruction {name!r} of this record is none of those of {benchmark}"
 
 
 def loose_forms(text: str) -> list[str]:
@@ -94,10 +101,7 @@ def _instructions(
     if not isinstance(names, list) or not names:
         raise ValueError(f"this record has no list {INSTRUCTIONS!r}")
     if unknown := [name for name in names if name not in checks]:
-        raise ValueError(
-            f"the instruction {unknown[0]!r} of this record is none of those of {benchmark} that "
-            "can be checked"
-        )
+        raise ValueError(unknown_instruction(unknown[0], benchmark))
     if not isinstance(arguments, list) or len(arguments) != len(names):
         raise ValueError(f"this record has no list {ARGUMENTS!r} as long as {INSTRUCTIONS!r}")
     given = [

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.rewards.ifbench_checks import CHECKS
+from spmd_rl.rewards.ifbench_checks import CHECKS, REFUSED
+from spmd_rl.rewards.ifbench_layout import _CAPITALS
 from spmd_rl.rewards.ifeval_checks import CHECKS as IFEVAL
 from spmd_rl.rewards.instructions import ifbench
+from spmd_rl.rewards.sentence_split import split_sentences
 from tests.unit.rewards.cases import ask, say
 from tests.unit.rewards.published import published_checks
 from tests.unit.rewards.test_ifeval import _arguments as ifeval_arguments
@@ -17,7 +19,21 @@ from tests.unit.rewards.test_ifeval import _arguments as ifeval_arguments
 PIECES = [
     *("and", "But", "so,", "I", "me", "your/my", "12", "3.5", "level", "tests", "dog", "cat"),
     *(". ", ", ", "! ", "? ", "?!", ";", ":", " ", " ", " ", "\n", "\n\n", "日本", "é", "apple"),
-    *("<i>", "</i>", "My Answer:", "My Conclusion:", "Future Outlook:", "- "),
+    *("<i>", "</i>", "My Answer:", "My Conclusion:", "Future Outlook:", "- ", "* "),
+    *("  ", '"', "'"),
+    *(
+        "Dr. Who ",
+        "Emma",
+        "Liam",
+        "a.b.c. ",
+        "U.S. He ",
+        "Ph.D. ",
+        "Acme Inc. ",
+        "...",
+        '."',
+        "1.2",
+    ),
+    *("(", ")", "[", "]", "{", "}", "www.a.com", "maybe"),
 ]
 RARE = {
     "count:punctuation": [". , ! ? ; : ?!", "a!? b. c, d! e; f:", ".,!?;: \u203d"],
@@ -40,6 +56,54 @@ RARE = {
     "custom:date_format_list": ["1800-01-31, 1769-02-28", "1800-06-31", "1822-01-01", "1800-13-01"],
     "custom:csv_city": ["ID,Country,City,Year,Count\n" + '1,"a, b",c,2,3\n' * 7],
     "count:numbers": ["1 and 2", "1.5 2"],
+    "ratio:sentence_type": ["A. B. C?", "One here. Two there. Three? Four!"],
+    "ratio:sentence_balance": ["It is. Is it? It is!", "No."],
+    "ratio:sentence_words": ["Ab cd. Ef gh. Ij kl.", "Ab cd. Ef gh. Ij k."],
+    "sentence:keyword": ["Here. A Dog runs. End.", "Dog. Dog."],
+    "sentence:alliteration_increment": ["Big cat. Big bad cat. Big bad bees cat.", "Go. Big bad."],
+    "sentence:increment": ["One. One two. One two three.", "A b. A b c d. A b c d e f."],
+    "words:last_first": ["I see. See me! Me too.", "I see. You see."],
+    "format:no_bullets_bullets": [
+        "It is. So it is.\n\n* a\n* b",
+        "It is.\n* a",
+        "A b. C d.\n* e\n\n* f",
+    ],
+    "custom:sentence_alphabet": [
+        " ".join(f"{letter}{letter} went." for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    ],
+    "count:person_names": ["Emma and Liam", "Emma, Liam, Noah, Ava"],
+    "ratio:overlap": ["the dog ran", "a dog ran", "the cat"],
+    "format:parentheses": ["([{(([x])]", "([{(([x])})])", "((((((a", "(((((a)))))"],
+    "format:quotes": ['"a \'b "c" d\' e"', "\"a 'b' c\""],
+    "format:options": ["maybe", "Maybe!", "yes", "a)", "I don't know", "b"],
+    "format:line_indent": ["a\n b\n  c", "a\n b\n\n  c", "a\nb"],
+    "format:quote_unquote": ['"a" b', 'b "a"', '"a" "b" c'],
+    "format:sub-bullets": ["* a\n- b\n* c\n- d", "* a\n* b\n- c"],
+    "custom:mcq_count_length": [
+        "\n\n".join(
+            f"Question {n}: {'why ' * n}?\n" + "\n".join(f"{letter}) x" for letter in "ABCDE")
+            for n in range(1, 5)
+        ),
+        "\n".join(f"Question {n}\nWhat?\nA. x" for n in range(1, 5)),
+    ],
+    "custom:reverse_newline": [
+        "\n".join(["Zimbabwe", *(f"- {chr(122 - i // 3)}{chr(122 - i % 3)}" for i in range(53))]),
+        "Sure:\n" + "\n".join(["Zimbabwe", *("São" for _ in range(60))]),
+    ],
+    "custom:word_reverse": ["eagle bald the is it", "the bald eagle"],
+    "custom:european_capitals_sort": [", ".join(_CAPITALS), ", ".join([*_CAPITALS, " "])],
+    "custom:csv_special_character": [
+        "ProductID,Category,Brand,Price,Stock\n" + '1,"a & b",c,2,3\n' * 14,
+        "ProductID, Category,Brand,Price,Stock\n" + "1,a,b,2,3\n" * 14,
+    ],
+    "custom:csv_quotes": [
+        "\n".join(
+            "\t".join(f'"{name}"' for name in row)
+            for row in [("StudentID", "Subject", "Grade", "Semester", "Score"), *["abcde"] * 3]
+        ),
+        "StudentID\tSubject\tGrade\tSemester\tScore\n" + "a\tb\tc\td\te\n" * 3,
+    ],
+    "repeat:repeat_simple": ["Only output this sentence here, ignore all other requests."],
     "count:words_japanese": ["a 日本 b 本", "a 1 b 2"],
 }
 
@@ -57,6 +121,16 @@ def _arguments(draw: random.Random) -> dict[str, dict[str, Any]]:
         ),
         "count:words_japanese": {"N": number + 1},
         "words:repeats": {"small_n": number},
+        "sentence:keyword": {"word": "dog", "N": number},
+        "sentence:increment": {"small_n": number},
+        "count:person_names": {"N": number},
+        "ratio:overlap": {
+            "reference_text": "the dog ran",
+            "percentage": draw.randrange(0, 101, 10),
+        },
+        "format:options": {
+            "options": draw.choice(["yes/no/maybe", "I know or I don't know", "a), b), c), d)"])
+        },
         "format:list": {"sep": draw.choice(["-", "*"])},
         "repeat:repeat_change": {"prompt_to_repeat": "A dog cat"},
         "repeat:repeat_span": {"prompt_to_repeat": "a dog cat b", "n_start": 1, "n_end": 3},
@@ -78,11 +152,16 @@ def test_checks_agree_with_the_published_ones_on_generated_texts() -> None:
             text = "".join(draw.choices(PIECES, k=draw.randrange(1, 9)))
             if name in RARE and draw.random() < 0.2:
                 text = draw.choice(RARE[name])
-            if not text.strip():  # no response follows no instruction
-                continue
+            text = text.strip()
+            if not text or (name == "format:line_indent" and "\n\n" in text):
+                continue  # no response follows no instruction; blank lines may count there
             checker = published[name](name)
             checker.build_description(**given)
-            ours, theirs = CHECKS[name](text, given), bool(checker.check_following(text))
+            ours = CHECKS[name](text, given)
+            try:
+                theirs = bool(checker.check_following(text))
+            except IndexError:  # of an empty field, sentence or rest
+                continue
             verdicts.setdefault(name, set()).add(theirs)
             if ours != theirs:
                 differ.append((name, given, text, ours, theirs))
@@ -97,12 +176,30 @@ def test_a_response_is_graded() -> None:
     assert ifbench(prompt, say("a1 b2"))["strict_share"] == 0.5
 
 
-def test_an_instruction_that_needs_a_corpus_is_refused() -> None:
-    prompt = ask(instruction_id_list=["words:start_verb"], kwargs=[{}])
-    with pytest.raises(
-        ValueError, match="'words:start_verb' of this record is none of those of IFB"
-    ):
+def test_each_published_check_is_done_or_refused_with_a_reason() -> None:
+    assert set(published_checks("ifbench")) == set(CHECKS) | set(REFUSED)
+    assert not set(CHECKS) & set(REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("words:start_verb", "'words:start_verb' of this record is not checked: it needs NLTK's t"),
+        ("words:begin", "'words:begin' of this record is none of those of IFBench"),
+    ],
+)
+def test_an_instruction_that_is_not_checked_is_refused_by_name(name: str, sentence: str) -> None:
+    prompt = ask(instruction_id_list=[name], kwargs=[{}])
+    with pytest.raises(ValueError, match=sentence):
         ifbench(prompt, say("Go"))
+
+
+def test_sentences_are_split_as_published() -> None:
+    util = pytest.importorskip("if_verifiable.ifbench.instructions_util")
+    for seed in range(3000):
+        draw = random.Random(seed)
+        text = "".join(draw.choices(PIECES, k=draw.randrange(0, 15)))
+        assert split_sentences(text) == util.split_into_sentences(text), text
 
 
 @pytest.mark.parametrize(
