@@ -28,6 +28,7 @@ def check_evaluation(cfg: Any) -> None:
         check_inputs(
             model=cfg.model,
             data=one.data,
+            reward=one.reward or cfg.reward,
             hooks=replace(cfg.hooks, extra_rewards=tuple(loaded), pick_sources=""),
             graders=cfg.graders,
             prompts=one.prompts,

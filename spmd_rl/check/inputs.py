@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from spmd_rl.check.golds import check_golds
 from spmd_rl.data.documents import DocumentConfig, check_documents
 from spmd_rl.data.files import open_records
 from spmd_rl.data.mixture import data_weights
@@ -24,10 +25,12 @@ from spmd_rl.model.weight_files import stored_weights
 from spmd_rl.rewards.config import GraderConfig
 from spmd_rl.rewards.ready import check_graders, checked_graders
 from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
+from spmd_rl.rollout.grader_choice import all_rewards
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.parameter_groups import update_rules
 
 CHECKED_BYTES = 1 << 26  # of a data file; what follows is checked when it is drawn
+CHECKED_GOLDS = 1000  # records of a data file of which the answer is parsed as graders do
 
 
 def check_inputs(
@@ -47,14 +50,16 @@ def check_inputs(
 ) -> None:
     """Check the model's config and tokenizer, the records of the data, and all hooks.
 
-    Of a data file, the first 64 MiB are checked. With `prompts`, each record must have their keys,
-    a prompt of the right form, and no rewards but those that are loaded; the first ones are
-    tokenised. With `learn` too, the data is supervised, and each record must have something to
-    learn. With `trainer`, the model folder must have the weights that it starts from, by
-    their headers, and a parameter for each pattern of names. With `sampling`, the stop ids must be
-    tokens of the model. With `graders`, those that `reward` names must be able to work with these
-    settings on this host. With `documents`, the data is that of continued pre-training. A `teacher`
-    or a `reward_model` must have the model's vocabulary, and the latter a value head.
+    Of a data file, the first 64 MiB are checked. The shipped graders must be able to grade its
+    first 1,000 records: an answer that is no mathematics, say, is refused. With `prompts`, each
+    record must have their keys, a prompt of the right form, and no rewards but those that are
+    loaded; the first ones are tokenised. With `learn` too, the data is supervised, and each record
+    must have something to learn. With `trainer`, the model folder must have the weights that it
+    starts from, by their headers, and a parameter for each pattern of names. With `sampling`, the
+    stop ids must be tokens of the model. With `graders`, those that `reward` names must be able to
+    work with these settings on this host. With `documents`, the data is that of continued
+    pre-training. A `teacher` or a `reward_model` must have the model's vocabulary, and the latter a
+    value head.
     Raises: ConfigError or DataError, which names the first thing to correct.
     """
     paths = data_weights(data)
@@ -73,7 +78,7 @@ def check_inputs(
         for path in paths:
             check_documents(path, documents, spec.max_positions, CHECKED_BYTES)
         return
-    rewards = [*reward_weights(reward), *(hooks.extra_rewards if hooks else ())]
+    rewards = all_rewards(reward_weights(reward), hooks.extra_rewards if hooks else ())
     for path in paths:
         _check_records(path, prompts, tokenizer, set(rewards), learn)
     for name in reward_weights(reward):
@@ -82,6 +87,9 @@ def check_inputs(
         check_hooks(hooks)
         if hooks.pick_sources and len(paths) == 1:
             raise ConfigError("hooks.pick_sources weights several sources, but data has only one")
+    if isinstance(prompts, PromptConfig):
+        for path in paths:
+            _check_golds(path, prompts, reward_weights(reward))
     names = checked_graders(rewards)
     check_graders(names, graders or GraderConfig(), hooks.deadline_s if hooks else 0.0)
 
@@ -143,6 +151,13 @@ def _check_answers(
                 answer_text(record, key, prompts.prompt_key)
             else:
                 record.text_or_number(key)
+
+
+def _check_golds(path: str, prompts: PromptConfig, rewards: Iterable[str]) -> None:
+    records = open_records(path)
+    num_checked = min(CHECKED_GOLDS, records.num_within(CHECKED_BYTES))
+    for chunk in records.chunks(num_checked):
+        check_golds(chunk, prompts, rewards)
 
 
 def _check_rewards(

@@ -23,6 +23,7 @@ from spmd_rl.data.prompt_format import (
 )
 from spmd_rl.data.record import DataRecord, short
 from spmd_rl.errors import DataError
+from spmd_rl.rewards.names import canonical_name
 from spmd_rl.types.prompts import Prompt
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -100,7 +101,7 @@ def _is_answered(prompt: Prompt) -> bool:
 
 
 def own_reward(record: DataRecord, cfg: PromptConfig) -> dict[str, float]:
-    """Return the reward functions that the record names, with their weights.
+    """Return the canonical names of the reward functions that the record names, with weights.
 
     It is empty for a record that names none, or null, or "".
     Raises: DataError for anything but a name or a table of names and finite weights.
@@ -109,16 +110,31 @@ def own_reward(record: DataRecord, cfg: PromptConfig) -> dict[str, float]:
     if value is None or value == "":
         return {}
     if isinstance(value, str):
-        return {record.text(cfg.reward_key): 1.0}
+        return {canonical_name(record.text(cfg.reward_key)): 1.0}
     if isinstance(value, dict):
         # a column of a table has all names in each row, with nulls
         weights = {name: weight for name, weight in value.items() if weight is not None}
         if all(type(one) in (int, float) and math.isfinite(one) for one in weights.values()):
-            return {name: float(weight) for name, weight in weights.items()}
+            return {canonical_name(name): float(weight) for name, weight in weights.items()}
     raise DataError(
         f"{record.where}: {cfg.reward_key}",
         "expected the name of a reward function, or a table of names and finite weights, "
         f"got {short(value)}",
+    )
+
+
+def graded_prompt(record: DataRecord, cfg: PromptConfig, uid: int) -> Prompt:
+    """Return what graders see of a record, without the tokens of its prompt.
+
+    Raises: DataError for an answer that is missing, or a field that cannot be sent.
+    """
+    prompt = record.row.get(cfg.prompt_key)
+    return Prompt(
+        uid,
+        np.zeros(0, np.int32),
+        text=prompt if isinstance(prompt, str) else "",
+        answer=record.text_or_number(cfg.answer_key) if cfg.answer_key else "",
+        meta=_meta(record, cfg),
     )
 
 

@@ -14,6 +14,7 @@ from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.load import load_function
+from spmd_rl.rewards.names import canonical_name
 
 CONTEXT, WHOLE_GROUP = "ctx", "samples"  # names of parameters that say how a function is called
 REWARD_FORMS = (
@@ -90,13 +91,13 @@ def part_name(name: str) -> str:
 
 
 def reward_weights(reward: str | Mapping[str, float]) -> dict[str, float]:
-    """Return the weight of each reward function by its name; without one, an empty dict.
+    """Return the weight of each reward function by its canonical name; without one, an empty dict.
 
     Raises: ConfigError for two functions of one name, whose parts could not be told apart, and for
     a weight that is no number.
     """
     if isinstance(reward, str):
-        return {reward: 1.0} if reward else {}
+        return {canonical_name(reward): 1.0} if reward else {}
     for name, weight in reward.items():
         require(math.isfinite(weight), f"reward.{name}", weight, "a finite number")
     parts = [part_name(name) for name in reward]
@@ -105,7 +106,7 @@ def reward_weights(reward: str | Mapping[str, float]) -> dict[str, float]:
             f"reward: two functions are called {twice[0]!r}: rename one, "
             "because each is a part of the reward under its own name"
         )
-    return dict(reward)
+    return {canonical_name(name): weight for name, weight in reward.items()}
 
 
 def reward_form(name: str, function: Callable[..., Any]) -> RewardForm:

@@ -6,7 +6,7 @@ import re
 
 from spmd_rl.rewards.boxed import last_boxed
 from spmd_rl.rewards.final_text import END_OF_THINKING, after_thinking
-from spmd_rl.rewards.math import MAX_TEXT, agrees
+from spmd_rl.rewards.math import MAX_TEXT, agrees, parse_answer
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
@@ -29,10 +29,20 @@ def deepscaler(prompt: Prompt, sample: Sample) -> float:
     box = last_boxed(after_thinking(sample.text)[-MAX_TEXT:])
     if box is None:
         return 0.0
-    boxed_gold = last_boxed(prompt.answer)
-    gold = prompt.answer if boxed_gold is None else boxed_gold
+    gold = _gold(prompt)
     same = normalised(box) == normalised(gold) != ""
     return float(same or agrees(gold, f"\\boxed{{{box}}}"))
+
+
+def check_answer(prompt: Prompt) -> None:
+    """Raise a ValueError for a prompt whose answer cannot be parsed."""
+    parse_answer(_gold(prompt))
+
+
+def _gold(prompt: Prompt) -> str:
+    """Return the answer of a prompt, or what is in its box."""
+    boxed = last_boxed(prompt.answer)
+    return prompt.answer if boxed is None else boxed
 
 
 def normalised(answer: str) -> str:

@@ -15,6 +15,8 @@ from spmd_rl.types.samples import Sample
 
 INSTRUCTIONS, ARGUMENTS = "instruction_id_list", "kwargs"  # keys of the record, as published
 
+_TRIAL = "One sentence. Is it another one?\n\n* A third paragraph, with 3 words!"
+
 
 def ifeval(prompt: Prompt, sample: Sample) -> dict[str, float]:
     """Return 1 if the response follows all IFEval instructions of its record, as it stands.
@@ -34,6 +36,22 @@ def ifbench(prompt: Prompt, sample: Sample) -> dict[str, float]:
     lacks an argument.
     """
     return _grade(prompt, sample, "IFBench", ifbench_checks.CHECKS)
+
+
+def check_ifeval(prompt: Prompt) -> None:
+    """Raise a ValueError for a record whose IFEval instructions cannot be checked."""
+    _try(prompt, "IFEval", ifeval_checks.CHECKS)
+
+
+def check_ifbench(prompt: Prompt) -> None:
+    """Raise a ValueError for a record whose IFBench instructions cannot be checked."""
+    _try(prompt, "IFBench", ifbench_checks.CHECKS)
+
+
+def _try(prompt: Prompt, benchmark: str, checks: Mapping[str, Check]) -> None:
+    """Check each instruction of a record on a text, so that a missing argument shows."""
+    for instruction in _instructions(prompt, benchmark, checks):
+        instruction.is_followed(_TRIAL)
 
 
 def _grade(

@@ -41,6 +41,11 @@ def boxed_math(prompt: Prompt, sample: Sample) -> float:
     return float(agrees(prompt.answer, "" if box is None else f"\\boxed{{{box}}}"))
 
 
+def check_answer(prompt: Prompt) -> None:
+    """Raise a ValueError for a prompt whose answer cannot be parsed."""
+    parse_answer(prompt.answer)
+
+
 def agrees(answer: str, text: str) -> bool:
     """Return whether the answer in a text of the model equals this answer of the data.
 

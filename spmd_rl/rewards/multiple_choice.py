@@ -36,6 +36,11 @@ def multiple_choice(prompt: Prompt, sample: Sample) -> float:
     return float(chosen(final_answer(sample.text), choices) == right)
 
 
+def check_answer(prompt: Prompt) -> None:
+    """Raise a ValueError for a prompt whose answer is no choice."""
+    _right_letter(prompt.answer, prompt.meta.get(CHOICES) or [])
+
+
 def chosen(text: str, choices: Sequence[str] = ()) -> str:
     r"""Return the letter that a text chooses, or "".
 

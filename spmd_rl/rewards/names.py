@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from spmd_rl.errors import ConfigError
 
 GRADERS = {
@@ -21,6 +23,7 @@ GRADERS = {
     "remote": "spmd_rl.rewards.remote:remote",
     "judge": "spmd_rl.rewards.judge:judge",
 }
+_SHORT = {target: name for name, target in GRADERS.items()}
 BOXED = "boxed_"  # before the name of a grader of TEXT: it grades what is in the last \boxed{...}
 TEXT = ("exact", "contains", "last_number", "multiple_choice", "exact_match", "f1")
 PACKAGES = {
@@ -36,6 +39,22 @@ PACKAGES = {
 def is_short_name(name: str) -> bool:
     """Return whether this can only be a short name: it says no module and no file."""
     return ":" not in name and "/" not in name and not name.endswith(".py")
+
+
+def canonical_name(name: str) -> str:
+    """Return the one name of a reward function that has several: a shipped one's is its short name,
+    and the path of a file is relative to the working folder if the file is in it.
+
+    Names are compared in this form. Nothing is imported.
+    """
+    where, colon, function = name.rpartition(":")
+    if not where.endswith(".py"):
+        return _SHORT.get(name, name)
+    path = os.path.normpath(where)
+    inside = os.path.isabs(path) and os.path.relpath(path)
+    if inside and not inside.startswith(os.pardir):
+        path = inside
+    return f"{path}{colon}{function}"
 
 
 def find_grader(said: str, name: str) -> tuple[str, bool]:

@@ -36,6 +36,11 @@ def f1(prompt: Prompt, sample: Sample) -> float:
     return max(word_f1(said, normalised(answer)) for answer in answers_of(prompt))
 
 
+def check_answers(prompt: Prompt) -> None:
+    """Raise a ValueError for a prompt whose record's `answers` are no list of texts."""
+    list(answers_of(prompt))
+
+
 def normalised(text: str) -> str:
     """Return a text in lower case without punctuation, articles and superfluous spaces."""
     plain = text.lower().translate(_WITHOUT_PUNCTUATION)

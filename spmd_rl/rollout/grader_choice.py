@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.signatures import part_name
+from spmd_rl.rewards.names import canonical_name
 from spmd_rl.types.prompts import Prompt
 
 
@@ -56,11 +57,11 @@ class GraderChoice:
 
 
 def all_rewards(weights: Mapping[str, float], extra: Sequence[str]) -> list[str]:
-    """Return the names of the run's own reward functions, and of the others after them.
+    """Return the canonical names of the run's own reward functions, and of the others after them.
 
     Raises: ConfigError for two of one name, whose parts could not be told apart.
     """
-    names = list(dict.fromkeys([*weights, *extra]))
+    names = list(dict.fromkeys(map(canonical_name, [*weights, *extra])))
     parts = [part_name(name) for name in names]
     if twice := [part for part in parts if parts.count(part) > 1]:
         raise ConfigError(

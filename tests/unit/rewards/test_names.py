@@ -103,3 +103,31 @@ _nested: Any = st.recursive(
 @given(_nested, st.text("xy {}\\", max_size=20))
 def test_a_box_ends_where_its_braces_do(content: str, after: str) -> None:
     assert last_boxed(rf"\boxed{{9}} so \boxed{{{content}}}{after}") == content
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("math", "math"),
+        ("spmd_rl.rewards.math:math", "math"),
+        ("spmd_rl.rewards.math:agrees", "spmd_rl.rewards.math:agrees"),
+        ("boxed_exact", "boxed_exact"),
+        ("rules.py:score", "rules.py:score"),
+        ("./rules.py:score", "rules.py:score"),
+        ("a/../rules.py:score", "rules.py:score"),
+        ("{here}/rules.py:score", "rules.py:score"),
+        ("{here}/a/rules.py:score", "a/rules.py:score"),
+        ("/elsewhere/rules.py:score", "/elsewhere/rules.py:score"),
+        ("../rules.py:score", "../rules.py:score"),
+        ("package.module:score", "package.module:score"),
+        ("", ""),
+    ],
+)
+def test_a_function_has_one_name(name: str, canonical: str) -> None:
+    assert names.canonical_name(name.format(here=Path.cwd())) == canonical
+    assert names.canonical_name(canonical) == canonical
+
+
+@pytest.mark.parametrize("short", names.GRADERS)
+def test_the_full_name_of_a_grader_is_its_short_one(short: str) -> None:
+    assert reward_weights(names.GRADERS[short]) == reward_weights(short) == {short: 1.0}
