@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import spmd_rl as rl
 
@@ -92,8 +92,6 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     weights = ctl.link(trainer, rollout)
     prompts = rl.load_prompts(cfg)
     rl.announce_correction(cfg.engine, "none")
-    loss = loss_of(cfg)
-    needs = rl.Needs(candidates=cfg.form == "topk")
     num_steps = rl.num_steps(cfg, prompts)
     evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, partial(graded, teacher))
     start = ctl.resume(trainer=trainer, prompts=prompts)
@@ -107,7 +105,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train"):
             batch = taught(cfg, teacher, rl.pack_samples(groups))
-            stats = trainer.train_step.call(batch, loss, needs=needs)
+            stats = learned(cfg, trainer, batch)
         # the reward of a sample is how much likelier the teacher finds it, per token
         groups = rl.with_rewards(groups, rl.distill_gains(batch))
         step.log(groups, stats, rl.distill_metrics(batch))
@@ -115,11 +113,13 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     evaluation.at_end(trainer, weights)
 
 
-def loss_of(cfg: Config) -> partial[Any]:
-    """Return the loss of either form."""
+def learned(cfg: Config, trainer: rl.Trainer, batch: rl.Batch) -> dict[str, float]:
+    """Learn from a batch with the loss of either form, and return the metrics."""
     if cfg.form == "sampled":
-        return partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
-    return partial(rl.topk_kl_loss, direction=cfg.direction, coef=cfg.coef)
+        loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
+        return trainer.train_step.call(batch, loss)
+    topk_loss = partial(rl.topk_kl_loss, direction=cfg.direction, coef=cfg.coef)
+    return trainer.train_step.call(batch, topk_loss, needs=rl.Needs(candidates=True))
 
 
 def taught(cfg: Config, teacher: rl.FrozenModel, batch: rl.Batch) -> rl.Batch:

@@ -18,8 +18,8 @@ from spmd_rl.errors import DataError
 from spmd_rl.evaluation.config import EvalConfig, EvalSet
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.rewards.config import GraderConfig
-from spmd_rl.rewards.gold import _CHECKS, check_prompt
-from spmd_rl.rewards.names import BOXED, GRADERS
+from spmd_rl.rewards.gold import CHECKS, check_prompt
+from spmd_rl.rewards.names import GRADERS
 from spmd_rl.rollout.engine import SamplingConfig
 from tests.unit.rewards.cases import ask
 
@@ -29,8 +29,8 @@ KWARGS = "instruction_id_list", "kwargs"
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "math": (
         {"answer": r"\frac{1}{2}"},
-        {"answer": "see above"},
-        "'see above' of this prompt is no",
+        {"answer": "???"},
+        "'???' of this prompt is no",
     ),
     "boxed_math": ({"answer": "#### 72"}, {"answer": ""}, "the answer of this prompt is empty"),
     "deepscaler": ({"answer": r"\boxed{3}"}, {"answer": r"\boxed{???}"}, "is no mathematics"),
@@ -76,8 +76,7 @@ def test_a_record_that_cannot_be_graded_is_refused_with_its_line(tmp_path: Path,
 
 
 def test_every_grader_with_a_check_has_cases_and_is_known() -> None:
-    plain = {name.removeprefix(BOXED) for name in _CHECKS}
-    assert plain <= CASES.keys() <= GRADERS.keys()
+    assert CHECKS.keys() <= CASES.keys() <= GRADERS.keys()
 
 
 @pytest.mark.parametrize("name", CASES)
