@@ -193,6 +193,14 @@ class CausalLM(nn.Module):
         """The weight [V, C] of the product that turns hidden states into logits."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
+    def adapters(self) -> Iterator[Linear]:
+        """Yield the layers that adapters consist of."""
+        for module in self.modules():
+            if isinstance(module, Linear) and module.lora_A is not None:
+                yield module.lora_A
+            if isinstance(module, Linear) and module.lora_B is not None:
+                yield module.lora_B
+
     def pack_projections(self) -> None:
         """Move the weights that can be fused next to each other, before anything refers to them."""
         for _, projections in self._joinable():

@@ -23,6 +23,7 @@ from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.pool import HookPool
 from spmd_rl.hooks.signatures import reward_weights
 from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.model.lora import AdaptedBase
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.offload.phases import RoleSleep
@@ -71,7 +72,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
     that makes samples in several turns, if one does. `settings` is the recipe's config as plain
     data, which hooks may read. `seed` is that of the draws. `reserved_bytes` is GPU memory that the
     plan counts beside the engine's own, and `sleep` says in which phases the engine's memory is
-    awake; the controller passes both.
+    awake; the controller passes both. With `lora`, the trainer pushes adapters alone.
     """
 
     MEMORY_TAGS: ClassVar[tuple[str, ...]] = ("weights", "kv")
@@ -87,6 +88,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         settings: dict[str, Any] | None = None,
         reserved_bytes: int = 0,
         sleep: RoleSleep | None = None,
+        lora: AdaptedBase | None = None,
     ) -> None:
         super().__init__(cfg, context)
         self.seed = seed
@@ -109,7 +111,9 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
             seed=seed,
             reserved_bytes=reserved_bytes,
             memory=self.memory,
+            adapted=lora,
         )
+        self._pushes_all = lora is None
         spec, raises = ModelSpec.from_folder(model), hooks.on_error == "raise"
         grading = episodes = None
         if pool is not None and rewards:
@@ -225,8 +229,12 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, Pumped):
         return UNPROMISED_CONTRACT if contract is None else contract
 
     def weight_sink(self) -> WeightSink:
-        """Return where pushed weights go: this rank's engine. It keeps none while it sleeps."""
-        self.memory.drop("weights")
+        """Return where pushed weights go: this rank's engine. It keeps none while it sleeps.
+
+        A base beside adapters is not pushed, so it survives a sleep.
+        """
+        if self._pushes_all:
+            self.memory.drop("weights")
         return self.engine.sink()
 
     def _start(

@@ -11,7 +11,7 @@ from torch import Tensor
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.model.hf import model_weights, random_weights
+from spmd_rl.model.hf import model_weights, random_adapters, random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec, head_of
@@ -42,6 +42,9 @@ def build(
     spec = _spec(folder)
     backend = Fsdp2(spec, context.mesh, cfg, context.device, head, memory)
     backend.fill(first_weights(cfg, folder, head))
+    if cfg.lora.rank:
+        backend.fill(random_adapters(cfg.lora.shapes(spec), cfg.seed))
+        backend.note_base(context)
     return Learner(backend, context, cfg)
 
 

@@ -5,7 +5,7 @@ The optimizer works on the local shards as plain tensors (optimizers.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import recomputing
+from spmd_rl.model.lora import is_adapter
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec
@@ -65,10 +66,11 @@ class Fsdp2(ShardedModel):
         if cfg.backend.offload_activations:
             self._activations = ActivationOffload(device, memory.reserve)
             self._activations.wrap(scorer.model.model.layers)
-        rules = _freeze(scorer.model, cfg, mesh.size(1))
+        base = _make_base(scorer.model, dtype) if cfg.lora.rank else frozenset[str]()
+        rules = _freeze(scorer.model, cfg, mesh.size(1), base)
         reshard = False if mesh.size(1) == 1 else None
         with memory.allocating("master", always=self._offload == "master"):
-            super().__init__(scorer, mesh, device, dtype, cfg.backend.gathers_whole, reshard)
+            super().__init__(scorer, mesh, device, dtype, cfg.backend.gathers_whole, reshard, base)
         memory.hold("master", lambda: self.local.values())
         _sum_gradients(self.units, cfg.deterministic)
         build = partial(build_optimizer, self.local_weights(), rules, cfg, mesh.get_group("fsdp"))
@@ -162,9 +164,23 @@ def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def _freeze(model: CausalLM, cfg: TrainerConfig, num_shards: int) -> dict[str, UpdateRule]:
+def _make_base(model: CausalLM, dtype: torch.dtype) -> frozenset[str]:
+    """Have all but adapters stored in `dtype`, in which they compute; return their names."""
+    base = {name: one for name, one in model.named_parameters() if not is_adapter(name)}
+    for parameter in base.values():
+        parameter.data = parameter.data.to(dtype)
+    return frozenset(base)
+
+
+def _freeze(
+    model: CausalLM, cfg: TrainerConfig, num_shards: int, base: Container[str]
+) -> dict[str, UpdateRule]:
     """Have trained parameters alone take gradients, and return how each of them is updated."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if name not in base
+    }
     rules = update_rules(shapes, cfg, num_shards)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in rules)
@@ -177,7 +193,7 @@ def _scorer(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> Scorer | ValueSc
         if head == "value":
             return ValueScorer(ValueModel(spec), cfg.attention_split)
         recomputes = cfg.backend.recompute == "all"
-        return Scorer(CausalLM(spec), cfg.logit_rows, recomputes, cfg.attention_split)
+        return Scorer(CausalLM(spec, cfg.lora), cfg.logit_rows, recomputes, cfg.attention_split)
 
 
 def _sum_gradients(units: Sequence[FSDPModule], deterministic: bool) -> None:

@@ -1,7 +1,6 @@
-"""Adapters: the forward pass against merged weights, gradients against plain torch, and the config."""
+"""Adapters: forward passes against merged weights, gradients against plain torch, settings."""
 
 from __future__ import annotations
-
 
 import numpy as np
 import pytest
