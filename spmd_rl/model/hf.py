@@ -30,9 +30,7 @@ from spmd_rl.observe import atomic_write
 
 SHARD_BYTES = 4 << 30
 CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # as transformers spells them
-_COPIED_FILES = (
-    "config.json",
-    "generation_config.json",
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -42,6 +40,7 @@ _COPIED_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+_COPIED_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:

@@ -55,6 +55,14 @@ class LoraConfig:
         """All that a forward pass depends on beside the adapters' weights, as text."""
         return f"rank={self.rank}, alpha={self.alpha}, targets={'+'.join(self.projections)}"
 
+    @staticmethod
+    def parse(arithmetic: str) -> LoraConfig:
+        """Return the config whose `arithmetic` this is; that without adapters for an empty text."""
+        if not arithmetic:
+            return NO_LORA
+        rank, alpha, targets = (part.partition("=")[2] for part in arithmetic.split(", "))
+        return LoraConfig(int(rank), float(alpha), tuple(targets.split("+")))
+
     def shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         """Return the shape of every adapter's parameters by name, in the network's order."""
         shapes: dict[str, tuple[int, ...]] = {}

@@ -22,6 +22,11 @@ from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
 from spmd_rl.train.sharded_model import ShardedModel
 
+NO_VALUE_HEAD = (
+    "lora.rank is set for a model with a value head, which would not be trained: adapters are for "
+    "language models, so set it to 0"
+)
+
 
 def build(
     cfg: TrainerConfig,
@@ -40,6 +45,8 @@ def build(
     memory = memory or RoleMemory(None, context.device)
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
     spec = _spec(folder)
+    if cfg.lora.rank and head == "value":
+        raise ConfigError(NO_VALUE_HEAD)
     backend = Fsdp2(spec, context.mesh, cfg, context.device, head, memory)
     backend.fill(first_weights(cfg, folder, head))
     if cfg.lora.rank:

@@ -42,7 +42,8 @@ from spmd_rl.train.sharded_model import ShardedModel
 class Fsdp2(ShardedModel):
     """A model sharded over `mesh`, whose axes are dp and fsdp, with its optimizer.
 
-    Weights are unset until `fill`. Master weights and moments are in regions of `memory`.
+    Weights are unset until `fill`. Master weights, moments and the base beside adapters are in
+    regions of `memory`.
     """
 
     def __init__(
@@ -69,9 +70,19 @@ class Fsdp2(ShardedModel):
         base = _make_base(scorer.model, dtype) if cfg.lora.rank else frozenset[str]()
         rules = _freeze(scorer.model, cfg, mesh.size(1), base)
         reshard = False if mesh.size(1) == 1 else None
-        with memory.allocating("master", always=self._offload == "master"):
-            super().__init__(scorer, mesh, device, dtype, cfg.backend.gathers_whole, reshard, base)
-        memory.hold("master", lambda: self.local.values())
+        always = self._offload == "master"
+        super().__init__(
+            scorer,
+            mesh,
+            device,
+            dtype,
+            cfg.backend.gathers_whole,
+            reshard,
+            base,
+            lambda is_base: memory.allocating("base" if is_base else "master", always),
+        )
+        memory.hold("master", lambda: [self.local[name] for name in self.names()])
+        memory.hold("base", lambda: [self.local[name] for name in sorted(self.base)])
         _sum_gradients(self.units, cfg.deterministic)
         build = partial(build_optimizer, self.local_weights(), rules, cfg, mesh.get_group("fsdp"))
         if self._offload != "none":
@@ -84,7 +95,8 @@ class Fsdp2(ShardedModel):
 
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         has_logits = isinstance(self.scorer, Scorer)
-        return train_flops(self.scorer.model.spec, lengths, num_scored if has_logits else 0)
+        model = self.scorer.model
+        return train_flops(model.spec, lengths, num_scored if has_logits else 0, model.lora)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss_of: LossOf, needs: Needs) -> None:
         with self._without_master() if self._offload == "master" else nullcontext():

@@ -7,6 +7,7 @@ over dp. A frozen model is no more than this; a trainer adds gradients and an op
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import msgspec
@@ -40,7 +41,8 @@ class ShardedModel:
 
     It computes in `dtype`. Weights are unset until `fill`. Those that `base` names never change:
     `state`, `source` and `names` leave them out. FSDP leaves them alone where there is one shard,
-    for it would hold them twice.
+    for it would hold them twice. `allocating` is entered to allocate them, and to allocate the
+    rest; its argument says which.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class ShardedModel:
         gathers_whole: Callable[[int, int], bool],
         reshard_after_forward: bool | None = None,
         base: Collection[str] = (),
+        allocating: Callable[[bool], AbstractContextManager[None]] = lambda is_base: nullcontext(),
     ) -> None:
         spec = scorer.model.spec
         attention_backend(spec.head_dim, dtype, device, scorer.attention_split)
@@ -66,18 +69,29 @@ class ShardedModel:
         self.base_fact: dict[str, str | int] = {}
         named = dict(scorer.model.named_parameters())
         whole = {named[name] for name in base} if self.num_shards == 1 else set()
-        num_bytes = sum(one.nbytes for one in named.values() if one not in whole)
+        num_bytes = sum(one.nbytes for one in scorer.parameters() if one not in whole)
         modules = _units(scorer, gathers_whole(num_bytes, mesh.size()))
         policy = _mixed_precision(scorer, dtype)
         self.units = _shard(modules, mesh, policy, reshard_after_forward, whole)
         if isinstance(scorer, Scorer):
             register_fsdp_forward_method(scorer, "top_logprobs")
-        scorer.to_empty(device=device)
+        self._materialise(allocating)
         self.parameters = dict(scorer.model.named_parameters())
         self.local = {
             name: nn.Parameter(_own(parameter).detach(), parameter.requires_grad)
             for name, parameter in self.parameters.items()
         }
+
+    def _materialise(self, allocating: Callable[[bool], AbstractContextManager[None]]) -> None:
+        """Give all parameters memory: of the base, and of the rest, inside one context each."""
+        named = dict(self.scorer.model.named_parameters())
+        memory: dict[Tensor, Tensor] = {}
+        for is_base in sorted({name in self.base for name in named}):
+            with allocating(is_base):
+                for name, parameter in named.items():
+                    if (name in self.base) == is_base:
+                        memory[parameter] = torch.empty_like(parameter, device=self.device)
+        self.scorer._apply(memory.__getitem__)
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Set the weights from whole tensors by name, of which each rank keeps its rows."""
@@ -148,11 +162,11 @@ class ShardedModel:
 
     def local_weights(self) -> LocalTensors:
         """Return this rank's shards of the weights."""
-        return self._shards(self.names())
+        return self.shards_of(self.names())
 
     def note_base(self, context: RoleContext) -> None:
         """Have the contract name the base weights, which are set. Ranks: all of the role."""
-        shards = self._shards(self.base)
+        shards = self.shards_of(self.base)
         own = msgspec.msgpack.encode((shards.layout(context.rank), digest(shards)))
         parts = [
             msgspec.msgpack.decode(blob, type=tuple[Layout, dict[str, int]])
@@ -160,7 +174,8 @@ class ShardedModel:
         ]
         self.base_fact = base_fact(combine(parts))
 
-    def _shards(self, names: Iterable[str]) -> LocalTensors:
+    def shards_of(self, names: Iterable[str]) -> LocalTensors:
+        """Return this rank's shards of these parameters."""
         shards = {}
         for name in names:
             shape = tuple(self.parameters[name].shape)
