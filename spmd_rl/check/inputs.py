@@ -96,9 +96,7 @@ def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpe
     spec = ModelSpec.from_folder(model)
     check_has_tokenizer(model)
     if trainer:
-        lora = trainer.lora
-        trained = lora.shapes(spec) if lora.rank else spec.parameter_shapes()
-        update_rules(trained, trainer, num_shards=1)
+        update_rules(trainer.lora.trained_shapes(spec), trainer, num_shards=1)
         if trainer.init == "folder":
             stored_weights(model, spec.parameter_shapes())
     return spec

@@ -73,6 +73,10 @@ class LoraConfig:
                 shapes[f"{layer}.{B}.weight"] = (shape[0], self.rank)
         return shapes
 
+    def trained_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+        """Return the shape of what a language model's trainer trains and pushes, by name."""
+        return self.shapes(spec) if self.rank else spec.parameter_shapes()
+
 
 NO_LORA = LoraConfig()
 

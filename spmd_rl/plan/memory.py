@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from math import prod
 from typing import Any
 
 from spmd_rl.mesh.split import Placement, Placements
+from spmd_rl.model.lora import NO_LORA
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import (
     CONTEXT_BYTES,
@@ -125,14 +127,21 @@ def _role_ledgers(
             return
         dtype = dtype_on_gpu(cfg.engine)
         is_unsharded = "train" in roles and placements.train.axes["fsdp"] == 1
-        shares_weights = is_unsharded and dtype == "float32"
+        num_adapted = _num_adapted(cfg, spec)
+        shares_weights = is_unsharded and dtype == "float32" and not num_adapted
         yield engine_ledger(
-            spec.num_parameters,
+            spec.num_parameters + num_adapted,
             0 if shares_weights else ITEM_BYTES[dtype],
             kv_bytes=0,  # known when all else is
             sleeps=sleeps,
             step=step,
         )
+
+
+def _num_adapted(cfg: Any, spec: ModelSpec) -> int:
+    """Return the number of parameters that the trainer's adapters have."""
+    lora = cfg.trainer.lora if hasattr(cfg, "trainer") else NO_LORA
+    return sum(prod(shape) for shape in lora.shapes(spec).values())
 
 
 def _phases(cfg: Any) -> Phases:

@@ -18,6 +18,7 @@ from spmd_rl.offload.ledger import (
     trainer_ledger,
 )
 from spmd_rl.plan.step_memory import StepSizes, step_ledger
+from spmd_rl.train.adapter_memory import adapter_sizes
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from spmd_rl.train.parameter_groups import moment_bytes, update_rules
@@ -93,6 +94,8 @@ def _without_offload(
     spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head
 ) -> Ledger:
     """Return the ledger of a trainer whose moments and master weights stay on the GPU."""
+    if cfg.lora.rank:
+        return _adapter_ledger(spec, cfg, placement)
     num_shards = placement.axes["fsdp"]
     shapes = spec.parameter_shapes(head)
     num_parameters = _num_parameters(spec, head)
@@ -107,6 +110,27 @@ def _without_offload(
         moments=moment_bytes(shapes, rules, num_shards),
         num_gathered=num_parameters if is_whole else _num_gathered(spec, head),
         activations=_activation_bytes(spec, cfg, head, _num_layers_on_gpu(spec, cfg)),
+    )
+
+
+def _adapter_ledger(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -> Ledger:
+    """Return the ledger of a trainer whose adapters alone learn."""
+    element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
+    is_one_unit = cfg.backend.gathers_whole(
+        spec.num_parameters * element_bytes, len(placement.ranks)
+    )
+    num_gathered = spec.num_parameters if is_one_unit else _num_gathered(spec, "lm")
+    sizes = adapter_sizes(spec, cfg, placement.axes["fsdp"], element_bytes, num_gathered)
+    activations = _activation_bytes(spec, cfg, "lm", _num_layers_on_gpu(spec, cfg))
+    return Ledger(
+        (
+            Entry("base", sizes.base),
+            Entry("master", sizes.master),
+            Entry("moments", sizes.moments),
+            Entry("grads", sizes.grads, ("train",)),
+            Entry("gathered", sizes.gathered, ("train",)),
+            Entry("activations", activations, ("train",)),
+        )
     )
 
 
