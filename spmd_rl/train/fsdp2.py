@@ -5,7 +5,7 @@ The optimizer works on the local shards as plain tensors (optimizers.py).
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
@@ -33,8 +33,9 @@ from spmd_rl.train.backend import LossOf, State
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
+from spmd_rl.train.host_stack import Reserve
 from spmd_rl.train.microbatch import MicroBatch
-from spmd_rl.train.optimizers import build_optimizer
+from spmd_rl.train.optimizers import ShardOptimizer, build_optimizer
 from spmd_rl.train.parameter_groups import UpdateRule, update_rules
 from spmd_rl.train.sharded_model import ShardedModel
 
@@ -85,13 +86,20 @@ class Fsdp2(ShardedModel):
         memory.hold("base", lambda: [self.local[name] for name in sorted(self.base)])
         _sum_gradients(self.units, cfg.deterministic)
         build = partial(build_optimizer, self.local_weights(), rules, cfg, mesh.get_group("fsdp"))
+        self.optimizer = self._built(build, memory)
+
+    def _built(
+        self, build: Callable[[Reserve | None], ShardOptimizer], memory: RoleMemory
+    ) -> ShardOptimizer:
+        """Return the optimizer, with its state in host memory or in a region of its own."""
         if self._offload != "none":
-            self.optimizer = build(memory.reserve)
-            self.host_kinds = frozenset(self.optimizer.state())
-            return
+            optimizer = build(memory.reserve)
+            self.host_kinds = frozenset(optimizer.state())
+            return optimizer
         with memory.allocating("moments"):
-            self.optimizer = build()
-        memory.hold("moments", self.optimizer.tensors)
+            optimizer = build(None)
+        memory.hold("moments", optimizer.tensors)
+        return optimizer
 
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         has_logits = isinstance(self.scorer, Scorer)
