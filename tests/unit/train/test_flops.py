@@ -44,7 +44,7 @@ def test_counted_products_agree(new_trainer) -> None:
 
 
 def test_weights_beside_adapters_have_no_gradient(new_trainer) -> None:
-    """A pass with adapters multiplies the base twice and not three times, and the adapters thrice."""
+    """A pass multiplies the base twice and not three times, and the adapters thrice."""
     lora, lengths = LoraConfig(rank=4), np.array([40, 7, 23], np.int32)
     model = new_trainer(lora=lora).backend.scorer.model
     attention = flops.train_flops(replace(model.spec, vocab_size=0, hidden_size=0), lengths, 11)
