@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmd_rl.model.hf import TOKENIZER_FILES
 from spmd_rl.model.lora import LoraConfig
-from spmd_rl.model.weight_files import ADAPTER
+from spmd_rl.model.spec import ADAPTER
 from spmd_rl.observe import atomic_write
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

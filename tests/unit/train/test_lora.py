@@ -108,9 +108,15 @@ def test_a_checkpoint_is_adapters_and_goes_on_bit_for_bit(new_trainer, tmp_path:
     num_bytes = sum(p.stat().st_size for p in (tmp_path / "saved").glob("weights*"))
     adapter_bytes = 4 * sum(one.numel() for name, one in expected.items() if is_adapter(name))
     assert adapter_bytes < num_bytes < adapter_bytes * 1.5
-    other = new_trainer(lora=LORA, seed=7)
-    other.load(str(tmp_path / "saved"))
-    assert "base_weights" in other.resume_differences()[0]
+    for options, key in (
+        ({"lora": LORA, "seed": 7}, "base_weights"),
+        ({"lora": replace(LORA, alpha=8.0)}, "lora"),
+    ):
+        with pytest.raises(ConfigError, match=f"another kind or base: its {key} is"):
+            new_trainer(**options).load(str(tmp_path / "saved"))
+    wide = new_trainer(lora=LORA, dtype="bfloat16")
+    wide.load(str(tmp_path / "saved"))
+    assert "dtype is" in wide.resume_differences()[0]
 
 
 def test_an_exported_folder_is_pefts(new_trainer, tmp_path: Path) -> None:
