@@ -104,7 +104,7 @@ def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpe
     spec = ModelSpec.from_folder(model)
     check_has_tokenizer(model)
     if trainer:
-        update_rules(spec.parameter_shapes(), trainer, num_shards=1)
+        update_rules(trainer.lora.trained_shapes(spec), trainer, num_shards=1)
         if trainer.init == "folder":
             stored_weights(model, spec.parameter_shapes())
     return spec

@@ -3,6 +3,7 @@
 Their weights must lie one after the other in memory. The bits are those of separate products, as
 every output element has its own chain over K. Fusing is for engines on GPUs, where with few rows a
 launch costs more than its arithmetic. A trainer shards weights one by one, so it does not fuse.
+Adapters stay separate: each is added to its part of the product.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spmd_rl.kernels import linear, silu_mul, silu_mul_linear
 from spmd_rl.kernels.linear.swiglu import is_one_kernel
+from spmd_rl.model.linear import Linear
 
 
 @dataclass
@@ -38,28 +40,27 @@ class FusedProjections:
         return silu_mul_linear(x, self.weight)
 
 
-def project(
-    x: Tensor, joined: FusedProjections | None, *projections: nn.Linear
-) -> Sequence[Tensor]:
+def project(x: Tensor, joined: FusedProjections | None, *projections: Linear) -> Sequence[Tensor]:
     """Return each projection of x [T, K].
 
-    Where they are fused and no gradient is wanted, these are views of one product's columns.
+    Where they are fused and no gradient is wanted, these are views of one product's columns, or
+    sums of these and what adapters compute.
     """
     if joined is None or torch.is_grad_enabled():
         return [one(x) for one in projections]
-    return joined.product(x)
+    parts = zip(projections, joined.product(x), strict=True)
+    return [one.with_adapter(x, part) for one, part in parts]
 
 
-def project_gated(
-    x: Tensor, joined: FusedProjections | None, gate: nn.Linear, up: nn.Linear
-) -> Tensor:
+def project_gated(x: Tensor, joined: FusedProjections | None, gate: Linear, up: Linear) -> Tensor:
     """Return `silu_mul` of two projections, from a single kernel where that can be."""
-    if joined is None or torch.is_grad_enabled() or not joined.fuses(x):
+    is_adapted = gate.is_adapted or up.is_adapted
+    if joined is None or is_adapted or torch.is_grad_enabled() or not joined.fuses(x):
         return silu_mul(*project(x, joined, gate, up))
     return joined.gated(x)
 
 
-def lay_out(projections: Sequence[nn.Linear]) -> None:
+def lay_out(projections: Sequence[Linear]) -> None:
     """Move the projections' parameters next to each other in memory, in order, unless they are."""
     for parameters in _columns(projections):
         if _are_adjacent(parameters):
@@ -71,7 +72,7 @@ def lay_out(projections: Sequence[nn.Linear]) -> None:
             parameter.data = part
 
 
-def join(projections: Sequence[nn.Linear]) -> FusedProjections | None:
+def join(projections: Sequence[Linear]) -> FusedProjections | None:
     """Return the projections as one, or None if their parameters are not next to each other."""
     wholes = []
     for parameters in _columns(projections):
@@ -98,7 +99,7 @@ def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
     return begins[1:] == ends[:-1] and all(p.is_contiguous() for p in parameters)
 
 
-def _columns(projections: Sequence[nn.Linear]) -> list[list[Tensor]]:
+def _columns(projections: Sequence[Linear]) -> list[list[Tensor]]:
     """Return all weights, then all biases if there are any."""
     columns: list[list[Tensor]] = [[one.weight for one in projections]]
     if projections[0].bias is not None:

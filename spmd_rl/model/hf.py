@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.lora import B
 from spmd_rl.model.spec import (
     EMBEDDING,
     HEAD,
@@ -29,9 +30,7 @@ from spmd_rl.observe import atomic_write
 
 SHARD_BYTES = 4 << 30
 CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # as transformers spells them
-_COPIED_FILES = (
-    "config.json",
-    "generation_config.json",
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -41,6 +40,7 @@ _COPIED_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+_COPIED_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -86,12 +86,16 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
 
     Raises: as `model_weights`.
     """
+    shapes = {name: one.shape for name, one in model.named_parameters()}
+    fill(model, model_weights(folder, shapes))
+
+
+@torch.no_grad()
+def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Set parameters of `model` by name, cast to their dtype; the others stay as they are."""
     wanted = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in model_weights(
-            folder, {name: one.shape for name, one in wanted.items()}
-        ):
-            wanted[name].copy_(tensor)
+    for name, tensor in weights:
+        wanted[name].copy_(tensor)
 
 
 def random_weights(spec: ModelSpec, seed: int, head: Head = "lm") -> Iterator[tuple[str, Tensor]]:
@@ -114,6 +118,21 @@ def random_weights(spec: ModelSpec, seed: int, head: Head = "lm") -> Iterator[tu
             continue
         scale = depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
         yield name, torch.randn(shape, generator=generator) * (spec.init_std * scale)
+
+
+def random_adapters(shapes: Mapping[str, Sequence[int]], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield initial adapters in fp32, each a function of the seed and its name's place.
+
+    A is uniform in +-1 / sqrt(in), as PEFT has it, and B is zero: the model is its base.
+    """
+    generator = torch.Generator()
+    for order, (name, shape) in enumerate(sorted(shapes.items())):
+        if name.endswith(f".{B}.weight"):
+            yield name, torch.zeros(tuple(shape))
+            continue
+        generator.manual_seed(((seed << 20) + (1 << 19) + order) % (1 << 63))
+        uniform = torch.rand(tuple(shape), generator=generator)
+        yield name, (2 * uniform - 1) / math.sqrt(shape[1])
 
 
 def save_folder(

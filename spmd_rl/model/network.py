@@ -25,7 +25,6 @@ from spmd_rl.kernels import (
     contract,
     embed,
     is_exact,
-    linear,
     linear_fp32,
     pad_rows,
     rms_norm,
@@ -34,18 +33,15 @@ from spmd_rl.kernels import (
 )
 from spmd_rl.kernels.contract import digest_of
 from spmd_rl.model.fused_projections import FusedProjections, join, lay_out, project, project_gated
+from spmd_rl.model.linear import Linear
+from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.model.rope_frequencies import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
 
 SOURCES = tuple(
     Path(__file__).with_name(f"{name}.py")
-    for name in ("network", "fused_projections", "rope_frequencies")
+    for name in ("network", "linear", "fused_projections", "rope_frequencies")
 )
-
-
-class Linear(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's name)
-        return linear(input, self.weight, self.bias)
 
 
 class RmsNorm(nn.Module):
@@ -137,16 +133,20 @@ class CausalLM(nn.Module):
 
     A tied head has no parameter of its own. Build the model under `torch.device("meta")` to
     allocate nothing. The host makes the rotary table in fp32 at its first use on a device, and all
-    later passes share it.
+    later passes share it. With a rank in `lora`, layers have adapters.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, lora: LoraConfig = NO_LORA) -> None:
         super().__init__()
         self.spec = spec
+        self.lora = lora
         self.model = Decoder(spec)
         self.lm_head = (
             None if spec.tie_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
         )
+        for name, module in list(self.named_modules()):
+            if isinstance(module, Linear) and name.rpartition(".")[2] in lora.projections:
+                module.adapt(lora)
         self._rope: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def contract(
@@ -165,7 +165,8 @@ class CausalLM(nn.Module):
             "model": self.spec.arithmetic,
             "rotary_table": table.hexdigest()[:16],
         }
-        return facts | own
+        adapters = {"lora": self.lora.arithmetic} if self.lora.rank else {}
+        return facts | own | adapters
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: TokenAttention, rows: Tensor | None = None
@@ -191,6 +192,14 @@ class CausalLM(nn.Module):
     def head(self) -> Tensor:
         """The weight [V, C] of the product that turns hidden states into logits."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def adapters(self) -> Iterator[Linear]:
+        """Yield the layers that adapters consist of."""
+        for module in self.modules():
+            if isinstance(module, Linear) and module.lora_A is not None:
+                yield module.lora_A
+            if isinstance(module, Linear) and module.lora_B is not None:
+                yield module.lora_B
 
     def pack_projections(self) -> None:
         """Move the weights that can be fused next to each other, before anything refers to them."""

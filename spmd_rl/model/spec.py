@@ -15,6 +15,7 @@ FAMILIES = {"llama": "Llama-3", "qwen2": "Qwen2.5", "qwen3": "Qwen3"}
 # fields on which no bit of a forward pass depends, once the rotary table is given
 NOT_ARITHMETIC = {"family", "rope", "eos_ids", "init_std"}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ADAPTER = "adapter_config.json"  # in a folder that peft wrote, or that is for it
 VALUE_HEAD = "score.weight"  # the name that transformers gives it
 Head = Literal["lm", "value"]  # what a model computes of its hidden states: logits, or a number
 VALUE_ARCHITECTURE = "ForSequenceClassification"  # how the name of such an architecture ends
@@ -60,6 +61,10 @@ class ModelSpec:
         another family.
         """
         path = model_folder(folder) / "config.json"
+        if not path.is_file() and (path.parent / ADAPTER).is_file():
+            raise ConfigError(
+                f"{folder} holds adapters alone: merge them into their base first (docs/lora.md)"
+            )
         if not path.is_file():
             raise ConfigError(f"{folder} is not a model folder: it has no config.json")
         config = Fields(str(path), read_object(path))

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.json_fields import read_object
-from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD, head_of
+from spmd_rl.model.spec import ADAPTER, EMBEDDING, HEAD, VALUE_HEAD, head_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 UNUSED = "rotary_emb.inv_freq"  # old folders hold the frequencies, which the config gives
 

@@ -15,13 +15,17 @@ from spmd_rl.algo.make import make_algorithm
 from spmd_rl.algo.self_check import check_reference
 from spmd_rl.algo.value_loss import value_loss
 from spmd_rl.config.dump import as_data
+from spmd_rl.config.rules import require
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.link import Link
 from spmd_rl.controller.pending import Pending
+from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.context import Keep
 from spmd_rl.hooks.keep_group import KeepGroup
 from spmd_rl.mesh.split import Placements
+from spmd_rl.rollout.build import NO_ADAPTERS
 from spmd_rl.rollout.engine import SamplingConfig
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.train.config import FrozenConfig
 from spmd_rl.train.extra_role import ExtraRole
 from spmd_rl.train.frozen import FrozenModel
@@ -36,9 +40,20 @@ REFERENCE, CRITIC = "reference", "critic"  # names of the roles, and of their ra
 
 def algorithm_of(cfg: PolicyConfig, sampling: SamplingConfig) -> Algorithm:
     """Return the algorithm of a recipe. Raises: ConfigError for settings that do not fit."""
+    _check_lora(cfg)
     return make_algorithm(
         cfg, num_samples=sampling.num_samples, max_response_tokens=sampling.max_tokens
     )
+
+
+def _check_lora(cfg: Any) -> None:
+    """Raise a ConfigError for what cannot be done with a trainer of adapters."""
+    if not hasattr(cfg, "trainer") or not cfg.trainer.lora.rank:
+        return
+    if isinstance(cfg.engine, SglangEngineConfig):
+        raise ConfigError(NO_ADAPTERS)
+    expected = "0 with trainer.lora.rank: the reference is the base, which no push replaces"
+    require(cfg.kl.refresh_every == 0, "kl.refresh_every", cfg.kl.refresh_every, expected)
 
 
 def extra_roles_of(cfg: Any) -> list[ExtraRole]:

@@ -10,7 +10,8 @@ from spmd_rl.evaluation.config import eval_rewards
 
 
 def rollout_settings(cfg: Any) -> dict[str, Any]:
-    """Return what `spawn` passes to a `Rollout`: the model, the seed, the rewards and the hooks.
+    """Return what `spawn` passes to a `Rollout`: the model, the seed, the rewards, the hooks and
+    the trainer's adapters.
 
     The rewards of `eval` are among the hooks, if the config has evaluations. Hooks may read the
     whole config. `cfg` is a recipe's config with `model`, `run`, `reward` and `hooks`.
@@ -25,4 +26,5 @@ def rollout_settings(cfg: Any) -> dict[str, Any]:
         "reward": cfg.reward,
         "hooks": hooks,
         "settings": as_data(cfg),
+        "lora": cfg.trainer.adapted_base if hasattr(cfg, "trainer") else None,
     }

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.model.lora import AdaptedBase
 from spmd_rl.rollout.engine import Engine, NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
+
+NO_ADAPTERS = (
+    'engine.kind = "sglang" takes no adapters: set trainer.lora.rank = 0, or engine.kind = "native"'
+)
 
 if TYPE_CHECKING:
     from spmd_rl.offload.role_memory import RoleMemory
@@ -24,13 +30,17 @@ def build_engine(
     seed: int,
     reserved_bytes: int = 0,
     memory: RoleMemory | None = None,
+    adapted: AdaptedBase | None = None,
 ) -> Engine:
     """Return the engine of `cfg.kind` for the model folder, on this rank's device.
 
     `seed` is that of the run; a native engine has one in each request. `reserved_bytes` is the
     memory that the plan counts beside the engine's keys and values. A native engine is in regions
-    of `memory`.
+    of `memory`. `adapted` says which adapters the pushed weights are, if they are some.
+    Raises: ConfigError for adapters beside an engine that takes none.
     """
+    if adapted is not None and isinstance(cfg, SglangEngineConfig):
+        raise ConfigError(NO_ADAPTERS)
     if isinstance(cfg, SglangEngineConfig):
         from spmd_rl.rollout.sglang.build import build as build_sglang
 
@@ -45,4 +55,4 @@ def build_engine(
         )
     from spmd_rl.rollout.native.build import build as build_native
 
-    return build_native(cfg, model, context.device, decode, reserved_bytes, memory)
+    return build_native(cfg, model, context.device, decode, reserved_bytes, memory, adapted)

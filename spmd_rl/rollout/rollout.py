@@ -30,6 +30,7 @@ from spmd_rl.hooks.pool import HookPool
 from spmd_rl.hooks.signatures import reward_weights
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import Placement
+from spmd_rl.model.lora import AdaptedBase
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.offload.ledger import TagBytes
@@ -80,7 +81,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
     that makes samples in several turns, if one does. `settings` is the recipe's config as plain
     data, which hooks may read. `seed` is that of the draws. `reserved_bytes` is GPU memory that the
     plan counts beside the engine's own, and `sleep` says in which phases the engine's memory is
-    awake; the controller passes both.
+    awake; the controller passes both. With `lora`, the trainer pushes adapters alone.
     """
 
     MEMORY_TAGS: ClassVar[tuple[str, ...]] = ("weights", "kv")
@@ -96,6 +97,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         settings: dict[str, Any] | None = None,
         reserved_bytes: int = 0,
         sleep: RoleSleep | None = None,
+        lora: AdaptedBase | None = None,
     ) -> None:
         super().__init__(cfg, context)
         self.seed = seed
@@ -118,7 +120,9 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
             seed=seed,
             reserved_bytes=reserved_bytes,
             memory=self.memory,
+            adapted=lora,
         )
+        self._pushes_all = lora is None
         spec, raises = ModelSpec.from_folder(model), hooks.on_error == "raise"
         grading = episodes = None
         if pool is not None and rewards:
@@ -245,8 +249,12 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         return UNPROMISED_CONTRACT if contract is None else contract
 
     def weight_sink(self) -> WeightSink:
-        """Return where pushed weights go: this rank's engine. It keeps none while it sleeps."""
-        self.memory.drop("weights")
+        """Return where pushed weights go: this rank's engine. It keeps none while it sleeps.
+
+        A base beside adapters is not pushed, so it survives a sleep.
+        """
+        if self._pushes_all:
+            self.memory.drop("weights")
         return self.engine.sink()
 
     def _start(

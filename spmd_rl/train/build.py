@@ -11,7 +11,7 @@ from torch import Tensor
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.model.hf import model_weights, random_weights
+from spmd_rl.model.hf import model_weights, random_adapters, random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec, head_of
@@ -21,6 +21,11 @@ from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
 from spmd_rl.train.sharded_model import ShardedModel
+
+NO_VALUE_HEAD = (
+    "lora.rank is set for a model with a value head, which would not be trained: adapters are for "
+    "language models, so set it to 0"
+)
 
 
 def build(
@@ -40,8 +45,13 @@ def build(
     memory = memory or RoleMemory(None, context.device)
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
     spec = _spec(folder)
+    if cfg.lora.rank and head == "value":
+        raise ConfigError(NO_VALUE_HEAD)
     backend = Fsdp2(spec, context.mesh, cfg, context.device, head, memory)
     backend.fill(first_weights(cfg, folder, head))
+    if cfg.lora.rank:
+        backend.fill(random_adapters(cfg.lora.shapes(spec), cfg.seed))
+        backend.note_base(context)
     return Learner(backend, context, cfg)
 
 
@@ -65,7 +75,7 @@ def build_frozen(
         context.device,
         dtype,
         cfg.gathers_whole,
-        allocating=memory.allocating("weights"),
+        allocating=lambda is_base: memory.allocating("weights"),
     )
     memory.hold("weights", lambda: backend.local.values())
     backend.fill(first_weights(cfg, folder, head_of(folder)))

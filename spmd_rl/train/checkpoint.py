@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from spmd_rl.controller.contracts import disagreement
+from spmd_rl.controller.contracts import Contract, disagreement
 from spmd_rl.controller.run.checksums import check
 from spmd_rl.errors import ConfigError, DiskError, SpmdError
 from spmd_rl.mesh.role_context import RoleContext
@@ -167,6 +167,7 @@ def load(
     context.barrier()  # until every rank has found its files undamaged
     state = backend.state()
     _check_weights(path, index, state)
+    _check_adapted(path, index.contract, backend.contract())
     if not index.weights_alone:
         _check_optimizer(path, index, state)
     _fill(state, path, index)
@@ -222,6 +223,21 @@ def _check_weights(folder: Path, index: Index, state: State) -> None:
             f"{folder} is of another model: it has no {WEIGHTS} of '{missing[0]}', "
             "which the model has"
         )
+
+
+def _check_adapted(folder: Path, saved: Contract, own: Contract) -> None:
+    """Raise a ConfigError for adapters that are computed otherwise, or are of another base.
+
+    In another dtype, a base has other bits, so there nothing is compared.
+    """
+    keys = ["lora", *(["base_weights"] if saved.get("dtype") == own.get("dtype") else [])]
+    for key in keys:
+        if saved.get(key) != own.get(key):
+            raise ConfigError(
+                f"{folder} holds adapters of another kind or base: its {key} is "
+                f"{saved.get(key)!r}, not {own.get(key)!r}; set model, trainer.init, trainer.seed "
+                "and trainer.lora as in the run that wrote it"
+            )
 
 
 def _names(state: State, kind: str) -> set[str]:

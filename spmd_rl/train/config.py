@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spmd_rl.config.rules import require
+from spmd_rl.model.lora import AdaptedBase, LoraConfig
 
 WHOLE_MODEL_BYTES = 64 << 20  # largest model that `wrap = "auto"` gathers as one unit
 # the same on one rank: layer by layer, the host would be slower than the GPU
@@ -16,6 +17,9 @@ KIND_TO_OFFLOAD = (
     "'adamw' with backend.offload: its update is elementwise, so it can be streamed in chunks, "
     "whereas Muon updates whole matrices, and moments in 8 bits belong to torchao"
 )
+KIND_OF_LORA = "'adamw' with lora.rank: other optimizers are not for adapters"
+OFFLOAD_OF_LORA = "'none' with lora.rank: the moments of adapters are small"
+FREEZE_OF_LORA = "() with lora.rank: lora.targets says what is trained"
 RECOMPUTE_TO_OFFLOAD = (
     "'all' or 'none' with offload_activations: what 'cheap' computes again needs its inputs on the "
     "GPU"
@@ -95,6 +99,8 @@ class TrainerConfig:
     # rates and decay of some parameters, such as {pattern = "lm_head.*", lr_scale = 0.1}; the
     # first group whose pattern matches a parameter holds
     groups: tuple[ParameterGroup, ...] = ()
+    # adapters that are trained alone, beside weights that stay as they are (docs/lora.md)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     clip_norm: float = 1.0  # largest gradient norm; 0 leaves gradients as they are
     minibatches: int = 1  # optimizer steps a train step takes, each on a share of the batch
     # tokens of a micro-batch on one rank; a longer sequence raises it to its own length
@@ -120,6 +126,7 @@ class TrainerConfig:
         are_betas = all(0 <= beta < 1 for beta in self.betas)
         require(are_betas, "betas", self.betas, "two numbers in [0, 1)")
         _require_split(self.attention_split)
+        self._check_lora()
         if self.backend.offload != "none":
             kind = self.optimizer.kind
             require(kind == "adamw", "optimizer.kind", kind, KIND_TO_OFFLOAD)
@@ -130,6 +137,21 @@ class TrainerConfig:
                 self.total_steps,
                 f"more than warmup_steps = {self.warmup_steps} for the schedule '{self.schedule}'",
             )
+
+    def _check_lora(self) -> None:
+        """Raise a ConfigError for settings that adapters do not go with."""
+        if self.lora.rank:
+            kind, offload = self.optimizer.kind, self.backend.offload
+            require(kind == "adamw", "optimizer.kind", kind, KIND_OF_LORA)
+            require(offload == "none", "backend.offload", offload, OFFLOAD_OF_LORA)
+            require(not self.freeze, "freeze", self.freeze, FREEZE_OF_LORA)
+
+    @property
+    def adapted_base(self) -> AdaptedBase | None:
+        """What an engine is told of the adapters; None without any."""
+        if not self.lora.rank:
+            return None
+        return AdaptedBase(self.lora, self.seed if self.init == "random" else None)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from spmd_rl.controller.run.checksums import check
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import save_folder
+from spmd_rl.model.lora import NO_LORA, LoraConfig
+from spmd_rl.model.peft_folder import save_adapters
 from spmd_rl.model.spec import VALUE_HEAD, Head, ModelSpec
 from spmd_rl.train.backend import ModelBackend
 from spmd_rl.train.checkpoint_index import WEIGHTS, Index, read_index
@@ -23,22 +25,26 @@ def export_saved(
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder, one tensor at a time.
 
-    Config and tokenizer come from the folder `like`.
+    Config and tokenizer come from the folder `like`. Adapters make a PEFT folder.
     Raises: as `checkpoint.load`, and ConfigError where `like` is no model folder, or another's.
     """
     path = Path(folder)
     index = read_index(path)
     weights = index.tensors[WEIGHTS]
     _check_weight_files(path, index)
-    head = _head_of(weights)
-    shapes = ModelSpec.from_folder(like).parameter_shapes(head)
+    head, spec = _head_of(weights), ModelSpec.from_folder(like)
+    lora = LoraConfig.parse(str(index.contract.get("lora", "")))
+    shapes = lora.shapes(spec) if lora.rank else spec.parameter_shapes(head)
     if {name: tensor.shape for name, tensor in weights.items()} != shapes:
         raise ConfigError(
             f"{folder} holds the weights of another model than the config.json in {like}"
         )
     with ShardReader(path, index) as reader:
         tensors = ((name, reader.whole(WEIGHTS, name)) for name in shapes)
-        save_folder(target, like, tensors, dtype, head)
+        if lora.rank:
+            save_adapters(target, like, lora, tensors, dtype)
+        else:
+            save_folder(target, like, tensors, dtype, head)
 
 
 def _check_weight_files(folder: Path, index: Index) -> None:
@@ -49,17 +55,26 @@ def _check_weight_files(folder: Path, index: Index) -> None:
 
 
 def export_hf(
-    folder: str, like: str, backend: ModelBackend, context: RoleContext, dtype: str
+    folder: str,
+    like: str,
+    backend: ModelBackend,
+    context: RoleContext,
+    dtype: str,
+    lora: LoraConfig = NO_LORA,
 ) -> None:
     """Write a trainer's weights as a Hugging Face folder, gathering one tensor at a time.
 
-    Config and tokenizer come from the folder `like`.
+    Config and tokenizer come from the folder `like`. Adapters make a PEFT folder.
     Ranks: all of the role. Blocks: until the folder is written.
     """
     tensors = _gathered(backend)
     try:
         if context.rank == 0:
-            save_folder(folder, like, tensors, getattr(torch, dtype), _head_of(backend.names()))
+            target_dtype = getattr(torch, dtype)
+            if lora.rank:
+                save_adapters(folder, like, lora, tensors, target_dtype)
+            else:
+                save_folder(folder, like, tensors, target_dtype, _head_of(backend.names()))
     finally:
         # The other ranks gather every tensor, so this rank must too, even if its disk is full.
         for _ in tensors:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.model.spec import ModelSpec
 
 # dense bf16 operations per second, from the data sheets; the first name that fits counts
@@ -20,21 +23,27 @@ PEAK_FLOPS_PER_S = {
 }
 
 
-def train_flops(spec: ModelSpec, lengths: NDArray[np.int32], num_scored: int) -> float:
+def train_flops(
+    spec: ModelSpec, lengths: NDArray[np.int32], num_scored: int, lora: LoraConfig = NO_LORA
+) -> float:
     """Return the operations of a forward and backward pass over packed sequences.
 
     Recomputation does not count.
 
     6 for each weight of the layers and each token, 6 for each weight of the head and each scored
     token, and for attention 6 L^2 H D a layer and sequence: two products over the lower triangle,
-    three times.
+    three times. Weights beside adapters are multiplied by 4 and not 6, as they have no gradient.
     """
+    num_adapted = sum(math.prod(shape) for shape in lora.shapes(spec).values())
+    of_weight = 4.0 if lora.rank else 6.0
     width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     layer = spec.hidden_size * (2 * width + 2 * kv_width + 3 * spec.intermediate_size)
     lengths = lengths.astype(np.float64)
     attention = float((lengths**2).sum()) * width
     head = spec.vocab_size * spec.hidden_size * num_scored
-    return 6.0 * (spec.num_layers * (layer * float(lengths.sum()) + attention) + head)
+    num_tokens = float(lengths.sum())
+    of_weights = of_weight * (spec.num_layers * layer * num_tokens + head)
+    return of_weights + 6.0 * (spec.num_layers * attention + num_adapted * num_tokens)
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:

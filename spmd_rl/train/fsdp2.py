@@ -5,7 +5,7 @@ The optimizer works on the local shards as plain tensors (optimizers.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import recomputing
+from spmd_rl.model.lora import is_adapter
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec
@@ -32,8 +33,9 @@ from spmd_rl.train.backend import LossOf, State
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
+from spmd_rl.train.host_stack import Reserve
 from spmd_rl.train.microbatch import MicroBatch
-from spmd_rl.train.optimizers import build_optimizer
+from spmd_rl.train.optimizers import ShardOptimizer, build_optimizer
 from spmd_rl.train.parameter_groups import UpdateRule, update_rules
 from spmd_rl.train.sharded_model import ShardedModel
 
@@ -41,7 +43,8 @@ from spmd_rl.train.sharded_model import ShardedModel
 class Fsdp2(ShardedModel):
     """A model sharded over `mesh`, whose axes are dp and fsdp, with its optimizer.
 
-    Weights are unset until `fill`. Master weights and moments are in regions of `memory`.
+    Weights are unset until `fill`. Master weights, moments and the base beside adapters are in
+    regions of `memory`.
     """
 
     def __init__(
@@ -65,25 +68,43 @@ class Fsdp2(ShardedModel):
         if cfg.backend.offload_activations:
             self._activations = ActivationOffload(device, memory.reserve)
             self._activations.wrap(scorer.model.model.layers)
-        rules = _freeze(scorer.model, cfg, mesh.size(1))
+        base = _make_base(scorer.model, dtype) if cfg.lora.rank else frozenset[str]()
+        rules = _freeze(scorer.model, cfg, mesh.size(1), base)
         reshard = False if mesh.size(1) == 1 else None
-        master = memory.allocating("master", always=self._offload == "master")
-        gathers_whole = cfg.backend.gathers_whole
-        super().__init__(scorer, mesh, device, dtype, gathers_whole, reshard, master)
-        memory.hold("master", lambda: self.local.values())
+        always = self._offload == "master"
+        super().__init__(
+            scorer,
+            mesh,
+            device,
+            dtype,
+            cfg.backend.gathers_whole,
+            reshard,
+            base,
+            lambda is_base: memory.allocating("base" if is_base else "master", always),
+        )
+        memory.hold("master", lambda: [self.local[name] for name in self.names()])
+        memory.hold("base", lambda: [self.local[name] for name in sorted(self.base)])
         _sum_gradients(self.units, cfg.deterministic)
         build = partial(build_optimizer, self.local_weights(), rules, cfg, mesh.get_group("fsdp"))
+        self.optimizer = self._built(build, memory)
+
+    def _built(
+        self, build: Callable[[Reserve | None], ShardOptimizer], memory: RoleMemory
+    ) -> ShardOptimizer:
+        """Return the optimizer, with its state in host memory or in a region of its own."""
         if self._offload != "none":
-            self.optimizer = build(memory.reserve)
-            self.host_kinds = frozenset(self.optimizer.state())
-            return
+            optimizer = build(memory.reserve)
+            self.host_kinds = frozenset(optimizer.state())
+            return optimizer
         with memory.allocating("moments"):
-            self.optimizer = build()
-        memory.hold("moments", self.optimizer.tensors)
+            optimizer = build(None)
+        memory.hold("moments", optimizer.tensors)
+        return optimizer
 
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         has_logits = isinstance(self.scorer, Scorer)
-        return train_flops(self.scorer.model.spec, lengths, num_scored if has_logits else 0)
+        model = self.scorer.model
+        return train_flops(model.spec, lengths, num_scored if has_logits else 0, model.lora)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss_of: LossOf, needs: Needs) -> None:
         with self._without_master() if self._offload == "master" else nullcontext():
@@ -163,9 +184,23 @@ def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def _freeze(model: CausalLM, cfg: TrainerConfig, num_shards: int) -> dict[str, UpdateRule]:
+def _make_base(model: CausalLM, dtype: torch.dtype) -> frozenset[str]:
+    """Have all but adapters stored in `dtype`, in which they compute; return their names."""
+    base = {name: one for name, one in model.named_parameters() if not is_adapter(name)}
+    for parameter in base.values():
+        parameter.data = parameter.data.to(dtype)
+    return frozenset(base)
+
+
+def _freeze(
+    model: CausalLM, cfg: TrainerConfig, num_shards: int, base: Container[str]
+) -> dict[str, UpdateRule]:
     """Have trained parameters alone take gradients, and return how each of them is updated."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if name not in base
+    }
     rules = update_rules(shapes, cfg, num_shards)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in rules)
@@ -178,7 +213,7 @@ def _scorer(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> Scorer | ValueSc
         if head == "value":
             return ValueScorer(ValueModel(spec), cfg.attention_split)
         recomputes = cfg.backend.recompute == "all"
-        return Scorer(CausalLM(spec), cfg.logit_rows, recomputes, cfg.attention_split)
+        return Scorer(CausalLM(spec, cfg.lora), cfg.logit_rows, recomputes, cfg.attention_split)
 
 
 def _sum_gradients(units: Sequence[FSDPModule], deterministic: bool) -> None:

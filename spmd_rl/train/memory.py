@@ -19,6 +19,7 @@ from spmd_rl.train.activation_memory import (
     activations,
     forward_bytes,
 )
+from spmd_rl.train.adapter_memory import adapter_sizes
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from spmd_rl.train.parameter_groups import FP32_BYTES, moment_bytes, update_rules
@@ -43,7 +44,11 @@ def trainer_memory(
     spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head = "lm"
 ) -> list[TagBytes]:
     """Return what a trainer takes of one of its ranks, by tag."""
-    return step_memory(step_sizes(spec, cfg, placement, head), cfg.backend.offload)
+    step = step_memory(step_sizes(spec, cfg, placement, head), cfg.backend.offload)
+    if not cfg.lora.rank:
+        return step
+    base = -(-spec.num_parameters // placement.axes["fsdp"]) * ITEM_BYTES[dtype_on_gpu(cfg)]
+    return [TagBytes("base", base, "save", changes=False), *step]
 
 
 def step_sizes(
@@ -52,6 +57,8 @@ def step_sizes(
     """Return what a trainer has of each class on one of its ranks, on the GPU and on the host."""
     num_shards = placement.axes["fsdp"]
     element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
+    if cfg.lora.rank:
+        return _adapter_step_sizes(spec, cfg, placement)
     shapes = spec.parameter_shapes(head)
     rules = update_rules(shapes, cfg, num_shards)
     layer, rest = _unit_sizes(spec, head)
@@ -75,6 +82,29 @@ def step_sizes(
         layer_copies=_copies(min(layer, unit), num_shards),
         unit_copies=_copies(unit, num_shards),
         chunks=NUM_SLOTS * NUM_MOMENTS * CHUNK_ELEMENTS * FP32_BYTES,
+    )
+
+
+def _adapter_step_sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -> StepSizes:
+    """Return the sizes of a trainer whose adapters alone learn; its base is a tag of its own."""
+    num_shards, element_bytes = placement.axes["fsdp"], ITEM_BYTES[dtype_on_gpu(cfg)]
+    layer, rest = _unit_sizes(spec, "lm")
+    is_one_unit = cfg.backend.gathers_whole(
+        spec.num_parameters * element_bytes, len(placement.ranks)
+    )
+    num_gathered = spec.num_parameters if is_one_unit else min(spec.num_layers, 2) * layer + rest
+    sizes = adapter_sizes(spec, cfg, num_shards, element_bytes, num_gathered)
+    adapted = -(-sizes.master * num_shards // (FP32_BYTES * spec.num_layers))  # of a layer
+    return StepSizes(
+        master=sizes.master,
+        moments=sizes.moments,
+        grads=sizes.grads,
+        gathered=sizes.gathered,
+        activations=_activations(spec, cfg, "lm"),
+        gather_copies=0,
+        layer_copies=_copies(adapted, num_shards),
+        unit_copies=_copies(adapted, num_shards),
+        chunks=0,
     )
 
 

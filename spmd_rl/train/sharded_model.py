@@ -6,10 +6,11 @@ over dp. A frozen model is no more than this; a trainer adds gradients and an op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,11 +25,13 @@ from torch.distributed.tensor import DTensor
 from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ContractError
 from spmd_rl.kernels.attention.backend import attention_backend
+from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.value_head import ValueScorer
 from spmd_rl.train.backend import Outputs, State, Visit, VisitTop
 from spmd_rl.train.microbatch import MicroBatch
-from spmd_rl.weights.layout import chunk_box
+from spmd_rl.weights.digest import base_fact, combine, digest
+from spmd_rl.weights.layout import Layout, chunk_box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.tensor_ends import TensorSource, do_nothing
 
@@ -36,8 +39,10 @@ from spmd_rl.weights.tensor_ends import TensorSource, do_nothing
 class ShardedModel:
     """The model of a scorer on the meta device, sharded over `mesh`, whose axes are dp and fsdp.
 
-    It computes in `dtype`. Weights are unset until `fill`; their memory is taken inside
-    `allocating`.
+    It computes in `dtype`. Weights are unset until `fill`. Those that `base` names never change:
+    `state`, `source` and `names` leave them out. FSDP leaves them alone where there is one shard,
+    for it would hold them twice. `allocating` is entered to allocate them, and to allocate the
+    rest; its argument says which.
     """
 
     def __init__(
@@ -48,7 +53,8 @@ class ShardedModel:
         dtype: torch.dtype,
         gathers_whole: Callable[[int, int], bool],
         reshard_after_forward: bool | None = None,
-        allocating: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - it has no state
+        base: Collection[str] = (),
+        allocating: Callable[[bool], AbstractContextManager[None]] = lambda is_base: nullcontext(),
     ) -> None:
         spec = scorer.model.spec
         attention_backend(spec.head_dim, dtype, device, scorer.attention_split)
@@ -59,20 +65,33 @@ class ShardedModel:
         self.num_replicas = mesh.size(0)
         self.num_shards, self.shard = mesh.size(1), mesh.get_local_rank("fsdp")
         self.scorer = scorer
-        num_bytes = sum(parameter.nbytes for parameter in scorer.parameters())
+        self.base = frozenset(base)
+        self.base_fact: dict[str, str | int] = {}
+        named = dict(scorer.model.named_parameters())
+        whole = {named[name] for name in base} if self.num_shards == 1 else set()
+        num_bytes = sum(one.nbytes for one in scorer.parameters() if one not in whole)
         modules = _units(scorer, gathers_whole(num_bytes, mesh.size()))
-        self.units = _shard(modules, mesh, _mixed_precision(scorer, dtype), reshard_after_forward)
+        policy = _mixed_precision(scorer, dtype)
+        self.units = _shard(modules, mesh, policy, reshard_after_forward, whole)
         if isinstance(scorer, Scorer):
             register_fsdp_forward_method(scorer, "top_logprobs")
-        with allocating:
-            scorer.to_empty(device=device)
-        self.parameters = {
-            name: cast(DTensor, parameter) for name, parameter in scorer.model.named_parameters()
-        }
+        self._materialise(allocating)
+        self.parameters = dict(scorer.model.named_parameters())
         self.local = {
-            name: nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
+            name: nn.Parameter(_own(parameter).detach(), parameter.requires_grad)
             for name, parameter in self.parameters.items()
         }
+
+    def _materialise(self, allocating: Callable[[bool], AbstractContextManager[None]]) -> None:
+        """Give all parameters memory: of the base, and of the rest, inside one context each."""
+        named = dict(self.scorer.model.named_parameters())
+        memory: dict[Tensor, Tensor] = {}
+        for is_base in sorted({name in self.base for name in named}):
+            with allocating(is_base):
+                for name, parameter in named.items():
+                    if (name in self.base) == is_base:
+                        memory[parameter] = torch.empty_like(parameter, device=self.device)
+        self.scorer._apply(memory.__getitem__)
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Set the weights from whole tensors by name, of which each rank keeps its rows."""
@@ -83,7 +102,8 @@ class ShardedModel:
 
     def contract(self) -> dict[str, str | int]:
         """Return what the forward pass's bits depend on besides the weights."""
-        return self.scorer.model.contract(self.device, self._dtype, self.scorer.attention_split)
+        facts = self.scorer.model.contract(self.device, self._dtype, self.scorer.attention_split)
+        return facts | self.base_fact
 
     def forward(self, micros: Sequence[MicroBatch], visit: Visit, needs: Needs) -> None:
         with torch.no_grad():
@@ -133,20 +153,40 @@ class ShardedModel:
         return TensorSource(self.local_weights().items(), on_open)
 
     def names(self) -> list[str]:
-        return list(self.parameters)
+        return [name for name in self.parameters if name not in self.base]
 
     def gather(self, name: str) -> Tensor:
         """Return one whole parameter, on every rank."""
-        return self.parameters[name].full_tensor()
+        parameter = self.parameters[name]
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def local_weights(self) -> LocalTensors:
         """Return this rank's shards of the weights."""
+        return self.shards_of(self.names())
+
+    def note_base(self, context: RoleContext) -> None:
+        """Have the contract name the base weights, which are set. Ranks: all of the role."""
+        shards = self.shards_of(self.base)
+        own = msgspec.msgpack.encode((shards.layout(context.rank), digest(shards)))
+        parts = [
+            msgspec.msgpack.decode(blob, type=tuple[Layout, dict[str, int]])
+            for blob in context.all_gather_bytes(own)
+        ]
+        self.base_fact = base_fact(combine(parts))
+
+    def shards_of(self, names: Iterable[str]) -> LocalTensors:
+        """Return this rank's shards of these parameters."""
         shards = {}
-        for name, parameter in self.parameters.items():
-            shape = tuple(parameter.shape)
+        for name in names:
+            shape = tuple(self.parameters[name].shape)
             box = chunk_box(shape, self.shard, self.num_shards)
             shards[name] = LocalTensor(shape, box, self.local[name])
         return LocalTensors(shards)
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, the memory itself."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _units(scorer: Scorer | ValueScorer, gathers_whole: bool) -> list[nn.Module]:
@@ -159,14 +199,16 @@ def _shard(
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | None,
+    whole: set[nn.Parameter],
 ) -> list[FSDPModule]:
-    """Make each module a unit whose weights are gathered at once."""
+    """Make each module a unit whose weights are gathered at once, but for those that are whole."""
     for module in modules:
         fully_shard(
             module,
             mesh=mesh if mesh.size(0) > 1 else mesh["fsdp"],
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
+            ignored_params=whole or None,
         )
     return [cast(FSDPModule, module) for module in modules]
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from spmd_rl.controller.endpoint import Sharded, collective
 from spmd_rl.model.spec import Head
-from spmd_rl.train.training_role import MASTER, TrainingRole
+from spmd_rl.train.training_role import BASE, MASTER, TrainingRole
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.token_values import TokenValues, TopLogprobs
 
@@ -24,5 +24,5 @@ class Trainer(TrainingRole):
     @collective
     def score(self, batch: Sharded[Batch]) -> Sharded[TokenValues]:
         """Return the log-probabilities of the batch's tokens under the current weights."""
-        self.memory.require("score", MASTER)
+        self.memory.require("score", MASTER, BASE)
         return self.learner.runner.score(batch)

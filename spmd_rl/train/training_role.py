@@ -29,7 +29,8 @@ from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.memory import trainer_memory
 from spmd_rl.types.batch import Batch
 
-MASTER, MOMENTS = "master", "moments"  # tags of a trainer's memory
+# tags of a trainer's memory; only a trainer of adapters has a base
+MASTER, MOMENTS, BASE = "master", "moments", "base"
 
 if TYPE_CHECKING:
     from spmd_rl.weights.ends import WeightSource
@@ -44,7 +45,7 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
     """
 
     HEAD: ClassVar[Head]
-    MEMORY_TAGS: ClassVar[tuple[str, ...]] = (MASTER, MOMENTS)
+    MEMORY_TAGS: ClassVar[tuple[str, ...]] = (MASTER, MOMENTS, BASE)
 
     def __init__(
         self, cfg: TrainerConfig, context: RoleContext, model: str, sleep: RoleSleep | None = None
@@ -82,7 +83,7 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
     ) -> dict[str, float]:
         """Learn from one batch, and return the metrics. `lr` overrides the schedule's rate."""
         self.checkpoints.check()
-        self.memory.require("train_step", MASTER)
+        self.memory.require("train_step", MASTER, BASE)
         self.memory.require_soon("train_step", MOMENTS)
         self.learner.runner.check_fits(batch)
         self.checkpoints.wait_until_read()
@@ -145,11 +146,14 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
 
     @collective
     def export_hf(self, folder: str, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
-        """Write a folder that `transformers` loads, with the first model's config and tokenizer."""
+        """Write a folder that `transformers` loads, with the first model's config and tokenizer.
+
+        Adapters make a folder that `peft` loads, with the tokenizer.
+        """
         from spmd_rl.train.export import export_hf
 
         self.memory.require("export_hf", MASTER)
-        export_hf(folder, self.model, self.backend, self.context, dtype)
+        export_hf(folder, self.model, self.backend, self.context, dtype, self.cfg.lora)
 
     @collective
     def sleep(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:

@@ -7,6 +7,7 @@ of a push can compare 8 bytes a tensor.
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -36,6 +37,15 @@ def digest(tensors: LocalTensors, dtypes: Mapping[str, str] | None = None) -> di
         list(tensors.values()), [casts.get(name, one.dtype) for name, one in tensors.items()]
     )
     return {name: value % MODULUS for name, value in zip(tensors, sums.tolist(), strict=True)}
+
+
+def base_fact(digests: Mapping[str, int]) -> dict[str, str | int]:
+    """Return the fact of a numeric contract that names weights which are pushed to nobody.
+
+    `digests` are those of whole tensors, by name.
+    """
+    text = "\n".join(f"{name} {value:016x}" for name, value in sorted(digests.items()))
+    return {"base_weights": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
 class BoxSums:

@@ -8,7 +8,8 @@ import torch
 
 from spmd_rl.errors import ResidencyError
 from spmd_rl.kernels.contract import dtype_of
-from spmd_rl.model.hf import load_weights
+from spmd_rl.model.hf import fill, load_weights, model_weights, random_weights
+from spmd_rl.model.lora import NO_LORA, AdaptedBase, LoraConfig
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.slab_parameters import fill_slab
 from spmd_rl.model.spec import ModelSpec
@@ -28,15 +29,18 @@ def build(
     decode: Callable[[tuple[int, ...]], str],
     reserved_bytes: int = 0,
     memory: RoleMemory | None = None,
+    adapted: AdaptedBase | None = None,
 ) -> NativeEngine:
     """Build an engine for the model in `folder`, with its weights where it has them and the config
     asks for them. Its weights and its keys and values are in regions of `memory`, if there is one.
+    With `adapted`, it has the base from the first, and its adapters come by a push.
 
     Raises: ConfigError if the model folder does not serve; ResidencyError where the host has too
     little memory.
     """
     memory = memory or RoleMemory(None, device)
-    model = _model(folder, getattr(torch, dtype_of(cfg.dtype, device)), device, memory)
+    lora = adapted.lora if adapted else NO_LORA
+    model = _model(folder, lora, getattr(torch, dtype_of(cfg.dtype, device)), device, memory)
     try:
         engine = NativeEngine(
             model, cfg, device, decode=decode, reserved_bytes=reserved_bytes, memory=memory
@@ -46,21 +50,29 @@ def build(
         raise ResidencyError(
             f"{asked} ask for more memory than this host has: lower them"
         ) from None
-    if cfg.load_weights and has_weights(folder):
+    if adapted is not None:
+        seed, spec = adapted.random_seed, model.spec
+        shapes = spec.parameter_shapes()
+        fill(model, model_weights(folder, shapes) if seed is None else random_weights(spec, seed))
+    elif cfg.load_weights and has_weights(folder):
         load_weights(model, folder)
         engine.sink().commit(FOLDER_VERSION)
     return engine
 
 
-def _model(folder: str, dtype: torch.dtype, device: torch.device, memory: RoleMemory) -> CausalLM:
+def _model(
+    folder: str, lora: LoraConfig, dtype: torch.dtype, device: torch.device, memory: RoleMemory
+) -> CausalLM:
     """The model of the folder's config with parameters in unset memory: weights come by
-    `load_weights` or a push.
+    `load_weights` or a push. Adapters are not in the slab: they are small, and never sleep.
     """
     with torch.device("meta"):
-        model = CausalLM(ModelSpec.from_folder(folder)).to(dtype).requires_grad_(False)
+        model = CausalLM(ModelSpec.from_folder(folder), lora).to(dtype).requires_grad_(False)
         if memory.sleeps:
             model.pack_projections()
     if not memory.sleeps:
         return model.to_empty(device=device)
+    for adapter in model.adapters():
+        adapter.to_empty(device=device)
     fill_slab(model, lambda num_bytes: memory.slab(WEIGHTS, "save", num_bytes).bytes)
     return model

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from spmd_rl.errors import ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
 from spmd_rl.kernels.attention.backend import attention_backend
+from spmd_rl.model.lora import is_adapter
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.offload.role_memory import RoleMemory
@@ -32,6 +33,7 @@ from spmd_rl.rollout.native.step_budget import PrefillBound
 from spmd_rl.rollout.native.step_plan import StepPlan
 from spmd_rl.rollout.native.stop_checker import StopChecker
 from spmd_rl.types.samples import Sample, SampleStatus
+from spmd_rl.weights.digest import base_fact, digest
 from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.tensor_ends import TensorSink
 
@@ -100,6 +102,7 @@ class NativeEngine:
         self._num_steps = 0
         self._num_generated = 0
         self._in_flight: InFlightStep | None = None
+        self._base_fact: dict[str, str | int] = {}  # of weights that are never pushed
         self._runner = self._new_runner()
 
     @property
@@ -145,13 +148,18 @@ class NativeEngine:
         return self._memory.wake(tags)
 
     def sink(self) -> TensorSink:
-        parameters = LocalTensors.whole(dict(self.model.named_parameters()))
         return TensorSink(
-            parameters.items(), self._begin_push, self._use_version, self._forget_version
+            self._weights(pushed=True).items(),
+            self._begin_push,
+            self._use_version,
+            self._forget_version,
         )
 
     def contract(self) -> dict[str, str | int]:
-        return self.model.contract(self.device, self.sizes.dtype, self.cfg.attention_split)
+        facts = self.model.contract(self.device, self.sizes.dtype, self.cfg.attention_split)
+        if self.model.lora.rank and not self._base_fact:
+            self._base_fact = base_fact(digest(self._weights(pushed=False)))
+        return facts | self._base_fact
 
     def stats(self) -> dict[str, int]:
         return {
@@ -166,8 +174,21 @@ class NativeEngine:
             **asdict(self.scheduler.counters),
         }
 
+    def _weights(self, pushed: bool) -> LocalTensors:
+        """Return the weights that pushes replace, or those that they do not: beside adapters, the
+        base.
+        """
+        has_adapters = self.model.lora.rank > 0
+        return LocalTensors.whole(
+            {
+                name: parameter
+                for name, parameter in self.model.named_parameters()
+                if (not has_adapters or is_adapter(name)) == pushed
+            }
+        )
+
     def _begin_push(self) -> None:
-        self._memory.begin_push()
+        self._memory.begin_push(changes_slab=not self.model.lora.rank)
         self.version, self.is_pushing = None, True
 
     def _forget_version(self) -> None:

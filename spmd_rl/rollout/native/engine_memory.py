@@ -65,10 +65,14 @@ class EngineMemory:
             self.clear_pages()
         return receipts
 
-    def begin_push(self) -> None:
-        """Note that the weights change. Raises: ResidencyError while they sleep."""
+    def begin_push(self, changes_slab: bool) -> None:
+        """Note that weights change, and perhaps those in the slab.
+
+        Raises: ResidencyError while they sleep.
+        """
         self._memory.require("a push", WEIGHTS)
-        self._memory.note_change(WEIGHTS)
+        if changes_slab:
+            self._memory.note_change(WEIGHTS)
 
 
 @contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from spmd_rl.model.lora import LoraConfig
 from spmd_rl.train import flops
 
 
@@ -38,6 +41,16 @@ def test_counted_products_agree(new_trainer) -> None:
     )
     found = flops.train_flops(spec, np.array(lengths, np.int32), 11)
     assert found + triangles == _counted(spec, lengths, 11)
+
+
+def test_weights_beside_adapters_have_no_gradient(new_trainer) -> None:
+    """A pass multiplies the base twice and not three times, and the adapters thrice."""
+    lora, lengths = LoraConfig(rank=4), np.array([40, 7, 23], np.int32)
+    model = new_trainer(lora=lora).backend.scorer.model
+    attention = flops.train_flops(replace(model.spec, vocab_size=0, hidden_size=0), lengths, 11)
+    base = flops.train_flops(model.spec, lengths, 11) - attention
+    adapters = 6 * 70 * sum(one.numel() for layer in model.adapters() for one in layer.parameters())
+    assert flops.train_flops(model.spec, lengths, 11, lora) == attention + base * 2 / 3 + adapters
 
 
 @pytest.mark.parametrize(

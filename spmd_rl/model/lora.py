@@ -1,0 +1,97 @@
+"""LoRA: which linear layers have a low-rank adapter beside them, and of which shape. No torch.
+
+A layer with an adapter computes base(x) + B(scale * A(x)). Names of parameters are those of PEFT,
+such as "model.layers.0.self_attn.q_proj.lora_A.weight".
+Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021), section 4.1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from spmd_rl.config.rules import require
+from spmd_rl.model.spec import ModelSpec
+
+ALL_LINEAR = "all-linear"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+A, B = "lora_A", "lora_B"  # the modules of an adapter, whose weights are [rank, in], [out, rank]
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters that are trained alone. Without a rank there are none, and all weights are trained.
+
+    Field names and their meaning are those of PEFT, without its prefixes.
+    """
+
+    rank: int = 0  # inner width of each adapter; 0: no adapters
+    alpha: float = 32.0  # what an adapter computes is scaled by alpha / rank
+    # names of the projections that have an adapter, or "all-linear" for all seven
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 0, "rank", self.rank, "0 (no adapters) or more")
+        is_scale = math.isfinite(self.alpha) and self.alpha > 0
+        require(is_scale, "alpha", self.alpha, "more than 0, and finite")
+        expected = f'"{ALL_LINEAR}", or one or more of {", ".join(TARGETS)}'
+        are_known = bool(self.targets) and {ALL_LINEAR, *TARGETS}.issuperset(self.targets)
+        require(are_known, "targets", self.targets, expected)
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The names of the projections that have an adapter, in the network's order."""
+        if not self.rank:
+            return ()
+        return tuple(name for name in TARGETS if {name, ALL_LINEAR}.intersection(self.targets))
+
+    @property
+    def scale(self) -> float:
+        """The factor of what A computes."""
+        return self.alpha / self.rank
+
+    @property
+    def arithmetic(self) -> str:
+        """All that a forward pass depends on beside the adapters' weights, as text."""
+        return f"rank={self.rank}, alpha={self.alpha}, targets={'+'.join(self.projections)}"
+
+    @staticmethod
+    def parse(arithmetic: str) -> LoraConfig:
+        """Return the config whose `arithmetic` this is; that without adapters for an empty text."""
+        if not arithmetic:
+            return NO_LORA
+        rank, alpha, targets = (part.partition("=")[2] for part in arithmetic.split(", "))
+        return LoraConfig(int(rank), float(alpha), tuple(targets.split("+")))
+
+    def shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every adapter's parameters by name, in the network's order."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in spec.parameter_shapes().items():
+            layer, _, kind = name.rpartition(".")
+            if kind == "weight" and layer.rpartition(".")[2] in self.projections:
+                shapes[f"{layer}.{A}.weight"] = (self.rank, shape[1])
+                shapes[f"{layer}.{B}.weight"] = (shape[0], self.rank)
+        return shapes
+
+    def trained_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+        """Return the shape of what a language model's trainer trains and pushes, by name."""
+        return self.shapes(spec) if self.rank else spec.parameter_shapes()
+
+
+NO_LORA = LoraConfig()
+
+
+@dataclass(frozen=True)
+class AdaptedBase:
+    """What an engine is told of a trainer's adapters: their shape, and the base beside them.
+
+    The base has random weights of seed `random_seed`; None: it has those of the model folder.
+    """
+
+    lora: LoraConfig
+    random_seed: int | None = None
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter's name is that of an adapter."""
+    return name.endswith((f".{A}.weight", f".{B}.weight"))

@@ -1,0 +1,62 @@
+"""PEFT folders: adapters as the library `peft` reads them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from spmd_rl.model.hf import TOKENIZER_FILES
+from spmd_rl.model.lora import LoraConfig
+from spmd_rl.model.spec import ADAPTER
+from spmd_rl.observe import atomic_write
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+
+def save_adapters(
+    folder: str | Path,
+    base: str | Path,
+    lora: LoraConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write a folder that `peft` loads onto the model in the folder `base`.
+
+    The tokenizer files are copied from there. The folder is written beside its final name, then
+    renamed over an earlier one.
+    """
+    target = Path(folder)
+    part = atomic_write.begin_folder(target)
+    for name in TOKENIZER_FILES:
+        if (Path(base) / name).is_file():
+            shutil.copyfile(Path(base) / name, part / name)
+    (part / ADAPTER).write_text(json.dumps(_config(base, lora), indent=2) + "\n")
+    named = {
+        PREFIX + name: tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        for name, tensor in tensors
+    }
+    save_file(named, part / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    atomic_write.finish_folder(target)
+
+
+def _config(base: str | Path, lora: LoraConfig) -> dict[str, object]:
+    """Return the content of adapter_config.json."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.projections),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }

@@ -1,0 +1,48 @@
+"""Memory of a trainer whose adapters alone learn, on one of its ranks. Pure, no torch.
+
+Units: bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.parameter_groups import FP32_BYTES, moment_bytes, update_rules
+
+
+@dataclass(frozen=True)
+class AdapterSizes:
+    """What there is of each class. The base is in the compute dtype, and is never gathered where
+    there is one shard.
+    """
+
+    base: int
+    master: int
+    moments: int
+    grads: int
+    gathered: int
+
+
+def adapter_sizes(
+    spec: ModelSpec, cfg: TrainerConfig, num_shards: int, element_bytes: int, num_gathered: int
+) -> AdapterSizes:
+    """Return the sizes on the rank that holds most.
+
+    `element_bytes` is the size of a number in the compute dtype, and `num_gathered` the number of
+    base parameters that shards gather at once.
+    """
+    shapes = cfg.lora.shapes(spec)
+    num_adapted = sum(prod(shape) for shape in shapes.values())
+    shard = -(-num_adapted // num_shards) * FP32_BYTES
+    of_base = num_gathered if num_shards > 1 else 0
+    is_copied = num_shards > 1 or element_bytes != FP32_BYTES
+    return AdapterSizes(
+        base=-(-spec.num_parameters // num_shards) * element_bytes,
+        master=shard,
+        moments=moment_bytes(shapes, update_rules(shapes, cfg, num_shards), num_shards),
+        grads=shard,
+        gathered=(of_base + num_adapted) * element_bytes if is_copied else 0,
+    )

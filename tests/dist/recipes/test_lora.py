@@ -1,0 +1,105 @@
+"""Adapters in whole runs on real gloo ranks: the same bits, pushes of adapters alone, a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from spmd_rl.model.lora import LoraConfig
+from spmd_rl.model.spec import ModelSpec
+from tests.dist.recipes.conftest import EXAMPLE
+from tests.dist.recipes.test_loops import ARITHMETIC, DISJOINT, EVEN, check_proof, drawn
+from tests.dist.recipes.test_sleep import ALWAYS, NEVER, exported
+
+pytestmark = pytest.mark.dist
+
+LORA = ("--trainer.lora.rank=8", "--trainer.lr=1e-2", f"--reward={EVEN}")
+ADAPTERS_RECIPE = "tests.dist.recipes.adapters_recipe"
+
+
+def adapter_shapes() -> dict[str, tuple[int, ...]]:
+    return LoraConfig(rank=8).shapes(ModelSpec.from_folder(EXAMPLE / "model"))
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_grpo_learns_with_adapters_alone(run: Any, nproc: int) -> None:
+    ended = run("grpo", *LORA, "--steps=20", nproc=nproc)
+    check_proof(ended, 20)
+    rewards = [row["reward/mean"] for row in ended.metrics]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
+    for row in ended.metrics:
+        assert row["sync/tensors"] == nproc * len(adapter_shapes())
+    assert {path.name for path in (ended.folder / "hf").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+    }
+
+
+def test_splits_and_sleep_draw_the_same_tokens(run: Any) -> None:
+    words = (*LORA, "--steps=3", "--kl.coef=0.1")
+    awake = run("grpo", *words, NEVER, name="awake")
+    asleep = run("grpo", *words, ALWAYS, name="asleep")
+    split = run("grpo", *words, *DISJOINT, nproc=2, name="split")
+    for ended in (awake, asleep, split):
+        check_proof(ended, 3)
+    assert drawn(awake, 3) == drawn(asleep, 3) == drawn(split, 3)
+    assert exported(awake) == exported(asleep) == exported(split) != {}
+    assert awake.metrics[0]["train/kl"] == 0 < awake.metrics[2]["train/kl"]
+
+
+def test_the_base_comes_from_the_model_folder(run: Any) -> None:
+    whole = run(ARITHMETIC, "--steps=0", "--warmup_steps=5", name="whole")
+    assert whole.code == 0, whole.sentence
+    base = f"--model={whole.folder / 'hf'}"
+    ended = run("grpo", *LORA, base, "--trainer.init=folder", "--steps=2", nproc=2, name="adapters")
+    check_proof(ended, 2)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_goes_on_with_the_same_bits(run: Any, nproc: int) -> None:
+    words = (*LORA, "--run.save_every=1")
+    whole = run("grpo", *words, "--steps=3", nproc=nproc, name="whole")
+    first = run("grpo", *words, "--steps=2", nproc=nproc, name="cut")
+    again = run("grpo", *words, "--steps=3", "--run.resume=true", nproc=nproc, name="cut")
+    assert whole.code == first.code == again.code == 0, again.sentence
+    assert "resuming at step 3" in again.output
+    assert exported(again) == exported(whole) != {}
+
+
+@pytest.mark.parametrize("split", [(), DISJOINT])
+def test_a_push_moves_adapters_alone(run: Any, split: tuple[str, ...]) -> None:
+    ended = run(ADAPTERS_RECIPE, *LORA, *split, nproc=2)
+    assert ended.code == 0, ended.sentence
+    num_engines = 1 if split else 2
+    num_bytes = 4 * sum(math.prod(shape) for shape in adapter_shapes().values())
+    assert json.loads((ended.folder / "pushed.json").read_text()) == {
+        "bytes_moved": num_engines * num_bytes,
+        "num_tensors": num_engines * len(adapter_shapes()),
+        "num_verified": num_engines * len(adapter_shapes()),
+    }
+
+
+def test_another_base_is_refused_before_a_push(run: Any) -> None:
+    ended = run(ADAPTERS_RECIPE, *LORA, "--other_base=true")
+    assert ended.code != 0
+    assert "follow different numeric contracts: base_weights is" in ended.sentence
+    assert not (ended.folder / "pushed.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--engine.kind=sglang", "--run.exact=false"), "takes no adapters"),
+        (("--kl.coef=0.1", "--kl.refresh_every=2"), "kl.refresh_every"),
+    ],
+)
+def test_what_adapters_do_not_go_with_is_refused(
+    run: Any, words: tuple[str, ...], sentence: str
+) -> None:
+    ended = run("grpo", *LORA, "--steps=1", *words)
+    assert ended.code != 0
+    assert sentence in ended.sentence

@@ -1,0 +1,44 @@
+"""Memory of a trainer of adapters in the plan: the base is counted once, in the compute dtype."""
+
+from __future__ import annotations
+
+import pytest
+from spmd_rl.plan.model_memory import trainer_memory
+
+from spmd_rl.mesh.split import RoleSplit, plan_split
+from spmd_rl.model.lora import LoraConfig
+from spmd_rl.model.rope_spec import RopeSpec
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.train.config import ParameterGroup, TrainerConfig
+
+SPEC = ModelSpec(
+    family="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36,
+    num_heads=32, num_kv_heads=8, head_dim=128, max_positions=40960, rms_eps=1e-6,
+    rope=RopeSpec(1e6), tie_embeddings=False, qkv_bias=False, out_bias=False, mlp_bias=False,
+    qk_norm=True,
+)  # fmt: skip
+CONFIG = TrainerConfig(lora=LoraConfig(rank=16), groups=(ParameterGroup("*.lora_B.*"),))
+NUM_BASE = 8_190_735_360
+# 16 (in + out) of q, k, v, o, gate, up and down, in 36 layers
+NUM_ADAPTED = 36 * 16 * (8192 + 2 * 5120 + 8192 + 3 * 16384)
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_what_a_trainer_of_adapters_takes(num_shards: int) -> None:
+    placement = plan_split({"train": RoleSplit()}, num_shards).train
+    ledger = trainer_memory(SPEC, CONFIG, placement)
+    sizes = {entry.tag: entry.num_bytes for entry in ledger.entries}
+    activations = sizes.pop("activations")
+    plain = {
+        one.tag: one.num_bytes for one in trainer_memory(SPEC, TrainerConfig(), placement).entries
+    }
+    assert activations == plain["activations"]
+    layer = (NUM_BASE - 2 * 151936 * 4096 - 4096) // 36
+    gathered = 2 * layer + 2 * 151936 * 4096 + 4096 if num_shards > 1 else 0
+    assert sizes == {
+        "base": NUM_BASE // num_shards * 2,
+        "master": NUM_ADAPTED // num_shards * 4,
+        "moments": NUM_ADAPTED // num_shards * 8,
+        "grads": NUM_ADAPTED // num_shards * 4,
+        "gathered": (NUM_ADAPTED + gathered) * 2,
+    }
