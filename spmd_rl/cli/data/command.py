@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spmd_rl.cli.data.inspect import (
+    MAX_GRADED,
     Checked,
     check_records,
     describe_file,
@@ -22,6 +23,8 @@ from spmd_rl.data.logs.formats import FORMATS, OURS, log_format
 from spmd_rl.data.prompt_records import PromptConfig
 from spmd_rl.data.sft import split_note
 from spmd_rl.errors import ConfigError
+from spmd_rl.hooks.signatures import load_reward
+from spmd_rl.rewards.names import canonical_name
 
 
 def main(words: list[str]) -> int:
@@ -78,6 +81,13 @@ def _parsers() -> list[argparse.ArgumentParser]:
             made.add_argument("--show", type=int, default=20, metavar="N", help="problems to print")
             made.add_argument("--recipe", choices=RECIPES, help="default: as records look")
             made.add_argument("--learn", choices=["all", "last"], help="as in a run of sft")
+            made.add_argument(
+                "--reward",
+                action="append",
+                default=[],
+                metavar="NAME",
+                help=f"a grader of the run, which must take the first {MAX_GRADED:,} records",
+            )
     return parsers
 
 
@@ -106,7 +116,10 @@ def _check(options: argparse.Namespace, settings: list[str]) -> int:
     records = open_records(options.path)
     first = first_record(records)
     view = view_of(options.recipe, settings, options.learn, first)
-    found = check_records(records, view, options.model)
+    rewards = [*map(canonical_name, options.reward)]
+    for name in rewards:
+        load_reward(name)
+    found = check_records(records, view, options.model, rewards)
     if options.json:
         print(
             json.dumps(
@@ -141,7 +154,11 @@ def _lines(options: argparse.Namespace, view: View, found: Checked) -> Iterator[
         yield split_note(options.path, found.num_split, num_sound, found.num_sequences)
     if not options.model:
         yield "--model FOLDER also checks lengths and the chat template"
-    yield f"{found.num_records} records, {len(found.problems)} problems"
+    summary = f"{found.num_records} records, {len(found.problems)} problems"
+    graded = options.reward or getattr(view.cfg, "reward_key", "")
+    if graded and found.num_records > MAX_GRADED:
+        summary += f"; graders were asked about the first {MAX_GRADED:,} records"
+    yield summary
 
 
 def _words(settings: list[str]) -> list[str]:

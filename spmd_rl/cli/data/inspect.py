@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from spmd_rl.check.golds import check_golds
 from spmd_rl.check.inputs import check_record
 from spmd_rl.cli.data.view import View
 from spmd_rl.data.files import open_records
@@ -23,6 +24,7 @@ from spmd_rl.errors import DataError
 from spmd_rl.model.tokenizer import load_tokenizer
 
 _GROUP = 512  # records that are tokenised together
+MAX_GRADED = 10_000  # records of a file whose answer is parsed as the graders do
 PERCENTILES = (0, 50, 90, 99, 100)
 COUNTS = ("broken", "duplicate_prompts", "too_long")
 
@@ -50,8 +52,12 @@ class Checked:
             self.num_sequences += len(prepared)
 
 
-def check_records(records: Records, view: View, model: str | None) -> Checked:
+def check_records(
+    records: Records, view: View, model: str | None, rewards: Sequence[str] = ()
+) -> Checked:
     """Return what a run of the view's recipe would refuse of a file or slice.
+
+    `rewards` are the canonical names of the run's graders, which take the first `MAX_GRADED`.
 
     The file may be larger than memory. With a model, the records are tokenised as in the run.
     Raises: ConfigError for a model or settings that cannot be used at all.
@@ -59,14 +65,18 @@ def check_records(records: Records, view: View, model: str | None) -> Checked:
     preparer = view.preparer(load_tokenizer(model)) if model else None
     found = Checked(defect=preparer.defect if preparer else "")
     for group in _groups(records):
+        num_before = found.num_records
         found.num_records += len(group)
         problems: dict[int, DataError] = {}  # by the place in the group
         sound: dict[int, DataRecord] = {}
         for place, record in enumerate(group):
             try:
                 sound[place] = _checked(record, view)
+                if num_before + place < MAX_GRADED and isinstance(view.cfg, PromptConfig):
+                    check_golds([sound[place]], view.cfg, rewards)
             except DataError as problem:
                 problems[place] = problem
+                sound.pop(place, None)
         if preparer is not None and sound:
             problems |= _prepare(sound, preparer, found)
         found.problems += [str(problems[place]) for place in sorted(problems)]

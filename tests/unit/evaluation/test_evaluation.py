@@ -48,7 +48,7 @@ class Run:
         self.generate = SimpleNamespace(call=self._generate)
 
     @contextmanager
-    def phase(self, name: str, awake: list[Any]) -> Iterator[None]:
+    def phase(self, name: str, awake: Any = None) -> Iterator[None]:
         self.done.append(name)
         yield
 
