@@ -117,7 +117,8 @@ def effective_phases(model: MemoryModel, sleeping: Sleeping) -> Phases:
             if tags == ALL:
                 kept: Tags = () if asleep else ALL
             else:
-                kept = ALL if not asleep else tuple(tag for tag in tags if tag not in asleep)
+                there = {item.tag for item in model.memory[name]} - asleep
+                kept = ALL if not asleep else tuple(tag for tag in tags if tag in there)
             named = dict.fromkeys((*declared.get(name, ()), *kept))
             if named:
                 awake[phase][name] = ALL if set(ALL) & named.keys() else tuple(named)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from spmd_rl.plan.model_memory import trainer_memory
 
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import ParameterGroup, TrainerConfig
+from spmd_rl.train.memory import step_sizes, trainer_memory
 
 SPEC = ModelSpec(
     family="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36,
@@ -26,19 +26,14 @@ NUM_ADAPTED = 36 * 16 * (8192 + 2 * 5120 + 8192 + 3 * 16384)
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_what_a_trainer_of_adapters_takes(num_shards: int) -> None:
     placement = plan_split({"train": RoleSplit()}, num_shards).train
-    ledger = trainer_memory(SPEC, CONFIG, placement)
-    sizes = {entry.tag: entry.num_bytes for entry in ledger.entries}
-    activations = sizes.pop("activations")
-    plain = {
-        one.tag: one.num_bytes for one in trainer_memory(SPEC, TrainerConfig(), placement).entries
-    }
-    assert activations == plain["activations"]
+    found = step_sizes(SPEC, CONFIG, placement)
     layer = (NUM_BASE - 2 * 151936 * 4096 - 4096) // 36
     gathered = 2 * layer + 2 * 151936 * 4096 + 4096 if num_shards > 1 else 0
-    assert sizes == {
-        "base": NUM_BASE // num_shards * 2,
-        "master": NUM_ADAPTED // num_shards * 4,
-        "moments": NUM_ADAPTED // num_shards * 8,
-        "grads": NUM_ADAPTED // num_shards * 4,
-        "gathered": (NUM_ADAPTED + gathered) * 2,
-    }
+    assert found.master == NUM_ADAPTED // num_shards * 4
+    assert found.moments == NUM_ADAPTED // num_shards * 8
+    assert found.grads == NUM_ADAPTED // num_shards * 4
+    assert found.gathered == (NUM_ADAPTED + gathered) * 2
+    assert found.activations == step_sizes(SPEC, TrainerConfig(), placement).activations
+    base, *rest = trainer_memory(SPEC, CONFIG, placement)
+    assert (base.tag, base.num_bytes, base.changes) == ("base", NUM_BASE // num_shards * 2, False)
+    assert "base" not in {item.tag for item in rest}
