@@ -134,4 +134,5 @@ def test_a_base_sleeps_while_its_adapters_are_awake(context: RoleContext, wide: 
         assert trainer.weight_source().layout(0).pieces
         trainer.wake()
         assert trainer.train_step(batch, grpo_loss)["train/loss"] == loss
-    assert copied[0] - copied[1] == num_bytes, "the base is copied once"
+    # ranges of memory are copied, with what lies between tensors
+    assert copied[0] - copied[1] == pytest.approx(num_bytes, rel=1e-3), "the base is copied once"
