@@ -32,6 +32,7 @@ from spmd_rl.plan.model_memory import (
 from spmd_rl.plan.routes import Routes
 from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
+from spmd_rl.train.config import Fsdp2Config
 from spmd_rl.weights.layout import ITEM_BYTES
 
 EngineConfig = NativeEngineConfig | SglangEngineConfig
@@ -123,7 +124,11 @@ def _role_ledgers(
             yield _sglang_ledger(cfg.engine, spec, sleeps, step, on_gpu)
             return
         dtype = dtype_on_gpu(cfg.engine)
-        is_unsharded = "train" in roles and placements.train.axes["fsdp"] == 1
+        is_unsharded = (
+            "train" in roles
+            and placements.train.axes["fsdp"] == 1
+            and isinstance(cfg.trainer.backend, Fsdp2Config)
+        )
         shares_weights = is_unsharded and dtype == "float32"
         yield engine_ledger(
             spec.num_parameters,

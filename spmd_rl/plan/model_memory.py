@@ -10,7 +10,9 @@ from typing import Protocol
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.offload.ledger import Entry, Ledger, activation_bytes, frozen_ledger, trainer_ledger
-from spmd_rl.train.config import FrozenConfig, TrainerConfig
+from spmd_rl.plan.megatron_memory import megatron_ledger
+from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
+from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.parameter_groups import moment_bytes, update_rules
 from spmd_rl.weights.layout import ITEM_BYTES
 
@@ -54,6 +56,9 @@ def trainer_memory(
     spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head = "lm"
 ) -> Ledger:
     """Return the ledger of a trainer on one of its ranks."""
+    if isinstance(cfg.backend, MegatronConfig) and head == "lm":
+        return megatron_ledger(spec, cfg, cfg.backend, placement, dtype_on_gpu(cfg))
+    backend = fsdp2_settings(cfg)
     element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
     num_shards = placement.axes["fsdp"]
     shapes = spec.parameter_shapes(head)
@@ -68,9 +73,9 @@ def trainer_memory(
         logit_bytes=_logit_bytes(cfg, spec, head),
         slope_bytes=_slope_bytes(cfg, spec) if head == "lm" else 0,
         element_bytes=element_bytes,
-        recompute=cfg.backend.recompute,
+        recompute=backend.recompute,
     )
-    is_one_unit = cfg.backend.gathers_whole(
+    is_one_unit = backend.gathers_whole(
         num_parameters * ITEM_BYTES["float32"], len(placement.ranks)
     )
     # Without shards the gathered weights are kept until the end of the step.
@@ -144,7 +149,7 @@ def _logit_bytes(cfg: TrainerConfig | FrozenConfig, spec: ModelSpec, head: Head)
 
 def _slope_bytes(cfg: TrainerConfig, spec: ModelSpec) -> int:
     """Return what the head keeps for the backward pass; on a CPU little enough to leave out."""
-    if dtype_on_gpu(cfg) == "float32" or cfg.backend.recompute == "all":
+    if dtype_on_gpu(cfg) == "float32" or fsdp2_settings(cfg).recompute == "all":
         return 0
     return cfg.max_tokens * spec.vocab_size * ITEM_BYTES[dtype_on_gpu(cfg)]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.mesh.axes import MODEL, groups_along
 from spmd_rl.mesh.split import Placement, Placements, disjoint, plan_split
 from spmd_rl.model.spec import ModelSpec, head_of
 from spmd_rl.offload.ledger import Ledger
@@ -22,6 +23,7 @@ from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.extra_role import ExtraRole
+from spmd_rl.train.megatron.check import check_axes, spec_to_train
 
 # the field of a recipe's config that each placement is planned by, and its types
 ROLE_CONFIGS: dict[str, tuple[str, tuple[type, ...]]] = {
@@ -104,7 +106,7 @@ def resolve(cfg: Any, world_size: int, capacity_bytes: int | None = None) -> Run
     model = getattr(cfg, "model", "")
     if not model or not isinstance(model, str):
         return RunPlan(world_size, placements, None, Routes.none(world_size), {})
-    spec = ModelSpec.from_folder(model)
+    spec = spec_to_train(model, getattr(cfg, "trainer", None))
     plan = _without_pages(placements, spec, cfg, world_size)
     if "infer" not in placements:
         return plan
@@ -118,7 +120,9 @@ def _placements(cfg: Any, world_size: int) -> Placements:
     split = getattr(cfg, "split", None)
     if split is None:
         raise PlanError("this recipe's config has no `split`, so there is nothing to plan")
-    return plan_split(split, world_size)
+    placements = plan_split(split, world_size)
+    check_axes(cfg, placements)
+    return placements
 
 
 def _without_pages(placements: Placements, spec: ModelSpec, cfg: Any, world_size: int) -> RunPlan:
@@ -200,10 +204,9 @@ def _push_routes(placements: Placements, spec: ModelSpec, cfg: Any, world_size: 
 
 def _axis_groups(placement: Placement) -> list[tuple[str, tuple[int, ...]]]:
     """Return the groups of ranks that differ in one axis alone, for axes of more than one rank."""
-    dp, fsdp = placement.axes["dp"], placement.axes["fsdp"]
-    groups = []
-    if fsdp > 1:
-        groups += [("fsdp", placement.ranks[i * fsdp : (i + 1) * fsdp]) for i in range(dp)]
-    if dp > 1:
-        groups += [("dp", placement.ranks[i::fsdp]) for i in range(fsdp)]
-    return groups
+    return [
+        (axis, ranks)
+        for axis in ("fsdp", "dp", *MODEL)
+        if placement.axes.get(axis, 1) > 1
+        for ranks in groups_along(placement.ranks, placement.axes, (axis,))
+    ]

@@ -48,10 +48,12 @@ class ModelBackend(Protocol):
     """Weights and forward pass of one model. All ranks of its role call each method together.
 
     `device` is where micro-batches go, `max_positions` the longest sequence that the model takes.
+    `packs_whole` says that micro-batches must not share prompts among sequences.
     """
 
     device: torch.device
     max_positions: int
+    packs_whole: bool
 
     def contract(self) -> dict[str, str | int]:
         """Return what the forward's bits depend on besides the weights (kernels/contract.py)."""

@@ -12,6 +12,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import model_weights, random_weights
+from spmd_rl.model.moe_spec import read_spec
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec, head_of
@@ -19,6 +20,8 @@ from spmd_rl.model.value_head import ValueModel, ValueScorer
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
+from spmd_rl.train.megatron.backend import Megatron
+from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.sharded_model import ShardedModel
 
 
@@ -30,8 +33,12 @@ def build(cfg: TrainerConfig, folder: str, context: RoleContext, head: Head = "l
     Ranks: all of the role. Raises: ConfigError if the model folder does not serve.
     """
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
-    spec = _spec(folder)
-    backend = Fsdp2(spec, context.mesh, cfg, context.device, head)
+    backend: Fsdp2 | Megatron
+    if isinstance(cfg.backend, MegatronConfig) and head == "lm":
+        backend = Megatron(read_spec(folder), context, cfg)
+    else:
+        context.placement.require_data_axes_alone("FSDP2")
+        backend = Fsdp2(_spec(folder), context.mesh, cfg, context.device, head)
     backend.fill(first_weights(cfg, folder, head))
     return Learner(backend, context, cfg)
 
@@ -43,6 +50,7 @@ def build_frozen(cfg: FrozenConfig, folder: str, context: RoleContext) -> Sharde
 
     Ranks: all of the role. Raises: ConfigError if the model folder does not serve.
     """
+    context.placement.require_data_axes_alone("a frozen model")
     dtype = getattr(torch, dtype_of(cfg.dtype, context.device))
     scorer = _frozen_scorer(cfg, _spec(folder), head_of(folder))
     scorer.requires_grad_(False).to(dtype)
@@ -55,7 +63,7 @@ def first_weights(
     cfg: TrainerConfig | FrozenConfig, folder: str, head: Head
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole weights that a model begins with, by name. Raises: as `model_weights`."""
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     if cfg.init == "random":
         return random_weights(spec, cfg.seed, head)
     return model_weights(folder, spec.parameter_shapes(head))

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spmd_rl.config.rules import require
+from spmd_rl.errors import ConfigError
+from spmd_rl.train.megatron.config import MegatronConfig
 
 WHOLE_MODEL_BYTES = 64 << 20  # largest model that `wrap = "auto"` gathers as one unit
 # the same on one rank: layer by layer, the host would be slower than the GPU
@@ -91,7 +93,7 @@ class TrainerConfig:
     save_optimizer: bool = True
     # the same weights and batch give the same bits; on GPUs, at some cost in speed
     deterministic: bool = False
-    backend: Fsdp2Config = field(default_factory=Fsdp2Config)
+    backend: Fsdp2Config | MegatronConfig = field(default_factory=Fsdp2Config)
 
     def __post_init__(self) -> None:
         for name in ("minibatches", "max_tokens", "logit_rows"):
@@ -110,6 +112,16 @@ class TrainerConfig:
                 self.total_steps,
                 f"more than warmup_steps = {self.warmup_steps} for the schedule '{self.schedule}'",
             )
+
+
+def fsdp2_settings(cfg: TrainerConfig) -> Fsdp2Config:
+    """Return the settings of the FSDP2 backend. Raises: ConfigError if the config has another."""
+    if not isinstance(cfg.backend, Fsdp2Config):
+        raise ConfigError(
+            f"trainer.backend.kind = '{cfg.backend.kind}' trains no value head: "
+            "set it to 'fsdp2' for this role"
+        )
+    return cfg.backend
 
 
 @dataclass(frozen=True)
@@ -136,7 +148,9 @@ class FrozenConfig:
         """
         names = ("init", "seed", "max_tokens", "logit_rows", "dtype", "attention_split")
         same: dict[str, Any] = {name: getattr(trainer, name) for name in names}
-        return FrozenConfig(**same, wrap=trainer.backend.wrap)
+        backend = trainer.backend
+        wrap: Wrap = backend.wrap if isinstance(backend, Fsdp2Config) else "auto"
+        return FrozenConfig(**same, wrap=wrap)
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "logit_rows"):

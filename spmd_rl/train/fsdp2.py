@@ -25,7 +25,7 @@ from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.model.value_head import ValueModel, ValueScorer
 from spmd_rl.train.backend import LossOf, State
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch
@@ -52,10 +52,10 @@ class Fsdp2(ShardedModel):
         if cfg.deterministic:
             require_deterministic(device, dtype, spec.head_dim, mesh.size(0))
         scorer = _scorer(spec, cfg, head)
-        _recompute(scorer.model, cfg.backend.recompute)
+        _recompute(scorer.model, fsdp2_settings(cfg).recompute)
         rules = _freeze(scorer.model, cfg, mesh.size(1))
         reshard = False if mesh.size(1) == 1 else None
-        super().__init__(scorer, mesh, device, dtype, cfg.backend.gathers_whole, reshard)
+        super().__init__(scorer, mesh, device, dtype, fsdp2_settings(cfg).gathers_whole, reshard)
         _sum_gradients(self.units, cfg.deterministic)
         self.optimizer = build_optimizer(self.local_weights(), rules, cfg, mesh.get_group("fsdp"))
 
@@ -128,7 +128,7 @@ def _scorer(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> Scorer | ValueSc
     with torch.device("meta"):
         if head == "value":
             return ValueScorer(ValueModel(spec), cfg.attention_split)
-        recomputes = cfg.backend.recompute == "all"
+        recomputes = fsdp2_settings(cfg).recompute == "all"
         return Scorer(CausalLM(spec), cfg.logit_rows, recomputes, cfg.attention_split)
 
 

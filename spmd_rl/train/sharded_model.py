@@ -52,6 +52,7 @@ class ShardedModel:
         self.device = device
         self._dtype = dtype
         self.max_positions = spec.max_positions
+        self.packs_whole = False
         self.num_replicas = mesh.size(0)
         self.num_shards, self.shard = mesh.size(1), mesh.get_local_rank("fsdp")
         self.scorer = scorer
