@@ -57,17 +57,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(folder: Path, family: str) -> Path:
+def write_model(folder: Path, family: str, std: float = 0.15, **sizes: int) -> Path:
     """Write a folder with random weights, as transformers writes it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SIZES | FAMILIES[family]))
+    (folder / "config.json").write_text(json.dumps(SIZES | FAMILIES[family] | sizes))
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
     for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.15)
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, std)
     model.save_pretrained(folder)
     return folder
 
