@@ -72,7 +72,14 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     teacher = ctl.spawn(
         rl.FrozenModel, cfg.frozen, on=roles.train, model=cfg.teacher, name="teacher"
     )
-    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, seed=cfg.run.seed)
+    rollout = ctl.spawn(
+        rl.Rollout,
+        cfg.engine,
+        on=roles.infer,
+        model=cfg.model,
+        seed=cfg.run.seed,
+        lora=cfg.trainer.adapted_base,
+    )
     weights = ctl.link(trainer, rollout)
     prompts = rl.load_prompts(cfg)
     rl.announce_correction(cfg.engine, "none")

@@ -63,7 +63,14 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     judge = ctl.spawn(
         rl.FrozenModel, cfg.frozen, on=roles.train, model=cfg.reward_model, name="reward_model"
     )
-    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, seed=cfg.run.seed)
+    rollout = ctl.spawn(
+        rl.Rollout,
+        cfg.engine,
+        on=roles.infer,
+        model=cfg.model,
+        seed=cfg.run.seed,
+        lora=cfg.trainer.adapted_base,
+    )
     weights = ctl.link(trainer, rollout)
     prompts = rl.load_prompts(cfg)
     num_steps = rl.num_steps(cfg, prompts)

@@ -108,6 +108,10 @@ def test_a_reward_model_resumes_and_judges(run: Any, models: tuple[Path, Path]) 
     assert np.mean(rewards) == pytest.approx(judged.metrics[0]["reward/mean"])
     assert judged.metrics[0]["train/grad_norm"] > 0
     assert judged.metrics[1]["onpolicy/mismatched_tokens"] == 0
+    words = (f"--model={models[0]}", judge, *SAMPLES, "--trainer.lora.rank=4")
+    adapted = run("rlhf", *words, name="adapted", small=False)
+    assert adapted.code == 0, adapted.sentence
+    assert adapted.metrics[1]["onpolicy/mismatched_tokens"] == 0
 
     refused = run(
         "rlhf",
@@ -121,9 +125,10 @@ def test_a_reward_model_resumes_and_judges(run: Any, models: tuple[Path, Path]) 
     assert "is no reward model" in refused.sentence
 
 
-@pytest.mark.parametrize("form", ["sampled", "topk"])
-def test_distillation(run: Any, models: tuple[Path, Path], form: str) -> None:
+@pytest.mark.parametrize(("form", "rank"), [("sampled", 0), ("topk", 0), ("topk", 4)])
+def test_distillation(run: Any, models: tuple[Path, Path], form: str, rank: int) -> None:
     words = (f"--model={models[0]}", f"--teacher={models[1]}", f"--form={form}", "--top_k=5")
+    words += (f"--trainer.lora.rank={rank}",)
     ended = run("distill", *words, *SAMPLES, nproc=2, small=False)
     assert ended.code == 0, ended.sentence
     first = ended.metrics[0]
