@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from spmd_rl.kernels import linear, silu_mul
 from spmd_rl.kernels.linear import adapters_triton
 from spmd_rl.kernels.linear.adapters import add_adapters
