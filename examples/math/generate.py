@@ -133,7 +133,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--num-train", type=int, default=1200)
-    parser.add_argument("--num-lessons", type=int, default=3000)
+    parser.add_argument("--num-lessons", type=int, default=2000)
     parser.add_argument("--num-eval", type=int, default=64, help="problems of each evaluation")
     parser.add_argument(
         "--care", type=float, default=0.7, help="chance that the teacher makes no mistake"

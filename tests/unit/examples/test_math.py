@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,9 @@ from examples.math.problems import (
     problem,
     solution,
 )
+from spmd_rl.hooks.signatures import load_reward
 from spmd_rl.model.tokenizer import load_tokenizer
+from tests.unit.rewards.cases import ask, say
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "math"
@@ -63,6 +66,19 @@ def test_solutions_are_right_and_mistakes_are_wrong(template) -> None:
         assert result == str(one.answer) and one.answer >= 0
         assert solution(one).endswith(f"\\boxed{{{one.answer}}}")
         assert f"\\boxed{{{one.answer}}}" not in careless(one, rng) or len(one.steps) > 1
+
+
+@pytest.mark.parametrize("config", ["grpo.toml", "gpu/grpo.toml"])
+def test_a_sum_that_is_not_computed_earns_nothing(config: str) -> None:
+    """With reward = "math" a model learned to write `3 + 8 =}`, which is graded as 11."""
+    cfg = tomllib.loads((EXAMPLE / config).read_text())
+    exploit, honest = say("3 + 8 =}"), say(r"3 + 8 = 11. \boxed{11}")
+    assert load_reward("math").function(ask("11"), exploit) == 1
+    for name in (cfg["reward"], cfg["eval"]["reward"]):
+        grade = load_reward(name).function
+        assert (grade(ask("11"), exploit), grade(ask("11"), honest)) == (0, 1)
+    stricter = load_reward(cfg["eval"]["reward"]).function
+    assert stricter(ask("11"), say(r"\boxed{3 + 8}")) == 0
 
 
 def test_held_out_templates_are_new() -> None:
