@@ -33,6 +33,8 @@ class Config(grpo.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         rl.refuse_sampler(self.sampler, self.hooks)
+        if self.epochs or self.start_step:
+            raise rl.ConfigError("this recipe counts steps: leave epochs and start_step at 0")
         rl.at_least(self, {"eval_every": 1, "cap": 0, "distance_cost": 0})
 
 

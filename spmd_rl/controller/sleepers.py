@@ -55,15 +55,15 @@ class Sleepers:
         phases = self.policy.phases
         if not self.policy.sleeps or name not in phases.roles:
             return None
-        awake = {phase: roles[name] for phase, roles in phases.awake.items() if name in roles}
+        awake = {phase: roles.get(name, ()) for phase, roles in phases.awake.items()}
         return RoleSleep(name, awake, self.policy.host_bytes)
 
     def make_room(self, placement: Placement) -> None:
-        """Put the roles of these ranks to sleep whose phases let them, before another is built."""
+        """Put to sleep what some phase lets sleep on these ranks, before another role is built."""
         named = self.policy.phases.roles
         self._apply(
             {
-                handle: set()
+                handle: self._always_awake(handle)
                 for handle in self._sleepers()
                 if handle.name in named and _share_ranks(handle.placement, placement)
             }
@@ -109,6 +109,11 @@ class Sleepers:
         if not self.policy.sleeps:
             return ()
         return [handle for handle in self._handles if handle.name in self._awake]
+
+    def _always_awake(self, handle: Handle) -> set[str]:
+        """Return the tags of a role that every phase keeps awake."""
+        phases = self.policy.phases.awake.values()
+        return set.intersection(*(_tags(handle, awake.get(handle.name, ())) for awake in phases))
 
     def _asleep(self, handle: Handle) -> set[str]:
         return set(handle.memory_tags) - self._awake[handle.name]

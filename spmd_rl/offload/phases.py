@@ -62,13 +62,17 @@ class Phases:
 
 @dataclass(frozen=True)
 class RoleSleep:
-    """What a role is told of its sleep: its name, the tags that are awake in each phase, and the
+    """What a role is told of its sleep: its name, its tags that are awake in each phase, and the
     bytes that its rank may keep in host memory (0: what the rank's cgroup leaves).
     """
 
     role: str
     phases: dict[str, Tags]
     host_bytes: int = 0
+
+    def may_sleep(self, tag: str) -> bool:
+        """Return whether memory under `tag` sleeps in some phase."""
+        return len(self.phases_with(tag)) < len(self.phases)
 
     def phases_with(self, tag: str) -> list[str]:
         """Return the phases in which memory under `tag` is awake."""

@@ -8,6 +8,7 @@ what torch allocates while it is open, such as the shards of FSDP2 and an optimi
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ ALIGN_BYTES = 512  # of pieces in host memory, as torch's allocator aligns
 GAP_BYTES = 256 << 10
 
 
-class Region:
+class Region(ABC):
     """Memory of one tag. It is mapped at first.
 
     A subclass says which bytes it holds, and how it is unmapped and mapped. `changes` counts
@@ -55,9 +56,9 @@ class Region:
         return self.residency.tag
 
     @property
+    @abstractmethod
     def num_bytes(self) -> int:
         """The bytes of device memory that the region has while it is mapped."""
-        raise NotImplementedError
 
     @property
     def mapped_bytes(self) -> int:
@@ -73,17 +74,17 @@ class Region:
         """Whether host memory has the contents as they are."""
         return self._saved_changes == self.changes
 
+    @abstractmethod
     def pieces(self) -> Sequence[Tensor]:
         """Return the bytes that are saved, in few pieces of one dimension."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unmap(self) -> None:
         """Give the memory back. No work that uses it may be queued."""
-        raise NotImplementedError
 
+    @abstractmethod
     def map(self) -> None:
         """Take the memory again. Raises: ResidencyError where too little is left."""
-        raise NotImplementedError
 
     def reserve_host(self, arena: HostArena) -> None:
         """Take host memory for the contents now, rather than at the first save.

@@ -42,11 +42,11 @@ class RoleMemory:
         return self._sleep is not None
 
     def allocating(self, tag: str, always: bool = False) -> AbstractContextManager[None]:
-        """Have what torch allocates inside sleep under `tag`, if the role sleeps, or `always`.
+        """Have what torch allocates inside sleep under `tag`, if some phase lets it, or `always`.
 
         Raises: ConfigError on a GPU where torch_memory_saver is missing.
         """
-        if not self.sleeps and not always:
+        if not always and (self._sleep is None or not self._sleep.may_sleep(tag)):
             return nullcontext()
         return self._regions.torch_region(tag, "save").allocating()
 
@@ -60,6 +60,13 @@ class RoleMemory:
     def reserve(self, num_bytes: int) -> Tensor:
         """Return new host memory, zero and pinned on a GPU. Raises: as `HostArena.reserve`."""
         return self._regions.reserve(num_bytes)
+
+    def reserve_saves(self) -> None:
+        """Take host memory for all contents that a sleep saves, before the first one.
+
+        Blocks, raises: as `Regions.reserve_saves`.
+        """
+        self._regions.reserve_saves()
 
     def slab(self, tag: str, contents: Contents, num_bytes: int) -> SlabRegion:
         """Return memory of that size. Raises: ResidencyError where too little is left."""

@@ -136,6 +136,7 @@ class MemoryModel:
             and "slab" not in {item.tag for item in self.memory[INFER]}
             and not engine.computes_on_gpu
             and train is not None
+            and "base" not in {item.tag for item in self.memory[TRAIN]}  # of adapters
             and train.axes["fsdp"] == 1
             and set(engine.placement.ranks) <= set(train.ranks)
         )

@@ -64,6 +64,7 @@ class FrozenModel(Role, WeightReceiver, Saver, Sleeper, Contracted, MemoryPlanne
 
         self.memory = RoleMemory(sleep, context.device)
         self.backend = build_frozen(cfg, model, context, self.memory)
+        self.memory.reserve_saves()  # so that a host with too little is refused here
         self.runner = BatchRunner(self.backend, context, cfg.max_tokens)
         self.checkpoints = CheckpointWriter(self.backend, context)
         self._state = TrainerState(FIRST_VERSION)

@@ -83,15 +83,19 @@ class ShardedModel:
         }
 
     def _materialise(self, allocating: Callable[[bool], AbstractContextManager[None]]) -> None:
-        """Give all parameters memory: of the base, and of the rest, inside one context each."""
+        """Give all parameters memory: of the base, and of the rest, inside one context each.
+
+        FSDP pads uneven shards when they are applied, which allocates too.
+        """
         named = dict(self.scorer.model.named_parameters())
         memory: dict[Tensor, Tensor] = {}
-        for is_base in sorted({name in self.base for name in named}):
+        for is_base in sorted({name in self.base for name in named}, reverse=True):
             with allocating(is_base):
                 for name, parameter in named.items():
                     if (name in self.base) == is_base:
                         memory[parameter] = torch.empty_like(parameter, device=self.device)
-        self.scorer._apply(memory.__getitem__)
+                if not is_base:
+                    self.scorer._apply(memory.__getitem__)
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Set the weights from whole tensors by name, of which each rank keeps its rows."""

@@ -59,6 +59,7 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
 
         self.memory = RoleMemory(sleep, context.device)
         self.learner = build(cfg, model, context, self.HEAD, self.memory)
+        self.memory.reserve_saves()  # so that a host with too little is refused here
         self.backend = self.learner.backend
         self.checkpoints = CheckpointWriter(self.backend, context, cfg.save_optimizer)
         self._resume_differences: list[str] = []

@@ -15,7 +15,7 @@ from spmd_rl.rollout.native.engine import NativeEngine
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, unequal, workload
 from tests.samples import Samples, finish
 
-PHASES = {"sync": ("weights",), "rollout": ALL}
+PHASES = {"sync": ("weights",), "rollout": ALL, "train": ()}
 NUM_PAGES = 200
 
 

@@ -122,7 +122,7 @@ def test_a_base_sleeps_while_its_adapters_are_awake(context: RoleContext, wide: 
     awake = Trainer(CONFIG, context, str(wide))
     losses = [awake.train_step(batch, grpo_loss)["train/loss"] for _ in range(3)]
     del awake
-    sleep = RoleSleep("train-lora", {"sync": ("master",), "train": ALL})
+    sleep = RoleSleep("train-lora", {"sync": ("master",), "rollout": (), "train": ALL})
     trainer = Trainer(CONFIG, context, str(wide), sleep=sleep)
     num_bytes = 2 * ModelSpec.from_folder(wide).num_parameters
     copied = []

@@ -21,7 +21,7 @@ from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import make_batch
 
 CONFIG = TrainerConfig(init="random", lr=1e-2, max_tokens=150, deterministic=True)
-PHASES = {"sync": ("master",), "train": ALL}
+PHASES = {"sync": ("master",), "rollout": (), "train": ALL}
 WIDE = {"hidden_size": 2048, "intermediate_size": 8192}
 SHARE = 0.99  # of what its regions hold that a sleeping role gives back
 
@@ -81,7 +81,7 @@ def test_a_trainer_gives_its_memory_back_and_learns_on(
 
 def test_a_frozen_model_gives_its_memory_back(context: RoleContext, wide: Path) -> None:
     cfg, batch = FrozenConfig.like(CONFIG), make_batch()
-    sleep = RoleSleep("reference", {"train": ALL})
+    sleep = RoleSleep("reference", {"rollout": (), "train": ALL})
     frozen = FrozenModel(cfg, context, str(wide), sleep=sleep)
     KEPT.append(frozen)
     expected = frozen.score(batch).values.tobytes()

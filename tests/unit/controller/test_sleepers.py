@@ -12,7 +12,7 @@ from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.sleepers import Sleepers, SleepPolicy
 from spmd_rl.errors import ResidencyError
 from spmd_rl.mesh.split import Placement
-from spmd_rl.offload.phases import ALL, COLOCATED, CONCURRENT
+from spmd_rl.offload.phases import ALL, COLOCATED, CONCURRENT, Phases
 
 TRAINER, ENGINE, WHOLE = ("master", "moments"), ("weights", "kv"), ALL
 
@@ -159,6 +159,21 @@ def test_room_is_made_before_a_role_is_built() -> None:
     assert case.seen() == []
 
 
+def test_what_every_phase_keeps_awake_makes_no_room() -> None:
+    phases = Phases(
+        {
+            "rollout": {"train": ("master",), "infer": ALL},
+            "train": {"train": ALL, "infer": ("weights",)},
+        }
+    )
+    case = Case(SleepPolicy(phases=phases), train=(TRAINER,), infer=(ENGINE,))
+    case.sleepers.make_room(Placement("critic", (0,), {"dp": 1, "fsdp": 1, "tp": 1}))
+    assert case.seen() == ["sleep train moments", "sleep infer kv"]
+    sleep = case.sleepers.role_sleep("train")
+    assert sleep is not None
+    assert (sleep.may_sleep("master"), sleep.may_sleep("moments")) == (False, True)
+
+
 def test_what_a_checkpoint_is_made_of_wakes() -> None:
     case = colocated(reference=(("weights",),))
     parts = [case.handle("train"), case.handle("reference")]
@@ -190,5 +205,7 @@ def test_a_role_that_could_not_wake_still_counts_as_asleep() -> None:
 def test_a_role_is_told_its_own_phases() -> None:
     sleep = colocated().sleepers.role_sleep("infer")
     assert sleep is not None
-    assert sleep.phases == {"sync": ("weights",), "eval": ALL, "rollout": ALL}
+    assert sleep.phases == {"sync": ("weights",), "eval": ALL, "rollout": ALL, "train": ()}
+    assert sleep.may_sleep("weights")
+    assert sleep.may_sleep("kv")
     assert colocated().sleepers.role_sleep("judge") is None

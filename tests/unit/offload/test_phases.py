@@ -54,7 +54,7 @@ def test_a_role_is_added_to_phases() -> None:
 
 
 def test_a_role_knows_the_phases_of_its_tags() -> None:
-    sleep = RoleSleep("train", {"sync": ("master",), "train": ALL})
+    sleep = RoleSleep("train", {"sync": ("master",), "rollout": (), "train": ALL})
     assert sleep.phases_with("master") == ["sync", "train"]
     assert sleep.phases_with("moments") == ["train"]
 

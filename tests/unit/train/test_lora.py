@@ -169,7 +169,7 @@ def test_peft_computes_the_same_logits(new_trainer, tmp_path: Path) -> None:
 def test_the_base_sleeps_while_adapters_are_pushed(new_trainer, context, model_folder) -> None:
     """And its bytes are copied to the host once, as they never change."""
     cfg = TrainerConfig(init="random", lr=1e-2, lora=LORA)
-    sleep = RoleSleep("train", {"sync": ("master",), "train": ALL})
+    sleep = RoleSleep("train", {"sync": ("master",), "rollout": (), "train": ALL})
     trainer, plain = (
         Trainer(cfg, context, str(model_folder), sleep),
         new_trainer(lora=LORA, lr=1e-2),
