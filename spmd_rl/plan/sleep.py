@@ -52,16 +52,19 @@ def choose_sleep(model: MemoryModel, need: Need) -> SleepDecision:
     peaks = [_peak(model, one, need.kv_bytes) for one in sets]
     chosen = next((i for i, peak in enumerate(peaks) if peak <= need.limit_bytes), len(sets) - 1)
     copied = copied_bytes(model, sets[chosen])
-    beside = f", with keys and values of {need.running}" if need.running else ""
-    at_once = f"at once all roles need {as_size(peaks[0])} of {as_size(need.limit_bytes)}{beside}"
+    beside = f", keys and values of {need.running} included" if need.running else ""
+    awake = (
+        f"all roles awake need {as_size(peaks[0])}{beside}, "
+        f"and {as_size(need.limit_bytes)} may be used"
+    )
     if chosen == 0:
         fits = peaks[0] <= need.limit_bytes
-        why = at_once if fits else f"the phases of this recipe let no memory sleep, and {at_once}"
+        why = awake if fits else f"the phases of this recipe let no memory sleep; {awake}"
         return SleepDecision(sets[0], f"nothing sleeps: {why}")
-    rest = f"; then the largest phase needs {as_size(peaks[chosen])}"
+    rest = f". The largest phase then needs {as_size(peaks[chosen])}"
     cost = f", and a step copies {as_size(copied)} to the host and back" if copied else ""
     return SleepDecision(
-        sets[chosen], f"{as_words(sets[chosen])} in turn: {at_once}{rest}{cost}", copied
+        sets[chosen], f"{as_words(sets[chosen])} in turn: {awake}{rest}{cost}", copied
     )
 
 

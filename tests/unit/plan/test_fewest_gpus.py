@@ -61,9 +61,7 @@ def test_a_small_model_fits_one_gpu_as_it_is(
 ) -> None:
     out = said(capsys, asked(models / "0.6B", f"--gpu-gib={H200}"))
     assert out[0] == "     1 GPU  fits: --nproc 1"
-    assert any(
-        line.startswith("sleep        nothing sleeps: at once all roles need") for line in out
-    )
+    assert any(line.startswith("sleep        nothing sleeps: all roles awake need") for line in out)
 
 
 def test_32b_has_an_answer_on_8_gpus(models: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,13 +93,15 @@ def test_the_decision_is_a_sentence(model: Path) -> None:
     chosen = choose_sleep(memory, need)
     assert chosen.sleeping == EVERYTHING
     assert chosen.sentence.startswith(
-        "train sleeps (master, moments) and infer sleeps (weights, kv) in turn: at once all roles "
+        "train sleeps (master, moments) and infer sleeps (weights, kv) in turn: all roles awake "
         "need "
     )
-    assert "of 126.0 GiB, with keys and values of 256 sequences of 1,152 tokens" in chosen.sentence
+    counted = "keys and values of 256 sequences of 1,152 tokens included, and 126.0 GiB may be used"
+    assert counted in chosen.sentence
+    assert "The largest phase then needs" in chosen.sentence
     fits = choose_sleep(memory, Need(1 << 50, 40 * GIB))
     assert fits.sleeping == {}
-    assert fits.sentence.startswith("nothing sleeps: at once all roles need ")
+    assert fits.sentence.startswith("nothing sleeps: all roles awake need ")
 
 
 def test_what_a_step_copies(model: Path) -> None:
@@ -231,12 +233,12 @@ def test_a_setting_overrides_the_plan(model: Path) -> None:
 def test_the_policy_of_a_run(model: Path) -> None:
     large, why = sleep_policy(configured(model), 1, 1000 * GIB)
     assert not large.sleeps
-    assert why.startswith("nothing sleeps: at once all roles need")
+    assert why.startswith("nothing sleeps: all roles awake need")
     words = ("trainer.backend.recompute=all", "trainer.backend.offload=moments")
     some, why = sleep_policy(configured(model, *words), 1, 140 * GIB)
     assert some.sleeps
     assert some.phases.roles & {"train", "infer"} == {"infer"}
-    assert why.startswith("infer sleeps (kv) in turn: at once all roles need")
+    assert why.startswith("infer sleeps (kv) in turn: all roles awake need")
     small, _ = sleep_policy(configured(model), 1, 80 * GIB)
     assert small.phases.awake == COLOCATED.awake
     for gpu, policy_words, said in (
