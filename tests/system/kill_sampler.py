@@ -160,14 +160,20 @@ def play(folder: Path, mode: str, name: str, moments: Iterator[Moment]) -> tuple
 
 
 def campaign(folder: Path, num_kills: int, seed: int) -> tuple[int, list[Account], list[str]]:
-    """Kill runs until there were `num_kills`; return the kills, all accounts, and what is wrong."""
+    """Kill runs until there were `num_kills`; return the kills, all accounts, and what is wrong.
+
+    If every kill came before a checkpoint held a sample, it goes on until one came after, or until
+    there were four times as many.
+    """
     rng, modes = random.Random(seed), list(MODES)
     accounts: list[Account] = []
     found: list[str] = []
     num_killed, num_events = 0, 40
-    while num_killed < num_kills:
+    while num_killed < num_kills or (
+        num_killed < 4 * num_kills and not any(account.restored for account in accounts)
+    ):
         mode, name = modes[len(accounts) % len(modes)], f"r{len(accounts)}"
-        num_moments = min(rng.randint(2, 5), num_kills - num_killed)
+        num_moments = min(rng.randint(2, 5), max(num_kills - num_killed, 2))
         moments = (Moment.random(rng, num_events) for _ in range(num_moments))
         kills, account = play(folder, mode, name, moments)
         num_killed += kills

@@ -26,7 +26,7 @@ def test_no_prompt_is_lost_or_repeated(tmp_path: Path) -> None:
     print(f"KILL_SEED={seed}")
     num_killed, accounts, problems = campaign(tmp_path, NUM_KILLS, seed)
     assert problems == []
-    assert num_killed == NUM_KILLS
+    assert num_killed >= NUM_KILLS
     assert sum(len(account.restored) for account in accounts) > 0
 
 
