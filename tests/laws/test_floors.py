@@ -33,6 +33,7 @@ HEAVY = {
     "math_verify": "rewards",
     "sympy": "rewards",
     "langdetect": "rewards",
+    "megatron": "train",
     "triton": "kernels",
     "flash_attn": "kernels",
     "cutlass": "kernels",
