@@ -47,6 +47,8 @@ setup(
             "megatron-core==0.16.1; python_version < '3.12'",
             "megatron-core==0.19.2; python_version >= '3.12'",
         ],
+        # trainer.backend.layers = "transformer_engine"; its torch extension is compiled on the host
+        "te": ["transformer-engine[core-cu13,pytorch]==2.20.2"],
         "torchao": ["torchao>=0.14"],  # trainer.optimizer.kind = "adamw8bit"
         "log": ["tensorboard>=2.18", "wandb>=0.19"],
         "data": ["pyarrow>=18"],  # .parquet files and Hugging Face datasets

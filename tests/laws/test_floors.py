@@ -34,6 +34,7 @@ HEAVY = {
     "sympy": "rewards",
     "langdetect": "rewards",
     "megatron": "train",
+    "transformer_engine": "train",
     "triton": "kernels",
     "flash_attn": "kernels",
     "cutlass": "kernels",

@@ -26,7 +26,7 @@ NO_NORM = QkNorm(None, None, 0.0)  # Megatron-core has normed queries and keys a
 
 @dataclass
 class AttentionInputs:
-    """What attention needs of a micro-batch. `attend` is None under context parallelism."""
+    """What attention needs of a micro-batch. `attend` is None where another module attends."""
 
     rotary: Rotary
     lengths: NDArray[np.int32]
@@ -59,6 +59,40 @@ class LocalAttention(nn.Module):
         if inputs.attend is not None:
             return inputs.attend(self.layer, query, key, value).flatten(1)
         return _attend_across_ranks(query, key, value, inputs).flatten(1)
+
+
+class TransformerEngineAttention(nn.Module):
+    """Transformer-engine's attention after our rotary positions, also under context parallelism."""
+
+    def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        super().__init__()
+        self.attention = TEDotProductAttention(config, layer_number, *args, **kwargs)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        packed_seq_params: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Shape: query [T, H, D], key and value [T, K, D]; returns [T, H D]."""
+        inputs: AttentionInputs = packed_seq_params.inputs
+        query, key = qk_norm_rope(query.contiguous(), key.contiguous(), NO_NORM, inputs.rotary)
+        out: Tensor = self.attention(
+            query,
+            key,
+            value.contiguous(),
+            attention_mask,
+            *args,
+            packed_seq_params=packed_seq_params,
+            **kwargs,
+        )
+        return out.reshape(len(query), -1)
 
 
 def _attend_across_ranks(

@@ -25,7 +25,11 @@ from spmd_rl.train.flops import train_flops
 from spmd_rl.train.megatron.config import MegatronConfig, check_layout
 from spmd_rl.train.megatron.gather import GatheredTensors
 from spmd_rl.train.megatron.groups import cut_along, groups_of, place_of
-from spmd_rl.train.megatron.library import prepare_megatron, running_on
+from spmd_rl.train.megatron.library import (
+    prepare_megatron,
+    require_transformer_engine,
+    running_on,
+)
 from spmd_rl.train.megatron.model import build_chunks, check_names, transformer_config
 from spmd_rl.train.megatron.optimizer import MegatronOptimizer
 from spmd_rl.train.megatron.parameters import parameters_of
@@ -56,11 +60,13 @@ class Megatron:
         _refuse_what_is_missing(cfg, context)
         axes = context.placement.axes
         check_layout(spec, axes, cfg.backend, context.placement.name)
-        self._version = prepare_megatron()
+        self._library = _prepare(cfg.backend, context.device)
         self.device, self.max_positions = context.device, spec.max_positions
         self._spec, self._cfg, self._axes = spec, cfg, axes
         self._dtype = getattr(torch, cfg.dtype)
-        self.packs_whole = axes.get("cp", 1) > 1
+        self._layers = cfg.backend.layers
+        # transformer-engine's attention knows no prompts that sequences share
+        self.packs_whole = axes.get("cp", 1) > 1 or self._layers == "transformer_engine"
         self._groups = groups_of(context)
         memory = memory or RoleMemory(None, context.device)
         with self._running(), memory.allocating("master"):
@@ -93,6 +99,7 @@ class Megatron:
             head=_head(last_chunk, spec, self._groups),
             rope_tables=(tables[0].to(self.device), tables[1].to(self.device)),
             logit_rows=self._cfg.logit_rows,
+            layers=self._layers,
         )
 
     def _build_chunks(self, context: RoleContext) -> tuple[list[Any], Any]:
@@ -102,7 +109,7 @@ class Megatron:
         num_ranks = cut_along(context, "tp").count
         padded_vocab = -(-spec.vocab_size // num_ranks) * num_ranks
         config = transformer_config(spec, backend, self._axes, self._dtype, self.device)
-        return build_chunks(spec, config, self._groups, backend.chunks, padded_vocab), config
+        return build_chunks(spec, backend, config, self._groups, padded_vocab), config
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Set the weights from whole tensors by name, of which each rank keeps its boxes."""
@@ -122,7 +129,7 @@ class Megatron:
         facts = contract(self.device, self._dtype, self._spec.head_dim, 0)
         cuts = " x ".join(f"{axis} {self._axes.get(axis, 1)}" for axis in ("tp", "pp", "cp", "ep"))
         return facts | {
-            "network": f"megatron-core {self._version}, local layer spec, {cuts}",
+            "network": f"{self._library}, {self._layers} layer spec, {cuts}",
             "model": self._spec.arithmetic,
         }
 
@@ -201,6 +208,14 @@ def _refuse_what_is_missing(cfg: TrainerConfig, context: RoleContext) -> None:
             raise ConfigError(
                 f"{what} is not built for Megatron-core: trainer.backend.kind = 'fsdp2' has it"
             )
+
+
+def _prepare(cfg: MegatronConfig, device: torch.device) -> str:
+    """Import what the layers need, and return the versions."""
+    found = f"megatron-core {prepare_megatron()}"
+    if cfg.layers == "transformer_engine":
+        found += f" with {require_transformer_engine(device)}"
+    return found
 
 
 def _wrapped(chunk: Any, config: Any, cfg: MegatronConfig, groups: Any) -> Any:

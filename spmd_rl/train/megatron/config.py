@@ -12,6 +12,7 @@ from spmd_rl.model.moe_spec import MoeSpec
 from spmd_rl.model.spec import ModelSpec
 
 KEY = "trainer.backend"
+Layers = Literal["local", "transformer_engine"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class MegatronConfig:
     kind: Literal["megatron"] = "megatron"  # which backend computes gradients
     # chunks of layers on each stage of a pipeline, which the stages take turns with
     chunks: int = 1
+    # whose layers: Megatron-core's with our attention and norms, or transformer-engine's (on GPUs)
+    layers: Layers = "local"
     sequence_parallel: bool = False  # split norms along tp by tokens
     # shard the optimizer's state over the data axes and cp
     distributed_optimizer: bool = True

@@ -42,6 +42,25 @@ def prepare_megatron() -> str:
     return version
 
 
+def require_transformer_engine(device: torch.device) -> str:
+    """Return transformer-engine with its version. Raises: ConfigError where it cannot run."""
+    setting = "trainer.backend.layers = 'transformer_engine'"
+    if device.type != "cuda":
+        raise ConfigError(f"{setting} needs a GPU: set it to 'local' on CPUs")
+    try:
+        import transformer_engine.pytorch  # noqa: F401  it loads the compiled part
+        from megatron.core.extensions.transformer_engine import HAVE_TE
+        from megatron.core.utils import get_te_version
+    except ImportError as error:
+        raise ConfigError(
+            f"{setting} needs transformer-engine, which cannot be imported ({error}): "
+            "pip install --no-build-isolation 'spmd-rl[te]', or set it to 'local'"
+        ) from error
+    if not HAVE_TE:
+        raise ConfigError(f"{setting}: Megatron-core does not find transformer-engine")
+    return f"transformer-engine {get_te_version()}"
+
+
 @contextlib.contextmanager
 def running_on(device: torch.device, tensor_group: dist.ProcessGroup) -> Iterator[None]:
     """Return a context in which Megatron-core runs on `device`; on the CPU it needs stand-ins.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.moe_spec import MoeSpec
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.train.megatron.attention import LocalAttention, LocalNorm
 from spmd_rl.train.megatron.config import KEY, MegatronConfig
+from spmd_rl.train.megatron.layer_spec import block_spec
 
 CPU_OPTIONS = {
     "use_cpu_initialization": True,
@@ -59,7 +59,7 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",  # the default refuses packed sequences
     }
     if isinstance(spec, MoeSpec):
-        ours |= _expert_options(spec, axes)
+        ours |= _expert_options(spec, axes, cfg)
     on_cpu = CPU_OPTIONS if device.type == "cpu" else {}
     return TransformerConfig(**(ours | on_cpu | cfg.model_options))
 
@@ -96,7 +96,7 @@ def _shape_options(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _expert_options(spec: MoeSpec, axes: Mapping[str, int]) -> dict[str, Any]:
+def _expert_options(spec: MoeSpec, axes: Mapping[str, int], cfg: MegatronConfig) -> dict[str, Any]:
     return {
         "num_moe_experts": spec.num_experts,
         "moe_ffn_hidden_size": spec.expert_size,
@@ -105,14 +105,14 @@ def _expert_options(spec: MoeSpec, axes: Mapping[str, int]) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": cfg.layers == "transformer_engine",
         "expert_model_parallel_size": axes.get("ep", 1),
         "expert_tensor_parallel_size": 1,
     }
 
 
 def build_chunks(
-    spec: ModelSpec, config: Any, groups: Any, num_chunks: int, padded_vocab: int
+    spec: ModelSpec, cfg: MegatronConfig, config: Any, groups: Any, padded_vocab: int
 ) -> list[Any]:
     """Return this rank's model chunks, whose forward pass gives hidden states.
 
@@ -122,15 +122,15 @@ def build_chunks(
 
     stage, num_stages = groups.pp.rank(), groups.pp.size()
     found = []
-    for number in range(num_chunks):
-        chunk = number if num_chunks > 1 else None
+    for number in range(cfg.chunks):
+        chunk = number if cfg.chunks > 1 else None
         model = GPTModel(
             config,
-            _block_spec(spec, config, stage, chunk),
+            block_spec(spec, cfg, config, stage, chunk),
             vocab_size=padded_vocab,
             max_sequence_length=spec.max_positions,
             pre_process=stage == 0 and number == 0,
-            post_process=stage == num_stages - 1 and number == num_chunks - 1,
+            post_process=stage == num_stages - 1 and number == cfg.chunks - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=spec.tie_embeddings,
             position_embedding_type="none",  # LocalAttention turns them
@@ -145,22 +145,3 @@ def build_chunks(
 def _hidden_states(hidden_states: Tensor, **_: Any) -> Tensor:
     """Take the place of the head: only some rows need logits (scores.py)."""
     return hidden_states
-
-
-def _block_spec(spec: ModelSpec, config: Any, stage: int, chunk: int | None) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import (
-        TransformerBlockSubmodules,
-        get_num_layers_to_build,
-    )
-
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=spec.qk_norm, normalization="RMSNorm"
-    )
-    attention = layer.submodules.self_attention.submodules
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LocalNorm
-    attention.core_attention = LocalAttention
-    if spec.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = LocalNorm
-    count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=LocalNorm)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +23,7 @@ from spmd_rl.model.scorer import CANDIDATES_OF_SETS
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.backend import Outputs
 from spmd_rl.train.megatron.attention import AttentionInputs
+from spmd_rl.train.megatron.config import Layers
 from spmd_rl.train.megatron.packing import Packed, num_padded, pack_for_rank
 from spmd_rl.train.megatron.scores import ScoredRows, VocabularyHead
 from spmd_rl.train.megatron.sums import SumOver
@@ -42,6 +44,7 @@ class Schedule:
     head: VocabularyHead | None
     rope_tables: tuple[Tensor, Tensor]
     logit_rows: int
+    layers: Layers
 
     def run(
         self, micros: Sequence[MicroBatch], on_outputs: OnOutputs, needs: Needs, backward: bool
@@ -126,15 +129,13 @@ class Schedule:
 
     def _forward(self, chunk: Any, packed: Packed) -> Tensor:
         """Return the chunk's output: hidden states [T', 1, C], along tp a part of them."""
-        from megatron.core.packed_seq_params import PackedSeqParams
-
-        params = PackedSeqParams(qkv_format="thd")
+        params = self._packed_params(packed)
         params.inputs = AttentionInputs(
             rotary=Rotary(packed.positions, *self.rope_tables),
             lengths=packed.lengths,
             context=self.context,
             context_group=self.groups.cp,
-            attend=self._attention(packed) if self.context.count == 1 else None,
+            attend=self._attention(packed) if self.attends_locally else None,
         )
         hidden: Tensor = chunk(
             input_ids=packed.tokens[None],
@@ -143,6 +144,28 @@ class Schedule:
             packed_seq_params=params,
         )
         return hidden
+
+    def _packed_params(self, packed: Packed) -> Any:
+        """Return the `PackedSeqParams`; transformer-engine alone reads where sequences end."""
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        if self.layers == "local":
+            return PackedSeqParams(qkv_format="thd")
+        ends = np.cumsum(np.append(0, packed.lengths), dtype=np.int32)
+        offsets = torch.from_numpy(ends).to(packed.tokens.device, non_blocking=True)
+        longest = int(packed.lengths.max())
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+    @property
+    def attends_locally(self) -> bool:
+        """Whether our kernels attend, from a rank's tokens to its own."""
+        return self.layers == "local" and self.context.count == 1
 
     def _attention(self, packed: Packed) -> PackedAttention:
         num_ranks = self.groups.tp.size()
