@@ -242,10 +242,11 @@ def _check_adapted(folder: Path, saved: Contract, own: Contract) -> None:
 
 
 def _names_by_kind(state: State, context: RoleContext) -> dict[str, set[str]]:
-    """Return the names that a shard's ranks have together: a stage of a pipeline has but some."""
+    """Return the names that all ranks have together.
+
+    A stage of a pipeline has but some of them, and so has a shard of Megatron-core's optimizer.
+    """
     own = {kind: {name for name, _ in tensors} for kind, tensors in state.items()}
-    if context.shard_size == 1:
-        return own
     blobs = context.all_gather_bytes(msgspec.msgpack.encode(own))
     held = [msgspec.msgpack.decode(blob, type=dict[str, set[str]]) for blob in blobs]
     return {kind: set().union(*(one[kind] for one in held)) for kind in own}

@@ -116,8 +116,8 @@ def keep_gradients(tensors: Tensors, backend: Megatron, context: RoleContext) ->
 
 def gradients(backend: Megatron) -> Iterator[tuple[str, LocalTensor]]:
     for parameter in backend._parameters:
-        if (held := backend._optimizer._master(parameter)) is not None:
-            master, start, _ = held
+        if (held := backend._optimizer.master(parameter)) is not None:
+            master, start = held
             yield from parameter.named(master.grad, start)
 
 

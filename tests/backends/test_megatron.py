@@ -156,6 +156,23 @@ def test_several_steps_stay_with_those_of_fsdp2(
     assert largest_difference(found["weights"], expected["weights"]) <= 2e-6
 
 
+@pytest.mark.parametrize("case", ["dp 2", "ep 2, whole optimizer"])
+def test_moments_in_host_memory_change_no_step(
+    case: str, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Two steps with them, and a third without them from their checkpoint, are three without."""
+    at = LAYOUTS[case]
+    slow = TRAINER | {"lr": 1e-4, "eps": 1e-4}
+    model, folder = folder_of(at.family), str(tmp_path / "1.ckpt")
+    streamed = {**(at.backend or {}), "offload": "moments"}
+    away = Case(at.family, at.num_ranks, at.split, streamed, slow)
+    launch(away, model, tmp_path / "away", (0, 1), save=folder)
+    here = Case(at.family, at.num_ranks, at.split, at.backend, slow)
+    _, found = launch(here, model, tmp_path / "on", (2,), load=folder)
+    _, expected = launch(here, model, tmp_path / "whole", (0, 1, 2))
+    assert largest_difference(found["weights"], expected["weights"]) <= 2e-7
+
+
 def test_checkpoints_go_from_one_backend_to_the_other(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:

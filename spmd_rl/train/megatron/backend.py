@@ -19,6 +19,7 @@ from spmd_rl.model.families.family import OUTPUT, WORD_EMBEDDING
 from spmd_rl.model.rope_frequencies import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.role_memory import RoleMemory
+from spmd_rl.train.adamw import MOMENTS
 from spmd_rl.train.backend import LossOf, Outputs, State, Visit, VisitTop
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.flops import train_flops
@@ -47,8 +48,6 @@ class Megatron:
     All ranks of the role call each method together.
     """
 
-    host_kinds: frozenset[str] = frozenset()
-
     def __init__(
         self,
         spec: ModelSpec,
@@ -65,6 +64,7 @@ class Megatron:
         self._spec, self._cfg, self._axes = spec, cfg, axes
         self._dtype = getattr(torch, cfg.dtype)
         self._layers = cfg.backend.layers
+        self.host_kinds = frozenset(MOMENTS if cfg.backend.offload == "moments" else ())
         # transformer-engine's attention knows no prompts that sequences share
         self.packs_whole = axes.get("cp", 1) > 1 or self._layers == "transformer_engine"
         self._groups = groups_of(context)
@@ -73,16 +73,17 @@ class Megatron:
             chunks, config = self._build_chunks(context)
             self._parameters = parameters_of(chunks, spec, place_of(context))
             self._models = [_wrapped(one, config, cfg.backend, self._groups) for one in chunks]
-            rules = update_rules(spec.parameter_shapes(), cfg, num_shards=1)
-            self._optimizer = MegatronOptimizer(
-                self._models, self._parameters, rules, cfg, self._groups
-            )
+            self._optimizer = self._build_optimizer()
         with self._running(), memory.allocating("moments"):
-            self._optimizer.allocate()
+            self._optimizer.allocate(memory.reserve)
         memory.hold("master", self._optimizer.weights)
         memory.hold("moments", self._optimizer.moments)
         self._schedule = self._build_schedule(context, config, chunks[-1])
         self._gathered = GatheredTensors(context, self.device)
+
+    def _build_optimizer(self) -> MegatronOptimizer:
+        rules = update_rules(self._spec.parameter_shapes(), self._cfg, num_shards=1)
+        return MegatronOptimizer(self._models, self._parameters, rules, self._cfg, self._groups)
 
     def _build_schedule(self, context: RoleContext, config: Any, last_chunk: Any) -> Schedule:
         """Return what runs micro-batches through the chunks of all stages."""

@@ -25,6 +25,8 @@ class MegatronConfig:
     # whose layers: Megatron-core's with our attention and norms, or transformer-engine's (on GPUs)
     layers: Layers = "local"
     sequence_parallel: bool = False  # split norms along tp by tokens
+    # what lies in host memory: AdamW's moments, which each optimizer step streams through the GPU
+    offload: Literal["none", "moments"] = "none"
     # shard the optimizer's state over the data axes and cp
     distributed_optimizer: bool = True
     # Megatron-core's own, by the names of its TransformerConfig, such as

@@ -49,9 +49,12 @@ def megatron_memory(
         element_bytes=element_bytes,
         recompute=_recompute(backend),
     )
+    moments = NUM_MOMENTS * shard * FP32_BYTES
     return [
         TagBytes("master", own * (element_bytes + FP32_BYTES) + master, "save"),
-        TagBytes("moments", NUM_MOMENTS * shard * FP32_BYTES, "save"),
+        TagBytes("moments", moments, "save")
+        if backend.offload == "none"
+        else TagBytes("moments", 0, "fixed", host_bytes=moments),
         TagBytes("activations", kept.peak, "work"),
     ]
 

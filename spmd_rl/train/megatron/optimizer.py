@@ -6,6 +6,8 @@ Its own clipping and schedule are left out: the learner does both for all backen
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -15,11 +17,15 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.train.adamw import MOMENTS
 from spmd_rl.train.backend import State
 from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.host_stack import Reserve
 from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.megatron.model import check_names
 from spmd_rl.train.megatron.parameters import Parameter
 from spmd_rl.train.parameter_groups import UpdateRule
+from spmd_rl.train.streamed_adamw import StreamedAdamW
 from spmd_rl.train.torch_groups import LR_SCALE, set_rates
+from spmd_rl.weights.layout import Box
+from spmd_rl.weights.local_tensors import LocalTensor
 
 
 class MegatronOptimizer:
@@ -38,6 +44,7 @@ class MegatronOptimizer:
     ) -> None:
         assert isinstance(cfg.backend, MegatronConfig)
         self._chunks, self._parameters = chunks, parameters
+        self._rules, self._cfg = rules, cfg
         self._is_distributed = cfg.backend.distributed_optimizer
         self._parts: list[Any] = []
         self._num_copies: list[int] = []  # ranks that have equal gradients of each part
@@ -46,24 +53,32 @@ class MegatronOptimizer:
             if own:
                 self._parts.append(_build_part(chunks, own, rules, cfg, groups, is_expert))
                 self._num_copies.append(1 if self._is_distributed else copies.size())
+        self._streams: list[StreamedAdamW] = []  # of each part, where moments are on the host
 
-    def allocate(self) -> None:
-        """Allocate the moments, so that a checkpoint can be loaded before a step."""
-        for part in self._parts:
-            _allocate(part)
+    def allocate(self, reserve: Reserve) -> None:
+        """Allocate the moments, so that a checkpoint can be loaded before a step.
+
+        With trainer.backend.offload, `reserve` finds their room in host memory. Raises: as it does.
+        """
+        assert isinstance(self._cfg.backend, MegatronConfig)
+        for number, part in enumerate(self._parts):
+            if self._cfg.backend.offload == "none":
+                _allocate(part)
+            else:
+                self._streams.append(self._streamed(number, reserve))
 
     def weights(self) -> Iterator[Tensor]:
         """Yield the memory of this rank's weights and masters."""
         for parameter in self._parameters:
             yield parameter.tensor
-            if (held := self._master(parameter)) is not None:
+            if (held := self.master(parameter)) is not None:
                 yield held[0]
 
     def moments(self) -> Iterator[Tensor]:
-        """Yield the memory of this rank's moments."""
-        for parameter in self._parameters:
-            if (held := self._master(parameter)) is not None:
-                yield from (held[2][kind] for kind in MOMENTS)
+        """Yield the memory of this rank's moments on the device."""
+        for part in () if self._streams else self._parts:
+            for moments in part.optimizer.state.values():
+                yield from (moments[kind] for kind in MOMENTS)
 
     def square_norm(self) -> float:
         """Return this rank's share of the squared norm: what several ranks hold counts once."""
@@ -80,11 +95,14 @@ class MegatronOptimizer:
 
         Ranks: all of the role. Blocks: until each shard of the weights is gathered again.
         """
-        for part in self._parts:
+        for number, part in enumerate(self._parts):
             gradients = [one.grad for one in part.get_parameters() if one.grad is not None]
             if grad_scale != 1.0 and gradients:
                 torch._foreach_mul_(gradients, grad_scale)
-            set_rates(part.optimizer, lr)
+            if self._streams:
+                part.optimizer.step = partial(self._streams[number].step, lr)
+            else:
+                set_rates(part.optimizer, lr)
             part.step_with_ready_grads()
         self._forget_gradients()
 
@@ -95,12 +113,23 @@ class MegatronOptimizer:
     def state(self) -> State:
         """Return the float32 weights and both moments, of this rank's ranges."""
         found: dict[str, list[Any]] = {kind: [] for kind in ("weights", *MOMENTS)}
+        streamed = self._streamed_moments()
         for parameter in self._parameters:
-            if (held := self._master(parameter)) is not None:
-                master, start, moments = held
-                for kind, tensor in {"weights": master, **moments}.items():
-                    if kind in found:
-                        found[kind] += parameter.named(tensor, start)
+            if (held := self.master(parameter)) is not None:
+                master, start = held
+                found["weights"] += parameter.named(master, start)
+                own = streamed.get(parameter.name) or self._part(parameter).optimizer.state[master]
+                for kind in MOMENTS:
+                    found[kind] += parameter.named(own[kind], start)
+        return found
+
+    def _streamed_moments(self) -> dict[str, dict[str, Tensor]]:
+        """Return the moments in host memory by parameter and kind, if they are there."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for stream in self._streams:
+            for kind, tensors in stream.state().items():
+                for name, tensor in tensors:
+                    found.setdefault(name, {})[kind] = tensor.local
         return found
 
     def on_loaded(self, optimizer_steps: int) -> None:
@@ -108,6 +137,8 @@ class MegatronOptimizer:
 
         Ranks: all of the role. Blocks: until each shard of the weights is gathered again.
         """
+        for stream in self._streams:
+            stream.on_loaded(optimizer_steps)
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 if "step" in group:  # where transformer-engine's optimizer counts them
@@ -130,19 +161,32 @@ class MegatronOptimizer:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def _master(self, parameter: Parameter) -> tuple[Tensor, int, dict[str, Tensor]] | None:
-        """Return this rank's range of a parameter in float32, where it starts, and its moments."""
-        tensor = parameter.tensor
-        part = self._parts[-1 if parameter.is_expert else 0]
+    def _part(self, parameter: Parameter) -> Any:
+        return self._parts[-1 if parameter.is_expert else 0]
+
+    def _streamed(self, number: int, reserve: Reserve) -> StreamedAdamW:
+        """Return the optimizer of a part's masters, whose moments are in host memory."""
+        shards, rules = {}, {}
+        for parameter in self._parameters:
+            held = self.master(parameter)
+            if held is not None and self._part(parameter) is self._parts[number]:
+                master, start = held
+                flat = Box((start,), (master.numel(),))
+                shards[parameter.name] = LocalTensor((prod(parameter.shape),), flat, master)
+                rules[parameter.name] = self._rules[parameter.parts[0].name]
+        return StreamedAdamW(shards, rules, self._cfg, reserve)
+
+    def master(self, parameter: Parameter) -> tuple[Tensor, int] | None:
+        """Return this rank's range of a parameter in float32, and where it starts."""
+        tensor, part = parameter.tensor, self._part(parameter)
         if not self._is_distributed:
-            master = getattr(tensor, "main_param", tensor)
-            return master, 0, part.optimizer.state[master]
+            return getattr(tensor, "main_param", tensor), 0
         if tensor not in part.model_param_group_index_map:
             return None
         group, place = part.model_param_group_index_map[tensor]
         master = part.optimizer.param_groups[group]["params"][place]
         start = part._get_model_param_range_map(tensor)["param"].start
-        return master, start, part.optimizer.state[master]
+        return master, start
 
 
 def _build_part(
