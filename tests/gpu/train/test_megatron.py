@@ -1,8 +1,9 @@
-"""The Megatron-core backend on one GPU, in bfloat16 with the local layer spec, beside FSDP2."""
+"""The Megatron-core backend on one GPU, in bfloat16 with both layer specs, beside FSDP2."""
 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,12 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "megatron": {"backend": {}},
     "whole optimizer": {"backend": {"distributed_optimizer": False}},
+    "moments on the host": {"backend": {"offload": "moments"}},
+    "transformer-engine": {"backend": {"layers": "transformer_engine"}},
 }
+NEEDS_ENGINE = pytest.mark.skipif(
+    find_spec("transformer_engine") is None, reason="pip install 'spmd-rl[te]'"
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +37,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str,
     model = write_model(work / "model", "qwen3", std=0.04, **SIZES)
     reports = {}
     for name, backend in BACKENDS.items():
+        if name == "transformer-engine" and find_spec("transformer_engine") is None:
+            continue
         trainer = {"lr": 1e-4, "max_tokens": 400, "dtype": "bfloat16"}
         case = {"split": {}, "trainer": trainer, "model": str(model), "seeds": [0, 1], **backend}
         (work / "case.json").write_text(json.dumps(case))
@@ -41,7 +49,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str,
     return reports
 
 
-@pytest.mark.parametrize("name", ["megatron", "whole optimizer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "megatron",
+        "whole optimizer",
+        "moments on the host",
+        pytest.param("transformer-engine", marks=NEEDS_ENGINE),
+    ],
+)
 def test_steps_are_close_to_those_of_fsdp2(
     found: dict[str, tuple[dict[str, Any], Path]], name: str
 ) -> None:
