@@ -42,7 +42,7 @@ RECOMPUTE = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
-PACKAGES = ("torch", "triton", "flash-attn-4", "megatron-core", "transformer_engine")
+PACKAGES = ("torch", "triton", "flash-attn-4", "megatron-core")
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,8 @@ def main() -> int:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     rows = [row for name in options.shapes for row in rows_of(name, options)]
-    return finish(__file__, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu())
+    packages = [*PACKAGES, *(["transformer_engine"] if LAYERS[1] in options.layers else [])]
+    return finish(__file__, packages, rows, save=options.save, machine=gpu_machine(), **gpu())
 
 
 if __name__ == "__main__":
