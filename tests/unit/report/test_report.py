@@ -14,6 +14,7 @@ from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.metrics import METRIC_OF_NAME, METRICS
 from spmd_rl.report import colours, time_axes, write_report
 from spmd_rl.report import series as figures
+from spmd_rl.report.about import about
 from spmd_rl.report.build import gather
 from spmd_rl.report.command import main
 from spmd_rl.report.comparison import as_number
