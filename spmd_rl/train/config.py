@@ -48,6 +48,10 @@ class Fsdp2Config:
         if self.offload_activations:
             require(self.recompute != "cheap", "recompute", self.recompute, RECOMPUTE_TO_OFFLOAD)
 
+    def describe(self) -> str:
+        """Return a sentence for the start of a run: none, for the backend that most runs have."""
+        return ""
+
     def gathers_whole(self, num_bytes: int, num_ranks: int) -> bool:
         """Return whether a model with `num_bytes` of master weights is gathered as one unit."""
         return _gathers_whole(self.wrap, num_bytes, num_ranks)

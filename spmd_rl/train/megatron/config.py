@@ -36,6 +36,11 @@ class MegatronConfig:
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     ddp_options: dict[str, Any] = field(default_factory=dict)
 
+    def describe(self) -> str:
+        """Return a sentence for the start of a run."""
+        whose = "its local layers" if self.layers == "local" else "transformer-engine's layers"
+        return f"the trainer is Megatron-core with {whose} (docs/megatron.md)"
+
     def __post_init__(self) -> None:
         require(self.chunks >= 1, "chunks", self.chunks, "at least 1")
         for table, owned in OWNED.items():

@@ -45,6 +45,7 @@ class MegatronOptimizer:
         assert isinstance(cfg.backend, MegatronConfig)
         self._chunks, self._parameters = chunks, parameters
         self._rules, self._cfg = rules, cfg
+        self._is_first_along_tp = groups.tp.rank() == 0
         self._is_distributed = cfg.backend.distributed_optimizer
         self._parts: list[Any] = []
         self._num_copies: list[int] = []  # ranks that have equal gradients of each part
@@ -85,8 +86,7 @@ class MegatronOptimizer:
         total = 0.0
         for part, copies in zip(self._parts, self._num_copies, strict=True):
             part.prepare_grads()
-            gradients = part.get_main_grads_for_grad_norm()
-            if gradients:
+            if gradients := list(_counted_gradients(part, self._is_first_along_tp)):
                 total += float(torch.nn.utils.get_total_norm(gradients)) ** 2 / copies
         return total
 
@@ -187,6 +187,18 @@ class MegatronOptimizer:
         master = part.optimizer.param_groups[group]["params"][place]
         start = part._get_model_param_range_map(tensor)["param"].start
         return master, start
+
+
+def _counted_gradients(part: Any, is_first_along_tp: bool) -> Iterator[Tensor]:
+    """Yield the gradients of which this rank counts the norm.
+
+    A parameter that two stages share counts once, and so does one that all ranks along tp have. Its
+    marks are Megatron-core's, whose own method has another name in each version.
+    """
+    for parameter in part.get_parameters():
+        is_counted = is_first_along_tp or parameter.tensor_model_parallel
+        if parameter.grad is not None and is_counted and not getattr(parameter, "shared", False):
+            yield parameter.grad
 
 
 def _build_part(

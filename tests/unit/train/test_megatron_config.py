@@ -151,3 +151,8 @@ def test_a_missing_package_is_an_error_that_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "needs megatron-core" in done.stdout
     assert "pip install 'spmd-rl[megatron]'" in done.stdout
+
+
+def test_the_start_of_a_run_names_the_layers() -> None:
+    assert "its local layers" in MegatronConfig().describe()
+    assert "transformer-engine" in MegatronConfig(layers="transformer_engine").describe()
