@@ -15,6 +15,7 @@ from spmd_rl.model.moe_spec import MoeSpec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.megatron.attention import LocalAttention, LocalNorm
 from spmd_rl.train.megatron.config import KEY, MegatronConfig
+from spmd_rl.train.megatron.linear import use_contract_ops
 
 CPU_OPTIONS = {
     "use_cpu_initialization": True,
@@ -60,6 +61,8 @@ def transformer_config(
     }
     if isinstance(spec, MoeSpec):
         ours |= _expert_options(spec, axes)
+    else:
+        ours["use_te_activation_func"] = True  # LocalActivation takes its place
     on_cpu = CPU_OPTIONS if device.type == "cpu" else {}
     return TransformerConfig(**(ours | on_cpu | cfg.model_options))
 
@@ -162,5 +165,7 @@ def _block_spec(spec: ModelSpec, config: Any, stage: int, chunk: int | None) -> 
     attention.core_attention = LocalAttention
     if spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = LocalNorm
+    if not isinstance(spec, MoeSpec):
+        use_contract_ops(layer, spec, config.tensor_model_parallel_size)
     count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=LocalNorm)
