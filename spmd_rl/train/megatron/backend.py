@@ -125,7 +125,7 @@ class Megatron:
             facts = CausalLM(self._spec).contract(self.device, self._dtype)
         backend = self._cfg.backend
         assert isinstance(backend, MegatronConfig)
-        if has_engine_bits(self._spec, self._axes, backend):
+        if has_engine_bits(self._spec, self._axes, backend, self.device.type):
             return facts
         cuts = " x ".join(f"{axis} {self._axes.get(axis, 1)}" for axis in ("tp", "pp", "cp", "ep"))
         options = "".join(f", {name}={value}" for name, value in backend.model_options.items())
