@@ -74,9 +74,6 @@ def test_a_pipeline_and_more_data_change_no_bit_and_other_cuts_do(
             models["qwen3"], {"tp": 2}, {"sequence_parallel": True}, SMALL
         ),
         "cp 2": ScoreCase(models["llama"], {"cp": 2}, {}, SMALL),
-        "an option": ScoreCase(
-            models["qwen3"], {}, {"model_options": {"fp32_residual_connection": True}}, BF16
-        ),
         "fsdp2": ScoreCase(models["qwen3"], {}, None, SMALL),
     }
     found = score_on(2, cases, tmp_path)

@@ -77,7 +77,7 @@ class Megatron:
             self._optimizer.allocate()
         memory.hold("master", self._optimizer.weights)
         memory.hold("moments", self._optimizer.moments)
-        self._schedule = self._build_schedule(context, config, chunks[-1])
+        self.schedule = self._build_schedule(context, config, chunks[-1])
         self._gathered = GatheredTensors(context, self.device)
 
     def _build_schedule(self, context: RoleContext, config: Any, last_chunk: Any) -> Schedule:
@@ -137,7 +137,7 @@ class Megatron:
             visit(number, outputs)
 
         with torch.no_grad(), self._running():
-            self._schedule.run(micros, on_outputs, needs, backward=False)
+            self.schedule.run(micros, on_outputs, needs, backward=False)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss_of: LossOf, needs: Needs) -> None:
         from megatron.core.distributed import finalize_model_grads
@@ -145,7 +145,7 @@ class Megatron:
         with self._running():
             for model in self._models:
                 model.zero_grad_buffer()
-            self._schedule.run(micros, loss_of, needs, backward=True)
+            self.schedule.run(micros, loss_of, needs, backward=True)
             finalize_model_grads(self._models, None, pg_collection=self._groups)
 
     def top_logprobs(self, micros: Sequence[MicroBatch], num_top: int, visit: VisitTop) -> None:

@@ -56,8 +56,17 @@ class LocalLinear(nn.Module):
         """
         weights = self._parts(self.weight)
         biases = self._parts(self.bias) if self.bias is not None else [None] * len(weights)
-        parts = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-        columns = [part.unflatten(1, (self.num_groups, -1)) for part in parts]
+        return self.join(
+            [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        )
+
+    def split(self, out: Tensor) -> list[Tensor]:
+        """Return the columns of each projection. Shape: out [T, N]."""
+        return [part.t() for part in self._parts(out.t())]
+
+    def join(self, projections: Sequence[Tensor]) -> Tensor:
+        """Return [T, N], of which `split` gives the projections."""
+        columns = [one.unflatten(1, (self.num_groups, -1)) for one in projections]
         return torch.cat(columns, dim=2).flatten(1)
 
     def _parts(self, whole: Tensor) -> list[Tensor]:
