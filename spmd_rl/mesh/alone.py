@@ -17,11 +17,10 @@ def alone(role: str) -> Iterator[RoleContext]:
     Returns the context of a role that has this rank.
     """
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
 
-    world = World(
-        rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="alone", restart=0
-    )
-    join(world, dist.HashStore())
+    world = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="alone", restart=0)
+    join(world, HashStore())
     try:
         placement = plan_split({role: RoleSplit()}, world.size)[role]
         meshes = Meshes(world)

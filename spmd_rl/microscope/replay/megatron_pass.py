@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.forward_pass import begin_micro_batch, micro_batches_of
@@ -24,13 +25,11 @@ from spmd_rl.train.megatron.backend import Megatron
 from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.microbatch import lay_out
 
-NAME = "megatron"
-
 
 class MegatronPass:
     """A Megatron-core trainer without gradients, whatever axes the run had."""
 
-    name = NAME
+    name = "megatron"
     is_recorded = False
     model = None
     split = 0
@@ -43,12 +42,12 @@ class MegatronPass:
         *,
         max_tokens: int = 16384,
         logit_rows: int = 2048,
-        model_options: Mapping[str, Any] = {},  # noqa: B006 (read only)
+        model_options: Mapping[str, Any] = {},
         share_prompts: bool = True,
     ) -> None:
         """Without `share_prompts`, each sequence is a micro-batch and computes its own prompt."""
         spec = ModelSpec.from_folder(folder)
-        name = "bfloat16" if dtype == torch.bfloat16 else "float32"
+        name = dtype_of(str(dtype).removeprefix("torch."), context.device)
         backend = MegatronConfig(model_options=dict(model_options))
         cfg = TrainerConfig(backend=backend, dtype=name, logit_rows=logit_rows)
         self.backend = Megatron(spec, context, cfg)
