@@ -84,3 +84,24 @@ def test_a_pipeline_and_more_data_change_no_bit_and_other_cuts_do(
     for name, one in found.items():
         is_equal = "network" not in disagreement({"trainer": one.contract, "engine": expected})
         assert is_equal == (name in exact), name
+
+
+def test_what_stands_between_a_cut_model_and_the_engines_bits(tmp_path: Path) -> None:
+    """Attention along cp; along tp, cut sums and the head. With the contract's, bits are equal."""
+    sizes = {"head_dim": 16, "vocab_size": 52, "hidden_size": 64, "intermediate_size": 96}
+    model = str(write_model(tmp_path / "model", "qwen3", **sizes))
+    cut = {"cp 2": {"cp": 2}, "tp 2": {"tp": 2}}
+    steps = {
+        "cp 2": (None, "whole attention"),
+        "tp 2": (None, "whole products", "whole products and vocabulary"),
+    }
+    cases = {
+        f"{layout}, {plant}": ScoreCase(model, cut[layout], {}, SMALL, plant)
+        for layout, plants in steps.items()
+        for plant in plants
+    }
+    found = score_on(2, cases, tmp_path)
+    unequal = {name: num_unequal(found[name], case) for name, case in cases.items()}
+    for layout, plants in steps.items():
+        counts = [unequal[f"{layout}, {plant}"] for plant in plants]
+        assert counts[-1] == 0 and all(count > 0 for count in counts[:-1]), unequal
