@@ -180,6 +180,7 @@ def _notes(
 ) -> tuple[str, ...]:
     """Return sentences on what is replayed; drop attention splits that cannot run here."""
     notes = inputs.tokenizer_notes(loaded.case)
+    notes += sides.megatron_notes(options, loaded.settings)
     if options.step is not None:
         notes.append(f"Replayed under {loaded.weights.description}.")
     head_dim = ModelSpec.from_folder(loaded.weights.folder).head_dim

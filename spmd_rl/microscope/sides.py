@@ -167,6 +167,22 @@ def world_of(
     return alone("train")
 
 
+def megatron_notes(options: argparse.Namespace, settings: dict[str, Any]) -> list[str]:
+    """Return sentences on a run whose trainer was Megatron-core's: how else it was computed."""
+    if settings.get("trainer", {}).get("backend", {}).get("kind") != MEGATRON:
+        return []
+    if MEGATRON not in (options.left, options.right):
+        return ["The run's trainer was Megatron-core's: --right megatron replays it on one rank."]
+    axes = settings.get("split", {}).get("train", {})
+    cuts = [f"{axis} {axes[axis]}" for axis in ("tp", "cp") if axes.get(axis, 1) > 1]
+    if not cuts:
+        return []
+    return [
+        f"The run's trainer was cut along {' and '.join(cuts)}, which changes its bits: "
+        "here one rank replays it (docs/megatron.md)."
+    ]
+
+
 def _megatron_pass(
     model: Path, dtype: torch.dtype, context: RoleContext, settings: dict[str, Any]
 ) -> MegatronPass:
