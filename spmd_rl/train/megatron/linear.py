@@ -7,6 +7,7 @@ where there are several ranks along tp. One rank has no need of that, and gets t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,17 +90,28 @@ class LocalActivation(nn.Module):
 
 def use_contract_ops(layer: Any, spec: ModelSpec, num_ranks: int) -> None:
     """Replace Megatron-core's ops in the spec of a dense layer. `num_ranks` are those along tp."""
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    attention, mlp = (
-        part.submodules for part in (layer.submodules.self_attention, layer.submodules.mlp)
-    )
+    attention, mlp = layer.submodules.self_attention.submodules, _mlp_submodules(layer)
     mlp.activation_func = LocalActivation
     if num_ranks > 1:
         return
     size, num_groups = spec.head_dim, spec.num_kv_heads
     widths = (spec.num_heads // num_groups * size, size, size)
-    of_qkv = {"widths": widths, "num_groups": num_groups}
-    attention.linear_qkv = ModuleSpec(LocalLinear, of_qkv)
-    mlp.linear_fc1 = ModuleSpec(LocalLinear, {"widths": (spec.intermediate_size,) * 2})
+    attention.linear_qkv = _linear_of(widths, num_groups)
+    mlp.linear_fc1 = _linear_of((spec.intermediate_size,) * 2)
     attention.linear_proj = mlp.linear_fc2 = LocalLinear
+
+
+def _linear_of(widths: Sequence[int], num_groups: int = 1) -> type[LocalLinear]:
+    """Return the class of a layer with these projections: every version builds a class."""
+
+    class FusedLinear(LocalLinear):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, widths=widths, num_groups=num_groups, **kwargs)
+
+    return FusedLinear
+
+
+def _mlp_submodules(layer: Any) -> Any:
+    """Return the `MLPSubmodules` of a layer's spec, which later versions make by a function."""
+    mlp = layer.submodules.mlp
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
