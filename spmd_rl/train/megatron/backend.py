@@ -13,9 +13,10 @@ from torch import Tensor
 
 from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ConfigError, ContractError
-from spmd_rl.kernels import contract, rope_table
+from spmd_rl.kernels import rope_table
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.families.family import OUTPUT, WORD_EMBEDDING
+from spmd_rl.model.network import CausalLM
 from spmd_rl.model.rope_frequencies import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.role_memory import RoleMemory
@@ -24,6 +25,7 @@ from spmd_rl.train.backend import LossOf, Outputs, State, Visit, VisitTop
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.megatron.config import MegatronConfig, check_layout
+from spmd_rl.train.megatron.exact import has_engine_bits
 from spmd_rl.train.megatron.gather import GatheredTensors
 from spmd_rl.train.megatron.groups import cut_along, groups_of, place_of
 from spmd_rl.train.megatron.library import (
@@ -78,7 +80,7 @@ class Megatron:
             self._optimizer.allocate(memory.reserve)
         memory.hold("master", self._optimizer.weights)
         memory.hold("moments", self._optimizer.moments)
-        self._schedule = self._build_schedule(context, config, chunks[-1])
+        self.schedule = self._build_schedule(context, config, chunks[-1])
         self._gathered = GatheredTensors(context, self.device)
 
     def _build_optimizer(self) -> MegatronOptimizer:
@@ -127,19 +129,23 @@ class Megatron:
 
     def contract(self) -> dict[str, str | int]:
         """Return what the forward pass's bits depend on besides the weights."""
-        facts = contract(self.device, self._dtype, self._spec.head_dim, 0)
+        with torch.device("meta"):
+            facts = CausalLM(self._spec).contract(self.device, self._dtype)
+        backend = self._cfg.backend
+        assert isinstance(backend, MegatronConfig)
+        if has_engine_bits(self._spec, self._axes, backend, self.device.type):
+            return facts
         cuts = " x ".join(f"{axis} {self._axes.get(axis, 1)}" for axis in ("tp", "pp", "cp", "ep"))
-        return facts | {
-            "network": f"{self._library}, {self._layers} layer spec, {cuts}",
-            "model": self._spec.arithmetic,
-        }
+        options = "".join(f", {name}={value}" for name, value in backend.model_options.items())
+        network = f"{self._library}, {self._layers} layer spec, {cuts}{options}"
+        return facts | {"network": network}
 
     def forward(self, micros: Sequence[MicroBatch], visit: Visit, needs: Needs) -> None:
         def on_outputs(number: int, outputs: Outputs) -> None:
             visit(number, outputs)
 
         with torch.no_grad(), self._running():
-            self._schedule.run(micros, on_outputs, needs, backward=False)
+            self.schedule.run(micros, on_outputs, needs, backward=False)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss_of: LossOf, needs: Needs) -> None:
         from megatron.core.distributed import finalize_model_grads
@@ -147,7 +153,7 @@ class Megatron:
         with self._running():
             for model in self._models:
                 model.zero_grad_buffer()
-            self._schedule.run(micros, loss_of, needs, backward=True)
+            self.schedule.run(micros, loss_of, needs, backward=True)
             finalize_model_grads(self._models, None, pg_collection=self._groups)
 
     def top_logprobs(self, micros: Sequence[MicroBatch], num_top: int, visit: VisitTop) -> None:

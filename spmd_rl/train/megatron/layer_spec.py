@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from spmd_rl.model.moe_spec import MoeSpec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.megatron.attention import LocalAttention, LocalNorm, TransformerEngineAttention
 from spmd_rl.train.megatron.config import MegatronConfig
+from spmd_rl.train.megatron.linear import use_contract_ops
 
 
 def block_spec(
@@ -39,6 +41,8 @@ def _local_layer(spec: ModelSpec, config: Any) -> tuple[Any, Any]:
     attention.core_attention = LocalAttention
     if spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = LocalNorm
+    if not isinstance(spec, MoeSpec):
+        use_contract_ops(layer, spec, config.tensor_model_parallel_size)
     return layer, LocalNorm
 
 

@@ -60,6 +60,9 @@ def transformer_config(
     }
     if isinstance(spec, MoeSpec):
         ours |= _expert_options(spec, axes, cfg)
+    elif cfg.layers == "local":
+        # LocalActivation takes the place of transformer-engine's activation
+        ours |= {"use_te_activation_func": True, "bias_activation_fusion": False}
     on_cpu = CPU_OPTIONS if device.type == "cpu" else {}
     return TransformerConfig(**(ours | on_cpu | cfg.model_options))
 

@@ -66,9 +66,13 @@ class VocabularyHead:
             None if rows.candidates is None else torch.cat(of_candidates),
         )
 
-    def _score(self, hidden: Tensor, rows: ScoredRows, chunk: slice) -> Scores:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this rank's tokens. Shape: hidden [m, C]; returns [m, V'] fp32."""
         num_own = min(len(self.weight), self.vocab_size - self.first)
-        logits = linear_fp32(hidden[chunk], self.weight[:num_own])
+        return linear_fp32(hidden, self.weight[:num_own])
+
+    def _score(self, hidden: Tensor, rows: ScoredRows, chunk: slice) -> Scores:
+        logits = self.logits(hidden[chunk])
         words = None if rows.kept is None else rows.kept.words(chunk, self.vocab_size)
         candidates = None if rows.candidates is None else rows.candidates[chunk]
         targets, inv_temperature = rows.targets[chunk], rows.inv_temperature[chunk]
