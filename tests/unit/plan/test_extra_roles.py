@@ -98,6 +98,14 @@ def test_a_critic_is_a_trainer_without_the_head_of_a_language_model(model: Path)
     assert awake["critic master"] == (own // 2 * 4, ("sync", "eval", "rollout", "train"))
 
 
+def test_a_trainer_of_adapters_needs_no_reference(model: Path) -> None:
+    words = [f"model={model}", "data=none.jsonl", "kl.coef=0.1", *BF16]
+    for more, has_reference in ([], True), (["trainer.lora.rank=4"], False):
+        plan = resolve(load(grpo.Config, None, [*words, *more]), 2)
+        assert ("reference" in {role.name for role in plan.roles}) == has_reference
+        assert ("reference weights" in entries(plan.ledgers[0])) == has_reference
+
+
 def working(ledger: Ledger, role: str) -> int:
     return sum(entry.num_bytes for entry in ledger.entries if entry.is_work and entry.role == role)
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.errors import ConfigError
+from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.lora import LoraConfig, is_adapter
@@ -65,6 +65,23 @@ def test_the_first_log_probs_are_the_bases(new_trainer) -> None:
     scores = [trainer.learner.score(batch).view(np.int32) for trainer in (adapted, plain)]
     np.testing.assert_array_equal(*scores)
     assert np.any(scores[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"recompute": "all"}])
+def test_the_base_alone_has_the_first_log_probs(new_trainer, options: dict[str, object]) -> None:
+    trainer, batch = new_trainer(lora=LORA, **options), make_batch(1)
+    first = trainer.learner.score(batch)
+    trainer.train_step(make_batch(0), grpo_loss)
+    now = trainer.learner.score(batch)
+    base = trainer.score_base(batch).values
+    np.testing.assert_array_equal(base.view(np.int32), first.view(np.int32))
+    assert np.any(now != base)
+    np.testing.assert_array_equal(trainer.learner.score(batch), now)
+
+
+def test_a_trainer_without_adapters_has_no_base(new_trainer) -> None:
+    with pytest.raises(ContractError, match="set trainer.lora.rank"):
+        new_trainer().score_base(make_batch())
 
 
 def test_the_first_step_follows_the_gradient_of_plain_autograd(new_trainer) -> None:
