@@ -114,7 +114,8 @@ class PolicyUpdate:
         self._critic: _Critic | None = None
         if REFERENCE_LOGPROBS in self.algorithm.needs:
             frozen = cast(FrozenModel | None, spawned.get(REFERENCE))
-            self._reference = _Reference(ctl, cfg.kl, trainer, frozen)
+            begins_as_policy = not cfg.kl.reference and not cfg.trainer.lora.folder
+            self._reference = _Reference(ctl, cfg.kl, trainer, frozen, begins_as_policy)
         if CRITIC in spawned:
             self._critic = _Critic(cfg, cast(Critic, spawned[CRITIC]))
 
@@ -178,8 +179,14 @@ class _Reference:
     """
 
     def __init__(
-        self, ctl: Controller, cfg: KlConfig, trainer: Trainer, role: FrozenModel | None
+        self,
+        ctl: Controller,
+        cfg: KlConfig,
+        trainer: Trainer,
+        role: FrozenModel | None,
+        begins_as_policy: bool,
     ) -> None:
+        self._begins_as_policy = begins_as_policy
         self._score = role.score if role is not None else trainer.score_base
         self._cfg = cfg
         self._trainer = trainer
@@ -207,7 +214,7 @@ class _Reference:
         if every and index and index % every == 0:
             self.refresh(index)
         scores = self._score.call(batch)
-        if index == 0 and not self._cfg.reference:
+        if index == 0 and self._begins_as_policy:
             check_reference(self._trainer.score.call(batch), scores)
         return batch.with_columns(reference_logprobs=scores)
 

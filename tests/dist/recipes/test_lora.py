@@ -88,6 +88,21 @@ def test_a_run_goes_on_with_the_same_bits(run: Any, nproc: int) -> None:
     assert exported(again) == exported(whole) != {}
 
 
+def test_a_run_begins_with_exported_adapters(run: Any) -> None:
+    """Its reference is still the base, so that it differs from the policy at once."""
+    first = run("grpo", *LORA, "--steps=2", name="first")
+    words = (*LORA, f"--trainer.lora.folder={first.folder / 'hf'}", "--kl.coef=0.1")
+    again = run("grpo", *words, "--steps=0", nproc=2, name="again")
+    assert first.code == again.code == 0, again.sentence
+    assert exported(again) == exported(first) != {}
+    ended = run("grpo", *words, "--steps=1", nproc=2, name="ended")
+    check_proof(ended, 1)
+    assert ended.metrics[0]["train/kl"] != 0
+    refused = run("grpo", *words, "--trainer.lora.rank=4", name="refused")
+    assert "set trainer.lora.rank = 8" in refused.sentence
+    assert not refused.folder.exists(), "it is refused before anything starts"
+
+
 @pytest.mark.parametrize("split", [(), DISJOINT])
 def test_a_push_moves_adapters_alone(run: Any, split: tuple[str, ...]) -> None:
     ended = run(ADAPTERS_RECIPE, *LORA, *split, nproc=2)

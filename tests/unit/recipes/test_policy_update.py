@@ -114,6 +114,13 @@ def test_a_trainer_of_adapters_scores_its_own_reference() -> None:
         made.refresh_reference(3)
 
 
+def test_a_policy_that_begins_with_adapters_is_not_its_reference() -> None:
+    ctl = Ctl()
+    made = update(ctl, "kl.coef=0.1", "trainer.lora.rank=4", "trainer.lora.folder=adapters")
+    made.step(groups_of(draw_case(0)), 0)
+    assert ctl.log == ["trainer.score_base", "trainer.train_step"]
+
+
 @pytest.mark.parametrize(
     ("words", "spawned"),
     [

@@ -157,6 +157,54 @@ def test_an_exported_folder_is_pefts(new_trainer, tmp_path: Path) -> None:
     assert one == other
 
 
+@pytest.mark.parametrize("targets", [("all-linear",), ("v_proj", "q_proj", "down_proj")])
+def test_a_trainer_begins_with_exported_adapters(
+    new_trainer, tmp_path: Path, targets: tuple[str, ...]
+) -> None:
+    lora, batch = replace(LORA, alpha=7.0, targets=targets), make_batch(1)
+    trainer = new_trainer(lora=lora)
+    first = bits(trainer)
+    trainer.train_step(make_batch(), grpo_loss)
+    trainer.export_hf(str(tmp_path / "adapters"))
+    again = new_trainer(lora=replace(lora, folder=str(tmp_path / "adapters")))
+    expected = bits(trainer)
+    assert all(torch.equal(one, expected[name]) for name, one in bits(again).items())
+    assert any(not torch.equal(one, expected[name]) for name, one in first.items())
+    scores = [one.learner.score(batch).view(np.int32) for one in (trainer, again)]
+    np.testing.assert_array_equal(*scores)
+    assert again.numeric_contract() == trainer.numeric_contract()
+
+
+def test_a_trainer_begins_with_what_peft_wrote(new_trainer, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    model = new_trainer().model
+    base = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(model)
+    )
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "up_proj"],
+        init_lora_weights=False,  # B is random too
+        task_type="CAUSAL_LM",
+        lora_dropout=0.1,
+    )
+    written = peft.get_peft_model(base, config)
+    written.save_pretrained(tmp_path / "adapters")
+    lora = LoraConfig(4, 8.0, ("q_proj", "up_proj"), str(tmp_path / "adapters"))
+    backend = new_trainer(lora=lora).backend
+    found = {name: backend.gather(name) for name in backend.names()}
+    theirs = {
+        name.removeprefix("base_model.model.").replace(".default", ""): one
+        for name, one in written.named_parameters()
+        if ".lora_" in name
+    }
+    assert found.keys() == theirs.keys()
+    assert all(torch.equal(one, theirs[name]) for name, one in found.items())
+
+
 def test_peft_computes_the_same_logits(new_trainer, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     import transformers
