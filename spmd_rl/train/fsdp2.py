@@ -6,7 +6,7 @@ The optimizer works on the local shards as plain tensors (optimizers.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -120,6 +120,9 @@ class Fsdp2(ShardedModel):
                 loss.backward()
                 if self._activations is not None:
                     self._activations.finish()
+
+    def base_alone(self) -> AbstractContextManager[None]:
+        return self.scorer.model.base_alone()
 
     @contextmanager
     def _without_master(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -155,6 +155,10 @@ class Megatron:
                 model.zero_grad_buffer()
             self.schedule.run(micros, loss_of, needs, backward=True)
             finalize_model_grads(self._models, None, pg_collection=self._groups)
+
+    def base_alone(self) -> AbstractContextManager[None]:
+        """Return a context that changes nothing: there are no adapters."""
+        return nullcontext()
 
     def top_logprobs(self, micros: Sequence[MicroBatch], num_top: int, visit: VisitTop) -> None:
         raise ContractError(
