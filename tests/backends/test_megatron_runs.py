@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from examples.arithmetic import generate
-from tests.dist.recipes.conftest import EXAMPLE, Run, run_in
+from tests.dist.recipes.conftest import EXAMPLE, Run
 
 pytestmark = [pytest.mark.dist, pytest.mark.backends]
 pytest.importorskip("megatron.core", reason="make test-backends installs megatron-core")
@@ -32,23 +29,6 @@ SPLITS = {
 }
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Run a recipe to its end in a folder of the test."""
-    return partial(run_in, tmp_path, small=False)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of the arithmetic example with two layers, and a head of its own."""
-    folder = tmp_path_factory.mktemp("model") / "model"
-    shutil.copytree(EXAMPLE / "model", folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"num_hidden_layers": 2, "intermediate_size": 128, "tie_word_embeddings": False}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def small_sums(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """The words that name all sums of two digits, and what a careless teacher says to them."""
@@ -65,10 +45,12 @@ def small_sums(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_sums_are_learned(name: str, run: Run, model: Path, small_sums: tuple[str, ...]) -> None:
+def test_sums_are_learned(
+    name: str, run: Run, two_layers: Path, small_sums: tuple[str, ...]
+) -> None:
     """The careless teacher is right in 45 of 100 answers; the rewards outgrow it."""
     num_ranks, split = SPLITS[name]
-    words = (f"--model={model}", *small_sums, *split, *MEGATRON)
+    words = (f"--model={two_layers}", *small_sums, *split, *MEGATRON)
     words += ("--warmup_steps=40", "--warmup_pairs=100", "--warmup_lr=4e-3", "--steps=30")
     words += ("--prompts_per_step=32", "--sampling.num_samples=8", "--sampling.max_tokens=4")
     words += ("--trainer.init=random", "--trainer.lr=3e-3", "--trainer.betas=[0.9,0.99]")
