@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -67,13 +67,15 @@ class Megatron:
             chunks, config = self._build_chunks(context)
             self._parameters = parameters_of(chunks, spec, place_of(context))
             self._models = [_wrapped(one, config, cfg.backend, self._groups) for one in chunks]
+            # made now, because a source may be asked for while this memory sleeps
+            self._boxes = [named for one in self._parameters for named in one.named(one.tensor)]
             rules = update_rules(spec.parameter_shapes(), cfg, num_shards=1)
             self._optimizer = MegatronOptimizer(
                 self._models, self._parameters, rules, cfg, self._groups
             )
         with self._running(), memory.allocating("moments"):
             self._optimizer.allocate()
-        memory.hold("master", self._optimizer.weights)
+        memory.hold("master", self._weights_and_gradients)
         memory.hold("moments", self._optimizer.moments)
         self._schedule = self._build_schedule(context, config, chunks[-1])
         self._gathered = GatheredTensors(context, self.device)
@@ -170,12 +172,13 @@ class Megatron:
 
     def source(self, on_open: Callable[[], None]) -> TensorSource:
         """Return the weights as the model computes with them: many boxes of each tensor."""
-        named = [
-            (name, tensor)
-            for parameter in self._parameters
-            for name, tensor in parameter.named(parameter.tensor)
-        ]
-        return TensorSource(named, on_open)
+        return TensorSource(self._boxes, on_open)
+
+    def _weights_and_gradients(self) -> Iterator[Tensor]:
+        yield from self._optimizer.weights()
+        for model in self._models:
+            for buffer in (*model.buffers, *model.expert_parallel_buffers):
+                yield buffer.grad_data
 
     def _running(self) -> AbstractContextManager[None]:
         return running_on(self.device, self._groups.tp)
