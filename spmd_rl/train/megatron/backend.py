@@ -192,18 +192,12 @@ class Megatron:
 
 
 def _refuse_what_is_missing(cfg: TrainerConfig, context: RoleContext) -> None:
-    """Raise a ConfigError for a setting that this backend does not keep."""
-    missing = {
-        f"trainer.optimizer.kind = '{cfg.optimizer.kind}'": cfg.optimizer.kind != "adamw",
-        "trainer.freeze": bool(cfg.freeze),
-        "trainer.attention_split": bool(cfg.attention_split),
-        "trainer.deterministic = true on GPUs": cfg.deterministic and context.device.type == "cuda",
-    }
-    for what, is_set in missing.items():
-        if is_set:
-            raise ConfigError(
-                f"{what} is not built for Megatron-core: trainer.backend.kind = 'fsdp2' has it"
-            )
+    """Raise a ConfigError for a setting that this backend does not keep on GPUs."""
+    if cfg.deterministic and context.device.type == "cuda":
+        raise ConfigError(
+            "trainer.deterministic = true on GPUs is not built for Megatron-core: "
+            "trainer.backend.kind = 'fsdp2' has it"
+        )
 
 
 def _wrapped(chunk: Any, config: Any, cfg: MegatronConfig, groups: Any) -> Any:
