@@ -1,0 +1,67 @@
+"""Whole runs with a trainer of Megatron-core on gloo ranks, beside the native engine."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from examples.arithmetic import generate
+from tests.dist.recipes.conftest import EXAMPLE, Run
+
+pytestmark = [pytest.mark.dist, pytest.mark.backends]
+pytest.importorskip("megatron.core", reason="make test-backends installs megatron-core")
+
+MEGATRON = ("--trainer.backend.kind=megatron", "--run.exact=false")
+LAST = 5  # steps that a reward is the mean of
+SPLITS = {
+    "tp 2": (2, ("--split.train.tp=2",)),
+    "pp 2": (2, ("--split.train.pp=2",)),
+    "tp 2 beside the engine": (
+        3,
+        ("--split.train.tp=2", "--split.train.ranks=2", "--split.infer.ranks=1"),
+    ),
+    "pp 2 beside the engine": (
+        3,
+        ("--split.train.pp=2", "--split.train.ranks=2", "--split.infer.ranks=1"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def small_sums(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The words that name all sums of two digits, and what a careless teacher says to them."""
+    folder, rng = tmp_path_factory.mktemp("sums"), random.Random(0)
+    pairs = generate.sums(0, 9, 0, rng)
+    generate.write(folder / "train.jsonl", (generate.record(pair, sum(pair)) for pair in pairs))
+    lessons = (generate.record(pair, generate.careless(pair, 0.45, rng)) for pair in pairs * 4)
+    generate.write(folder / "warmup.jsonl", lessons)
+    return (
+        f"--data={folder / 'train.jsonl'}",
+        f"--warmup_data={folder / 'warmup.jsonl'}",
+        f"--reward={EXAMPLE / 'reward.py'}:correct",
+    )
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_sums_are_learned(
+    name: str, run: Run, two_layers: Path, small_sums: tuple[str, ...]
+) -> None:
+    """The careless teacher is right in 45 of 100 answers; the rewards outgrow it."""
+    num_ranks, split = SPLITS[name]
+    words = (f"--model={two_layers}", *small_sums, *split, *MEGATRON)
+    words += ("--warmup_steps=40", "--warmup_pairs=100", "--warmup_lr=4e-3", "--steps=30")
+    words += ("--prompts_per_step=32", "--sampling.num_samples=8", "--sampling.max_tokens=4")
+    words += ("--trainer.init=random", "--trainer.lr=3e-3", "--trainer.betas=[0.9,0.99]")
+    ended = run(str(EXAMPLE / "recipe.py"), *words, nproc=num_ranks)
+    assert ended.code == 0, ended.sentence
+    rewards = [row["reward/mean"] for row in ended.metrics]
+    first, last = (sum(part) / LAST for part in (rewards[:LAST], rewards[-LAST:]))
+    assert first <= 0.5
+    assert last >= max(0.65, first + 0.2)
+    for row in ended.metrics:
+        assert row["onpolicy/compared_tokens"] > 0
+        assert 0 < row["onpolicy/mean_abs_dlogp"] <= 1e-6
+        assert row["onpolicy/max_abs_dlogp"] <= 2e-5
+        assert row["version/lag_max"] == 0
