@@ -15,6 +15,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.train.activation_memory import HeadShape, LayerShape, Recompute, activations
 from spmd_rl.train.megatron.config import MegatronConfig
+from spmd_rl.train.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from spmd_rl.train.parameter_groups import FP32_BYTES
 from spmd_rl.weights.layout import ITEM_BYTES
 
@@ -52,21 +53,22 @@ def megatron_memory(
         element_bytes=element_bytes,
         recompute=_recompute(backend),
     )
-<<<<<<< HEAD
-    moments = NUM_MOMENTS * shard * FP32_BYTES
-    return [
-        TagBytes("master", own * (element_bytes + FP32_BYTES) + master, "save"),
-        TagBytes("moments", moments, "save")
-        if backend.offload == "none"
-        else TagBytes("moments", 0, "fixed", host_bytes=moments),
-        TagBytes("activations", kept.peak, "work"),
-=======
     routed = _routed_elements(spec, backend, -(-max_tokens // (cp * tp))) * element_bytes
     return [
         TagBytes("master", own * (element_bytes + FP32_BYTES) + master, "save"),
-        TagBytes("moments", NUM_MOMENTS * shard * FP32_BYTES, "save"),
+        *_moments(backend, NUM_MOMENTS * shard * FP32_BYTES),
         TagBytes("activations", kept.peak + routed, "work"),
->>>>>>> mgt
+    ]
+
+
+def _moments(backend: MegatronConfig, num_bytes: int) -> list[TagBytes]:
+    """Return the moments, and the chunks in which they pass through the GPU from host memory."""
+    if backend.offload == "none":
+        return [TagBytes("moments", num_bytes, "save")]
+    chunks = NUM_SLOTS * NUM_MOMENTS * CHUNK_ELEMENTS * FP32_BYTES
+    return [
+        TagBytes("moments", 0, "fixed", host_bytes=num_bytes),
+        TagBytes("chunks", chunks, "work"),
     ]
 
 

@@ -157,3 +157,11 @@ def test_a_push_brings_each_engine_the_model_once(plan: Any) -> None:
     assert (found.routes.within_bytes, found.routes.between_bytes) == (0, 4 * 2 * PARAMETERS)
     assert {target for _, target in found.routes} == {8, 9, 10, 11}
     assert {source for source, _ in found.routes} == set(range(8))
+
+
+def test_moments_in_host_memory_leave_the_gpu(plan: Any) -> None:
+    found = plan(QWEN3_8B, 1, "trainer.backend.offload=moments").ledgers[0]
+    on_gpu = {entry.tag: entry.num_bytes for entry in found.entries}
+    assert on_gpu["moments"] == 0
+    assert found.host_bytes() >= 8 * PARAMETERS
+    assert 0 < on_gpu["chunks"] < 1 << 30
