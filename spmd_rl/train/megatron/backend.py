@@ -35,7 +35,7 @@ from spmd_rl.train.megatron.library import (
 )
 from spmd_rl.train.megatron.model import build_chunks, check_names, transformer_config
 from spmd_rl.train.megatron.optimizer import MegatronOptimizer
-from spmd_rl.train.megatron.parameters import parameters_of
+from spmd_rl.train.megatron.parameters import boxes_of, parameters_of
 from spmd_rl.train.megatron.schedule import Schedule
 from spmd_rl.train.megatron.scores import VocabularyHead
 from spmd_rl.train.microbatch import MicroBatch
@@ -75,8 +75,7 @@ class Megatron:
             chunks, config = self._build_chunks(context)
             self._parameters = parameters_of(chunks, spec, place_of(context))
             self._models = [_wrapped(one, config, cfg.backend, self._groups) for one in chunks]
-            # made now, because a source may be asked for while this memory sleeps
-            self._boxes = [named for one in self._parameters for named in one.named(one.tensor)]
+            self._boxes = boxes_of(self._parameters)
             self._optimizer = self._build_optimizer()
         with self._running(), memory.allocating("moments"):
             self._optimizer.allocate(memory.reserve)
