@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from examples.arithmetic import generate
+from spmd_rl.cli.main import dispatch
+from tests.backends.megatron_case import FAMILIES, SIZES
 from tests.dist.recipes.conftest import EXAMPLE, Run
+from tests.fakes.sglang_child import write_site
 
 pytestmark = [pytest.mark.dist, pytest.mark.backends]
 pytest.importorskip("megatron.core", reason="make test-backends installs megatron-core")
@@ -71,3 +77,36 @@ def test_sums_are_learned(
         assert row["onpolicy/mean_abs_dlogp"] <= 1e-6
         assert row["onpolicy/max_abs_dlogp"] <= 2e-5
         assert row["version/lag_max"] == 0
+
+
+def test_a_mixture_of_experts_imitates_its_data(
+    run: Run, tmp_path: Path, small_sums: tuple[str, ...]
+) -> None:
+    """With half of the experts on each rank; the run and `spmd-rl export` write the same folder."""
+    model = tmp_path / "mixture"
+    shutil.copytree(EXAMPLE / "model", model)
+    config = SIZES | FAMILIES["qwen3_moe"] | {"vocab_size": 104}
+    (model / "config.json").write_text(json.dumps(config))
+    words = (f"--model={model}", small_sums[0], MEGATRON[0], "--split.train.ep=2")
+    words += ("--trainer.init=random", "--trainer.lr=3e-3", "--steps=10")
+    ended = run("sft", *words, nproc=2)
+    assert ended.code == 0, ended.sentence
+    assert ended.metrics[-1]["train/loss"] < 0.6 * ended.metrics[0]["train/loss"]
+    assert dispatch(["export", str(ended.folder), str(tmp_path / "again")]) == 0
+    files = [folder / "model.safetensors" for folder in (ended.folder / "hf", tmp_path / "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    AutoModelForCausalLM.from_pretrained(ended.folder / "hf")
+
+
+def test_an_engine_of_sglang_takes_the_weights(
+    run: Run, tmp_path: Path, two_layers: Path, small_sums: tuple[str, ...]
+) -> None:
+    """A fake one, in a child of each rank; each push is compared at both ends."""
+    words = (f"--model={two_layers}", *small_sums[:1], *small_sums[2:], "--split.train.tp=2")
+    words += ("--engine.kind=sglang", f"--engine.python={write_site(tmp_path / 'site')}")
+    words += (*MEGATRON, "--trainer.init=random", "--prompts_per_step=4", "--steps=2")
+    ended = run("grpo", *words, "--sampling.num_samples=4", "--sampling.max_tokens=4", nproc=2)
+    assert ended.code == 0, ended.sentence
+    for row in ended.metrics:
+        assert row["sync/verified_tensors"] > 0
+        assert row["onpolicy/compared_tokens"] > 0

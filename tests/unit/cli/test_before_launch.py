@@ -227,4 +227,6 @@ def test_a_mixture_of_experts_that_cannot_be_cut(
         planned = ["plan", "sft", f"--data={EXAMPLE / 'train.jsonl'}", *given, *word.split()]
         assert run_guarded(dispatch, planned) == 2
         assert sentence in capfd.readouterr().err
+    assert run(*given, "--nproc=2", "--split.train.ep=2") == 2
+    assert "is a mixture of experts, which no engine generates with" in capfd.readouterr().err
     assert launched == []
