@@ -199,7 +199,7 @@ class _Reference:
         Raises: ContractError where the reference is the trainer's base.
         """
         if self._make_link is None:
-            raise ContractError(BASE_STAYS)
+            raise ContractError(f"kl.coef with trainer.lora.rank: {BASE_STAYS}")
         if self._link is None:
             self._link = self._make_link()
         self._link.push(version=version)
