@@ -127,6 +127,7 @@ def test_from_logs_and_a_table_to_a_curve(run: Any, folder: Path) -> None:
         nproc=2,
         name="learned",
         small=False,
+        draws=True,
     )
     assert learned.code == 0, learned.sentence
     lines = (learned.folder / "metrics.jsonl").read_text().splitlines()
