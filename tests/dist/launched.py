@@ -38,7 +38,7 @@ def spmd_rl(words: list[str]) -> int:
     return main()
 
 
-def script(words: list[str]) -> int:
+def run_script(words: list[str]) -> int:
     """Run a script on several ranks: the words are their number, its path and its arguments."""
     from spmd_rl.cli.launcher import launch
 

@@ -7,22 +7,23 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.dist.launched import Launched, script
+from tests.dist.launched import Launched, run_script
 
 ROOT = Path(__file__).parents[2]
 
 
 def torchrun(
-    path: str, num_ranks: int, out: Path, *args: str, timeout_s: float = 1000
+    script: str, num_ranks: int, out: Path, *args: str, timeout_s: float = 1000, room: str = "dist"
 ) -> dict[str, Any]:
-    """Run `tests/dist/<path>` on that many ranks and return the JSON it wrote to `out`.
+    """Run `tests/<room>/<script>` on that many ranks and return the JSON it wrote to `out`.
 
     The ranks are those of torchrun's agent, forked from a process that has imported torch.
     Blocks: until they end; after `timeout_s` their process group is killed and the test fails.
     """
-    words = [str(num_ranks), str(ROOT / "tests/dist" / path), *args]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = Launched(words, ROOT, environment, script)
+    words = [str(num_ranks), str(ROOT / "tests" / room / script), *args]
+    search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search}
+    process = Launched(words, ROOT, environment, run_script)
     try:
         said = process.communicate(timeout_s)
     finally:
