@@ -53,7 +53,14 @@ def weights(ended: Ended) -> bytes:
     return (ended.folder / "hf/model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("recipe", SETS)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "sft",
+        pytest.param("dpo", marks=pytest.mark.system),
+        pytest.param("reward_model", marks=pytest.mark.system),
+    ],
+)
 def test_training_goes_on_bit_for_bit_as_without(run: Run, model: Path, recipe: str) -> None:
     """The evaluated run is also ended and resumed, and neither repeats nor misses an evaluation."""
     file, scores = SETS[recipe]

@@ -33,7 +33,7 @@ def grade(prompt, sample):
     return {"reward": digits / max(len(sample.text), 1), "right": prompt.answer in sample.text}
 """
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.system]
 
 
 def conversation(rng: random.Random) -> dict[str, Any]:
