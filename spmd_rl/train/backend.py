@@ -119,6 +119,7 @@ class Backend(ModelBackend, Protocol):
 
         `loss_of` gets the number of each micro-batch and its outputs, and returns the loss of this
         rank's share, a scalar. A backend may run several micro-batches at once, as a pipeline does.
+        If this raises, no gradients are left.
         """
         ...
 
