@@ -145,6 +145,7 @@ if TYPE_CHECKING:
     from spmd_rl.train.config import ParameterGroup as ParameterGroup
     from spmd_rl.train.config import TrainerConfig as TrainerConfig
     from spmd_rl.train.extra_role import ExtraRole as ExtraRole
+    from spmd_rl.train.extra_role import reference_roles as reference_roles
     from spmd_rl.train.frozen import FrozenModel as FrozenModel
     from spmd_rl.train.trainer import Trainer as Trainer
     from spmd_rl.train.value_trainer import Critic as Critic
@@ -251,7 +252,7 @@ _HOMES = {
         "ParameterGroup",
         "TrainerConfig",
     ),
-    "train.extra_role": ("ExtraRole",),
+    "train.extra_role": ("ExtraRole", "reference_roles"),
     "train.frozen": ("FrozenModel",),
     "train.trainer": ("Trainer",),
     "train.value_trainer": ("Critic", "ValueTrainer"),

@@ -19,6 +19,7 @@ from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.signatures import check_hooks, load_reward, reward_weights
 from spmd_rl.model.spec import ModelSpec, head_of
+from spmd_rl.model.stored_adapters import stored_adapters
 from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer
 from spmd_rl.model.vocabulary import check_same_vocabulary
 from spmd_rl.model.weight_files import stored_weights
@@ -56,11 +57,11 @@ def check_inputs(
     record must have their keys, a prompt of the right form, and no rewards but those that are
     loaded; the first ones are tokenised. With `learn` too, the data is supervised, and each record
     must have something to learn. With `trainer`, the model folder must have the weights that it
-    starts from, by their headers, and a parameter for each pattern of names. With `sampling`, the
-    stop ids must be tokens of the model. With `graders`, those that `reward` names must be able to
-    work with these settings on this host. With `documents`, the data is that of continued
-    pre-training. A `teacher` or a `reward_model` must have the model's vocabulary, and the latter a
-    value head.
+    starts from, by their headers, and a parameter for each pattern of names. Adapters that it
+    starts from must fit the model. With `sampling`, the stop ids must be tokens of the model. With
+    `graders`, those that `reward` names must be able to work with these settings on this host. With
+    `documents`, the data is that of continued pre-training. A `teacher` or a `reward_model` must
+    have the model's vocabulary, and the latter a value head.
     Raises: ConfigError or DataError, which names the first thing to correct.
     """
     paths = data_weights(data)
@@ -108,6 +109,8 @@ def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpe
         update_rules(trainer.lora.trained_shapes(spec), trainer, num_shards=1)
         if trainer.init == "folder":
             stored_weights(model, spec.parameter_shapes())
+        if trainer.lora.folder:
+            stored_adapters(trainer.lora, spec)
     return spec
 
 

@@ -156,19 +156,16 @@ class RoleContext:
 
         Ranks: all of the role. Blocks: until each has called.
         """
-        import torch
-        import torch.distributed as dist
+        return _all_gather_bytes(blob, group or self.group, self.size)
 
-        group = group or self.group
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(blob)]), group=group)
-        longest = int(max(sizes))
-        padded = torch.from_numpy(np.frombuffer(blob.ljust(longest, b"\0"), np.uint8).copy())
-        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(gathered, padded, group=group)
-        return [
-            blob[: int(size)].numpy().tobytes() for blob, size in zip(gathered, sizes, strict=True)
-        ]
+    def all_gather_in_shard(self, blob: bytes) -> list[bytes]:
+        """Return the `blob` of each rank of the shard, in their order.
+
+        Ranks: all of the shard. Blocks: until each has called.
+        """
+        if self._shard_group is None:
+            return [blob]
+        return _all_gather_bytes(blob, self._shard_group, self.shard_size)
 
     def side_group(self) -> ProcessGroup:
         """Make a new gloo group of the role's ranks, for collectives of a second thread.
@@ -298,3 +295,17 @@ class Meshes:
 
 def _key(placement: Placement) -> tuple[Any, ...]:
     return placement.ranks, tuple(placement.axes.items())
+
+
+def _all_gather_bytes(blob: bytes, group: ProcessGroup, num_ranks: int) -> list[bytes]:
+    """Return the `blob` of each rank of a group that has `num_ranks`."""
+    import torch
+    import torch.distributed as dist
+
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks)]
+    dist.all_gather(sizes, torch.tensor([len(blob)]), group=group)
+    longest = int(max(sizes))
+    padded = torch.from_numpy(np.frombuffer(blob.ljust(longest, b"\0"), np.uint8).copy())
+    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(num_ranks)]
+    dist.all_gather(gathered, padded, group=group)
+    return [blob[: int(size)].numpy().tobytes() for blob, size in zip(gathered, sizes, strict=True)]

@@ -45,7 +45,7 @@ _COPIED_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the folder's weight files, on the CPU. Raises: as `stored_tensors`."""
-    return _read(stored_tensors(folder))
+    return read_stored(stored_tensors(folder))
 
 
 def model_weights(
@@ -60,7 +60,7 @@ def model_weights(
     stored = stored_weights(folder, shapes)
     if HEAD not in shapes and HEAD in stored:
         head, embedding = (
-            tensor for _, tensor in _read({key: stored[key] for key in (HEAD, EMBEDDING)})
+            tensor for _, tensor in read_stored({key: stored[key] for key in (HEAD, EMBEDDING)})
         )
         if head.dtype != embedding.dtype or not torch.equal(head, embedding):
             raise ConfigError(
@@ -68,12 +68,12 @@ def model_weights(
                 "set it to false, or remove that weight"
             )
         del stored[HEAD]
-    yield from _read(stored)
+    yield from read_stored(stored)
     if VALUE_HEAD in shapes and VALUE_HEAD not in stored:
         yield VALUE_HEAD, torch.zeros(tuple(shapes[VALUE_HEAD]))
 
 
-def _read(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+def read_stored(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the stored tensors; a file is opened once for those that follow each other."""
     for path, group in itertools.groupby(stored.items(), key=lambda item: item[1].path):
         with safe_open(path, framework="pt") as file:

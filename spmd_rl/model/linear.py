@@ -18,6 +18,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias)
         self.lora_A: Linear | None = None
         self.lora_B: Linear | None = None
+        self.is_switched_off = False  # whether the adapter is left out
         self._scale = 1.0
 
     def adapt(self, lora: LoraConfig) -> None:
@@ -28,10 +29,10 @@ class Linear(nn.Linear):
 
     @property
     def is_adapted(self) -> bool:
-        return self.lora_A is not None
+        return self.lora_A is not None and not self.is_switched_off
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's name)
-        if self.lora_A is None or self.lora_B is None:
+        if self.lora_A is None or self.lora_B is None or self.is_switched_off:
             return linear(input, self.weight, self.bias)
         if torch.is_grad_enabled():
             a, b = self.lora_A.weight, self.lora_B.weight
@@ -46,7 +47,7 @@ class Linear(nn.Linear):
         one.
         Shape: x [T, K], product [T, N]; returns [T, N].
         """
-        if self.lora_A is None or self.lora_B is None:
+        if self.lora_A is None or self.lora_B is None or self.is_switched_off:
             return product
         return adapted(x, product, self.lora_A.weight, self.lora_B.weight, self._scale)[0]
 

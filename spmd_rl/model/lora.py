@@ -15,6 +15,7 @@ from spmd_rl.model.spec import ModelSpec
 
 ALL_LINEAR = "all-linear"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FOLDER_WITHOUT_RANK = "'' without a rank: set rank to `r` of its adapter_config.json"
 A, B = "lora_A", "lora_B"  # the modules of an adapter, whose weights are [rank, in], [out, rank]
 
 
@@ -29,6 +30,9 @@ class LoraConfig:
     alpha: float = 32.0  # what an adapter computes is scaled by alpha / rank
     # names of the projections that have an adapter, or "all-linear" for all seven
     targets: tuple[str, ...] = (ALL_LINEAR,)
+    # PEFT folder that holds the first adapters, of the same rank, alpha and targets; "": A is
+    # random and B zero
+    folder: str = ""
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, "rank", self.rank, "0 (no adapters) or more")
@@ -37,6 +41,7 @@ class LoraConfig:
         expected = f'"{ALL_LINEAR}", or one or more of {", ".join(TARGETS)}'
         are_known = bool(self.targets) and {ALL_LINEAR, *TARGETS}.issuperset(self.targets)
         require(are_known, "targets", self.targets, expected)
+        require(self.rank > 0 or not self.folder, "folder", self.folder, FOLDER_WITHOUT_RANK)
 
     @property
     def projections(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -200,6 +201,20 @@ class CausalLM(nn.Module):
                 yield module.lora_A
             if isinstance(module, Linear) and module.lora_B is not None:
                 yield module.lora_B
+
+    @contextmanager
+    def base_alone(self) -> Iterator[None]:
+        """Compute without adapters while the context lasts. The bits are those of a model without
+        any.
+        """
+        layers = [one for one in self.modules() if isinstance(one, Linear) and one.is_adapted]
+        for layer in layers:
+            layer.is_switched_off = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.is_switched_off = False
 
     def pack_projections(self) -> None:
         """Move the weights that can be fused next to each other, before anything refers to them."""

@@ -1,23 +1,26 @@
-"""PEFT folders: adapters as the library `peft` reads them."""
+"""PEFT folders: adapters as the library `peft` writes and reads them."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spmd_rl.model.hf import TOKENIZER_FILES
+from spmd_rl.model.hf import TOKENIZER_FILES, read_stored
 from spmd_rl.model.lora import LoraConfig
-from spmd_rl.model.spec import ADAPTER
+from spmd_rl.model.spec import ADAPTER, ModelSpec
+from spmd_rl.model.stored_adapters import ADAPTER_WEIGHTS, PREFIX, stored_adapters
 from spmd_rl.observe import atomic_write
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
+
+def read_adapters(lora: LoraConfig, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """Yield the adapters of `lora.folder` by name, on the CPU. Raises: as `stored_adapters`."""
+    return read_stored(stored_adapters(lora, spec))
 
 
 def save_adapters(

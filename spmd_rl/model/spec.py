@@ -63,7 +63,8 @@ class ModelSpec:
         path = model_folder(folder) / "config.json"
         if not path.is_file() and (path.parent / ADAPTER).is_file():
             raise ConfigError(
-                f"{folder} holds adapters alone: merge them into their base first (docs/lora.md)"
+                f"{folder} holds adapters alone: name their base here, and them as "
+                "trainer.lora.folder, or merge the two first (docs/lora.md)"
             )
         if not path.is_file():
             raise ConfigError(f"{folder} is not a model folder: it has no config.json")

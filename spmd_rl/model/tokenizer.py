@@ -14,7 +14,8 @@ from typing import Any
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.json_fields import read_object
-from spmd_rl.model.spec import ModelSpec, model_folder
+from spmd_rl.model.moe_spec import read_spec
+from spmd_rl.model.spec import model_folder
 from spmd_rl.model.tokenizer_rules import is_as_written
 
 VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken")
@@ -33,12 +34,12 @@ class FolderTokenizer:
     @cached_property
     def context(self) -> int:
         """Positions of the folder's model."""
-        return ModelSpec.from_folder(self.folder).max_positions
+        return read_spec(self.folder).max_positions
 
     @cached_property
     def config_eos_ids(self) -> tuple[int, ...]:
         """The ids that end a text by the model's config, whatever the tokenizer says."""
-        return ModelSpec.from_folder(self.folder).eos_ids
+        return read_spec(self.folder).eos_ids
 
     @cached_property
     def eos_token_id(self) -> int | None:
@@ -92,7 +93,7 @@ def load_tokenizer(folder: str | Path) -> FolderTokenizer:
     check_has_tokenizer(path)
     if (light := light_tokenizer(path)) is not None:
         return light
-    spec = ModelSpec.from_folder(path)
+    spec = read_spec(path)
     tokenizer: FolderTokenizer = _auto_tokenizer(path)
     tokenizer.context, tokenizer.config_eos_ids = spec.max_positions, spec.eos_ids
     return tokenizer

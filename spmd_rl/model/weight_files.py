@@ -74,19 +74,27 @@ def _inside(index: Path, name: str) -> Path:
 def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
     """Return every tensor of the folder's weight files by its name; only headers are read.
 
+    Raises: as `tensors_in`.
+    """
+    return tensors_in(weight_files(folder))
+
+
+def tensors_in(files: Sequence[Path]) -> dict[str, StoredTensor]:
+    """Return every tensor of these files by its name; only headers are read.
+
     Raises: ConfigError if a file is broken, if two hold the same tensor, or if a tensor is not of
     plain floating-point numbers.
     """
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, StoredTensor] = {}
-    for path in weight_files(folder):
+    for path in files:
         try:
             with safe_open(path, framework="numpy") as file:
                 for key in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                     if key in found:
                         raise ConfigError(
-                            f"{folder}: {path.name} and {found[key].path.name} both hold {key}"
+                            f"{path.parent}: {path.name} and {found[key].path.name} both hold {key}"
                         )
                     found[key] = _stored_tensor(path, key, file.get_slice(key))
         except (SafetensorError, OSError) as error:

@@ -98,7 +98,11 @@ class RunPlan:
         return ranks_of
 
     def require(self, capacity_bytes: int) -> None:
-        """Raise a PlanError with the sum of the first rank and phase that do not fit, if any."""
+        """Raise a PlanError with the sum of the first rank and phase that do not fit, if any; or
+        where they fit only if more sleeps than the host can keep.
+        """
+        if self.sleep.host_problem:
+            raise PlanError(self.sleep.host_problem)
         for rank, ledger in sorted(self.ledgers.items()):
             try:
                 ledger.require(capacity_bytes)
@@ -120,8 +124,14 @@ class RunPlan:
                 )
 
 
-def resolve(cfg: Any, world_size: int, capacity_bytes: int | None = None) -> RunPlan:
-    """Return the plan of a run on devices of `capacity_bytes`, None where that is not known.
+def resolve(
+    cfg: Any,
+    world_size: int,
+    capacity_bytes: int | None = None,
+    host_bytes: int | None = None,
+) -> RunPlan:
+    """Return the plan of a run on devices of `capacity_bytes`, whose ranks may keep `host_bytes` in
+    host memory each. None is what is not known; `offload.host_gib` goes first.
 
     Raises: PlanError when the split does not fit; ConfigError when the model folder does not serve.
     """
@@ -139,7 +149,7 @@ def resolve(cfg: Any, world_size: int, capacity_bytes: int | None = None) -> Run
         _push_routes(placements, spec, cfg, world_size),
         on_gpu=any(role.computes_on_gpu for role in roles),
     )
-    sleep = _decide(cfg, memory, spec, capacity_bytes)
+    sleep = _decide(cfg, memory, spec, capacity_bytes, host_bytes)
     ledgers = memory.ledgers(sleep.sleeping)
     plan = RunPlan(world_size, placements, spec, memory.routes, ledgers, memory, sleep)
     plan = replace(plan, uncounted=uncounted(placements, roles))
@@ -150,13 +160,18 @@ def resolve(cfg: Any, world_size: int, capacity_bytes: int | None = None) -> Run
 
 
 def _decide(
-    cfg: Any, memory: MemoryModel, spec: ModelSpec, capacity_bytes: int | None
+    cfg: Any,
+    memory: MemoryModel,
+    spec: ModelSpec,
+    capacity_bytes: int | None,
+    host_bytes: int | None,
 ) -> SleepDecision:
     """Return what sleeps: as `offload.sleep` says or, with "auto", as little as fits.
 
     Where the GPU is not known, "auto" is planned with all that may sleep.
     """
-    setting = getattr(cfg, "offload", OffloadConfig(sleep="always")).sleep
+    offload: OffloadConfig = getattr(cfg, "offload", OffloadConfig(sleep="always"))
+    setting = offload.sleep
     all_that_may = everything(memory)
     if setting == "never":
         return SleepDecision({}, "nothing sleeps: offload.sleep = never")
@@ -169,7 +184,8 @@ def _decide(
         return SleepDecision({}, "nothing sleeps: on CPUs, memory is not given back")
     if capacity_bytes is None:
         return SleepDecision(all_that_may, "", copied)
-    return choose_sleep(memory, _need(cfg, memory, spec, capacity_bytes))
+    need = _need(cfg, memory, spec, capacity_bytes)
+    return choose_sleep(memory, replace(need, host_bytes=offload.host_bytes or host_bytes))
 
 
 def _need(cfg: Any, memory: MemoryModel, spec: ModelSpec, capacity_bytes: int) -> Need:

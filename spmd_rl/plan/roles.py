@@ -11,6 +11,7 @@ from spmd_rl.controller.capabilities import MemoryPlanner, Sleeper, capabilities
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import Placement, Placements
+from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import ALL, Tags
 from spmd_rl.rollout.engine import NativeEngineConfig
@@ -31,7 +32,10 @@ ROLE_CONFIGS: dict[str, tuple[str, tuple[type, ...]]] = {
 
 @dataclass(frozen=True)
 class PlannedRole:
-    """A role that a recipe spawns, as `spawn` gets it: name, class, settings, ranks and model."""
+    """A role that a recipe spawns, as `spawn` gets it: name, class, settings, ranks and model.
+
+    `lora` says which adapters an engine gets.
+    """
 
     name: str
     role: type[Role]
@@ -39,6 +43,7 @@ class PlannedRole:
     placement: Placement
     model: str = ""
     is_refreshed: bool = False
+    lora: LoraConfig = NO_LORA
 
     @property
     def is_extra(self) -> bool:
@@ -88,6 +93,8 @@ class PlannedRole:
 
     def memory(self, on_gpu: bool) -> Sequence[TagBytes]:
         """Return what it takes of one of its ranks; nothing where its class does not say."""
+        if issubclass(self.role, Rollout):
+            return self.role.planned_memory(self.cfg, self.placement, self.model, on_gpu, self.lora)
         if not issubclass(self.role, MemoryPlanner):
             return ()
         return self.role.planned_memory(self.cfg, self.placement, self.model, on_gpu)
@@ -99,8 +106,17 @@ def planned_roles(placements: Placements, cfg: Any) -> tuple[PlannedRole, ...]:
     Raises: PlanError where the settings of a placed role are missing, or a role has no ranks.
     """
     classes = {TRAIN: getattr(cfg, "trainer_role", Trainer), INFER: Rollout}
+    trainer = getattr(cfg, "trainer", None)
+    pushed = trainer.lora if isinstance(trainer, TrainerConfig) else NO_LORA
     main = [
-        PlannedRole(name, classes[name], _config(name, cfg), placements[name], cfg.model)
+        PlannedRole(
+            name,
+            classes[name],
+            _config(name, cfg),
+            placements[name],
+            cfg.model,
+            lora=pushed if name == INFER else NO_LORA,
+        )
         for name in ROLE_CONFIGS
         if name in placements
     ]

@@ -22,24 +22,28 @@ PAGES = ("kv", "step")  # an engine's step belongs to graphs over its pages
 class Need:
     """What all roles must have room for: `kv_bytes` hold the sequences in `running`.
 
-    `limit_bytes` is the share of a GPU that a run may use.
+    `limit_bytes` is the share of a GPU that a run may use, and `host_bytes` what a rank may keep in
+    host memory; None: that is not known.
     """
 
     limit_bytes: int
     kv_bytes: int = 0
     running: Running | None = None
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class SleepDecision:
     """Which tags of which role sleep in phases that do not need them, and why, in a sentence.
 
-    `copied_bytes` is what a rank copies to host memory and back in a step.
+    `copied_bytes` is what a rank copies to host memory and back in a step. `host_problem` says why
+    the host cannot keep what sleeps, "" where it can.
     """
 
     sleeping: Sleeping
     sentence: str = ""
     copied_bytes: int = 0
+    host_problem: str = ""
 
     def phases(self, model: MemoryModel) -> Phases:
         """Return the recipe's phases with everything awake that does not sleep."""
@@ -47,7 +51,10 @@ class SleepDecision:
 
 
 def choose_sleep(model: MemoryModel, need: Need) -> SleepDecision:
-    """Return the least costly set of tags with which every phase fits; all of them if none does."""
+    """Return the least costly set of tags with which every phase fits; all of them if none does.
+
+    A costlier set keeps no less in host memory, so where the host is too small nothing serves.
+    """
     sets = sleep_levels(model)
     peaks = [_peak(model, one, need.kv_bytes) for one in sets]
     chosen = next((i for i, peak in enumerate(peaks) if peak <= need.limit_bytes), len(sets) - 1)
@@ -63,9 +70,8 @@ def choose_sleep(model: MemoryModel, need: Need) -> SleepDecision:
         return SleepDecision(sets[0], f"nothing sleeps: {why}")
     rest = f". The largest phase then needs {as_size(peaks[chosen])}"
     cost = f", and a step copies {as_size(copied)} to the host and back" if copied else ""
-    return SleepDecision(
-        sets[chosen], f"{as_words(sets[chosen])} in turn: {awake}{rest}{cost}", copied
-    )
+    sentence = f"{as_words(sets[chosen])} in turn: {awake}{rest}{cost}"
+    return SleepDecision(sets[chosen], sentence, copied, _host_problem(model, sets[chosen], need))
 
 
 def sleep_levels(model: MemoryModel) -> list[dict[str, Tags]]:
@@ -149,6 +155,18 @@ def _cost(role: PlannedRole, item: TagBytes) -> int:
     if not item.changes:
         return 2
     return 3 if item.tag == "moments" else 4
+
+
+def _host_problem(model: MemoryModel, sleeping: Sleeping, need: Need) -> str:
+    """Return why a host cannot keep what sleeps, in a sentence; "" where it can."""
+    kept = max(map(Ledger.host_bytes, model.ledgers(sleeping).values()))
+    if need.host_bytes is None or kept <= need.host_bytes:
+        return ""
+    return (
+        f"the GPU has room only if {as_words(sleeping)}, which keeps {as_size(kept)} in host "
+        f"memory, and a rank may keep {as_size(need.host_bytes)} there: use more ranks, or give "
+        "the job more host memory"
+    )
 
 
 def _peak(model: MemoryModel, sleeping: Sleeping, kv_bytes: int) -> int:

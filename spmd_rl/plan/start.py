@@ -12,6 +12,7 @@ from typing import Any
 from spmd_rl.controller.sleepers import SleepPolicy
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.offload.config import OffloadConfig
+from spmd_rl.offload.host_limit import host_bytes_left
 from spmd_rl.offload.phases import CONCURRENT, Phases
 from spmd_rl.plan.resolve import planned_settings, resolve
 from spmd_rl.train.config import TrainerConfig
@@ -20,9 +21,10 @@ from spmd_rl.train.config import TrainerConfig
 def decide_start(cfg: Any, world_size: int) -> tuple[SleepPolicy, list[str]]:
     """Return the policy of a run of `world_size` ranks like this process's, and what to say of it.
 
-    The sentences say why the policy is so, and which backend trains if it is not FSDP2.
+    The sentences say why the policy is so, and which backend trains if it is not FSDP2. Raises: as
+    `sleep_policy`.
     """
-    policy, why = sleep_policy(cfg, world_size, gpu_bytes())
+    policy, why = sleep_policy(cfg, world_size, gpu_bytes(), host_bytes_left())
     trainer = getattr(cfg, "trainer", None)
     backend = trainer.backend.describe() if isinstance(trainer, TrainerConfig) else ""
     return policy, [sentence for sentence in (backend, why) if sentence]
@@ -33,11 +35,15 @@ def settings(cfg: Any, world_size: int) -> Mapping[str, Mapping[str, int]]:
     return planned_settings(cfg, world_size, gpu_bytes())
 
 
-def sleep_policy(cfg: Any, world_size: int, gpu_bytes: int | None) -> tuple[SleepPolicy, str]:
+def sleep_policy(
+    cfg: Any, world_size: int, gpu_bytes: int | None, host_bytes: int | None = None
+) -> tuple[SleepPolicy, str]:
     """Return the policy of a run on GPUs of `gpu_bytes` (None: on CPUs), and why it is so.
 
-    The sentence is "" where the recipe declares no phases: then it says itself who is awake. With
-    "auto", a run that cannot be planned sleeps as declared.
+    A rank may keep `host_bytes` in host memory; None: that is not known. The sentence is "" where
+    the recipe declares no phases: then it says itself who is awake. With "auto", a run that cannot
+    be planned sleeps as declared.
+    Raises: PlanError where more must sleep than the host can keep.
     """
     phases: Phases = getattr(cfg, "phases", CONCURRENT)
     offload: OffloadConfig = getattr(cfg, "offload", OffloadConfig(sleep="always"))
@@ -52,7 +58,7 @@ def sleep_policy(cfg: Any, world_size: int, gpu_bytes: int | None) -> tuple[Slee
     if gpu_bytes is None:
         return awake, "nothing sleeps: on CPUs, memory is not given back"
     try:
-        plan = resolve(cfg, world_size, gpu_bytes)
+        plan = resolve(cfg, world_size, gpu_bytes, host_bytes)
     except (ConfigError, PlanError) as error:
         return policy, f"roles sleep in turn: their memory cannot be planned ({error})"
     if plan.memory is None:
@@ -60,6 +66,8 @@ def sleep_policy(cfg: Any, world_size: int, gpu_bytes: int | None) -> tuple[Slee
     if plan.uncounted:
         names = ", ".join(plan.uncounted)
         return policy, f"roles sleep in turn: the plan does not know what {names} takes"
+    if plan.sleep.host_problem:
+        raise PlanError(plan.sleep.host_problem)
     if not any(plan.sleep.sleeping.values()):
         return awake, plan.sleep.sentence
     chosen = SleepPolicy(phases=plan.sleep.phases(plan.memory), host_bytes=offload.host_bytes)

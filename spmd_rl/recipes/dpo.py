@@ -5,7 +5,7 @@ spmd-rl run dpo --model PATH --data pairs.jsonl --eval.data held_out.jsonl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import spmd_rl as rl
+from spmd_rl.mesh.split import Placements
 from spmd_rl.recipes.sft import TrainSplit
 
 
@@ -47,11 +48,8 @@ class Config:
             )
 
     def extra_roles(self) -> list[rl.ExtraRole]:
-        """Return the reference model, for the plan."""
-        frozen = rl.FrozenConfig.like(self.trainer)
-        if self.reference:
-            frozen = replace(frozen, init="folder")
-        return [rl.ExtraRole("reference", frozen, self.reference or self.model)]
+        """Return the reference model, for the plan; a trainer of adapters needs none."""
+        return rl.reference_roles(self.trainer, self.model, self.reference)
 
 
 def check(cfg: Config) -> None:
@@ -64,13 +62,11 @@ def check(cfg: Config) -> None:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    (role,) = cfg.extra_roles()
-    reference = ctl.spawn(
-        rl.FrozenModel, role.cfg, on=roles.train, model=role.model, name=role.name
-    )
+    references = spawned_references(ctl, cfg, roles)
+    score_reference = references[0].score if references else trainer.score_base
 
     def scored(batch: rl.Batch) -> rl.Batch:
-        return batch.with_columns(reference_logprobs=reference.score.call(batch))
+        return batch.with_columns(reference_logprobs=score_reference.call(batch))
 
     def rewards_of(batch: rl.Batch) -> NDArray[np.floating]:
         return rl.dpo_rewards(scored(batch), trainer.score.call(batch), beta=cfg.beta)
@@ -86,7 +82,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
 
     num_steps = rl.num_steps(cfg, pairs, cfg.pairs_per_step)
     evaluation = rl.pair_evaluation(
-        ctl, cfg, [trainer, reference], tokenizer, rewards_of, num_steps
+        ctl, cfg, [trainer, *references], tokenizer, rewards_of, num_steps
     )
     start = ctl.resume(trainer=trainer, pairs=pairs)
     start = rl.first_step(cfg, start, [trainer], pairs, cfg.pairs_per_step)
@@ -99,3 +95,11 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         step.log(stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
     evaluation.at_end()
+
+
+def spawned_references(ctl: rl.Controller, cfg: Config, roles: Placements) -> list[rl.FrozenModel]:
+    """Return the reference model; none where it is the base of the trainer's adapters."""
+    return [
+        ctl.spawn(rl.FrozenModel, role.cfg, on=roles.train, model=role.model, name=role.name)
+        for role in cfg.extra_roles()
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,15 +18,14 @@ from spmd_rl.config.rules import require
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.link import Link
 from spmd_rl.controller.pending import Pending
-from spmd_rl.errors import ConfigError
+from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.hooks.context import Keep
 from spmd_rl.hooks.keep_group import KeepGroup
-from spmd_rl.mesh.split import Placements
+from spmd_rl.mesh.split import Placements, PolicySplit
 from spmd_rl.rollout.build import NO_ADAPTERS
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
-from spmd_rl.train.config import FrozenConfig
-from spmd_rl.train.extra_role import ExtraRole
+from spmd_rl.train.extra_role import REFERENCE, ExtraRole, reference_roles
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.train.training_role import TrainingRole
@@ -35,7 +33,8 @@ from spmd_rl.train.value_trainer import Critic
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.samples import Group
 
-REFERENCE, CRITIC = "reference", "critic"  # names of the roles, and of their ranks in a split
+BASE_STAYS = "the reference is the base, which no push replaces"
+CRITIC = "critic"  # name of the role, and of its ranks in a split
 
 
 def algorithm_of(cfg: PolicyConfig, sampling: SamplingConfig) -> Algorithm:
@@ -52,7 +51,7 @@ def _check_lora(cfg: Any) -> None:
         return
     if isinstance(cfg.engine, SglangEngineConfig):
         raise ConfigError(NO_ADAPTERS)
-    expected = "0 with trainer.lora.rank: the reference is the base, which no push replaces"
+    expected = f"0 with trainer.lora.rank: {BASE_STAYS}"
     require(cfg.kl.refresh_every == 0, "kl.refresh_every", cfg.kl.refresh_every, expected)
 
 
@@ -61,13 +60,15 @@ def extra_roles_of(cfg: Any) -> list[ExtraRole]:
 
     Raises: ConfigError for settings that do not fit.
     """
-    needs, roles = algorithm_of(cfg, cfg.sampling).needs, []
+    needs, roles = algorithm_of(cfg, cfg.sampling).needs, list[ExtraRole]()
     if REFERENCE_LOGPROBS in needs:
-        frozen = FrozenConfig.like(cfg.trainer)
-        if cfg.kl.reference:
-            frozen = replace(frozen, init="folder")
-        folder, is_refreshed = cfg.kl.reference or cfg.model, cfg.kl.refresh_every > 0
-        roles.append(ExtraRole(REFERENCE, frozen, folder, is_refreshed))
+        roles += reference_roles(
+            cfg.trainer,
+            cfg.model,
+            cfg.kl.reference,
+            is_refreshed=cfg.kl.refresh_every > 0,
+            has_own_ranks=isinstance(cfg.split, PolicySplit) and cfg.split.reference.ranks != "",
+        )
     if VALUES in needs:
         roles.append(ExtraRole(CRITIC, cfg.critic, cfg.model))
     return roles
@@ -77,9 +78,10 @@ class PolicyUpdate:
     """The algorithm of a recipe at work: its settings, and the roles that it needs.
 
     A reference model and a critic are spawned if the algorithm needs them: on ranks of their own if
-    `roles` has some for them, else on the trainer's. They take memory, so make this before the
-    engine. `keep_group` names the hook that leaves groups out, if there is one. `savers` names what
-    a checkpoint must hold, and `roles` are those that `step` calls.
+    `roles` has some for them, else on the trainer's. Where adapters learn, the reference is the
+    trainer's base (train/extra_role.py). Roles take memory, so make this before the engine.
+    `keep_group` names the hook that leaves groups out, if there is one. `savers` names what a
+    checkpoint must hold, and `roles` are those that `step` calls.
     """
 
     def __init__(
@@ -110,10 +112,10 @@ class PolicyUpdate:
         self.roles = [trainer, *spawned.values()]
         self._reference: _Reference | None = None
         self._critic: _Critic | None = None
-        if REFERENCE in spawned:
-            self._reference = _Reference(
-                ctl, cfg.kl, trainer, cast(FrozenModel, spawned[REFERENCE])
-            )
+        if REFERENCE_LOGPROBS in self.algorithm.needs:
+            frozen = cast(FrozenModel | None, spawned.get(REFERENCE))
+            begins_as_policy = not cfg.kl.reference and not cfg.trainer.lora.folder
+            self._reference = _Reference(ctl, cfg.kl, trainer, frozen, begins_as_policy)
         if CRITIC in spawned:
             self._critic = _Critic(cfg, cast(Critic, spawned[CRITIC]))
 
@@ -171,17 +173,33 @@ class PolicyUpdate:
 
 
 class _Reference:
-    """The reference model, and when it takes the weights of the policy."""
+    """The reference model, and when it takes the weights of the policy.
 
-    def __init__(self, ctl: Controller, cfg: KlConfig, trainer: Trainer, role: FrozenModel) -> None:
-        self.role = role
+    Without a `role` it is the base of the trainer's adapters.
+    """
+
+    def __init__(
+        self,
+        ctl: Controller,
+        cfg: KlConfig,
+        trainer: Trainer,
+        role: FrozenModel | None,
+        begins_as_policy: bool,
+    ) -> None:
+        self._begins_as_policy = begins_as_policy
+        self._score = role.score if role is not None else trainer.score_base
         self._cfg = cfg
         self._trainer = trainer
-        self._make_link = partial(ctl.link, trainer, self.role)
+        self._make_link = partial(ctl.link, trainer, role) if role is not None else None
         self._link: Link | None = None
 
     def refresh(self, version: int) -> None:
-        """Push the trainer's weights, which are called `version`."""
+        """Push the trainer's weights, which are called `version`.
+
+        Raises: ContractError where the reference is the trainer's base.
+        """
+        if self._make_link is None:
+            raise ContractError(f"kl.coef with trainer.lora.rank: {BASE_STAYS}")
         if self._link is None:
             self._link = self._make_link()
         self._link.push(version=version)
@@ -195,8 +213,8 @@ class _Reference:
         every = self._cfg.refresh_every
         if every and index and index % every == 0:
             self.refresh(index)
-        scores = self.role.score.call(batch)
-        if index == 0 and not self._cfg.reference:
+        scores = self._score.call(batch)
+        if index == 0 and self._begins_as_policy:
             check_reference(self._trainer.score.call(batch), scores)
         return batch.with_columns(reference_logprobs=scores)
 

@@ -6,7 +6,9 @@ An engine takes as many pages of keys and values as there is room for, so the pl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
+from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.gpu_overhead import CONTEXT_BYTES
 from spmd_rl.offload.ledger import TagBytes
@@ -18,18 +20,26 @@ EngineConfig = NativeEngineConfig | SglangEngineConfig
 KV = "kv"
 
 
-def engine_memory(spec: ModelSpec, cfg: EngineConfig, on_gpu: bool) -> Sequence[TagBytes]:
+def engine_memory(
+    spec: ModelSpec, cfg: EngineConfig, on_gpu: bool, lora: LoraConfig = NO_LORA
+) -> Sequence[TagBytes]:
     """Return what an engine takes of one of its ranks, by tag; its pages have no size yet.
 
-    The temporary memory of a step belongs to its CUDA graphs, and sleeps when the pages do.
+    The temporary memory of a step belongs to its CUDA graphs, and sleeps when the pages do. With
+    `lora` a push brings adapters alone, so that the base beside them is saved while it sleeps.
     """
-    weights = spec.num_parameters * ITEM_BYTES[_dtype(cfg)]
+    item_bytes = ITEM_BYTES[_dtype(cfg)]
+    weights = spec.num_parameters * item_bytes
     sleeps = isinstance(cfg, NativeEngineConfig) or cfg.sleep_weights
     memory = [
         TagBytes("weights", weights, "drop" if sleeps else "fixed"),
         TagBytes(KV, 0, "drop"),
         TagBytes("step", step_bytes(spec, cfg) if on_gpu else 0, "drop"),
     ]
+    if lora.rank:
+        adapters = sum(map(prod, lora.shapes(spec).values())) * item_bytes
+        memory[0] = TagBytes("weights", weights, "save", changes=False)
+        memory.append(TagBytes("adapters", adapters, "fixed"))
     if isinstance(cfg, SglangEngineConfig):
         # the slab of a push and the child's own context stay while it sleeps
         memory.append(TagBytes("slab", min(cfg.slab_bytes, 2 * weights), "fixed"))

@@ -30,7 +30,7 @@ from spmd_rl.hooks.pool import HookPool
 from spmd_rl.hooks.signatures import reward_weights
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import Placement
-from spmd_rl.model.lora import AdaptedBase
+from spmd_rl.model.lora import NO_LORA, AdaptedBase, LoraConfig
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.offload.ledger import TagBytes
@@ -142,9 +142,13 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         placement: Placement,
         model: str,
         on_gpu: bool,
+        lora: LoraConfig = NO_LORA,
     ) -> Sequence[TagBytes]:
-        """Return what the role takes of one of its ranks, by tag; pages are sized by the plan."""
-        return engine_memory(ModelSpec.from_folder(model), cfg, on_gpu)
+        """Return what the role takes of one of its ranks, by tag; pages are sized by the plan.
+
+        `lora` says which adapters the trainer pushes.
+        """
+        return engine_memory(ModelSpec.from_folder(model), cfg, on_gpu, lora)
 
     @concurrent
     @collective

@@ -7,6 +7,7 @@ clip range or metric.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,7 +119,12 @@ class Backend(ModelBackend, Protocol):
 
         `loss_of` gets the number of each micro-batch and its outputs, and returns the loss of this
         rank's share, a scalar. A backend may run several micro-batches at once, as a pipeline does.
+        If this raises, no gradients are left.
         """
+        ...
+
+    def base_alone(self) -> AbstractContextManager[None]:
+        """Return a context in which `forward` computes without adapters."""
         ...
 
     def square_norm(self) -> float:

@@ -14,6 +14,7 @@ from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import model_weights, random_adapters, random_weights
 from spmd_rl.model.moe_spec import read_spec
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.peft_folder import read_adapters
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec, head_of
 from spmd_rl.model.value_head import ValueModel, ValueScorer
@@ -58,7 +59,7 @@ def build(
     backend = Fsdp2(spec, context.mesh, cfg, context.device, head, memory)
     backend.fill(first_weights(cfg, folder, head))
     if cfg.lora.rank:
-        backend.fill(random_adapters(cfg.lora.shapes(spec), cfg.seed))
+        backend.fill(_first_adapters(cfg, spec))
         backend.note_base(context)
     return Learner(backend, context, cfg)
 
@@ -99,6 +100,13 @@ def first_weights(
     if cfg.init == "random":
         return random_weights(spec, cfg.seed, head)
     return model_weights(folder, spec.parameter_shapes(head))
+
+
+def _first_adapters(cfg: TrainerConfig, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """Yield the adapters that a trainer begins with. Raises: as `read_adapters`."""
+    if cfg.lora.folder:
+        return read_adapters(cfg.lora, spec)
+    return random_adapters(cfg.lora.shapes(spec), cfg.seed)
 
 
 def _spec(folder: str) -> ModelSpec:

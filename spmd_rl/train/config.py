@@ -23,6 +23,9 @@ KIND_OF_LORA = "'adamw' with lora.rank: other optimizers are not for adapters"
 BACKEND_OF_LORA = "'fsdp2' with lora.rank: Megatron-core is not given adapters here"
 OFFLOAD_OF_LORA = "'none' with lora.rank: the moments of adapters are small"
 FREEZE_OF_LORA = "() with lora.rank: lora.targets says what is trained"
+KIND_OF_MEGATRON = "'adamw' with backend.kind = 'megatron': the others are built for 'fsdp2' alone"
+FREEZE_OF_MEGATRON = "() with backend.kind = 'megatron': 'fsdp2' can freeze parameters"
+SPLIT_OF_MEGATRON = "0 with backend.kind = 'megatron': 'fsdp2' has it"
 RECOMPUTE_TO_OFFLOAD = (
     "'all' or 'none' with offload_activations: what 'cheap' computes again needs its inputs on the "
     "GPU"
@@ -134,6 +137,7 @@ class TrainerConfig:
         require(are_betas, "betas", self.betas, "two numbers in [0, 1)")
         _require_split(self.attention_split)
         self._check_lora()
+        self._check_megatron()
         if isinstance(self.backend, Fsdp2Config) and self.backend.offload != "none":
             kind = self.optimizer.kind
             require(kind == "adamw", "optimizer.kind", kind, KIND_TO_OFFLOAD)
@@ -154,6 +158,14 @@ class TrainerConfig:
             offload = fsdp2_settings(self).offload
             require(offload == "none", "backend.offload", offload, OFFLOAD_OF_LORA)
             require(not self.freeze, "freeze", self.freeze, FREEZE_OF_LORA)
+
+    def _check_megatron(self) -> None:
+        """Raise a ConfigError for settings that the Megatron-core backend does not keep."""
+        if isinstance(self.backend, MegatronConfig):
+            kind, split = self.optimizer.kind, self.attention_split
+            require(kind == "adamw", "optimizer.kind", kind, KIND_OF_MEGATRON)
+            require(not self.freeze, "freeze", self.freeze, FREEZE_OF_MEGATRON)
+            require(split == 0, "attention_split", split, SPLIT_OF_MEGATRON)
 
     @property
     def adapted_base(self) -> AdaptedBase | None:

@@ -13,8 +13,9 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import save_folder
 from spmd_rl.model.lora import NO_LORA, LoraConfig
+from spmd_rl.model.moe_spec import read_spec
 from spmd_rl.model.peft_folder import save_adapters
-from spmd_rl.model.spec import VALUE_HEAD, Head, ModelSpec
+from spmd_rl.model.spec import VALUE_HEAD, Head
 from spmd_rl.train.backend import ModelBackend
 from spmd_rl.train.checkpoint_index import WEIGHTS, Index, read_index
 from spmd_rl.train.shards import ShardReader
@@ -32,7 +33,7 @@ def export_saved(
     index = read_index(path)
     weights = index.tensors[WEIGHTS]
     _check_weight_files(path, index)
-    head, spec = _head_of(weights), ModelSpec.from_folder(like)
+    head, spec = _head_of(weights), read_spec(like)
     lora = LoraConfig.parse(str(index.contract.get("lora", "")))
     shapes = lora.shapes(spec) if lora.rank else spec.parameter_shapes(head)
     if {name: tensor.shape for name, tensor in weights.items()} != shapes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spmd_rl.controller.endpoint import Role
@@ -11,6 +11,8 @@ from spmd_rl.mesh.split import Placement, Placements
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.value_trainer import ValueTrainer
+
+REFERENCE = "reference"  # name of the role, and of its ranks in a split
 
 
 @dataclass(frozen=True)
@@ -54,3 +56,27 @@ class ExtraRole:
                 f"the role '{self.name}' has no ranks: add split.{self.name}, or split.train"
             )
         return found
+
+
+def reference_roles(
+    trainer: TrainerConfig,
+    model: str,
+    reference: str = "",
+    *,
+    is_refreshed: bool = False,
+    has_own_ranks: bool = False,
+) -> list[ExtraRole]:
+    """Return the frozen model that a recipe compares a policy with, whose first weights are those
+    of the folder `model`.
+
+    It has the weights of the folder `reference`, or the first ones of the policy. There is none
+    where adapters learn beside these weights, unless it has ranks of its own: then the trainer's
+    `score_base` takes its place.
+    """
+    is_base = not reference or (reference == model and trainer.init == "folder")
+    if trainer.lora.rank and is_base and not has_own_ranks:
+        return []
+    frozen = FrozenConfig.like(trainer)
+    if reference:
+        frozen = replace(frozen, init="folder")
+    return [ExtraRole(REFERENCE, frozen, reference or model, is_refreshed)]

@@ -6,7 +6,7 @@ The optimizer works on the local shards as plain tensors (optimizers.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -109,17 +109,28 @@ class Fsdp2(ShardedModel):
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss_of: LossOf, needs: Needs) -> None:
         with self._without_master() if self._offload == "master" else nullcontext():
-            for number, micro in enumerate(micros):
-                loss = loss_of(number, self._outputs(micro, needs))
-                if self.num_shards == 1:
-                    # Whole gradients and weights are no larger than the shard, so they are reduced
-                    # and freed once a step.
-                    root, is_last = cast(FSDPModule, self.scorer), number == len(micros) - 1
-                    root.set_requires_gradient_sync(is_last)
-                    root.set_reshard_after_backward(is_last)
-                loss.backward()
-                if self._activations is not None:
-                    self._activations.finish()
+            try:
+                self._accumulate(micros, loss_of, needs)
+            except BaseException:
+                self.discard()
+                self._free_gathered()
+                raise
+
+    def _accumulate(self, micros: Sequence[MicroBatch], loss_of: LossOf, needs: Needs) -> None:
+        for number, micro in enumerate(micros):
+            loss = loss_of(number, self._outputs(micro, needs))
+            if self.num_shards == 1:
+                # Whole gradients and weights are no larger than the shard, so they are reduced and
+                # freed once a step.
+                root, is_last = cast(FSDPModule, self.scorer), number == len(micros) - 1
+                root.set_requires_gradient_sync(is_last)
+                root.set_reshard_after_backward(is_last)
+            loss.backward()
+            if self._activations is not None:
+                self._activations.finish()
+
+    def base_alone(self) -> AbstractContextManager[None]:
+        return self.scorer.model.base_alone()
 
     @contextmanager
     def _without_master(self) -> Iterator[None]:
@@ -155,6 +166,7 @@ class Fsdp2(ShardedModel):
     def discard(self) -> None:
         for parameter in (*self.parameters.values(), *self.local.values()):
             parameter.grad = None
+        _discard_unreduced(self.units)
 
     def state(self) -> State:
         return {**super().state(), **self.optimizer.state()}
@@ -215,6 +227,16 @@ def _scorer(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> Scorer | ValueSc
             return ValueScorer(ValueModel(spec), cfg.attention_split)
         recomputes = fsdp2_settings(cfg).recompute == "all"
         return Scorer(CausalLM(spec, cfg.lora), cfg.logit_rows, recomputes, cfg.attention_split)
+
+
+def _discard_unreduced(units: Sequence[FSDPModule]) -> None:
+    """Discard the gradients that FSDP keeps for a later micro-batch to reduce."""
+    for unit in units:
+        group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # it was gathered before
+                parameter._unsharded_param.grad = None
 
 
 def _sum_gradients(units: Sequence[FSDPModule], deterministic: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from spmd_rl.controller.endpoint import Sharded, collective
+from spmd_rl.errors import ContractError
 from spmd_rl.model.spec import Head
 from spmd_rl.train.training_role import BASE, MASTER, TrainingRole
 from spmd_rl.types.batch import Batch
@@ -26,3 +27,18 @@ class Trainer(TrainingRole):
         """Return the log-probabilities of the batch's tokens under the current weights."""
         self.memory.require("score", MASTER, BASE)
         return self.learner.runner.score(batch)
+
+    @collective
+    def score_base(self, batch: Sharded[Batch]) -> Sharded[TokenValues]:
+        """Return the log-probabilities under the base alone, with the adapters switched off.
+
+        Raises: ContractError for a trainer without adapters.
+        """
+        if not self.cfg.lora.rank:
+            raise ContractError(
+                "score_base is for a trainer of adapters: set trainer.lora.rank, or spawn a frozen "
+                "model as the reference"
+            )
+        self.memory.require("score_base", MASTER, BASE)
+        with self.backend.base_alone():
+            return self.learner.runner.score(batch)

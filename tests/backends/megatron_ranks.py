@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from spmd_rl.algo.losses import LossInput, Needs, grpo_loss
 from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
+from spmd_rl.model.families.rules import GateUp, Part, QkvByGroup
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.megatron.backend import Megatron
 from spmd_rl.train.megatron.config import MegatronConfig
@@ -37,6 +39,7 @@ Tensors = dict[str, Tensor]
 
 def run(case: dict[str, Any]) -> tuple[dict[str, Any], Tensors] | None:
     """Return the report and the tensors, on the first rank of the trainer."""
+    plant(case.get("bug", ""))
     world = World.from_env()
     join(world, open_store(world))
     placement = plan_split({"train": RoleSplit(**case["split"])}, world.size).train
@@ -67,6 +70,32 @@ def run(case: dict[str, Any]) -> tuple[dict[str, Any], Tensors] | None:
         trainer.export_hf(case["export"])
     dist.barrier()
     return (report, tensors) if context.rank == 0 else None
+
+
+def plant(bug: str) -> None:
+    """Make a parameter of Megatron-core of other rows than it should be, in the same way for all.
+
+    What is read by such a rule is written by it too, so that only the model's outputs are wrong.
+    """
+    of_mlp, of_attention = GateUp.parts, QkvByGroup.parts
+    if bug == "gate and up":
+        GateUp.parts = lambda rule, *args: of_mlp(GateUp(rule.up, rule.gate), *args)  # type: ignore[method-assign]
+    if bug == "queries and keys":
+        QkvByGroup.parts = lambda rule, *args: of_attention(  # type: ignore[method-assign]
+            replace(rule, query=rule.key, key=rule.query), *args
+        )
+    if bug == "groups of keys":
+        QkvByGroup.parts = lambda rule, *args: _with_other_keys(  # type: ignore[method-assign]
+            rule, of_attention(rule, *args)
+        )
+
+
+def _with_other_keys(rule: QkvByGroup, parts: Iterator[Part]) -> list[Part]:
+    """Give each group of queries the key of another group."""
+    found = list(parts)
+    keys = [part for part in found if part.name == rule.key]
+    boxes = {part.rows: other.box for part, other in zip(keys, reversed(keys), strict=True)}
+    return [replace(one, box=boxes.get(one.rows, one.box)) for one in found]
 
 
 def take_step(case: dict[str, Any], seed: int, trainer: Trainer, report: dict[str, Any]) -> None:

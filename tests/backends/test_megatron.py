@@ -125,6 +125,23 @@ def test_a_step_is_that_of_transformers(
     check_against(found, expected)
 
 
+@pytest.mark.parametrize("bug", ["gate and up", "queries and keys", "groups of keys"])
+def test_rows_in_another_order_are_found(
+    bug: str,
+    folder_of: Callable[[str], Path],
+    reference_of: Callable[[str], Reference],
+    tmp_path: Path,
+) -> None:
+    """A rule that is wrong both ways gives the same folder back: outputs alone tell."""
+    expected = reference_of("qwen3")
+    report, found = launch(LAYOUTS["one rank"], folder_of("qwen3"), tmp_path, bug=bug)
+    assert largest_difference(found["start"], expected.start) == 0
+    scores = torch.tensor(report["scores"][0])
+    assert float((scores - expected.scores).abs().max()) > 1e-2
+    with pytest.raises(AssertionError):
+        check_against(found, expected)
+
+
 def test_every_score_has_its_gradient(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     """Entropy and candidates too, from a head that is cut, against FSDP2."""
     model = folder_of("qwen3")

@@ -1,4 +1,4 @@
-"""`spmd-rl` in a process forked from one that has already imported torch.
+"""`spmd-rl`, or a script on several ranks, in a process forked from one that has imported torch.
 
 That import is half of the time of a small run.
 """
@@ -9,9 +9,12 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -24,15 +27,45 @@ import pytest
 TORCH = ["torch", "torch._dynamo", "torch.distributed.fsdp"]
 
 
+Main = Callable[[list[str]], int]
+
+
+def spmd_rl(words: list[str]) -> int:
+    """Be `spmd-rl` with these words, and return the exit code."""
+    from spmd_rl.cli.main import main
+
+    sys.argv = ["spmd-rl", *words]
+    return main()
+
+
+def run_script(words: list[str]) -> int:
+    """Run a script on several ranks: the words are their number, its path and its arguments."""
+    from spmd_rl.cli.launcher import launch
+
+    return launch(int(words[0]), _be_rank, words[1:], max_restarts=0, grace_s=0)
+
+
+def _be_rank(words: list[str]) -> int:
+    sys.argv = words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
 class Launched:
     """A run with the methods of a `subprocess.Popen`, in a process group of its own; `end` it."""
 
-    def __init__(self, words: list[str], folder: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, words: list[str], folder: Path, environment: dict[str, str], main: Main = spmd_rl
+    ) -> None:
         context = _server()
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
         write_ends = tuple(write_end for _, write_end in pipes)
         self._process = context.Process(
-            target=_run, args=(words, str(folder), environment, write_ends)
+            target=_run, args=(main, words, str(folder), environment, write_ends)
         )
         self._process.start()
         self.stdout, self.stderr = (os.fdopen(os.dup(read_end.fileno())) for read_end, _ in pipes)
@@ -77,7 +110,11 @@ class Launched:
 
 
 def _run(
-    words: list[str], folder: str, environment: dict[str, str], ends: tuple[Connection, Connection]
+    main: Main,
+    words: list[str],
+    folder: str,
+    environment: dict[str, str],
+    ends: tuple[Connection, Connection],
 ) -> None:
     os.setsid()
     os.chdir(folder)
@@ -88,10 +125,7 @@ def _run(
         os.dup2(end.fileno(), number)
         end.close()
     _make_torchrun_patient()
-    from spmd_rl.cli.main import main
-
-    sys.argv = ["spmd-rl", *words]
-    sys.exit(main())
+    sys.exit(main(words))
 
 
 def _make_torchrun_patient() -> None:

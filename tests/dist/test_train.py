@@ -85,6 +85,11 @@ def test_weights_do_not_depend_on_the_ranks(alone: Report, report: Report) -> No
         )
 
 
+def test_a_step_that_fails_in_a_later_micro_batch_leaves_no_gradients(report: Report) -> None:
+    before, after = report["around_failure"]
+    assert after == pytest.approx(before, rel=1e-6)
+
+
 def test_wrapping_layers_and_recomputing_them_changes_nothing(report: Report) -> None:
     for step, expected in zip(report["layers"], report["steps"], strict=True):
         for name in SAME:

@@ -1,14 +1,13 @@
-"""Starting a test script under torchrun as a child that this process owns and ends."""
+"""Starting a test script on several ranks, as a child that this process owns and ends."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from tests.dist.launched import Launched, run_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,30 +17,16 @@ def torchrun(
 ) -> dict[str, Any]:
     """Run `tests/<room>/<script>` on that many ranks and return the JSON it wrote to `out`.
 
-    Blocks: until torchrun ends; after `timeout_s` its process group is killed and the test fails.
+    The ranks are those of torchrun's agent, forked from a process that has imported torch.
+    Blocks: until they end; after `timeout_s` their process group is killed and the test fails.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={num_ranks}",
-    ]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    child = subprocess.Popen(
-        [*command, str(ROOT / "tests" / room / script), *args],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    words = [str(num_ranks), str(ROOT / "tests" / room / script), *args]
+    search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search}
+    process = Launched(words, ROOT, environment, run_script)
     try:
-        output, _ = child.communicate(timeout=timeout_s)
+        said = process.communicate(timeout_s)
     finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-    assert child.returncode == 0, output
+        process.end()
+    assert process.returncode == 0, "".join(said)
     return json.loads(out.read_text())

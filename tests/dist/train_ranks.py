@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.algo.losses import LossInput, Needs, grpo_loss
-from spmd_rl.errors import SpmdError
+from spmd_rl.errors import ContractError, SpmdError
 from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
@@ -77,6 +78,26 @@ def poisoned(trainer: Trainer) -> str:
     return "nothing was raised"
 
 
+def norms_around_a_failure(trainer: Trainer) -> list[float]:
+    """Return the gradient norms of one batch before and after a step whose second micro-batch
+    fails. At a rate of 0 the weights stay.
+    """
+    context, calls = trainer.context, count()
+    batch = make_batch().shard(context.data_size)[context.data_rank]
+
+    def broken(out: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
+        if next(calls):
+            raise ContractError("a later micro-batch fails")
+        return grpo_loss(out)
+
+    before = trainer.train_step(batch, grpo_loss, lr=0.0)["train/grad_norm"]
+    try:
+        trainer.train_step(batch, broken)
+    except ContractError:
+        return [before, trainer.train_step(batch, grpo_loss, lr=0.0)["train/grad_norm"]]
+    return [before]
+
+
 def context_of(dp: int) -> RoleContext:
     world = World.from_env()
     join(world, open_store(world))
@@ -113,6 +134,8 @@ def main(work: Path, dp: int, out: Path, resume: str | None) -> None:
         resumed = Trainer(replace(cfg, seed=5), context, str(work))
         report["resumed_version"] = resumed.load(resume)
         report["resumed"] = train(resumed, first=STEPS)
+    small = replace(cfg, max_tokens=60)
+    report["around_failure"] = norms_around_a_failure(Trainer(small, context, str(work)))
     poison = [poisoned(trainer)]
     sentences: list[list[str]] = [[] for _ in range(context.size)]
     dist.all_gather_object(sentences, poison)

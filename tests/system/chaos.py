@@ -32,7 +32,7 @@ from tests.system.chaos_cases import DEADLINE_S, LOST_AFTER_S, Case, cases, matc
 from tests.system.faults import ENVIRONMENT
 
 REPO = Path(__file__).parents[2]
-GRACE_S = 10.0  # how long after its deadline all processes of a run may take to end
+GRACE_S = 30.0  # how long after its deadline all processes of a run may take to end
 RUN_S = 300.0  # the last resort for a run to complete, from its first step
 DISK_BYTES = 4 << 20
 FILLER = "filler"
@@ -41,7 +41,7 @@ START_S = 600.0  # the last resort for its first step
 TIMES = [
     f"--run.deadline_s={DEADLINE_S:g}",
     f"--run.lost_after_s={LOST_AFTER_S:g}",
-    "--run.start_s=20",
+    "--run.start_s=60",
 ]
 TOY = [str(REPO / "tests/system/chaos_recipe.py"), "--run.save_every=10"]
 ARITHMETIC = [

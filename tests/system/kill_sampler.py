@@ -47,6 +47,7 @@ MODES = {
     "over-sampling": ["--sampler.oversample=1.5", "--sampler.max_running=10"],
 }
 IN_ORDER = ("every group", "rejecting")
+WHEN_SAVED = Moment(1, 0, within="step_000004/state.json")  # while later steps are being drawn
 Key = tuple[int, int]  # the prompt's uid and the index of the sample
 
 
@@ -162,19 +163,18 @@ def play(folder: Path, mode: str, name: str, moments: Iterator[Moment]) -> tuple
 def campaign(folder: Path, num_kills: int, seed: int) -> tuple[int, list[Account], list[str]]:
     """Kill runs until there were `num_kills`; return the kills, all accounts, and what is wrong.
 
-    If every kill came before a checkpoint held a sample, it goes on until one came after, or until
-    there were four times as many.
+    If every kill came before a checkpoint held a sample, another comes after one that does.
     """
     rng, modes = random.Random(seed), list(MODES)
     accounts: list[Account] = []
     found: list[str] = []
     num_killed, num_events = 0, 40
-    while num_killed < num_kills or (
-        num_killed < 4 * num_kills and not any(account.restored for account in accounts)
-    ):
+    while (is_random := num_killed < num_kills) or not any(one.restored for one in accounts):
         mode, name = modes[len(accounts) % len(modes)], f"r{len(accounts)}"
         num_moments = min(rng.randint(2, 5), max(num_kills - num_killed, 2))
         moments = (Moment.random(rng, num_events) for _ in range(num_moments))
+        if not is_random:
+            mode, moments = IN_ORDER[0], iter([WHEN_SAVED])
         kills, account = play(folder, mode, name, moments)
         num_killed += kills
         accounts.append(account)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from spmd_rl.train.megatron.library import (
 )
 from spmd_rl.train.megatron.model import build_chunks, check_names, transformer_config
 from spmd_rl.train.megatron.optimizer import MegatronOptimizer
-from spmd_rl.train.megatron.parameters import parameters_of
+from spmd_rl.train.megatron.parameters import boxes_of, parameters_of
 from spmd_rl.train.megatron.schedule import Schedule
 from spmd_rl.train.megatron.scores import VocabularyHead
 from spmd_rl.train.microbatch import MicroBatch
@@ -75,10 +75,11 @@ class Megatron:
             chunks, config = self._build_chunks(context)
             self._parameters = parameters_of(chunks, spec, place_of(context))
             self._models = [_wrapped(one, config, cfg.backend, self._groups) for one in chunks]
+            self._boxes = boxes_of(self._parameters)
             self._optimizer = self._build_optimizer()
         with self._running(), memory.allocating("moments"):
             self._optimizer.allocate(memory.reserve)
-        memory.hold("master", self._optimizer.weights)
+        memory.hold("master", self._weights_and_gradients)
         memory.hold("moments", self._optimizer.moments)
         self.schedule = self._build_schedule(context, config, chunks[-1])
         self._gathered = GatheredTensors(context, self.device)
@@ -156,6 +157,10 @@ class Megatron:
             self.schedule.run(micros, loss_of, needs, backward=True)
             finalize_model_grads(self._models, None, pg_collection=self._groups)
 
+    def base_alone(self) -> AbstractContextManager[None]:
+        """Return a context that changes nothing: there are no adapters."""
+        return nullcontext()
+
     def top_logprobs(self, micros: Sequence[MicroBatch], num_top: int, visit: VisitTop) -> None:
         raise ContractError(
             "a trainer of Megatron-core has no top log-probs: a frozen model has them"
@@ -184,12 +189,13 @@ class Megatron:
 
     def source(self, on_open: Callable[[], None]) -> TensorSource:
         """Return the weights as the model computes with them: many boxes of each tensor."""
-        named = [
-            (name, tensor)
-            for parameter in self._parameters
-            for name, tensor in parameter.named(parameter.tensor)
-        ]
-        return TensorSource(named, on_open)
+        return TensorSource(self._boxes, on_open)
+
+    def _weights_and_gradients(self) -> Iterator[Tensor]:
+        yield from self._optimizer.weights()
+        for model in self._models:
+            for buffer in (*model.buffers, *model.expert_parallel_buffers):
+                yield buffer.grad_data
 
     def _running(self) -> AbstractContextManager[None]:
         return running_on(self.device, self._groups.tp)
@@ -203,18 +209,12 @@ class Megatron:
 
 
 def _refuse_what_is_missing(cfg: TrainerConfig, context: RoleContext) -> None:
-    """Raise a ConfigError for a setting that this backend does not keep."""
-    missing = {
-        f"trainer.optimizer.kind = '{cfg.optimizer.kind}'": cfg.optimizer.kind != "adamw",
-        "trainer.freeze": bool(cfg.freeze),
-        "trainer.attention_split": bool(cfg.attention_split),
-        "trainer.deterministic = true on GPUs": cfg.deterministic and context.device.type == "cuda",
-    }
-    for what, is_set in missing.items():
-        if is_set:
-            raise ConfigError(
-                f"{what} is not built for Megatron-core: trainer.backend.kind = 'fsdp2' has it"
-            )
+    """Raise a ConfigError for a setting that this backend does not keep on GPUs."""
+    if cfg.deterministic and context.device.type == "cuda":
+        raise ConfigError(
+            "trainer.deterministic = true on GPUs is not built for Megatron-core: "
+            "trainer.backend.kind = 'fsdp2' has it"
+        )
 
 
 def _prepare(cfg: MegatronConfig, device: torch.device) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmd_rl.mesh.split import Placements
-from spmd_rl.model.moe_spec import read_spec
+from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.mesh.axes import MODEL
+from spmd_rl.mesh.split import Placement, Placements
+from spmd_rl.model.moe_spec import MoeSpec, read_spec
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.megatron.config import MegatronConfig, check_layout
 
 
@@ -33,4 +35,23 @@ def check_axes(cfg: Any, placements: Placements) -> None:
         elif not isinstance(trainer.backend, MegatronConfig):
             placement.require_data_axes_alone("FSDP2")
         elif model := getattr(cfg, "model", ""):
-            check_layout(read_spec(model), placement.axes, trainer.backend, placement.name)
+            spec = read_spec(model)
+            check_layout(spec, placement.axes, trainer.backend, placement.name)
+            if isinstance(spec, MoeSpec) and "infer" in placements:
+                raise ConfigError(
+                    f"{model} is a mixture of experts, which no engine generates with here: train "
+                    "it with a recipe that has no engine, such as sft"
+                )
+    for role in cfg.extra_roles() if hasattr(cfg, "extra_roles") else ():
+        if isinstance(role.cfg, FrozenConfig | TrainerConfig):
+            _check_beside(role.name, role.placement(placements))
+
+
+def _check_beside(name: str, placement: Placement) -> None:
+    """Raise a PlanError for a role of FSDP2 on ranks that a trainer cuts along other axes."""
+    for axis in MODEL:
+        if (size := placement.axes.get(axis, 1)) > 1:
+            raise PlanError(
+                f"split.{placement.name}.{axis} = {size}: the role '{name}' shares these ranks and "
+                f"has the axes dp and fsdp alone, so set split.{name}.ranks to ranks of its own"
+            )

@@ -86,6 +86,11 @@ def parameters_of(chunks: Sequence[Any], spec: ModelSpec, place: Place) -> list[
     return found
 
 
+def boxes_of(parameters: Sequence[Parameter]) -> list[tuple[str, LocalTensor]]:
+    """Return all boxes that a rank computes with. Their memory may sleep later, and wake again."""
+    return [named for one in parameters for named in one.named(one.tensor)]
+
+
 def rectangles(start: int, stop: int, columns: int) -> Iterator[Rectangle]:
     """Yield the rectangles of a matrix that its flat elements `start .. stop` are, in their order.
 

@@ -64,8 +64,13 @@ class Actor(Role):
 
     @collective
     def hang(self) -> None:
-        """The last rank never enters the barrier that the others are in."""
+        """The last rank never enters the barrier that the others are in.
+
+        It writes to the named pipe `hangs`, if there is one, which waits for a reader.
+        """
         if self.context.rank == self.context.size - 1:
+            if os.path.exists("hangs"):
+                open("hangs", "w").close()
             threading.Event().wait()
         self.context.barrier()
 
@@ -105,7 +110,7 @@ def main(ctl: Controller, cfg: Config) -> None:
         case "leave":
             actor.leave.call()
         case "deadline":
-            actor.hang.start().wait(deadline_s=0.5)
+            actor.hang.start().wait(deadline_s=3)
         case "ever":
             while True:
                 time.sleep(0.01)

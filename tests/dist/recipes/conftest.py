@@ -15,6 +15,7 @@ import pytest
 from tests.dist.launched import Launched
 
 REPO = Path(__file__).parents[3]
+UNDRAWN = REPO / "tests/fakes/undrawn"
 EXAMPLE = REPO / "examples" / "arithmetic"
 SMALL = [
     f"--model={EXAMPLE / 'model'}",
@@ -56,9 +57,18 @@ Run = Callable[..., Ended]
 
 
 def run_in(
-    folder: Path, recipe: str, *words: str, nproc: int = 1, name: str = "r", small: bool = True
+    folder: Path,
+    recipe: str,
+    *words: str,
+    nproc: int = 1,
+    name: str = "r",
+    small: bool = True,
+    draws: bool = False,
 ) -> Ended:
-    """Run a recipe to its end in `folder`; `small=False` leaves out the small settings."""
+    """Run a recipe to its end in `folder`; `small=False` leaves out the small settings.
+
+    Its curves are drawn only if `draws`.
+    """
     command = [
         "run",
         recipe,
@@ -70,7 +80,8 @@ def run_in(
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))
     }
-    paths = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    search = os.pathsep.join(map(str, [REPO] if draws else [UNDRAWN, REPO]))
+    paths = {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     process = Launched(command, folder, environment | paths)
     try:
         out, err = process.communicate(timeout=1000)

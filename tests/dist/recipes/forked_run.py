@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 from tests.dist.launched import Launched
+from tests.dist.recipes.conftest import UNDRAWN
 from tests.system.kill_resume import COMMAND, Outcome, Run
 
 
@@ -11,6 +14,11 @@ class ForkedRun(Run):
 
     A start that a test disturbs is a new command, whose processes have a mark in their environment.
     """
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment that the run starts with, in which it draws no curves."""
+        found = super().environment()
+        return found | {"PYTHONPATH": os.pathsep.join([str(UNDRAWN), found["PYTHONPATH"]])}
 
     def finish(self) -> Outcome:
         if self.command != COMMAND:

@@ -76,6 +76,20 @@ def test_dpo_on_one_rank_and_on_two(run: Any, models: tuple[Path, Path]) -> None
     assert max(distances(one.folder, two.folder)) < 1e-4
 
 
+def test_dpo_of_adapters_beside_their_base(run: Any, models: tuple[Path, Path]) -> None:
+    """The margins are those beside a frozen reference, which a copy of the folder still is."""
+    copied = shutil.copytree(models[0], models[0].parent / "copied")
+    words = ("dpo", f"--model={models[0]}", "--trainer.lora.rank=4", *PAIRS)
+    base = run(*words, name="base", small=False)
+    frozen = run(*words, f"--reference={copied}", name="frozen", small=False)
+    assert base.code == frozen.code == 0, (base.sentence, frozen.sentence)
+    rows, expected = (read_metrics(one.folder / "metrics.jsonl")[1:] for one in (base, frozen))
+    for name in ("train/loss", "dpo/margin"):
+        assert [row[name] for row in rows] == [row[name] for row in expected]
+    assert rows[0]["dpo/margin"] == 0 != rows[-1]["dpo/margin"]
+    assert rows[-1]["eval/margin"] == expected[-1]["eval/margin"]
+
+
 def test_dpo_with_another_reference(run: Any, models: tuple[Path, Path]) -> None:
     words = (f"--model={models[0]}", f"--reference={models[1]}", *PAIRS)
     ended = run("dpo", *words, small=False)

@@ -48,7 +48,7 @@ def test_rejection_sampling_writes_each_line_once(run: Any, model: Path) -> None
         "--sampling.max_tokens=12",
         *KEEP_ALL,
     )
-    whole = run(*words, nproc=2, small=False)
+    whole = run(*words, nproc=2, small=False, draws=True)
     assert whole.code == 0, whole.sentence
     file = whole.folder / "sft.jsonl"
     written = file.read_bytes()
@@ -103,7 +103,7 @@ def test_pretraining_resumes_within_a_document(run: Any, tmp_path: Path) -> None
         "--steps=5",
         *KEEP_ALL,
     )
-    whole = run(*words, nproc=2, small=False)
+    whole = run(*words, nproc=2, small=False, draws=True)
     assert whole.code == 0, whole.sentence
     weights = load_file(whole.folder / "hf/model.safetensors")
     assert whole.metrics[0]["train/loss"] > whole.metrics[-1]["train/loss"]

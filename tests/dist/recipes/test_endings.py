@@ -5,6 +5,7 @@ both go on exactly.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pty
 import re
@@ -110,6 +111,35 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return ForkedRun(tmp_path_factory.mktemp("whole"), words).finish()
 
 
+GATED = """
+import fcntl
+
+def even(prompt, sample):
+    if prompt.uid >= FIRST:
+        with open("gate") as gate:
+            fcntl.flock(gate, fcntl.LOCK_SH)
+    return float((sample.tokens % 2 == 0).mean())
+"""
+
+
+def strike(run: Run, moment: Moment, fault: Fault, *, before_step: int) -> int:
+    """Start the run, let `fault` strike at `moment`, and return the exit code.
+
+    The rewards of step `before_step` wait for the fault, so that none comes too late.
+    """
+    first = str(4 * (before_step - 1))  # the uid of the step's first prompt
+    (run.cwd / "gated.py").write_text(GATED.replace("FIRST", first))
+    run.words += [f"--reward={run.cwd / 'gated.py'}:even", "--hooks.deadline_s=0"]
+    with (run.cwd / "gate").open("w") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+
+        def strike_and_open(launcher: int, mark: str) -> None:
+            fault(launcher, mark)
+            fcntl.flock(gate, fcntl.LOCK_UN)
+
+        return run.meet(moment, strike_and_open)
+
+
 def disturbed(folder: Path, launcher: str, *words: str) -> Run:
     words = (*MODES["sharded"], *SMALL, "--steps=8", RARELY, *words)
     run = ForkedRun(folder, [*words], look_s=0.02)
@@ -124,7 +154,8 @@ def test_sigterm_saves_and_the_same_command_goes_on(
     tmp_path: Path, whole: Outcome, launcher: str
 ) -> None:
     run = disturbed(tmp_path, launcher)
-    assert run.meet(AT_STEP_2, end_launcher) == (143 if launcher == "spmd-rl" else 1), run.output
+    code = strike(run, AT_STEP_2, end_launcher, before_step=4)
+    assert code == (143 if launcher == "spmd-rl" else 1), run.output
     last = len((run.folder / "metrics.jsonl").read_text().splitlines())
     assert (
         f"the run was ended from outside: every rank got SIGTERM; saved after step {last}, the same"
@@ -157,7 +188,7 @@ def test_a_kill_of_who_is_no_rank_says_where_it_goes_on(
     tmp_path: Path, disturb: Fault, sentence: str
 ) -> None:
     run = disturbed(tmp_path, "spmd-rl")
-    assert run.meet(Moment(1, 0, within="step_000006"), disturb) != 0
+    assert strike(run, Moment(1, 0, within="step_000006"), disturb, before_step=8) != 0
     assert re.search(
         sentence + r"; the same command goes on after step [36]$", run.output, re.MULTILINE
     ), run.output
@@ -177,7 +208,8 @@ def test_a_killed_rank_starts_the_world_again(
     tmp_path: Path, whole: Outcome, launcher: str
 ) -> None:
     run = disturbed(tmp_path, launcher, *(["--max-restarts=1"] if launcher == "spmd-rl" else []))
-    assert run.meet(Moment(1, 0, within="step_000006"), kill_rank_1) == 0, run.output
+    code = strike(run, Moment(1, 0, within="step_000006"), kill_rank_1, before_step=8)
+    assert code == 0, run.output
     assert "start 2 of the ranks: lost rank 1 (" in run.output
     assert "resuming at step 4 from " in run.output or "resuming at step 7 from " in run.output
     assert differences(whole, Outcome.of(run.folder)) == []

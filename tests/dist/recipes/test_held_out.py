@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.observe.metrics_log import read_metrics
 from tests.dist.recipes.conftest import EXAMPLE, Ended, Run
+from tests.dist.recipes.test_data_recipes import KEEP_ALL, forget_after
 from tests.dist.recipes.test_evaluation import training
 
 pytestmark = pytest.mark.dist
@@ -51,7 +53,14 @@ def weights(ended: Ended) -> bytes:
     return (ended.folder / "hf/model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("recipe", SETS)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "sft",
+        pytest.param("dpo", marks=pytest.mark.system),
+        pytest.param("reward_model", marks=pytest.mark.system),
+    ],
+)
 def test_training_goes_on_bit_for_bit_as_without(run: Run, model: Path, recipe: str) -> None:
     """The evaluated run is also ended and resumed, and neither repeats nor misses an evaluation."""
     file, scores = SETS[recipe]
@@ -130,7 +139,7 @@ def test_distill_evaluates_by_the_teacher_or_by_a_reward(run: Any, model: Path) 
         "--eval.sets.right.prompts.answer_key=answer",
     )
     alone = run(*words, nproc=2, name="alone", small=False)
-    watched = run(*words, *evaluated, nproc=2, name="watched", small=False)
+    watched = run(*words, *evaluated, nproc=2, name="watched", small=False, draws=True)
     assert (alone.code, watched.code) == (0, 0), watched.sentence
     assert training(watched) == training(alone)
     assert weights(watched) == weights(alone)
@@ -162,9 +171,10 @@ def test_a_run_begins_at_a_later_step_with_the_data_and_the_rate_of_that_step(
 ) -> None:
     schedule = ("--trainer.schedule=linear", "--trainer.total_steps=4", "--steps=4")
     words = ("sft", f"--model={model}", *ANSWERS, *schedule, "--trainer.lr=1e-2")
-    evaluated = (f"--eval.data={EXAMPLE / 'eval.jsonl'}@[:9]", "--run.save_every=1")
+    evaluated = (f"--eval.data={EXAMPLE / 'eval.jsonl'}@[:9]", *KEEP_ALL)
     whole = run(*words, nproc=2, name="whole", small=False)
-    late = run(*words, *evaluated, "--start_step=2", nproc=2, name="late", small=False)
+    started = (*words, *evaluated, "--start_step=2", "--run.resume=true")
+    late = run(*started, nproc=2, name="late", small=False)
     assert (whole.code, late.code) == (0, 0), late.sentence
     rows = {row["step"]: row for row in read_metrics(late.folder / "metrics.jsonl")}
     assert [*rows] == [2, 3, 4]
@@ -175,18 +185,9 @@ def test_a_run_begins_at_a_later_step_with_the_data_and_the_rate_of_that_step(
     assert rows[3]["train/lr"] == pytest.approx(1e-2 / 2)
     assert ["eval/loss" in rows[step] for step in (2, 3, 4)] == [True, False, True]
     learned = weights(late)
-    again = run(
-        *words, *evaluated, "--start_step=2", "--steps=3", nproc=2, name="parts", small=False
-    )
-    again = run(
-        *words,
-        *evaluated,
-        "--start_step=2",
-        "--run.resume=true",
-        nproc=2,
-        name="parts",
-        small=False,
-    )
+    forget_after(late.folder, 3)
+    shutil.rmtree(late.folder / "hf")
+    again = run(*started, nproc=2, name="late", small=False)
     assert again.code == 0, again.sentence
     assert weights(again) == learned
 

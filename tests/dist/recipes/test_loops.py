@@ -55,7 +55,7 @@ def test_split_and_colocated_draw_the_same_tokens(run: Any, seed: int) -> None:
 
 def test_colocated_on_two_ranks(run: Any) -> None:
     """Warm-up, then GRPO; the exported folder loads in transformers and holds what was trained."""
-    ended = run(ARITHMETIC, "--steps=2", "--warmup_steps=5", nproc=2)
+    ended = run(ARITHMETIC, "--steps=2", "--warmup_steps=5", nproc=2, draws=True)
     check_proof(ended, 2)
     warmup = [row for row in read_metrics(ended.folder / "metrics.jsonl") if row["step"] < 1]
     assert [row["step"] for row in warmup] == [-4, -3, -2, -1, 0]
@@ -165,7 +165,8 @@ def test_mixed_split(run: Any) -> None:
 def test_one_step_ahead(run: Any) -> None:
     """Samples lag one version from the second step on; the first step's are compared."""
     held_out = f"--eval.data={EXAMPLE / 'eval.jsonl'}@[:9]"
-    ended = run("grpo_async", "--steps=4", held_out, "--eval.every=2", *DISJOINT, nproc=2)
+    words = ("--steps=4", held_out, "--eval.every=2", *DISJOINT)
+    ended = run("grpo_async", *words, nproc=2, draws=True)
     assert ended.code == 0, ended.sentence
     rows = [row for row in ended.metrics if "time/step" in row]
     assert [row["version/lag_max"] for row in rows] == [0, 1, 1, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.spec import ModelSpec
 from tests.dist.recipes.conftest import EXAMPLE
+from tests.dist.recipes.test_data_recipes import KEEP_ALL, forget_after
 from tests.dist.recipes.test_loops import ARITHMETIC, DISJOINT, EVEN, check_proof, drawn
 from tests.dist.recipes.test_sleep import ALWAYS, NEVER, exported
 
@@ -51,6 +53,24 @@ def test_splits_and_sleep_draw_the_same_tokens(run: Any) -> None:
     assert awake.metrics[0]["train/kl"] == 0 < awake.metrics[2]["train/kl"]
 
 
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_the_base_takes_the_place_of_a_frozen_reference(run: Any, num_shards: int) -> None:
+    """A reference with ranks of its own is still a frozen model."""
+    words = (*LORA, "--steps=3", "--kl.coef=0.1", "--trainer.deterministic=true")
+    ranks = f"0-{num_shards - 1}"
+    shared = (f"--split.train.ranks={ranks}", f"--split.infer.ranks={ranks}")
+    frozen = f"--split.reference.ranks={num_shards}-{num_shards}"
+    ended = run("grpo", *words, nproc=num_shards, name="base")
+    earlier = run("grpo", *words, *shared, frozen, nproc=num_shards + 1, name="frozen")
+    for one in (ended, earlier):
+        check_proof(one, 3)
+    for name in ("train/kl", "train/loss", "train/grad_norm"):
+        values = [[row[name] for row in one.metrics] for one in (ended, earlier)]
+        assert values[0] == values[1]
+    assert ended.metrics[2]["train/kl"] > 0
+    assert exported(ended) == exported(earlier) != {}
+
+
 def test_the_base_comes_from_the_model_folder(run: Any) -> None:
     whole = run(ARITHMETIC, "--steps=0", "--warmup_steps=5", name="whole")
     assert whole.code == 0, whole.sentence
@@ -61,13 +81,31 @@ def test_the_base_comes_from_the_model_folder(run: Any) -> None:
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_run_goes_on_with_the_same_bits(run: Any, nproc: int) -> None:
-    words = (*LORA, "--run.save_every=1")
-    whole = run("grpo", *words, "--steps=3", nproc=nproc, name="whole")
-    first = run("grpo", *words, "--steps=2", nproc=nproc, name="cut")
-    again = run("grpo", *words, "--steps=3", "--run.resume=true", nproc=nproc, name="cut")
-    assert whole.code == first.code == again.code == 0, again.sentence
+    words = (*LORA, *KEEP_ALL, "--run.resume=true", "--steps=3")
+    whole = run("grpo", *words, nproc=nproc)
+    assert whole.code == 0, whole.sentence
+    learned = exported(whole)
+    forget_after(whole.folder, 2)
+    shutil.rmtree(whole.folder / "hf")
+    again = run("grpo", *words, nproc=nproc)
+    assert again.code == 0, again.sentence
     assert "resuming at step 3" in again.output
-    assert exported(again) == exported(whole) != {}
+    assert exported(again) == learned != {}
+
+
+def test_a_run_begins_with_exported_adapters(run: Any) -> None:
+    """Its reference is still the base, so that it differs from the policy at once."""
+    first = run("grpo", *LORA, "--steps=2", name="first")
+    words = (*LORA, f"--trainer.lora.folder={first.folder / 'hf'}", "--kl.coef=0.1")
+    again = run("grpo", *words, "--steps=0", nproc=2, name="again")
+    assert first.code == again.code == 0, again.sentence
+    assert exported(again) == exported(first) != {}
+    ended = run("grpo", *words, "--steps=1", nproc=2, name="ended")
+    check_proof(ended, 1)
+    assert ended.metrics[0]["train/kl"] != 0
+    refused = run("grpo", *words, "--trainer.lora.rank=4", name="refused")
+    assert "set trainer.lora.rank = 8" in refused.sentence
+    assert not refused.folder.exists(), "it is refused before anything starts"
 
 
 @pytest.mark.parametrize("split", [(), DISJOINT])

@@ -33,7 +33,7 @@ def test_supervised_data_of_a_large_and_a_small_file(run: Any, tmp_path: Path) -
             file.write(json.dumps(record) + "\n")
     data = f'--data={{"{large}" = 3, "{EXAMPLE / "train.jsonl"}@[:50]" = 1}}'
     words = ("sft", *SETTINGS, data, "--steps=4")
-    whole = run(*words, nproc=2, small=False)
+    whole = run(*words, nproc=2, small=False, draws=True)
     assert whole.code == 0, whole.sentence
     weights = load_file(whole.folder / "hf/model.safetensors")
     for row in whole.metrics:
@@ -62,7 +62,8 @@ def test_preference_pairs_of_two_files(run: Any, recipe: str) -> None:
     pairs = EXAMPLE / "pairs.jsonl"
     data = f'--data={{"{pairs}@[:40]" = 1, "{EXAMPLE / "eval_pairs.jsonl"}" = 1}}'
     held_out = f"--eval.data={EXAMPLE / 'eval_pairs.jsonl'}@[:10]"
-    ended = run(recipe, *SETTINGS, data, held_out, "--steps=2", nproc=2, small=False)
+    words = (recipe, *SETTINGS, data, held_out, "--steps=2")
+    ended = run(*words, nproc=2, small=False, draws=True)
     assert ended.code == 0, ended.sentence
     family = "dpo" if recipe == "dpo" else recipe
     for row in (one for one in ended.metrics if "train/loss" in one):

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.dist.launched import Launched
 
 REPO = Path(__file__).parents[3]
 MODEL = REPO / "examples/math/model"
@@ -26,14 +27,13 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-MAIN = "import sys; from spmd_rl.cli.main import main; sys.exit(main())"
 GRADER = """
 def grade(prompt, sample):
     digits = sum(letter.isdigit() for letter in sample.text)
     return {"reward": digits / max(len(sample.text), 1), "right": prompt.answer in sample.text}
 """
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.system]
 
 
 def conversation(rng: random.Random) -> dict[str, Any]:
@@ -74,12 +74,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def data(folder: Path, *words: str, code: int = 0) -> str:
+def data(folder: Path, *words: str) -> str:
     """Run `spmd-rl data` with these words; return what it printed."""
-    command = [sys.executable, "-c", MAIN, "data", *words]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert ended.returncode == code, ended.stderr
-    return ended.stdout
+    process = Launched(["data", *words], folder, os.environ | {"PYTHONPATH": str(REPO)})
+    try:
+        out, err = process.communicate(timeout=1000)
+    finally:
+        process.end()
+    assert process.returncode == 0, err
+    return out
 
 
 CHAT = ("--prompts.chat_template=true", "--prompts.prompt_key=messages", "--prompts.answer_key=")
@@ -127,6 +130,7 @@ def test_from_logs_and_a_table_to_a_curve(run: Any, folder: Path) -> None:
         nproc=2,
         name="learned",
         small=False,
+        draws=True,
     )
     assert learned.code == 0, learned.sentence
     lines = (learned.folder / "metrics.jsonl").read_text().splitlines()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.dist.recipes.conftest import Ended, run_in
 from tests.dist.recipes.test_loops import EVEN, check_proof, drawn
 from tests.dist.recipes.test_sleep import ALWAYS, NEVER, exported
 
@@ -17,23 +18,28 @@ MASTER = "--trainer.backend.offload=master"
 WORDS = ("--steps=3", "--run.save_every=1", f"--reward={EVEN}")
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A run that keeps all on the device."""
+    ended = run_in(tmp_path_factory.mktemp("plain"), "grpo", *WORDS, NEVER)
+    assert ended.code == 0, ended.sentence
+    return ended
+
+
 @pytest.mark.parametrize("sleep", [ALWAYS, NEVER])
-def test_grpo_has_the_same_weights(run: Any, sleep: str) -> None:
-    plain = run("grpo", *WORDS, NEVER, name="plain")
-    offloading = run("grpo", *WORDS, MASTER, sleep, name="offloading")
-    assert plain.code == offloading.code == 0, offloading.sentence
+def test_grpo_has_the_same_weights(run: Any, plain: Ended, sleep: str) -> None:
+    offloading = run("grpo", *WORDS, MASTER, sleep)
+    check_proof(offloading, 3)
     assert drawn(offloading, 3) == drawn(plain, 3)
     assert exported(offloading) == exported(plain) != {}
-    check_proof(offloading, 3)
 
 
-def test_a_run_goes_on_with_its_moments_elsewhere(run: Any) -> None:
-    whole = run("grpo", *WORDS, NEVER, name="whole")
-    first = run("grpo", *WORDS[1:], "--steps=2", MASTER, ALWAYS, name="moved")
-    again = run("grpo", *WORDS, NEVER, "--run.resume=true", name="moved")
-    assert whole.code == first.code == again.code == 0, again.sentence
+def test_a_run_goes_on_with_its_moments_elsewhere(run: Any, plain: Ended) -> None:
+    first = run("grpo", *WORDS[1:], "--steps=2", MASTER, ALWAYS)
+    again = run("grpo", *WORDS, NEVER, "--run.resume=true")
+    assert first.code == again.code == 0, again.sentence
     assert "resuming at step 3" in again.output
-    assert exported(again) == exported(whole) != {}
+    assert exported(again) == exported(plain) != {}
 
 
 def test_more_shards_are_refused_before_a_step(run: Any) -> None:

@@ -44,7 +44,7 @@ def check_tour(ended: Any) -> None:
 
 def test_the_tour_runs_on_a_rank_for_each_role(run: Any) -> None:
     split = ("--split.train.ranks=1", "--split.infer.ranks=1")
-    check_tour(run(TOUR, *WORDS, *split, "--steps=4", nproc=2))
+    check_tour(run(TOUR, *WORDS, *split, "--steps=4", nproc=2, draws=True))
 
 
 def test_the_tour_goes_on(run: Any) -> None:

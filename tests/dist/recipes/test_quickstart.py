@@ -33,7 +33,7 @@ def test_the_quickstart_runs(
     commands = COMMANDS.findall(PAGE.replace("\\\n", ""))
     assert [recipe for recipe, _ in commands] == ["sft", "grpo"]
     for recipe, words in commands:
-        ended = run(recipe, *shlex.split(words), "--steps=2", name=recipe, small=False)
+        ended = run(recipe, *shlex.split(words), "--steps=2", name=recipe, small=False, draws=True)
         assert ended.code == 0, ended.sentence
     assert {"reward/mean", "reward/ended"} <= ended.metrics[-1].keys()
     assert all(row["onpolicy/mismatched_tokens"] == 0 for row in ended.metrics)

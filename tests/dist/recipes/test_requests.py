@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.dist.recipes.conftest import run_in
+
 pytestmark = pytest.mark.dist
 
 REQUESTS = str(Path(__file__).parent / "requests_recipe.py")
 PUSHES = str(Path(__file__).parent / "push_recipe.py")
 LONG = ("--sampling.max_tokens=40", "--sampling.ignore_eos=true", "--engine.max_batch=4")
+SHARED = ("--split.train.ranks=0-0", "--split.infer.ranks=all")
 
 
 def drawn(ended: Any) -> Any:
@@ -20,38 +23,53 @@ def drawn(ended: Any) -> Any:
     return json.loads((ended.folder / "drawn.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The samples of one call to one engine."""
+    return drawn(run_in(tmp_path_factory.mktemp("plain"), REQUESTS, *LONG))
+
+
 @pytest.mark.parametrize(("order", "engines"), [(1, 1), (2, 2), (3, 2)])
 def test_samples_are_the_same_however_they_are_asked_for(
-    run: Any, order: int, engines: int
+    run: Any, plain: Any, order: int, engines: int
 ) -> None:
-    """Tokens, log-probs and rewards, bit for bit; another seed draws others."""
-    plain = drawn(run(REQUESTS, *LONG, name="plain"))
-    split = ("--split.train.ranks=0-0", "--split.infer.ranks=all")
-    mixed = run(REQUESTS, *LONG, f"--order={order}", *split, nproc=engines, name="mixed")
+    """Tokens, log-probs and rewards, bit for bit."""
+    mixed = run(REQUESTS, *LONG, f"--order={order}", *SHARED, nproc=engines)
     assert drawn(mixed) == plain
     assert "0 answers were resumed" not in mixed.output
     assert len(plain) == 32
-    other = run(REQUESTS, *LONG, "--order=1", "--run.seed=5", name="other")
-    assert drawn(other) != plain
 
 
-@pytest.mark.parametrize("order", [4, 5])
-def test_engines_of_a_shard_run_in_lockstep(run: Any, order: int, tmp_path: Path) -> None:
-    """Both ranks step with the same requests, although only the first hears of the rewards, which
-    take a random time.
-    """
-    reward = tmp_path / "late.py"
+def test_another_seed_draws_others(run: Any, plain: Any) -> None:
+    assert drawn(run(REQUESTS, *LONG, "--order=1", "--run.seed=5")) != plain
+
+
+@pytest.fixture(scope="module")
+def late_words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Settings with a reward that takes a random time."""
+    reward = tmp_path_factory.mktemp("reward") / "late.py"
     reward.write_text(
         "import asyncio, random\n"
         "async def late(prompt, sample):\n"
         "    await asyncio.sleep(random.random() * 0.2)\n"
         "    return float(len(set(sample.tokens.tolist())))\n"
     )
-    words = (*LONG, f"--reward={reward}:late")
-    plain = drawn(run(REQUESTS, *words, name="plain"))
-    split = ("--split.train.ranks=0-0", "--split.infer.ranks=all")
-    shard = run(REQUESTS, *words, f"--order={order}", "--lockstep=true", *split, nproc=2)
-    assert drawn(shard) == plain
+    return (*LONG, f"--reward={reward}:late")
+
+
+@pytest.fixture(scope="module")
+def plain_late(late_words: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return drawn(run_in(tmp_path_factory.mktemp("late"), REQUESTS, *late_words))
+
+
+@pytest.mark.parametrize("order", [4, 5])
+def test_engines_of_a_shard_run_in_lockstep(
+    run: Any, order: int, late_words: tuple[str, ...], plain_late: Any
+) -> None:
+    """Both ranks step with the same requests, although only the first hears of the rewards."""
+    words = (*late_words, f"--order={order}", "--lockstep=true", *SHARED)
+    shard = run(REQUESTS, *words, nproc=2)
+    assert drawn(shard) == plain_late
     assert "0 answers were resumed" not in shard.output
 
 

@@ -40,12 +40,34 @@ def check_lag(ended: Any, max_lag: int) -> None:
     assert ended.metrics[0]["onpolicy/compared_tokens"] > 0
 
 
-def test_engines_go_on_beneath_pushes(run: Any) -> None:
+HELD = """
+import spmd_rl as rl
+
+class Held(rl.Rollout):
+    def has_work(self):
+        \"\"\"Rest in the first answer of a step until the weights of that step are pushed.\"\"\"
+        groups = self._flow.snapshots()
+        begun = [g.prompt.uid for g in groups if any(len(s.tokens) for s in g.samples)]
+        steps = [uid // 8 for uid in begun if uid % 8 == 0 and uid < 64]
+        return super().has_work() and not any(step > self.engine.version for step in steps)
+"""
+HELD_RECIPE = """
+import spmd_rl as rl
+from held import Held
+from spmd_rl.recipes.grpo_fully_async import Config, check, main
+
+rl.Rollout = Held
+"""
+
+
+def test_engines_go_on_beneath_pushes(run: Any, tmp_path: Path) -> None:
     """Prompts are learned from in their order, and answers go on under newer weights.
 
-    One group at a time keeps the engine slower than the trainer, so that pushes meet answers.
+    One group at a time is drawn, and the first of each step meets a push.
     """
-    ended = run("grpo_fully_async", *ASYNC, "--steps=8", "--sampler.max_running=1", nproc=2)
+    (tmp_path / "held.py").write_text(HELD)
+    (tmp_path / "recipe.py").write_text(HELD_RECIPE)
+    ended = run("recipe.py", *ASYNC, "--steps=8", "--sampler.max_running=1", nproc=2)
     check_lag(ended, max_lag=2)
     assert max(row["version/lag_max"] for row in ended.metrics) > 0
     assert [*chain(*learned(ended))] == [*range(64)]

@@ -115,7 +115,7 @@ def test_the_optimizers_are_the_libraries_bit_for_bit(context: RoleContext, kind
 def test_two_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
     one, two = (
         torchrun(
-            "../gpu/train/optimizer_ranks.py", size, tmp_path / f"{size}", f"{tmp_path}/{size}"
+            "train/optimizer_ranks.py", size, tmp_path / f"{size}", f"{tmp_path}/{size}", room="gpu"
         )
         for size in (1, 2)
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from spmd_rl.config.dump import dump_toml
 from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
 from spmd_rl.observe.provenance import START_TIME_ENV
 from spmd_rl.observe.run_lock import acquire_run_lock, launcher_lock
+from tests.backends.megatron_case import FAMILIES, SIZES
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 
@@ -149,3 +152,81 @@ def test_a_low_limit_of_open_files_is_raised_as_far_as_allowed(
         else min(most_files, rank.MAX_OPEN_FILES)
     )
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (expected, most_files)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders with the models `dense` and `mixture`, of four layers and four heads."""
+    base = tmp_path_factory.mktemp("models")
+    for name, family in {"dense": "qwen3", "mixture": "qwen3_moe"}.items():
+        shutil.copytree(EXAMPLE / "model", base / name)
+        (base / name / "config.json").write_text(json.dumps(SIZES | FAMILIES[family]))
+    return base
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("split.train.tp=3 nproc=3", "split.train.tp = 3 does not divide the model's 4 heads"),
+        ("split.train.tp=2 nproc=3", "split.train: dp 1 x fsdp 1 x tp 2 = 2, but it has 3 ranks"),
+        ("split.train.pp=8 nproc=8", "split.train.pp = 8 is more than the model's 4 layers"),
+        ("split.train.pp=4 chunks=2", "pp = 4 x trainer.backend.chunks = 2 does not divide"),
+        ("chunks=2", "trainer.backend.chunks = 2 needs a pipeline: set split.train.pp"),
+        ("split.train.ep=2", "split.train.ep = 2: the model has no experts"),
+        ("split.train.ep=3 nproc=4", "split.train.ep = 3 does not divide the 4 ranks of a stage"),
+        ("split.infer.tp=2", "split.infer.tp = 2: this role has the axes dp and fsdp alone"),
+        ("trainer.lora.rank=4", "backend.kind = 'megatron': expected 'fsdp2' with lora.rank"),
+        ("trainer.optimizer.kind=muon", "optimizer.kind = 'muon': expected 'adamw' with backend"),
+        ("trainer.optimizer.kind=adamw8bit", "optimizer.kind = 'adamw8bit': expected 'adamw' with"),
+        ('trainer.freeze=["model.*"]', "freeze = ('model.*',): expected () with backend.kind ="),
+        ("trainer.attention_split=128", "attention_split = 128: expected 0 with backend.kind ="),
+        ("split.train.tp=2 kl.coef=0.1", "the role 'reference' shares these ranks"),
+        (
+            "split.train.pp=2 algorithm=ppo critic.init=random",
+            "the role 'critic' shares these ranks and has the axes dp and fsdp alone, so set "
+            "split.critic.ranks to ranks of its own",
+        ),
+    ],
+)
+def test_what_a_megatron_trainer_cannot_do(
+    words: str,
+    sentence: str,
+    launched: list[int],
+    models: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """In one sentence of the plan too, and without a process."""
+    given = [f"--model={models / 'dense'}", "--trainer.backend.kind=megatron", "--nproc=4"]
+    given += [f"--{word}" for word in words.replace("chunks", "trainer.backend.chunks").split()]
+    assert run(*given) == 2
+    assert sentence in (said := capfd.readouterr().err)
+    assert said.count("\n") == 1
+    planned = ["plan", "grpo", f"--data={EXAMPLE / 'train.jsonl'}", *given]
+    assert run_guarded(dispatch, planned) == 2
+    assert capfd.readouterr().err == said
+    assert launched == []
+
+
+def test_what_a_megatron_trainer_can_do(launched: list[int], models: Path) -> None:
+    given = (f"--model={models / 'dense'}", "--trainer.backend.kind=megatron", "--nproc=4")
+    assert run(*given, "--split.train.tp=2", "--split.train.pp=2") == 0
+    own = ("--split.train.ranks=2", "--split.infer.ranks=1", "--split.reference.ranks=1")
+    assert run(*given, "--split.train.tp=2", *own, "--kl.coef=0.1", "--run.name=r-2") == 0
+    assert launched == [4, 4]
+
+
+def test_a_mixture_of_experts_that_cannot_be_cut(
+    launched: list[int], models: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"--model={models / 'mixture'}", "--trainer.backend.kind=megatron"]
+    words = {
+        "--nproc=3 --split.train.ep=3": "split.train.ep = 3 does not divide the model's 4 experts",
+        "--nproc=2 --split.train.tp=2": "tp = 2 with experts needs trainer.backend.sequence",
+    }
+    for word, sentence in words.items():
+        planned = ["plan", "sft", f"--data={EXAMPLE / 'train.jsonl'}", *given, *word.split()]
+        assert run_guarded(dispatch, planned) == 2
+        assert sentence in capfd.readouterr().err
+    assert run(*given, "--nproc=2", "--split.train.ep=2") == 2
+    assert "is a mixture of experts, which no engine generates with" in capfd.readouterr().err
+    assert launched == []

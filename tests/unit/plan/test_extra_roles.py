@@ -98,6 +98,27 @@ def test_a_critic_is_a_trainer_without_the_head_of_a_language_model(model: Path)
     assert awake["critic master"] == (own // 2 * 4, ("sync", "eval", "rollout", "train"))
 
 
+def test_a_trainer_of_adapters_needs_no_reference(model: Path) -> None:
+    words = [f"model={model}", "data=none.jsonl", "kl.coef=0.1", *BF16]
+    for more, has_reference in ([], True), (["trainer.lora.rank=4"], False):
+        plan = resolve(load(grpo.Config, None, [*words, *more]), 2)
+        assert ("reference" in {role.name for role in plan.roles}) == has_reference
+        assert ("reference weights" in entries(plan.ledgers[0])) == has_reference
+
+
+def test_an_engine_keeps_adapters_and_the_bytes_of_its_base(model: Path) -> None:
+    words = [f"model={model}", "data=none.jsonl", *BF16, "offload.sleep=always"]
+    plain, adapted = (
+        resolve(load(grpo.Config, None, [*words, *more]), 2).ledgers[0]
+        for more in ([], ["trainer.lora.rank=4"])
+    )
+    num_adapted = 3 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 96))  # in 3 layers, of rank 4
+    assert entries(adapted)["adapters"] == (2 * num_adapted, adapted.phases)
+    assert "adapters" not in entries(plain)
+    host = [{one.tag: one.host_bytes for one in ledger.entries} for ledger in (plain, adapted)]
+    assert [of["weights"] for of in host] == [0, 2 * PARAMETERS]
+
+
 def working(ledger: Ledger, role: str) -> int:
     return sum(entry.num_bytes for entry in ledger.entries if entry.is_work and entry.role == role)
 

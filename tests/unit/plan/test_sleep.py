@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.shapes import config
 from spmd_rl.config.load import load
 from spmd_rl.controller.endpoint import Role
+from spmd_rl.errors import PlanError
 from spmd_rl.offload.phases import ALL, COLOCATED, Phases
 from spmd_rl.plan.concurrency import Running, running
 from spmd_rl.plan.memory import MemoryModel, kv_sized
@@ -102,6 +103,39 @@ def test_the_decision_is_a_sentence(model: Path) -> None:
     fits = choose_sleep(memory, Need(1 << 50, 40 * GIB))
     assert fits.sleeping == {}
     assert fits.sentence.startswith("nothing sleeps: all roles awake need ")
+
+
+def test_what_sleeps_must_fit_into_host_memory(model: Path) -> None:
+    memory, kv = memory_of(model, "trainer.backend.recompute=all"), 200 * GIB
+    for level, host_bytes in ((TRAINED, 8 * PARAMETERS), (EVERYTHING, 12 * PARAMETERS)):
+        need = Need(peak(memory, level, kv), kv, host_bytes=host_bytes)
+        chosen = choose_sleep(memory, need)
+        assert (chosen.sleeping, chosen.host_problem) == (level, "")
+        assert choose_sleep(memory, replace(need, host_bytes=host_bytes - 1)).host_problem
+    few = Need(peak(memory, TRAINED, kv), kv, host_bytes=20 * GIB)
+    assert choose_sleep(memory, few).host_problem == (
+        "the GPU has room only if train sleeps (moments) and infer sleeps (weights, kv), which "
+        "keeps 61.03 GiB in host memory, and a rank may keep 20.00 GiB there: use more ranks, or "
+        "give the job more host memory"
+    )
+    dropped = memory_of(model)
+    for most, level in ((1 << 50, {}), (peak(dropped, KV), KV), (peak(dropped, ENGINE), ENGINE)):
+        chosen = choose_sleep(dropped, Need(most, host_bytes=0))
+        assert (chosen.sleeping, chosen.host_problem) == (level, "")
+
+
+def test_a_run_whose_host_is_too_small_is_refused(model: Path) -> None:
+    words = ("trainer.backend.recompute=all",)
+    policy, _ = sleep_policy(configured(model, *words), 1, 140 * GIB, 200 * GIB)
+    assert policy.sleeps
+    with pytest.raises(PlanError, match="a rank may keep 20.00 GiB there"):
+        sleep_policy(configured(model, *words), 1, 140 * GIB, 20 * GIB)
+    more = (*words, "offload.host_gib=30")  # a setting goes before what the host has
+    with pytest.raises(PlanError, match="a rank may keep 30.00 GiB there"):
+        sleep_policy(configured(model, *more), 1, 140 * GIB, 200 * GIB)
+    with pytest.raises(PlanError, match="a rank may keep 30.00 GiB there"):
+        resolve(configured(model, *more), 1, 140 * GIB).require(1000 * GIB)
+    assert sleep_policy(configured(model, *words), 1, 1000 * GIB, 0)[0].sleeps is False
 
 
 def test_what_a_step_copies(model: Path) -> None:

@@ -51,6 +51,9 @@ class Role:
         values = np.where(batch.mask, batch.rollout_logprobs - np.float32(self.distance), 0)
         return TokenValues(values.astype(np.float32), batch.lengths, batch.index)
 
+    def _score_base(self, batch: Batch) -> TokenValues:
+        return self._score(batch)
+
     def _values(self, batch: Batch) -> TokenValues:
         return TokenValues(batch.mask.astype(np.float32) / 2, batch.lengths, batch.index)
 
@@ -92,6 +95,47 @@ def test_an_algorithm_without_needs_calls_the_trainer_once() -> None:
     stats = made.step(groups_of(draw_case(0)), 0)
     assert (ctl.log, made.savers, made.roles) == (["trainer.train_step"], {}, [ctl.trainer])
     assert "train/kl" not in stats
+
+
+def test_a_trainer_of_adapters_scores_its_own_reference() -> None:
+    ctl = Ctl()
+    made = update(ctl, "kl.coef=0.1", "trainer.lora.rank=4")
+    assert (made.savers, made.roles) == ({}, [ctl.trainer])
+    for index in range(2):
+        made.step(groups_of(draw_case(0)), index)
+    assert ctl.log == [
+        "trainer.score_base",
+        "trainer.score",  # the reference is the policy at the first step
+        "trainer.train_step",
+        "trainer.score_base",
+        "trainer.train_step",
+    ]
+    with pytest.raises(ContractError, match="which no push replaces"):
+        made.refresh_reference(3)
+
+
+def test_a_policy_that_begins_with_adapters_is_not_its_reference() -> None:
+    ctl = Ctl()
+    made = update(ctl, "kl.coef=0.1", "trainer.lora.rank=4", "trainer.lora.folder=adapters")
+    made.step(groups_of(draw_case(0)), 0)
+    assert ctl.log == ["trainer.score_base", "trainer.train_step"]
+
+
+@pytest.mark.parametrize(
+    ("words", "spawned"),
+    [
+        (["kl.reference=other"], "spawn reference on train: other"),
+        (["kl.reference=m", "trainer.init=random"], "spawn reference on train: m"),
+        (["split.train.ranks=2", "split.reference.ranks=1"], "spawn reference on reference: m"),
+        (["kl.reference=m"], None),
+    ],
+)
+def test_a_reference_beside_adapters_that_is_not_their_base(
+    words: list[str], spawned: str | None
+) -> None:
+    ctl = Ctl()
+    update(ctl, "kl.coef=0.1", "trainer.lora.rank=4", *words)
+    assert ctl.log == ([spawned] if spawned else [])
 
 
 def test_ppo_with_a_reference_on_ranks_of_their_own() -> None:

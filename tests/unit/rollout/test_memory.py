@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.shapes import write_config
+from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.memory import (
@@ -55,6 +56,18 @@ def test_an_engine_by_tag(spec: ModelSpec) -> None:
     assert found["step"].num_bytes == layer + 2 * 256 * 151936 * 4
     on_cpu = {item.tag: item for item in engine_memory(spec, NativeEngineConfig(), False)}
     assert on_cpu["step"].num_bytes == 0
+
+
+def test_a_base_beside_adapters_is_saved_once(spec: ModelSpec) -> None:
+    """No push brings it back."""
+    lora = LoraConfig(rank=16, targets=("q_proj", "down_proj"))
+    found = {item.tag: item for item in engine_memory(spec, NativeEngineConfig(), True, lora)}
+    base = found["weights"]
+    assert (base.num_bytes, base.kind, base.changes) == (2 * 8_190_735_360, "save", False)
+    adapters = 36 * 16 * ((4096 + 4096) + (12288 + 4096)) * 2
+    assert (found["adapters"].num_bytes, found["adapters"].kind) == (adapters, "fixed")
+    plain = {item.tag for item in engine_memory(spec, NativeEngineConfig(), True)}
+    assert found.keys() == plain | {"adapters"}
 
 
 def test_an_sglang_engine_keeps_its_slab_and_its_childs_context(spec: ModelSpec) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.errors import ConfigError
+from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.lora import LoraConfig, is_adapter
@@ -65,6 +65,23 @@ def test_the_first_log_probs_are_the_bases(new_trainer) -> None:
     scores = [trainer.learner.score(batch).view(np.int32) for trainer in (adapted, plain)]
     np.testing.assert_array_equal(*scores)
     assert np.any(scores[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"recompute": "all"}])
+def test_the_base_alone_has_the_first_log_probs(new_trainer, options: dict[str, object]) -> None:
+    trainer, batch = new_trainer(lora=LORA, **options), make_batch(1)
+    first = trainer.learner.score(batch)
+    trainer.train_step(make_batch(0), grpo_loss)
+    now = trainer.learner.score(batch)
+    base = trainer.score_base(batch).values
+    np.testing.assert_array_equal(base.view(np.int32), first.view(np.int32))
+    assert np.any(now != base)
+    np.testing.assert_array_equal(trainer.learner.score(batch), now)
+
+
+def test_a_trainer_without_adapters_has_no_base(new_trainer) -> None:
+    with pytest.raises(ContractError, match="set trainer.lora.rank"):
+        new_trainer().score_base(make_batch())
 
 
 def test_the_first_step_follows_the_gradient_of_plain_autograd(new_trainer) -> None:
@@ -138,6 +155,54 @@ def test_an_exported_folder_is_pefts(new_trainer, tmp_path: Path) -> None:
         [(tmp_path / name / file).read_bytes() for file in files] for name in ("live", "from_saved")
     )
     assert one == other
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("v_proj", "q_proj", "down_proj")])
+def test_a_trainer_begins_with_exported_adapters(
+    new_trainer, tmp_path: Path, targets: tuple[str, ...]
+) -> None:
+    lora, batch = replace(LORA, alpha=7.0, targets=targets), make_batch(1)
+    trainer = new_trainer(lora=lora)
+    first = bits(trainer)
+    trainer.train_step(make_batch(), grpo_loss)
+    trainer.export_hf(str(tmp_path / "adapters"))
+    again = new_trainer(lora=replace(lora, folder=str(tmp_path / "adapters")))
+    expected = bits(trainer)
+    assert all(torch.equal(one, expected[name]) for name, one in bits(again).items())
+    assert any(not torch.equal(one, expected[name]) for name, one in first.items())
+    scores = [one.learner.score(batch).view(np.int32) for one in (trainer, again)]
+    np.testing.assert_array_equal(*scores)
+    assert again.numeric_contract() == trainer.numeric_contract()
+
+
+def test_a_trainer_begins_with_what_peft_wrote(new_trainer, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    model = new_trainer().model
+    base = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(model)
+    )
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "up_proj"],
+        init_lora_weights=False,  # B is random too
+        task_type="CAUSAL_LM",
+        lora_dropout=0.1,
+    )
+    written = peft.get_peft_model(base, config)
+    written.save_pretrained(tmp_path / "adapters")
+    lora = LoraConfig(4, 8.0, ("q_proj", "up_proj"), str(tmp_path / "adapters"))
+    backend = new_trainer(lora=lora).backend
+    found = {name: backend.gather(name) for name in backend.names()}
+    theirs = {
+        name.removeprefix("base_model.model.").replace(".default", ""): one
+        for name, one in written.named_parameters()
+        if ".lora_" in name
+    }
+    assert found.keys() == theirs.keys()
+    assert all(torch.equal(one, theirs[name]) for name, one in found.items())
 
 
 def test_peft_computes_the_same_logits(new_trainer, tmp_path: Path) -> None:
