@@ -1,5 +1,6 @@
 # make demo   a language model learns addition on this machine: its own .venv, install, run, into runs/demo
 # make test   lint, types, then every test that needs no GPU: about 10 to 20 minutes on two cores
+# make test-backends   Megatron-core on gloo ranks, layout by layout: about 10 minutes on two cores
 # make test-system   a real browser, a real Slurm, random faults with their seed: programs from tests/system/install.sh
 # make api    the API reference as HTML, into build/api
 # All install what they need; PYTHON and TORCH can be overridden: make demo TORCH=torch==2.12.0
@@ -15,7 +16,7 @@ PIP    := $(BIN)/python -m pip $(QUIET) --disable-pip-version-check
 FAST   := OMP_NUM_THREADS=1
 TESTS  := $(FAST) $(BIN)/pytest -q --dist loadfile tests
 
-.PHONY: demo test lint unit dist test-system chaos fuzz api clean
+.PHONY: demo test lint unit dist test-backends test-system chaos fuzz api clean
 
 demo: $(VENV)/.demo
 	@aside=runs/demo-$$(date +%Y%m%d-%H%M%S); \
@@ -23,7 +24,7 @@ demo: $(VENV)/.demo
 	$(BIN)/spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml --nproc 2
 
 test: lint
-	$(TESTS) -n 3 -m "not gpu and not system"
+	$(TESTS) -n 3 -m "not gpu and not system and not backends"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -33,7 +34,10 @@ unit: $(VENV)/.dev
 	$(TESTS) -n 2 -m "not dist and not gpu and not system"
 
 dist: $(VENV)/.dev
-	$(TESTS) -n 3 -m "dist and not gpu and not system"
+	$(TESTS) -n 3 -m "dist and not gpu and not system and not backends"
+
+test-backends: $(VENV)/.backends
+	$(FAST) $(BIN)/pytest -q -m backends tests/backends
 
 test-system: $(VENV)/.dev
 	tests/system/install.sh
@@ -60,6 +64,10 @@ $(VENV)/.demo: setup.py constraints.txt
 
 $(VENV)/.dev: $(VENV)/.demo pyproject.toml Makefile
 	@$(PIP) install --editable ".[dev]" "$(TORCH)" $(TRITON) --constraint constraints.txt
+	@touch $@
+
+$(VENV)/.backends: $(VENV)/.dev setup.py
+	@$(PIP) install --editable ".[megatron]" "$(TORCH)" $(TRITON) --constraint constraints.txt
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.demo Makefile

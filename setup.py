@@ -42,6 +42,13 @@ setup(
         ],
         # in an environment of the child's own, which engine.python names (docs/sglang.md)
         "sglang": ["sglang==0.5.16"],
+        # trainer.backend.kind = "megatron" (docs/megatron.md); later ones need Python 3.12
+        "megatron": [
+            "megatron-core==0.16.1; python_version < '3.12'",
+            "megatron-core==0.19.2; python_version >= '3.12'",
+        ],
+        # trainer.backend.layers = "transformer_engine"; its torch extension is compiled on the host
+        "te": ["transformer-engine[core-cu13,pytorch]==2.20.2"],
         "torchao": ["torchao>=0.14"],  # trainer.optimizer.kind = "adamw8bit"
         "log": ["tensorboard>=2.18", "wandb>=0.19"],
         "data": ["pyarrow>=18"],  # .parquet files and Hugging Face datasets

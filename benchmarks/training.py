@@ -19,6 +19,8 @@ from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
+from spmd_rl.train.megatron.backend import Megatron
+from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
@@ -52,7 +54,11 @@ def learner(name: str, cfg: TrainerConfig, world: World = ALONE) -> Learner:
     meshes = Meshes(world)
     meshes.build([placement])
     context = meshes.context(placement)
-    backend = Fsdp2(spec, context.mesh, cfg, context.device)
+    backend: Fsdp2 | Megatron = (
+        Megatron(spec, context, cfg)
+        if isinstance(cfg.backend, MegatronConfig)
+        else Fsdp2(spec, context.mesh, cfg, context.device)
+    )
     backend.fill(random_weights(spec))
     made = Learner(backend, context, cfg)
     gc.collect()

@@ -28,6 +28,7 @@ from spmd_rl.rewards.ready import check_graders, checked_graders
 from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
 from spmd_rl.rollout.grader_choice import all_rewards
 from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.megatron.check import spec_to_train
 from spmd_rl.train.parameter_groups import update_rules
 
 CHECKED_BYTES = 1 << 26  # of a data file; what follows is checked when it is drawn
@@ -102,7 +103,7 @@ def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpe
     """
     if not model:
         raise ConfigError("--model is missing: name a Hugging Face folder")
-    spec = ModelSpec.from_folder(model)
+    spec = spec_to_train(model, trainer)
     check_has_tokenizer(model)
     if trainer:
         update_rules(trainer.lora.trained_shapes(spec), trainer, num_shards=1)

@@ -19,6 +19,7 @@ from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.provenance import record_start_time
 from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.observe.run_lock import launcher_lock, refuse_running_run
+from spmd_rl.train.megatron.check import check_axes
 
 
 def main(words: list[str]) -> int:
@@ -60,7 +61,7 @@ def _num_ranks(invocation: Invocation, cfg: Any) -> int:
     """
     num_ranks: int = invocation.nproc or getattr(cfg, "nproc", 0) or 0
     if num_ranks and hasattr(cfg, "split"):
-        plan_split(cfg.split, num_ranks)
+        check_axes(cfg, plan_split(cfg.split, num_ranks))
     return num_ranks
 
 

@@ -49,12 +49,12 @@ def _dispatch(words: list[str]) -> int:
 
 def _run_controller(lifeline: Lifeline, address: str, words: list[str]) -> int:
     from spmd_rl.controller.run.controller_main import run_controller
-    from spmd_rl.plan.start import decide_sleep, settings
+    from spmd_rl.plan.start import decide_start, settings
     from spmd_rl.report.recorder import Recorder
 
     watch = partial(Recorder, words=words)
     invocation = Invocation.parse(words)
-    exit_code = run_controller(lifeline, address, invocation, watch, settings, decide_sleep)
+    exit_code = run_controller(lifeline, address, invocation, watch, settings, decide_start)
     return limit_exit("the controller", exit_code)
 
 

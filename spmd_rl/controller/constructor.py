@@ -15,7 +15,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from spmd_rl.controller.channel.codec import Codec
+from spmd_rl.controller.config_codec import ConfigCodec
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.errors import ConfigError
 
@@ -54,14 +54,13 @@ class Constructor:
                 raise ConfigError(f"{role} needs the setting '{name}': pass it to spawn")
         return tuple(values[name] for name in self.names)
 
-    def codec(self, cfg_type: type) -> Codec:
+    def codec(self, cfg_type: type) -> ConfigCodec:
         """Return the codec of config and arguments, as one tuple.
 
         Raises: ConfigError when a parameter has no type.
         """
         hints = self._hints() if self.names else {}
-        types = (cfg_type, *(hints[name] for name in self.names))
-        return Codec(tuple[types])  # type: ignore[valid-type]
+        return ConfigCodec(cfg_type, [hints[name] for name in self.names])
 
     def _hints(self) -> dict[str, Any]:
         where = f"{self._role.__name__}.__init__"

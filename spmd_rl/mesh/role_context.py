@@ -5,12 +5,14 @@ Process groups are made in this module only, by every rank of the world in the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import PlanError
+from spmd_rl.mesh.axes import DATA, GRID, MODEL, SHARD, communicating_groups, groups_along
 from spmd_rl.mesh.connection_proof import prove
 from spmd_rl.mesh.split import Placement
 from spmd_rl.mesh.world import COLLECTIVE_TIMEOUT, World
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-MESH_AXES = ("dp", "fsdp")
+Groups = dict[tuple[int, ...], "ProcessGroup"]  # by the ranks of each
 
 
 class RoleContext:
@@ -39,6 +41,7 @@ class RoleContext:
         neighbours: dict[str, Any],
         trace: Trace | None = None,
         shard_group: ProcessGroup | None = None,
+        axis_groups: Groups | None = None,
     ) -> None:
         self.world = world
         self.placement = placement
@@ -47,6 +50,8 @@ class RoleContext:
         self.trace = trace or Trace()
         self._neighbours = neighbours
         self._shard_group = shard_group  # None where a shard is one rank
+        # of the ranks along some axes of the model, where that is neither one rank nor all of them
+        self._axis_groups = {} if axis_groups is None else axis_groups
 
     @property
     def rank(self) -> int:
@@ -80,7 +85,23 @@ class RoleContext:
 
     @property
     def shard_rank(self) -> int:
-        return self.rank % self.shard_size
+        return self.placement.shard_ranks(self.world.rank).index(self.world.rank)
+
+    def axis_group(self, along: Sequence[str]) -> ProcessGroup:
+        """Return the group of the ranks that differ from this one in the axes `along` alone.
+
+        Ranks: all of the role, in the same order. Blocks: no.
+        """
+        import torch.distributed as dist
+
+        ranks = self.placement.ranks_along(self.world.rank, along)
+        if ranks == self.placement.ranks:
+            return self.group
+        if ranks not in self._axis_groups and len(ranks) == 1:
+            self._axis_groups[ranks] = dist.new_group(
+                list(ranks), COLLECTIVE_TIMEOUT, use_local_synchronization=True
+            )
+        return self._axis_groups[ranks]
 
     def broadcast_in_shard(self, blob: bytes) -> bytes:
         """Return the `blob` of the shard's first rank.
@@ -193,6 +214,7 @@ class Meshes:
         self.trace = Trace()
         self._built: dict[tuple[Any, ...], tuple[DeviceMesh, ProcessGroup]] = {}
         self._shard_groups: dict[tuple[Any, ...], ProcessGroup] = {}
+        self._axis_groups: dict[tuple[Any, ...], Groups] = {}
 
     def build(self, placements: list[Placement]) -> None:
         """Build the mesh and the group of each placement; equal placements share them.
@@ -206,34 +228,49 @@ class Meshes:
 
         for placement in placements:
             if _key(placement) not in self._built:
-                axes = MESH_AXES + (("tp",) if placement.axes["tp"] > 1 else ())
+                axes = [axis for axis in GRID if axis in DATA or placement.axes.get(axis, 1) > 1]
                 shape = tuple(placement.axes[axis] for axis in axes)
                 ranks = torch.tensor(placement.ranks).reshape(shape)
-                mesh = DeviceMesh(self.world.device, ranks, mesh_dim_names=axes)
+                mesh = DeviceMesh(self.world.device, ranks, mesh_dim_names=tuple(axes))
                 group = dist.new_group(list(placement.ranks), timeout=COLLECTIVE_TIMEOUT)
                 if self.world.rank in placement.ranks:
                     prove(self.world, group)
                     self._prepare_axes(mesh)
                 self._built[_key(placement)] = (mesh, group)
                 self._build_shard_groups(placement)
+                self._build_axis_groups(placement)
 
     def _build_shard_groups(self, placement: Placement) -> None:
         """Make a host group of the ranks of each shard, where a shard has several."""
         import torch.distributed as dist
 
         size = placement.size // placement.data_size
-        for first in range(0, placement.size, size) if size > 1 else ():
-            ranks = list(placement.ranks[first : first + size])
-            group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT, backend="gloo")
+        shards = groups_along(placement.ranks, placement.axes, SHARD) if size > 1 else ()
+        for ranks in shards:
+            group = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT, backend="gloo")
             if self.world.rank in ranks:
                 prove(self.world, group)
                 self._shard_groups[_key(placement)] = group
+
+    def _build_axis_groups(self, placement: Placement) -> None:
+        """Make the groups in which the ranks of a shard of a model talk to each other."""
+        import torch.distributed as dist
+
+        own: Groups = {}
+        self._axis_groups[_key(placement)] = own
+        if all(placement.axes.get(axis, 1) == 1 for axis in MODEL):
+            return
+        for ranks in communicating_groups(placement.ranks, placement.axes):
+            group = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
+            if self.world.rank in ranks:
+                prove(self.world, group)
+                own[ranks] = group
 
     def _prepare_axes(self, mesh: DeviceMesh) -> None:
         """Set the timeout of the groups of a mesh, and prove their connections."""
         from torch.distributed.distributed_c10d import _set_pg_timeout
 
-        for axis in MESH_AXES:
+        for axis in DATA:
             _set_pg_timeout(COLLECTIVE_TIMEOUT, mesh.get_group(axis))
             prove(self.world, mesh.get_group(axis))
 
@@ -246,8 +283,16 @@ class Meshes:
             raise PlanError(f"placement '{placement.name}' was not made by this world's split")
         mesh, group = self._built[_key(placement)]
         shard_group = self._shard_groups.get(_key(placement))
+        axis_groups = self._axis_groups[_key(placement)]
         return RoleContext(
-            self.world, placement, mesh, group, self.neighbours, self.trace, shard_group
+            self.world,
+            placement,
+            mesh,
+            group,
+            self.neighbours,
+            self.trace,
+            shard_group,
+            axis_groups,
         )
 
 

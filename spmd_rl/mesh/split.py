@@ -6,8 +6,8 @@ A split is one `RoleSplit` per role. Its `ranks` read:
     "4"     the next four ranks that no earlier role with a count took
     "2-5"   ranks two to five, both included
 
-The axis `dp` replicates the model, `fsdp` shards it, and `tp` is not built yet. Data is split over
-dp x fsdp.
+The axis `dp` replicates the model and `fsdp` shards it; data is split over both. Along `tp`, `pp`
+and `cp`, ranks share the work on the same data, as a trainer of Megatron-core does (axes.py).
 """
 
 from __future__ import annotations
@@ -15,27 +15,30 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from spmd_rl.errors import PlanError
-
-AXES = ("dp", "fsdp", "tp")
+from spmd_rl.mesh.axes import DATA, GRID, MODEL, SHARD, ranks_along
 
 
 @dataclass(frozen=True)
 class RoleSplit:
-    """Ranks and axis sizes of one role; `fsdp = 0` takes whatever dp and tp leave."""
+    """Ranks and axis sizes of one role; `fsdp = 0` takes whatever the other axes leave."""
 
     # "all", a count such as "4" (the next that no count before took), or a range such as "2-5";
     # of a reference or a critic also "": those of the trainer
     ranks: str = "all"
     dp: int = 1  # copies of the model, among which data is split
     # shards of a trainer's model (each rank of an engine has a copy); data is split among them too;
-    # 0: all ranks that dp leaves
+    # 0: all ranks that the other axes leave
     fsdp: int = 0
-    tp: int = 1  # named, but not yet built: 1
+    # these four are those of a trainer of Megatron-core:
+    tp: int = 1  # ranks that share each matrix
+    pp: int = 1  # stages of a pipeline, each with some of the layers
+    cp: int = 1  # ranks that share the tokens of each sequence
+    ep: int = 1  # ranks, among all of a stage, that share the experts
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,31 @@ class Placement:
         return self.axes["dp"] * self.axes["fsdp"]
 
     def data_rank(self, rank: int) -> int:
-        """Return the shard of global rank `rank`; ranks that differ only in tp share it."""
-        return self.ranks.index(rank) // self.axes["tp"]
+        """Return the shard of `rank`; ranks that differ only in pp, cp and tp share it."""
+        return self.ranks_along(rank, DATA).index(rank)
+
+    @property
+    def shards(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each shard of the data, in the order of the shards."""
+        firsts = self.ranks_along(self.ranks[0], DATA)
+        return tuple(self.shard_ranks(rank) for rank in firsts)
+
+    def shard_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that share the shard of `rank`, in their order."""
+        return self.ranks_along(rank, SHARD)
+
+    def ranks_along(self, rank: int, along: Sequence[str]) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` in the axes `along` alone (axes.py)."""
+        return ranks_along(self.ranks, self.axes, rank, along)
+
+    def require_data_axes_alone(self, who: str) -> None:
+        """Raise a PlanError if the role has an axis that `who` does not have."""
+        for axis in MODEL:
+            if (size := self.axes.get(axis, 1)) > 1:
+                raise PlanError(
+                    f"split.{self.name}.{axis} = {size}: {who} has the axes dp and fsdp alone; "
+                    'a trainer with trainer.backend.kind = "megatron" has this one too'
+                )
 
 
 class Placements(Mapping[str, Placement]):
@@ -197,22 +223,26 @@ def _require_separate(placements: list[Placement], names: tuple[str, ...]) -> No
 
 
 def _axes(name: str, role: RoleSplit, size: int) -> dict[str, int]:
-    _require_sizes(name, role)
-    axes = {"dp": role.dp, "fsdp": role.fsdp or max(size // role.dp, 1), "tp": role.tp}
-    product = math.prod(axes.values())
+    """Return the size of each axis: pp, cp and ep only where a role has them."""
+    own = {axis: getattr(role, axis) for axis in (*GRID, "ep")}
+    _require_sizes(name, role, own)
+    others = math.prod(own[axis] for axis in GRID if axis != "fsdp")
+    own["fsdp"] = role.fsdp or max(size // others, 1)
+    axes = {axis: own[axis] for axis in own if own[axis] > 1 or axis in ("dp", "fsdp", "tp")}
+    grid = [axis for axis in GRID if axis in axes]
+    product = math.prod(axes[axis] for axis in grid)
     if product != size:
-        arithmetic = " x ".join(f"{axis} {axes[axis]}" for axis in AXES)
+        arithmetic = " x ".join(f"{axis} {axes[axis]}" for axis in grid)
         raise PlanError(f"split.{name}: {arithmetic} = {product}, but it has {size} ranks")
+    if (size // role.pp) % role.ep:
+        raise PlanError(
+            f"split.{name}.ep = {role.ep} does not divide the {size // role.pp} ranks of a "
+            "stage, which share the experts"
+        )
     return axes
 
 
-def _require_sizes(name: str, role: RoleSplit) -> None:
-    if role.tp != 1:
-        raise PlanError(
-            f"split.{name}.tp = {role.tp}: "
-            "tensor parallelism is not built yet, use the axes dp and fsdp"
-        )
-    if role.dp < 1 or role.fsdp < 0:
-        raise PlanError(
-            f"split.{name} needs dp >= 1 and fsdp >= 0, not dp = {role.dp}, fsdp = {role.fsdp}"
-        )
+def _require_sizes(name: str, role: RoleSplit, sizes: Mapping[str, int]) -> None:
+    if role.fsdp < 0 or any(sizes[axis] < 1 for axis in sizes if axis != "fsdp"):
+        arithmetic = ", ".join(f"{axis} = {value}" for axis, value in sizes.items())
+        raise PlanError(f"split.{name} needs fsdp >= 0 and every other axis >= 1, not {arithmetic}")

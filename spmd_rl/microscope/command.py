@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.microscope import sides
 from spmd_rl.microscope.examine import ReplaySetup, examine
 from spmd_rl.microscope.foreign.inputs_file import write_inputs
@@ -55,12 +56,14 @@ def main(words: list[str]) -> int:
     options.left = options.left or sides.engine_of(settings)
     check_sides(options)
     folder = _report_folder(options, run)
-    with TemporaryDirectory() as temporary:
+    world = sides.world_of(options, sides.device_of(options))
+    with TemporaryDirectory() as temporary, world as context:
         loaded = _load(options, run, settings, Path(temporary) / "model")
         if options.write_inputs:
             return _write_inputs(loaded, Path(options.write_inputs))
         _make_folder(folder)
-        return _compare(_setup(options, loaded, words, Path(temporary) / "sglang"), folder)
+        setup = _setup(options, loaded, words, Path(temporary) / "sglang", context)
+        return _compare(setup, folder)
 
 
 def _compare(setup: ReplaySetup, folder: Path) -> int:
@@ -142,14 +145,19 @@ def _versions_of(samples: Sequence[RecordedSample]) -> frozenset[int]:
 
 
 def _setup(
-    options: argparse.Namespace, loaded: _RunInputs, words: list[str], temporary: Path
+    options: argparse.Namespace,
+    loaded: _RunInputs,
+    words: list[str],
+    temporary: Path,
+    context: RoleContext | None,
 ) -> ReplaySetup:
     device = sides.device_of(options)
     dtypes = sides.dtypes_of(options, device, loaded.settings)
     notes = _notes(options, loaded, dtypes[0], device)
     weights = loaded.weights
+    settings, case = loaded.settings, loaded.case
     left, right = sides.forward_passes(
-        options, loaded.settings, loaded.case, weights.folder, dtypes, device, temporary
+        options, settings, case, weights.folder, dtypes, device, temporary, context
     )
     return ReplaySetup(
         loaded.case,
@@ -172,6 +180,7 @@ def _notes(
 ) -> tuple[str, ...]:
     """Return sentences on what is replayed; drop attention splits that cannot run here."""
     notes = inputs.tokenizer_notes(loaded.case)
+    notes += sides.megatron_notes(options, loaded.settings)
     if options.step is not None:
         notes.append(f"Replayed under {loaded.weights.description}.")
     head_dim = ModelSpec.from_folder(loaded.weights.folder).head_dim

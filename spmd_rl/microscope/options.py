@@ -10,7 +10,7 @@ import torch
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.microscope.diagnose.faults import FAULTS
-from spmd_rl.microscope.sides import DUMP, FOREIGN, PASSES, SGLANG
+from spmd_rl.microscope.sides import DUMP, FOREIGN, MEGATRON, PASSES, SGLANG
 
 
 class _MismatchParser(argparse.ArgumentParser):
@@ -44,6 +44,11 @@ def check_sides(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--left {sides[0]} and --right {sides[1]} both run elsewhere: choose engine, trainer "
             "or transformers as one of them, which then runs each op on the other's input"
+        )
+    if MEGATRON in sides and any(side in FOREIGN for side in sides):
+        raise ConfigError(
+            f"--left {sides[0]} and --right {sides[1]} both keep their weights to themselves: "
+            "choose engine, trainer or transformers beside them"
         )
     if (DUMP in sides) != bool(options.dump):
         raise ConfigError("--right dump and --dump FILE go together: the file holds that side")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.contract import dtype_of
+from spmd_rl.mesh.alone import alone
+from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.foreign.dump import Dump
 from spmd_rl.microscope.foreign.dump_pass import DumpPass
@@ -26,6 +30,7 @@ from spmd_rl.microscope.replay.forward_pass import (
     TrainerPass,
     load_model,
 )
+from spmd_rl.microscope.replay.megatron_pass import MegatronPass
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig
 
@@ -33,7 +38,8 @@ DUMP = "dump"
 SGLANG = ("sglang", "sglang-deterministic")
 FOREIGN = (*SGLANG, DUMP)  # sides that run elsewhere
 LIBRARIES = ("transformers", *FOREIGN)  # sides that are no role of ours
-PASSES = ("engine", "trainer", *LIBRARIES)
+MEGATRON = MegatronPass.name
+PASSES = ("engine", "trainer", MEGATRON, *LIBRARIES)
 SPLIT = "attention_split"
 ENGINE_KEYS = (
     "page_size",
@@ -76,6 +82,7 @@ def _dtype(
     """Return the dtype of the role in the run; that of the other side for what is no role."""
     role = "engine" if name in SGLANG and engine_of(settings) == "sglang" else name
     role = other if role in LIBRARIES else role
+    role = "trainer" if role == MEGATRON else role
     dtype_name = asked or settings.get(role, {}).get("dtype", "auto")
     dtype: torch.dtype = getattr(torch, dtype_of(dtype_name, device))
     return dtype
@@ -100,10 +107,12 @@ def forward_passes(
     dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
     temporary: Path,
+    context: RoleContext | None = None,
 ) -> tuple[ForwardPass, ForwardPass]:
     """Return the left and the right pass, with the fault that the options plant.
 
-    SGLang runs before the other side's weights are loaded, and leaves its dump in `temporary`.
+    Megatron-core needs the `context` of `world_of`. SGLang runs before the other side's weights are
+    loaded, and leaves its dump in `temporary`.
     """
     dtype_of_side = dict(zip((options.left, options.right), dtypes, strict=True))
     recorded: DumpPass | None = None
@@ -114,7 +123,7 @@ def forward_passes(
             path = write_sglang_dump(side, case, model, dtype_of_side[name], temporary)
         recorded = DumpPass(Dump(path, ModelSpec.from_folder(model)), device, name)
     left, right = (
-        _side(name, model, dtype, device, settings, recorded)
+        _side(name, model, dtype, device, settings, recorded, context)
         for name, dtype in dtype_of_side.items()
     )
     if options.plant:
@@ -130,11 +139,59 @@ def _side(
     device: torch.device,
     settings: dict[str, Any],
     recorded: DumpPass | None,
+    context: RoleContext | None,
 ) -> ForwardPass:
     """Return the recorded side if it has this name, else a pass that runs here."""
     if recorded is not None and recorded.name == name:
         return recorded
+    if name == MEGATRON:
+        assert context is not None
+        return _megatron_pass(model, dtype, context, settings)
     return forward_pass(name, model, dtype, device, settings, share_prompts=recorded is None)
+
+
+def world_of(
+    options: argparse.Namespace, device: torch.device
+) -> AbstractContextManager[RoleContext | None]:
+    """Return a world of one rank, to be open while Megatron-core runs, if it is one of the sides.
+
+    Raises: ConfigError where it would run on another device.
+    """
+    if MEGATRON not in (options.left, options.right):
+        return nullcontext()
+    if torch.cuda.is_available() and device.type == "cpu":
+        raise ConfigError(
+            "--device cpu: Megatron-core runs on a GPU where there is one; "
+            "set CUDA_VISIBLE_DEVICES= to hide it"
+        )
+    return alone("train")
+
+
+def megatron_notes(options: argparse.Namespace, settings: dict[str, Any]) -> list[str]:
+    """Return sentences on a run whose trainer was Megatron-core's: how else it was computed."""
+    if settings.get("trainer", {}).get("backend", {}).get("kind") != MEGATRON:
+        return []
+    if MEGATRON not in (options.left, options.right):
+        return ["The run's trainer was Megatron-core's: --right megatron replays it on one rank."]
+    axes = settings.get("split", {}).get("train", {})
+    cuts = [f"{axis} {axes[axis]}" for axis in ("tp", "cp") if axes.get(axis, 1) > 1]
+    if not cuts:
+        return []
+    return [
+        f"The run's trainer was cut along {' and '.join(cuts)}, which changes its bits: "
+        "here one rank replays it (docs/megatron.md)."
+    ]
+
+
+def _megatron_pass(
+    model: Path, dtype: torch.dtype, context: RoleContext, settings: dict[str, Any]
+) -> MegatronPass:
+    """Return the pass with the run's settings. Options of another backend are not its own."""
+    trainer = settings.get("trainer", {})
+    backend = trainer.get("backend", {})
+    options = backend.get("model_options", {}) if backend.get("kind") == MEGATRON else {}
+    keys = {key: trainer[key] for key in ("max_tokens", "logit_rows") if key in trainer}
+    return MegatronPass(model, dtype, context, **keys, model_options=options)
 
 
 def drop_splits(

@@ -72,8 +72,7 @@ class ModelSpec:
         family = config.value("model_type")
         if not isinstance(family, str) or family not in FAMILIES:
             raise ConfigError(f"{path}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
-        _refuse_unread(config, family)
-        return _from_config(config, family, _eos_ids(Path(folder), config))
+        return spec_of(folder, config, family)
 
     @property
     def arithmetic(self) -> str:
@@ -95,8 +94,7 @@ class ModelSpec:
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
         for layer in range(self.num_layers):
             shapes |= {
-                f"model.layers.{layer}.{name}": shape
-                for name, shape in self._block_shapes().items()
+                f"model.layers.{layer}.{name}": shape for name, shape in self.layer_shapes().items()
             }
         shapes["model.norm.weight"] = (self.hidden_size,)
         if head == "value":
@@ -105,7 +103,8 @@ class ModelSpec:
             shapes[HEAD] = (self.vocab_size, self.hidden_size)
         return shapes
 
-    def _block_shapes(self) -> dict[str, tuple[int, ...]]:
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a layer's parameters, by the name within the layer."""
         hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
         for name, rows, columns, bias in self._block_linears():
@@ -133,6 +132,15 @@ class ModelSpec:
             ("mlp.up_proj", inner, hidden, self.mlp_bias),
             ("mlp.down_proj", hidden, inner, self.mlp_bias),
         ]
+
+
+def spec_of(folder: str | Path, config: Fields, family: str) -> ModelSpec:
+    """Return the specification in the fields of a folder's config.json, read as this family's.
+
+    Raises: ConfigError for a field that is missing, broken, or means another network.
+    """
+    _refuse_unread(config, family)
+    return _from_config(config, family, _eos_ids(Path(folder), config))
 
 
 def head_of(folder: str | Path) -> Head:

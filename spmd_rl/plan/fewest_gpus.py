@@ -15,6 +15,7 @@ from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.offload.ledger import Ledger, as_size
 from spmd_rl.plan.resolve import RunPlan, resolve
 from spmd_rl.plan.roles import INFER
+from spmd_rl.train.config import Fsdp2Config
 
 WORLDS = tuple(2**power for power in range(14))  # 1 to 8,192
 GPUS_PER_HOST = 8
@@ -129,8 +130,8 @@ def _attempt(cfg: Any, flags: Flags, world_size: int, room: Room) -> Attempt:
 
 
 def _needs_one_shard(cfg: Any) -> bool:
-    trainer = getattr(cfg, "trainer", None)
-    return trainer is not None and trainer.backend.offload == "master"
+    backend = getattr(getattr(cfg, "trainer", None), "backend", None)
+    return isinstance(backend, Fsdp2Config) and backend.offload == "master"
 
 
 def why_none(tried: list[Attempt], room: Room) -> str:

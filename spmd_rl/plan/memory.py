@@ -138,6 +138,7 @@ class MemoryModel:
             and train is not None
             and "base" not in {item.tag for item in self.memory[TRAIN]}  # of adapters
             and train.axes["fsdp"] == 1
+            and any(role.name == TRAIN and role.holds_whole_tensors for role in self.roles)
             and set(engine.placement.ranks) <= set(train.ranks)
         )
 

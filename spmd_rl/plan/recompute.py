@@ -28,13 +28,15 @@ class RecomputeRow:
 
 
 def recompute_rows(spec: ModelSpec, train: PlannedRole) -> Iterator[RecomputeRow]:
-    """Yield a row for each choice, as far as the trainer's other settings allow it."""
+    """Yield a row for each choice of FSDP2, as far as the trainer's other settings allow it."""
     cfg: TrainerConfig = train.cfg
+    if not isinstance(cfg.backend, Fsdp2Config):
+        return
     head: Head = getattr(train.role, "HEAD", "lm")
     for choice in CHOICES:
         if choice == "cheap" and cfg.backend.offload_activations:
             continue
-        backend: Fsdp2Config = replace(cfg.backend, recompute=choice)
+        backend = replace(cfg.backend, recompute=choice)
         sizes = step_sizes(spec, replace(cfg, backend=backend), train.placement, head).activations
         yield RecomputeRow(
             choice, sizes.peak, EXTRA_OPERATIONS[choice], choice == cfg.backend.recompute

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.mesh.axes import MODEL, groups_along
 from spmd_rl.mesh.split import Placement, Placements, disjoint, plan_split
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.config import OffloadConfig
@@ -26,6 +27,7 @@ from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, 
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
+from spmd_rl.train.megatron.check import check_axes, spec_to_train
 from spmd_rl.train.memory import dtype_on_gpu
 
 
@@ -137,7 +139,7 @@ def resolve(
     model = getattr(cfg, "model", "")
     if not model or not isinstance(model, str):
         return RunPlan(world_size, placements, None, Routes.none(world_size), {})
-    spec = ModelSpec.from_folder(model)
+    spec = spec_to_train(model, getattr(cfg, "trainer", None))
     roles = planned_roles(placements, cfg)
     memory = MemoryModel(
         world_size,
@@ -199,7 +201,9 @@ def _placements(cfg: Any, world_size: int) -> Placements:
     split = getattr(cfg, "split", None)
     if split is None:
         raise PlanError("this recipe's config has no `split`, so there is nothing to plan")
-    return plan_split(split, world_size)
+    placements = plan_split(split, world_size)
+    check_axes(cfg, placements)
+    return placements
 
 
 def planned_settings(
@@ -240,10 +244,9 @@ def _push_routes(placements: Placements, spec: ModelSpec, cfg: Any, world_size: 
 
 def _axis_groups(placement: Placement) -> list[tuple[str, tuple[int, ...]]]:
     """Return the groups of ranks that differ in one axis alone, for axes of more than one rank."""
-    dp, fsdp = placement.axes["dp"], placement.axes["fsdp"]
-    groups = []
-    if fsdp > 1:
-        groups += [("fsdp", placement.ranks[i * fsdp : (i + 1) * fsdp]) for i in range(dp)]
-    if dp > 1:
-        groups += [("dp", placement.ranks[i::fsdp]) for i in range(fsdp)]
-    return groups
+    return [
+        (axis, ranks)
+        for axis in ("fsdp", "dp", *MODEL)
+        if placement.axes.get(axis, 1) > 1
+        for ranks in groups_along(placement.ranks, placement.axes, (axis,))
+    ]

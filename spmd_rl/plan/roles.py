@@ -17,7 +17,7 @@ from spmd_rl.offload.phases import ALL, Tags
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.rollout import Rollout
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
-from spmd_rl.train.config import FrozenConfig, TrainerConfig
+from spmd_rl.train.config import FrozenConfig, Fsdp2Config, TrainerConfig
 from spmd_rl.train.extra_role import ExtraRole
 from spmd_rl.train.memory import dtype_on_gpu
 from spmd_rl.train.trainer import Trainer
@@ -69,6 +69,14 @@ class PlannedRole:
     def computes_on_gpu(self) -> bool:
         """Whether it computes in a dtype that only GPUs do."""
         return hasattr(self.cfg, "dtype") and dtype_on_gpu(self.cfg) == "bfloat16"
+
+    @property
+    def holds_whole_tensors(self) -> bool:
+        """Whether a trainer on one shard has each tensor as one piece, which an engine can share.
+
+        Megatron-core fuses tensors.
+        """
+        return isinstance(self.cfg, TrainerConfig) and isinstance(self.cfg.backend, Fsdp2Config)
 
     @property
     def exchanges(self) -> bool:

@@ -73,8 +73,10 @@ def push_routes(
 
     `tensors` is the number of tensors of each shape: one of each is planned, and multiplied.
     """
-    num_shards = train.axes["fsdp"]
-    holders = np.array(train.ranks).reshape(-1, num_shards)
+    holders = np.array(train.ranks).reshape(-1, train.axes["fsdp"])
+    if train.size > train.data_size:  # a model cut along tp or pp, copied along the data axes
+        holders = np.array(train.shards)
+    num_shards = holders.shape[1]
     routes = Routes.none(world_size)
     for shape, count in tensors.items():
         boxes = [chunk_box(shape, part, num_shards) for part in range(num_shards)]

@@ -1,4 +1,7 @@
-"""What a run asks of the plan when it starts: whether its roles sleep, and the room for pages."""
+"""What a run asks of the plan when it starts: whether its roles sleep, and the room for pages.
+
+Also what it says at its start of a trainer that is not FSDP2's.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,19 @@ from spmd_rl.offload.config import OffloadConfig
 from spmd_rl.offload.host_limit import host_bytes_left
 from spmd_rl.offload.phases import CONCURRENT, Phases
 from spmd_rl.plan.resolve import planned_settings, resolve
+from spmd_rl.train.config import TrainerConfig
 
 
-def decide_sleep(cfg: Any, world_size: int) -> tuple[SleepPolicy, str]:
-    """Return the policy of a run of `world_size` ranks like this process's, and why it is so.
+def decide_start(cfg: Any, world_size: int) -> tuple[SleepPolicy, list[str]]:
+    """Return the policy of a run of `world_size` ranks like this process's, and what to say of it.
 
+    The sentences say why the policy is so, and which backend trains if it is not FSDP2.
     Raises: as `sleep_policy`.
     """
-    return sleep_policy(cfg, world_size, gpu_bytes(), host_bytes_left())
+    policy, why = sleep_policy(cfg, world_size, gpu_bytes(), host_bytes_left())
+    trainer = getattr(cfg, "trainer", None)
+    backend = trainer.backend.describe() if isinstance(trainer, TrainerConfig) else ""
+    return policy, [sentence for sentence in (backend, why) if sentence]
 
 
 def settings(cfg: Any, world_size: int) -> Mapping[str, Mapping[str, int]]:

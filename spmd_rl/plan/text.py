@@ -111,8 +111,10 @@ def _recompute(plan: RunPlan) -> Iterator[str]:
     train = next((role for role in plan.roles if role.name == TRAIN), None)
     if train is None or plan.spec is None:
         return
-    yield f"{'trainer.backend.recompute':30}{'activations':>14}{'more operations':>18}"
-    for row in recompute_rows(plan.spec, train):
+    rows = list(recompute_rows(plan.spec, train))
+    if rows:
+        yield f"{'trainer.backend.recompute':30}{'activations':>14}{'more operations':>18}"
+    for row in rows:
         mark = "*" if row.is_chosen else " "
         yield f"{mark} {row.choice:28}{as_size(row.num_bytes):>14}{f'{row.extra:.0%}':>18}"
 

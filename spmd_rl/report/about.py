@@ -28,6 +28,7 @@ def about(run: Path, config: Mapping[str, Any], plan: Any, facts: Mapping[str, A
         "parameters": f"{parameters:,}" if isinstance(parameters, int) else None,
         "data": _data(config.get("data")),
         "reward": config.get("reward"),
+        "trainer": _trainer(config.get("trainer")),
         "ranks": ranks,
         "device": device,
         "host": facts.get("host"),
@@ -50,6 +51,15 @@ def _data(data: Any) -> Any:
     if not isinstance(data, Mapping):
         return data
     return ", ".join(f"{path}: {weight}" for path, weight in data.items())
+
+
+def _trainer(trainer: Any) -> str | None:
+    """Return the backend of a trainer, with the layers that it is made of if it names any."""
+    backend = trainer.get("backend") if isinstance(trainer, Mapping) else None
+    if not isinstance(backend, Mapping) or not backend.get("kind"):
+        return None
+    kind, layers = backend["kind"], backend.get("layers")
+    return f"{kind}, {layers} layers" if layers else str(kind)
 
 
 def _with_commit(facts: Mapping[str, Any]) -> str:

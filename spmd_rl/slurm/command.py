@@ -18,6 +18,7 @@ from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.slurm.script import Job, render
+from spmd_rl.train.megatron.check import check_axes
 
 FLAGS = ("nodes", "time", "partition", "gpus-per-node", "account", "qos", "job-name")
 MINIMUM = {"nodes": 1, "gpus_per_node": 1, "nproc_per_node": 1, "max_restarts": 0}
@@ -65,7 +66,7 @@ def plan_job(args: argparse.Namespace, run_words: list[str]) -> Job:
         or 0
     )
     if nproc and hasattr(cfg, "split"):
-        plan_split(cfg.split, args.nodes * nproc)
+        check_axes(cfg, plan_split(cfg.split, args.nodes * nproc))
     run = run_config(cfg)
     return Job(
         words=tuple(run_words),

@@ -51,11 +51,13 @@ class ModelBackend(Protocol):
     `device` is where micro-batches go, `max_positions` the longest sequence that the model takes.
     `host_kinds` are the kinds of `state` that lie in host memory, though the model computes on a
     GPU.
+    `packs_whole` says that micro-batches must not share prompts among sequences.
     """
 
     device: torch.device
     max_positions: int
     host_kinds: frozenset[str]
+    packs_whole: bool
 
     def contract(self) -> dict[str, str | int]:
         """Return what the forward's bits depend on besides the weights (kernels/contract.py)."""

@@ -112,7 +112,8 @@ class BatchRunner:
         return TokenValues(values, batch.lengths, batch.index)
 
     def _laid_out(self, batch: Batch, parts: Sequence[list[int]]) -> list[MicroBatch]:
-        return [lay_out(batch.select(part), self.backend.device) for part in parts]
+        backend = self.backend
+        return [lay_out(batch.select(part), backend.device, backend.packs_whole) for part in parts]
 
     def _sequences_by_micro_batch(self, batch: Batch) -> list[list[int]]:
         """Return this rank's sequences by micro-batch: as many as the rank that needs most."""

@@ -12,6 +12,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import model_weights, random_adapters, random_weights
+from spmd_rl.model.moe_spec import read_spec
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.peft_folder import read_adapters
 from spmd_rl.model.scorer import Scorer
@@ -21,6 +22,8 @@ from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
+from spmd_rl.train.megatron.backend import Megatron
+from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.sharded_model import ShardedModel
 
 NO_VALUE_HEAD = (
@@ -45,6 +48,11 @@ def build(
     """
     memory = memory or RoleMemory(None, context.device)
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
+    if isinstance(cfg.backend, MegatronConfig) and head == "lm":
+        megatron = Megatron(read_spec(folder), context, cfg, memory)
+        megatron.fill(first_weights(cfg, folder, head))
+        return Learner(megatron, context, cfg)
+    context.placement.require_data_axes_alone("FSDP2")
     spec = _spec(folder)
     if cfg.lora.rank and head == "value":
         raise ConfigError(NO_VALUE_HEAD)
@@ -66,6 +74,7 @@ def build_frozen(
 
     Ranks: all of the role. Raises: ConfigError if the model folder does not serve.
     """
+    context.placement.require_data_axes_alone("a frozen model")
     dtype = getattr(torch, dtype_of(cfg.dtype, context.device))
     scorer = _frozen_scorer(cfg, _spec(folder), head_of(folder))
     scorer.requires_grad_(False).to(dtype)
@@ -87,7 +96,7 @@ def first_weights(
     cfg: TrainerConfig | FrozenConfig, folder: str, head: Head
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole weights that a model begins with, by name. Raises: as `model_weights`."""
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     if cfg.init == "random":
         return random_weights(spec, cfg.seed, head)
     return model_weights(folder, spec.parameter_shapes(head))

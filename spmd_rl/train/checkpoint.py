@@ -166,10 +166,11 @@ def load(
     check(path, index.files, context.rank, context.size)
     context.barrier()  # until every rank has found its files undamaged
     state = backend.state()
-    _check_weights(path, index, state)
+    names = _names_by_kind(state, context)
+    _check_weights(path, index, names[WEIGHTS])
     _check_adapted(path, index.contract, backend.contract())
     if not index.weights_alone:
-        _check_optimizer(path, index, state)
+        _check_optimizer(path, index, names)
     _fill(state, path, index)
     backend.on_loaded(0 if index.weights_alone else index.progress.optimizer_steps)
     lacks_moments = index.weights_alone and set(state) != {WEIGHTS}
@@ -193,26 +194,26 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _check_optimizer(folder: Path, index: Index, state: State) -> None:
+def _check_optimizer(folder: Path, index: Index, names: Mapping[str, set[str]]) -> None:
     """Raise a ConfigError unless the checkpoint is of the same optimizer of the same parameters."""
-    if set(index.tensors) != set(state):
+    if set(index.tensors) != set(names):
         raise ConfigError(
             f"{folder} is of another optimizer: it holds {_listed(index.tensors)}, "
-            f"not {_listed(state)}; {SAME_SETTINGS}"
+            f"not {_listed(names)}; {SAME_SETTINGS}"
         )
-    for kind in sorted(state.keys() - {WEIGHTS}):
-        names = _names(state, kind)
-        if different := sorted(names.symmetric_difference(index.tensors[kind])):
-            owner, other = ("the trainer", "it") if different[0] in names else ("it", "the trainer")
+    for kind in sorted(names.keys() - {WEIGHTS}):
+        own = names[kind]
+        if different := sorted(own.symmetric_difference(index.tensors[kind])):
+            owner, other = ("the trainer", "it") if different[0] in own else ("it", "the trainer")
             raise ConfigError(
                 f"{folder} is of another optimizer: {owner} has {kind} of '{different[0]}', and "
                 f"{other} has not; {SAME_SETTINGS}"
             )
 
 
-def _check_weights(folder: Path, index: Index, state: State) -> None:
+def _check_weights(folder: Path, index: Index, own: set[str]) -> None:
     """Raise a ConfigError that names a weight which only the checkpoint has, or only the model."""
-    saved, own = index.tensors[WEIGHTS].keys(), _names(state, WEIGHTS)
+    saved = index.tensors[WEIGHTS].keys()
     if unknown := sorted(saved - own):
         raise ConfigError(
             f"{folder} is of another model: it has {WEIGHTS} of '{unknown[0]}', "
@@ -240,8 +241,15 @@ def _check_adapted(folder: Path, saved: Contract, own: Contract) -> None:
             )
 
 
-def _names(state: State, kind: str) -> set[str]:
-    return {name for name, _ in state[kind]}
+def _names_by_kind(state: State, context: RoleContext) -> dict[str, set[str]]:
+    """Return the names that all ranks have together.
+
+    A stage of a pipeline has but some of them, and so has a shard of Megatron-core's optimizer.
+    """
+    own = {kind: {name for name, _ in tensors} for kind, tensors in state.items()}
+    blobs = context.all_gather_bytes(msgspec.msgpack.encode(own))
+    held = [msgspec.msgpack.decode(blob, type=dict[str, set[str]]) for blob in blobs]
+    return {kind: set().union(*(one[kind] for one in held)) for kind in own}
 
 
 def _fill(state: State, folder: Path, index: Index) -> None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spmd_rl.config.rules import require
+from spmd_rl.errors import ConfigError
 from spmd_rl.model.lora import AdaptedBase, LoraConfig
+from spmd_rl.train.megatron.config import MegatronConfig
 
 WHOLE_MODEL_BYTES = 64 << 20  # largest model that `wrap = "auto"` gathers as one unit
 # the same on one rank: layer by layer, the host would be slower than the GPU
@@ -18,6 +20,7 @@ KIND_TO_OFFLOAD = (
     "whereas Muon updates whole matrices, and moments in 8 bits belong to torchao"
 )
 KIND_OF_LORA = "'adamw' with lora.rank: other optimizers are not for adapters"
+BACKEND_OF_LORA = "'fsdp2' with lora.rank: Megatron-core is not given adapters here"
 OFFLOAD_OF_LORA = "'none' with lora.rank: the moments of adapters are small"
 FREEZE_OF_LORA = "() with lora.rank: lora.targets says what is trained"
 RECOMPUTE_TO_OFFLOAD = (
@@ -44,6 +47,10 @@ class Fsdp2Config:
     def __post_init__(self) -> None:
         if self.offload_activations:
             require(self.recompute != "cheap", "recompute", self.recompute, RECOMPUTE_TO_OFFLOAD)
+
+    def describe(self) -> str:
+        """Return a sentence for the start of a run: none, for the backend that most runs have."""
+        return ""
 
     def gathers_whole(self, num_bytes: int, num_ranks: int) -> bool:
         """Return whether a model with `num_bytes` of master weights is gathered as one unit."""
@@ -114,7 +121,7 @@ class TrainerConfig:
     save_optimizer: bool = True
     # the same weights and batch give the same bits; on GPUs, at some cost in speed
     deterministic: bool = False
-    backend: Fsdp2Config = field(default_factory=Fsdp2Config)
+    backend: Fsdp2Config | MegatronConfig = field(default_factory=Fsdp2Config)
 
     def __post_init__(self) -> None:
         for name in ("minibatches", "max_tokens", "logit_rows"):
@@ -127,7 +134,7 @@ class TrainerConfig:
         require(are_betas, "betas", self.betas, "two numbers in [0, 1)")
         _require_split(self.attention_split)
         self._check_lora()
-        if self.backend.offload != "none":
+        if isinstance(self.backend, Fsdp2Config) and self.backend.offload != "none":
             kind = self.optimizer.kind
             require(kind == "adamw", "optimizer.kind", kind, KIND_TO_OFFLOAD)
         if self.schedule != "constant":
@@ -141,8 +148,10 @@ class TrainerConfig:
     def _check_lora(self) -> None:
         """Raise a ConfigError for settings that adapters do not go with."""
         if self.lora.rank:
-            kind, offload = self.optimizer.kind, self.backend.offload
+            kind, backend = self.optimizer.kind, self.backend.kind
             require(kind == "adamw", "optimizer.kind", kind, KIND_OF_LORA)
+            require(backend == "fsdp2", "backend.kind", backend, BACKEND_OF_LORA)
+            offload = fsdp2_settings(self).offload
             require(offload == "none", "backend.offload", offload, OFFLOAD_OF_LORA)
             require(not self.freeze, "freeze", self.freeze, FREEZE_OF_LORA)
 
@@ -152,6 +161,16 @@ class TrainerConfig:
         if not self.lora.rank:
             return None
         return AdaptedBase(self.lora, self.seed if self.init == "random" else None)
+
+
+def fsdp2_settings(cfg: TrainerConfig) -> Fsdp2Config:
+    """Return the settings of the FSDP2 backend. Raises: ConfigError if the config has another."""
+    if not isinstance(cfg.backend, Fsdp2Config):
+        raise ConfigError(
+            f"trainer.backend.kind = '{cfg.backend.kind}' trains no value head: "
+            "set it to 'fsdp2' for this role"
+        )
+    return cfg.backend
 
 
 @dataclass(frozen=True)
@@ -178,7 +197,9 @@ class FrozenConfig:
         """
         names = ("init", "seed", "max_tokens", "logit_rows", "dtype", "attention_split")
         same: dict[str, Any] = {name: getattr(trainer, name) for name in names}
-        return FrozenConfig(**same, wrap=trainer.backend.wrap)
+        backend = trainer.backend
+        wrap: Wrap = backend.wrap if isinstance(backend, Fsdp2Config) else "auto"
+        return FrozenConfig(**same, wrap=wrap)
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "logit_rows"):

@@ -30,7 +30,7 @@ from spmd_rl.model.value_head import ValueModel, ValueScorer
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.activation_offload import ActivationOffload
 from spmd_rl.train.backend import LossOf, State
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.host_stack import Reserve
@@ -60,12 +60,13 @@ class Fsdp2(ShardedModel):
         if cfg.deterministic:
             require_deterministic(device, dtype, spec.head_dim, mesh.size(0))
         self._memory = memory = memory or RoleMemory(None, device)
-        self._offload = cfg.backend.offload
+        settings = fsdp2_settings(cfg)
+        self._offload = settings.offload
         _require_one_shard(self._offload, mesh.size(1))
         scorer = _scorer(spec, cfg, head)
-        _recompute(scorer.model, cfg.backend.recompute)
+        _recompute(scorer.model, settings.recompute)
         self._activations: ActivationOffload | None = None
-        if cfg.backend.offload_activations:
+        if settings.offload_activations:
             self._activations = ActivationOffload(device, memory.reserve)
             self._activations.wrap(scorer.model.model.layers)
         base = _make_base(scorer.model, dtype) if cfg.lora.rank else frozenset[str]()
@@ -77,7 +78,7 @@ class Fsdp2(ShardedModel):
             mesh,
             device,
             dtype,
-            cfg.backend.gathers_whole,
+            settings.gathers_whole,
             reshard,
             base,
             lambda is_base: memory.allocating("base" if is_base else "master", always),
@@ -215,7 +216,7 @@ def _scorer(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> Scorer | ValueSc
     with torch.device("meta"):
         if head == "value":
             return ValueScorer(ValueModel(spec), cfg.attention_split)
-        recomputes = cfg.backend.recompute == "all"
+        recomputes = fsdp2_settings(cfg).recompute == "all"
         return Scorer(CausalLM(spec, cfg.lora), cfg.logit_rows, recomputes, cfg.attention_split)
 
 

@@ -172,11 +172,16 @@ class Learner:
 
         Raises: SpmdError where it or a loss is not finite; the gradients are then discarded.
         """
-        for what, values in (("loss", gathered["loss"]), ("gradient", gathered["square_norm"])):
+        placement = self.context.placement
+        found = {
+            "loss": (gathered["loss"], [ranks[0] for ranks in placement.shards]),
+            "gradient": (gathered["square_norm"], list(placement.ranks)),
+        }
+        for what, (values, ranks_of) in found.items():
             indices = np.flatnonzero(~np.isfinite(values))
             if len(indices):
                 self.backend.discard()
-                ranks = ", ".join(str(self.context.placement.ranks[i]) for i in indices)
+                ranks = ", ".join(str(ranks_of[i]) for i in indices)
                 raise SpmdError(
                     f"train step {self.state.version}: the {what} is not finite on rank {ranks}; "
                     "that optimizer step was not taken"
@@ -194,7 +199,9 @@ class Learner:
         seconds = time.perf_counter() - start
         flops = self.backend.flops(batch.lengths, int(batch.mask.sum()))
         own = np.array([seconds, batch.num_tokens, flops])
-        total_s, num_tokens, flops = self.context.all_reduce_sum(own)
+        total_s, *counts = self.context.all_reduce_sum(own)
+        # the ranks of a shard share its work
+        num_tokens, flops = (count / self.context.shard_size for count in counts)
         speed = {
             TOKENS: float(num_tokens),
             "perf/train_tokens_per_s": float(num_tokens / (total_s / self.context.size)),

@@ -20,7 +20,9 @@ from spmd_rl.train.activation_memory import (
     forward_bytes,
 )
 from spmd_rl.train.adapter_memory import adapter_sizes
-from spmd_rl.train.config import FrozenConfig, TrainerConfig
+from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
+from spmd_rl.train.megatron.config import MegatronConfig
+from spmd_rl.train.megatron.memory import megatron_memory
 from spmd_rl.train.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from spmd_rl.train.parameter_groups import FP32_BYTES, moment_bytes, update_rules
 from spmd_rl.train.step_memory import StepSizes, step_memory
@@ -44,7 +46,17 @@ def trainer_memory(
     spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head = "lm"
 ) -> list[TagBytes]:
     """Return what a trainer takes of one of its ranks, by tag."""
-    step = step_memory(step_sizes(spec, cfg, placement, head), cfg.backend.offload)
+    if isinstance(cfg.backend, MegatronConfig) and head == "lm":
+        return megatron_memory(
+            spec,
+            cfg.backend,
+            placement,
+            dtype=dtype_on_gpu(cfg),
+            max_tokens=cfg.max_tokens,
+            logit_rows=cfg.logit_rows,
+        )
+    offload = fsdp2_settings(cfg).offload
+    step = step_memory(step_sizes(spec, cfg, placement, head), offload)
     if not cfg.lora.rank:
         return step
     base = -(-spec.num_parameters // placement.axes["fsdp"]) * ITEM_BYTES[dtype_on_gpu(cfg)]
@@ -54,7 +66,7 @@ def trainer_memory(
 def step_sizes(
     spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head = "lm"
 ) -> StepSizes:
-    """Return what a trainer has of each class on one of its ranks, on the GPU and on the host."""
+    """Return what a trainer of FSDP2 has of each class on one of its ranks, and on the host."""
     num_shards = placement.axes["fsdp"]
     element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
     if cfg.lora.rank:
@@ -63,7 +75,9 @@ def step_sizes(
     rules = update_rules(shapes, cfg, num_shards)
     layer, rest = _unit_sizes(spec, head)
     num_parameters = spec.num_layers * layer + rest
-    is_one_unit = cfg.backend.gathers_whole(num_parameters * FP32_BYTES, len(placement.ranks))
+    is_one_unit = fsdp2_settings(cfg).gathers_whole(
+        num_parameters * FP32_BYTES, len(placement.ranks)
+    )
     unit = num_parameters if is_one_unit else max(layer, rest)
     # Without shards the gathered weights are kept until the end of the step. With them, the root's
     # and those of two neighbouring layers are there at once.
@@ -89,7 +103,7 @@ def _adapter_step_sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placemen
     """Return the sizes of a trainer whose adapters alone learn; its base is a tag of its own."""
     num_shards, element_bytes = placement.axes["fsdp"], ITEM_BYTES[dtype_on_gpu(cfg)]
     layer, rest = _unit_sizes(spec, "lm")
-    is_one_unit = cfg.backend.gathers_whole(
+    is_one_unit = fsdp2_settings(cfg).gathers_whole(
         spec.num_parameters * element_bytes, len(placement.ranks)
     )
     num_gathered = spec.num_parameters if is_one_unit else min(spec.num_layers, 2) * layer + rest
@@ -146,15 +160,16 @@ def layer_shape(spec: ModelSpec) -> LayerShape:
 
 
 def _activations(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> Activations:
-    offloads = cfg.backend.offload_activations
-    keeps_slopes = dtype_on_gpu(cfg) != "float32" and cfg.backend.recompute != "all"
+    settings = fsdp2_settings(cfg)
+    offloads, recompute = settings.offload_activations, settings.recompute
+    keeps_slopes = dtype_on_gpu(cfg) != "float32" and recompute != "all"
     return activations(
         layer_shape(spec),
         _head_shape(spec, cfg, head, keeps_slopes),
         num_tokens=cfg.max_tokens,
         num_layers=min(OFFLOADING_LAYERS, spec.num_layers) if offloads else spec.num_layers,
         element_bytes=ITEM_BYTES[dtype_on_gpu(cfg)],
-        recompute=cfg.backend.recompute,
+        recompute=recompute,
         num_host_layers=spec.num_layers - 1 if offloads else 0,  # the last layer's stay
     )
 

@@ -41,17 +41,22 @@ class MetricSums:
         self._maxima[name] = torch.maximum(self._maxima[name], top) if name in self._maxima else top
 
     def gather(self, context: RoleContext, **numbers: float) -> dict[str, NDArray[np.float64]]:
-        """Return each name's value on each rank of the role.
+        """Return each name's value on each shard of the data, and each of `numbers` on each rank.
 
-        `numbers` are further names, with the values of this rank.
+        `numbers` are further names, with the values of this rank alone. The ranks of a shard have
+        the same sums, of which the first rank's count.
         Ranks: all of the role. Blocks: until each has called.
-        Shape: arrays of [ranks], in rank order, so that a sum over them has a fixed order.
+        Shape: arrays of [shards] and of [ranks], in this order, so that sums have a fixed order.
         """
         by_name = self._own_values()
         names = sorted(by_name)
         table = np.zeros((len(names) + len(numbers), context.size))
         table[:, context.rank] = [*(by_name[name] for name in names), *numbers.values()]
-        return dict(zip([*names, *numbers], context.all_reduce_sum(table), strict=True))
+        rows = context.all_reduce_sum(table)
+        placement = context.placement
+        firsts = [placement.ranks.index(ranks[0]) for ranks in placement.shards]
+        sums = dict(zip(names, rows[: len(names), firsts], strict=True))
+        return sums | dict(zip(numbers, rows[len(names) :], strict=True))
 
     def _own_values(self) -> dict[str, float]:
         """Return the sums and maxima of this rank, copied from the device all at once."""

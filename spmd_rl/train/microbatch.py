@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -86,16 +86,15 @@ class MicroBatch:
         return len(self.rows)
 
 
-def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
+def lay_out(batch: Batch, device: torch.device, whole: bool = False) -> MicroBatch:
     """Return the micro-batch of these sequences on `device`.
 
     Without a token to score it is one token with an empty mask. Shared prompts are packed once on
-    the CPU, whose attention can read them so.
+    the CPU, whose attention can read them so, unless sequences are wanted `whole`.
     """
     if not batch.mask.any():
         return _empty(batch, device)
-    pack = shared_prefix.pack_shared if device.type == "cpu" else shared_prefix.pack_whole
-    layout = pack(batch)
+    layout = _packed(batch, device.type == "cpu" and not whole)
     sequence = np.repeat(np.arange(batch.num_sequences), batch.lengths)
     positions = np.arange(batch.num_tokens) - (np.cumsum(batch.lengths) - batch.lengths)[sequence]
     scored = np.flatnonzero(batch.mask)
@@ -121,6 +120,10 @@ def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
         columns={name: upload(column[scored], device) for name, column in batch.columns.items()},
         kept=_kept_sets(batch, scored, sequence, device) if batch.kept else None,
     )
+
+
+def _packed(batch: Batch, shares: bool) -> shared_prefix.PackedLayout:
+    return shared_prefix.pack_shared(batch) if shares else shared_prefix.pack_whole(batch)
 
 
 def _kept_sets(
@@ -165,6 +168,23 @@ def _empty(batch: Batch, device: torch.device) -> MicroBatch:
         rollout_logprobs=number,
         versions=index.int(),
         columns={name: upload(column[:0], device) for name, column in batch.columns.items()},
+    )
+
+
+def without_scores(micro: MicroBatch) -> MicroBatch:
+    """Return an empty micro-batch beside `micro`: its first token, and nothing to score."""
+    scored = ("rows", "targets", "sequence", "inv_temperature", "weight", "advantages")
+    nothing = {name: getattr(micro, name)[:0] for name in (*scored, "rollout_logprobs", "versions")}
+    return replace(
+        micro,
+        tokens=micro.tokens[:1],
+        positions=micro.positions[:1],
+        lengths=np.ones(1, np.int32),
+        prefixes=np.full(1, -1, np.int32),
+        num_sequences=0,
+        columns={name: column[:0] for name, column in micro.columns.items()},
+        kept=None,
+        **nothing,
     )
 
 

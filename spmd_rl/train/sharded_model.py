@@ -45,6 +45,8 @@ class ShardedModel:
     rest; its argument says which.
     """
 
+    packs_whole = False
+
     def __init__(
         self,
         scorer: Scorer | ValueScorer,

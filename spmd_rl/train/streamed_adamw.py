@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from spmd_rl.train.adamw import MOMENTS, parameters_of
+from spmd_rl.train.adamw import MOMENTS
 from spmd_rl.train.backend import State
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.host_stack import Reserve
@@ -24,7 +24,10 @@ from spmd_rl.weights.local_tensors import LocalTensor
 
 
 class StreamedAdamW:
-    """AdamW over a rank's shards, whose moments `reserve` finds room for on the host."""
+    """AdamW over a rank's shards, whose moments `reserve` finds room for on the host.
+
+    A shard is a float32 tensor on which somebody sets `grad` before a step.
+    """
 
     def __init__(
         self,
@@ -35,7 +38,7 @@ class StreamedAdamW:
         chunk_elements: int = CHUNK_ELEMENTS,
     ) -> None:
         self._shards, self._rules, self._cfg = shards, rules, cfg
-        self._parameters = parameters_of(shards)
+        self._parameters = {name: shard.local for name, shard in shards.items()}
         device = next(iter(self._parameters.values())).device
         sizes = {name: one.numel() for name, one in self._parameters.items()}
         self._layout = lay_out(sizes, chunk_elements)
@@ -106,7 +109,7 @@ def _range(tensor: Tensor, part: Part) -> Tensor:
     return tensor.view(-1)[part.start : part.start + part.count]
 
 
-def _gradient(parameter: torch.nn.Parameter) -> Tensor:
+def _gradient(parameter: Tensor) -> Tensor:
     """Return the gradient of a parameter that has one, with the parameter's order of elements."""
     assert parameter.grad is not None
     return parameter.grad.contiguous()

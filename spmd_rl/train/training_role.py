@@ -21,11 +21,12 @@ from spmd_rl.controller.capabilities import (
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import Placement
-from spmd_rl.model.spec import Head, ModelSpec
+from spmd_rl.model.spec import Head
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import RoleSleep
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.megatron.check import spec_to_train
 from spmd_rl.train.memory import trainer_memory
 from spmd_rl.types.batch import Batch
 
@@ -72,7 +73,7 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
         cls, cfg: TrainerConfig, placement: Placement, model: str, on_gpu: bool
     ) -> Sequence[TagBytes]:
         """Return what the role takes of one of its ranks, by tag."""
-        return trainer_memory(ModelSpec.from_folder(model), cfg, placement, cls.HEAD)
+        return trainer_memory(spec_to_train(model, cfg), cfg, placement, cls.HEAD)
 
     @collective
     def train_step(

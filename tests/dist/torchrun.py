@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def torchrun(
-    script: str, num_ranks: int, out: Path, *args: str, timeout_s: float = 1000
+    script: str, num_ranks: int, out: Path, *args: str, timeout_s: float = 1000, room: str = "dist"
 ) -> dict[str, Any]:
-    """Run `tests/dist/<script>` on that many ranks and return the JSON it wrote to `out`.
+    """Run `tests/<room>/<script>` on that many ranks and return the JSON it wrote to `out`.
 
     Blocks: until torchrun ends; after `timeout_s` its process group is killed and the test fails.
     """
@@ -27,10 +27,11 @@ def torchrun(
         "--standalone",
         f"--nproc-per-node={num_ranks}",
     ]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     child = subprocess.Popen(
-        [*command, str(ROOT / "tests/dist" / script), *args],
+        [*command, str(ROOT / "tests" / room / script), *args],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -33,6 +33,8 @@ HEAVY = {
     "math_verify": "rewards",
     "sympy": "rewards",
     "langdetect": "rewards",
+    "megatron": "train",
+    "transformer_engine": "train",
     "triton": "kernels",
     "flash_attn": "kernels",
     "cutlass": "kernels",

@@ -21,6 +21,7 @@ IMPORTED_AS = {
     "flash-attn-4": "flash_attn",
     "quack-kernels": "quack",
     "nvidia-cutlass-dsl": "cutlass",
+    "megatron-core": "megatron",
 }  # where a distribution's name is not that of its module
 TOOLS = ("dev", "docs")  # extras of those who work on the package: tests and docs use these
 _NAME = re.compile(r"[A-Za-z0-9._-]+")

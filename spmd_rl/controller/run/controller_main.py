@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -31,7 +31,7 @@ from spmd_rl.mesh.world import World
 
 MakeObserver = Callable[[RunConfig, Any, int], RunObserver]
 PlanSettings = Callable[[Any, int], Mapping[str, Mapping[str, Any]]]
-DecideSleep = Callable[[Any, int], tuple[SleepPolicy, str]]
+DecideStart = Callable[[Any, int], tuple[SleepPolicy, Sequence[str]]]
 
 OBSERVER_CLOSE_S = 5.0  # how long the observer of a failed run may take
 DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -43,13 +43,13 @@ def run_controller(
     invocation: Invocation,
     make_observer: MakeObserver,
     plan_settings: PlanSettings,
-    decide_sleep: DecideSleep,
+    decide_start: DecideStart,
 ) -> int:
     """Serve one run, from loading the recipe to the exit code.
 
     `make_observer(run, cfg, world_size)` returns the observer of the run. `plan_settings(cfg,
     world_size)` returns the settings that it adds to what the recipe spawns, by placement.
-    `decide_sleep(cfg, world_size)` returns whether its roles sleep, and a sentence that is printed.
+    `decide_start(cfg, world_size)` returns whether its roles sleep, and sentences to print.
     Blocks: as long as the recipe runs.
     """
     dispatcher: Dispatcher | None = None
@@ -63,9 +63,9 @@ def run_controller(
         observer = make_observer(run_config(cfg), cfg, world_size)
         dispatcher.final_message.leave_screen = observer.leave_screen
         planned = plan_settings(cfg, world_size)
-        policy, why = decide_sleep(cfg, world_size)
-        if why:
-            print(why, flush=True)
+        policy, sentences = decide_start(cfg, world_size)
+        for sentence in sentences:
+            print(sentence, flush=True)
         controller = Controller(run_config(cfg), dispatcher, observer, planned, policy)
         _run(recipe, cfg, controller, dispatcher, observer, lifeline.folder)
     except BaseException as raised:  # noqa: BLE001  a recipe may raise anything, even SystemExit

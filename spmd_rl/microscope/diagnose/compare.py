@@ -24,6 +24,7 @@ from spmd_rl.microscope.taps.taps import HashTap, PatchTap, ValueTap
 
 PointStatus = Literal["equal", "inherited", "introduced"]
 _NAMES = {
+    "megatron": "Megatron-core",
     "transformers": "transformers",
     "sglang": "SGLang",
     "sglang-deterministic": "SGLang in its deterministic mode",

@@ -36,7 +36,7 @@ _MOVES = re.compile(
     r"|squeeze|flatten|unflatten|expand|contiguous|detach|alias|to|copy_|chunk|split|tensor_split"
     r"|index_select|clone|resolve_\w+|lift_fresh|item|_unsafe_view|index_copy_?|repeat_interleave"
     r"|arange|zeros|ones|fill_|cat|pad|index|is_nonzero|new_\w+|constant_pad_nd|unbind|resize_"
-    r"|zero_)$"
+    r"|zero_|view_as|split_with_sizes|_reshape_alias)$"
 )
 
 KernelsByPoint = Mapping[tuple[int, Point], tuple[KernelInfo, ...]]

@@ -104,32 +104,37 @@ class TrainerPass:
 
     @torch.enable_grad()
     def run(self, case: ReplayCase, tap: Tap) -> None:
-        batch = _batch(case)
-        lengths = batch.lengths.tolist()
-        count = len(lengths)
-        if self.share_prompts:
-            count = num_micro_batches(lengths, self.max_tokens)
-        parts = split_sequences(lengths, count)
+        parts = micro_batches_of(case, self.max_tokens, self.share_prompts)
         self.facts = {"micro-batches": len(parts)}
         with hook_model(self.model, tap.observe):
             for part in parts:
-                self._run_micro_batch(case, tap, batch.select(part))
+                begin_micro_batch(case, tap, part, self.device)
+                logprobs = self.scorer(lay_out(part, self.device)).logprobs
+                tap.observe(Point(self.model.spec.num_layers, "logprob"), logprobs)
 
-    def _run_micro_batch(self, case: ReplayCase, tap: Tap, batch: Batch) -> None:
-        position = self._pack(batch).position
-        rows = np.concatenate([case.rows(number) for number in batch.index.tolist()])
-        scored = rows[np.flatnonzero(batch.mask) - 1]
-        is_computed = position >= 0
-        arrays = rows[is_computed], position[is_computed], scored
-        tap.begin_forward(*(torch.from_numpy(array).to(self.device) for array in arrays))
-        logprobs = self.scorer(lay_out(batch, self.device)).logprobs
-        tap.observe(Point(self.model.spec.num_layers, "logprob"), logprobs)
 
-    def _pack(self, batch: Batch) -> shared_prefix.PackedLayout:
-        """Return the layout of the forward pass: on a CPU, equal prompts are one segment."""
-        if self.device.type == "cpu":
-            return shared_prefix.pack_shared(batch)
-        return shared_prefix.pack_whole(batch)
+def micro_batches_of(case: ReplayCase, max_tokens: int, share_prompts: bool) -> list[Batch]:
+    """Return the sequences as the micro-batches of a trainer.
+
+    Without `share_prompts`, each sequence is one, and computes its own prompt.
+    """
+    batch = _batch(case)
+    lengths = batch.lengths.tolist()
+    count = num_micro_batches(lengths, max_tokens) if share_prompts else len(lengths)
+    return [batch.select(part) for part in split_sequences(lengths, count)]
+
+
+def begin_micro_batch(case: ReplayCase, tap: Tap, batch: Batch, device: torch.device) -> None:
+    """Tell the tap which rows a trainer's micro-batch computes, and where: on a CPU, equal prompts
+    are one segment.
+    """
+    is_shared = device.type == "cpu"
+    layout = shared_prefix.pack_shared(batch) if is_shared else shared_prefix.pack_whole(batch)
+    rows = np.concatenate([case.rows(number) for number in batch.index.tolist()])
+    scored = rows[np.flatnonzero(batch.mask) - 1]
+    is_computed = layout.position >= 0
+    arrays = rows[is_computed], layout.position[is_computed], scored
+    tap.begin_forward(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
 def _batch(case: ReplayCase) -> Batch:

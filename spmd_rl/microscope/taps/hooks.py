@@ -63,8 +63,8 @@ def _attention_hook(observe: Observe) -> Callable[..., tuple[Any, Any]]:
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if "attend" in kwargs:
-            return args, kwargs | {"attend": _hooked_attention(kwargs["attend"], observe)}
-        return (*args[:2], _hooked_attention(args[2], observe), *args[3:]), kwargs
+            return args, kwargs | {"attend": hooked_attention(kwargs["attend"], observe)}
+        return (*args[:2], hooked_attention(args[2], observe), *args[3:]), kwargs
 
     return hook
 
@@ -98,7 +98,8 @@ class _HookedProjections(FusedProjections):
         ]
 
 
-def _hooked_attention(attend: TokenAttention, observe: Observe) -> TokenAttention:
+def hooked_attention(attend: TokenAttention, observe: Observe) -> TokenAttention:
+    """Return `attend` with hooks on its queries, keys, values and outputs."""
     if isinstance(attend, PagedAttention):
         return _HookedPagedAttention(attend, observe)
     return _HookedAttention(attend, observe)

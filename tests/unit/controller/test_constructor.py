@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -39,6 +39,34 @@ class Untyped(Role):
 class Collects(Role):
     def __init__(self, cfg: JudgeConfig, context: Any, **settings: str) -> None:
         super().__init__(cfg, context)
+
+
+@dataclass(frozen=True)
+class Slow:
+    kind: Literal["slow"] = "slow"
+    wait_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class Fast:
+    kind: Literal["fast"] = "fast"
+    sizes: tuple[int, ...] = (1, 2)
+
+
+@dataclass(frozen=True)
+class Kinds:
+    inner: Slow | Fast = field(default_factory=Slow)
+    strict: bool = True
+
+
+def test_a_config_crosses_whose_fields_have_kinds() -> None:
+    codec = Constructor(Judge).codec(Kinds)
+    for config in (Kinds(), Kinds(Fast(sizes=(3,)), strict=False)):
+        assert codec.unpack(pack((config, "m", 3))) == (config, "m", 3)
+    with pytest.raises(ContractError, match="Kinds: expected the fields inner, strict, got"):
+        codec.unpack(pack((Fast(), "m", 3)))
+    with pytest.raises(ContractError, match="Kinds: 'other'"):
+        codec.unpack(pack(({"inner": {"kind": "other"}, "strict": True}, "m", 3)))
 
 
 def test_values_come_in_order_with_defaults() -> None:

@@ -80,13 +80,26 @@ def test_an_engine_that_shares_ranks_is_refused(split: SeparateSplit) -> None:
         (Split(RoleSplit("some")), "neither 'all'"),
         (Split(RoleSplit(dp=4)), "dp 4 x fsdp 1 x tp 1 = 4, but it has 6 ranks"),
         (Split(RoleSplit(fsdp=5)), "dp 1 x fsdp 5 x tp 1 = 5, but it has 6 ranks"),
-        (Split(RoleSplit(dp=0)), "dp >= 1"),
-        (Split(RoleSplit(tp=2)), "use the axes dp and fsdp"),
+        (
+            Split(RoleSplit(dp=0)),
+            "split.train needs fsdp >= 0 and every other axis >= 1, not pp = 1",
+        ),
+        (Split(RoleSplit(tp=4)), "dp 1 x fsdp 1 x tp 4 = 4, but it has 6 ranks"),
+        (Split(RoleSplit(pp=2, tp=2)), "pp 2 x dp 1 x fsdp 1 x tp 2 = 4, but it has 6 ranks"),
+        (Split(RoleSplit(pp=2, ep=2)), "ep = 2 does not divide the 3 ranks of a stage"),
     ],
 )
 def test_what_does_not_fit_says_why(split: Split, sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
         plan_split(split, 6)
+
+
+def test_an_axis_of_a_model_is_refused_where_nobody_has_it() -> None:
+    train = plan_split(Split(RoleSplit(tp=2)), 6).train
+    assert train.axes == {"dp": 1, "fsdp": 3, "tp": 2}
+    with pytest.raises(PlanError, match=r"split\.train\.tp = 2: FSDP2 has the axes dp and fsdp"):
+        train.require_data_axes_alone("FSDP2")
+    plan_split(Split(), 6).train.require_data_axes_alone("FSDP2")
 
 
 def test_an_unknown_role_gets_the_names_of_the_split() -> None:

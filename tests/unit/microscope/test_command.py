@@ -21,6 +21,7 @@ from spmd_rl.cli import main
 from spmd_rl.errors import SpmdError
 from spmd_rl.microscope import sides
 from spmd_rl.microscope.diagnose.faults import plant
+from spmd_rl.microscope.options import check_sides, parse_options
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
 from spmd_rl.microscope.replay.inputs import case_of_run, find_samples, mismatched_tokens
@@ -513,3 +514,29 @@ def test_the_proof_compares_whole_rows_of_logits(
     assert (logits.value, logits.holds) == (4, False), "one sample's, fewer than the bar"
     assert unequal.holds is (fault is None)
     assert unequal.value == (8 if fault else 0), "its logits and its log-probs"
+
+
+@pytest.mark.parametrize(
+    ("right", "axes", "expected"),
+    [
+        ("trainer", "", ["--right megatron replays it on one rank"]),
+        ("megatron", "tp = 2", ["was cut along tp 2, which changes its bits"]),
+        ("megatron", "tp = 2\ncp = 4", ["was cut along tp 2 and cp 4"]),
+        ("megatron", "pp = 2", []),
+    ],
+)
+def test_a_run_of_megatron_core_is_told_how_it_was_cut(
+    right: str, axes: str, expected: list[str]
+) -> None:
+    text = f'[trainer.backend]\nkind = "megatron"\n[split.train]\n{axes}\n'
+    options = parse_options(["runs/demo", "--left=engine", f"--right={right}"], None)
+    notes = sides.megatron_notes(options, tomllib.loads(text))
+    assert len(notes) == len(expected)
+    assert all(part in note for part, note in zip(expected, notes, strict=True))
+    assert sides.megatron_notes(options, {"trainer": {"backend": {"kind": "fsdp2"}}}) == []
+
+
+def test_megatron_core_and_a_side_that_ran_elsewhere_are_refused() -> None:
+    options = parse_options(["runs/demo", "--left=megatron", "--right=sglang"], None)
+    with pytest.raises(SpmdError, match="both keep their weights to themselves"):
+        check_sides(options)

@@ -14,6 +14,7 @@ from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.metrics import METRIC_OF_NAME, METRICS
 from spmd_rl.report import colours, time_axes, write_report
 from spmd_rl.report import series as figures
+from spmd_rl.report.about import about
 from spmd_rl.report.build import gather
 from spmd_rl.report.command import main
 from spmd_rl.report.comparison import as_number
@@ -621,3 +622,14 @@ def test_numbers_without_end_are_none_in_the_page(tmp_path: Path) -> None:
 def test_a_page_of_ten_thousand_steps_stays_small(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_steps=10_000, num_ranks=8)
     assert write_report([run]).stat().st_size < 2_000_000
+
+
+def test_the_facts_name_the_trainer_and_its_layers(tmp_path: Path) -> None:
+    backend = {"kind": "megatron", "layers": "local"}
+    assert about(tmp_path, {"trainer": {"backend": backend}}, None, {})["trainer"] == (
+        "megatron, local layers"
+    )
+    assert about(tmp_path, {"trainer": {"backend": {"kind": "fsdp2"}}}, None, {}) == {
+        "trainer": "fsdp2"
+    }
+    assert "trainer" not in about(tmp_path, {}, None, {})

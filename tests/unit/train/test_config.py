@@ -6,7 +6,8 @@ import pytest
 
 from spmd_rl.config.dump import dump_toml
 from spmd_rl.config.load import load
-from spmd_rl.controller.channel.codec import Codec
+from spmd_rl.controller.channel.codec import pack
+from spmd_rl.controller.config_codec import ConfigCodec
 from spmd_rl.errors import ConfigError
 from spmd_rl.train.config import OptimizerConfig, ParameterGroup, TrainerConfig, learning_rate
 
@@ -75,7 +76,7 @@ def test_groups_from_the_command_line_and_back(tmp_path: Path) -> None:
     file = tmp_path / "cfg.toml"
     file.write_text(dump_toml(cfg))
     assert load(TrainerConfig, file) == cfg
-    codec = Codec(TrainerConfig)
-    assert codec.unpack(codec.pack(cfg)) == cfg
+    codec = ConfigCodec(TrainerConfig, ())
+    assert codec.unpack(pack((cfg,))) == (cfg,)
     with pytest.raises(ConfigError, match=r"unknown key 'groups\[0\].lr'"):
         load(TrainerConfig, None, ['groups=[{"pattern": "*", "lr": 1.0}]'])

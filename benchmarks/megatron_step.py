@@ -1,0 +1,136 @@
+"""Training step of the Megatron-core backend beside FSDP2's, on one GPU, by layer spec.
+
+FSDP2, Megatron-core with the local layers, and with transformer-engine's take the same steps, one
+backend after the other: learner.train_step on 64 sequences of 128 + 896 tokens in packs of 16,384.
+At 4B, moments are in host memory and activations are recomputed: FSDP2 recomputes all but matrix
+products, and Megatron-core whole layers. Values are medians of the host's clock around a step, with
+the GPU drained before and after. MFU counts no recomputation (spmd_rl/train/flops.py).
+
+The log-probs of all backends are compared before the first step. Those of FSDP2 are the native
+engine's, bit for bit.
+
+    python -m benchmarks.megatron_step 0.6B 4B [--save] [--layers local transformer_engine]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.record import compared, finish, gpu, gpu_machine, measured
+from benchmarks.shapes import VOCAB
+from benchmarks.table import Row
+from benchmarks.train_step import STEP_TOKENS, WARMUPS, step_seconds
+from benchmarks.training import batch, config, learner
+from spmd_rl.train.config import TrainerConfig, fsdp2_settings
+from spmd_rl.train.flops import peak_flops
+from spmd_rl.train.megatron.config import Layers, MegatronConfig
+from spmd_rl.types.batch import Batch
+
+LAYERS: tuple[Layers, ...] = ("local", "transformer_engine")
+SPEED_BAR = 1.10
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+PACKAGES = ("torch", "triton", "flash-attn-4", "megatron-core")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a step of one backend took, and its log-probs of the batch's tokens before it."""
+
+    seconds: float
+    gibibytes: float
+    mfu: float
+    logprobs: NDArray[np.float32]
+
+
+def configs(name: str, layers: Sequence[Layers]) -> dict[str, TrainerConfig]:
+    """Return the settings of each backend, which differ in nothing else."""
+    fsdp2, is_large = config(name), name == "4B"
+    if is_large:
+        fsdp2 = replace(fsdp2, backend=replace(fsdp2_settings(fsdp2), offload="moments"))
+    found = {"FSDP2": fsdp2}
+    for one in layers:
+        backend = MegatronConfig(
+            layers=one,
+            offload="moments" if is_large else "none",
+            model_options=RECOMPUTE if is_large else {},
+        )
+        found[f"Megatron-core, {one} layers"] = replace(fsdp2, backend=backend)
+    return found
+
+
+def measure(name: str, cfg: TrainerConfig, given: Batch, repeats: int) -> Found:
+    """Return what a backend takes. Nothing of it is left on the GPU."""
+    one = learner(name, cfg)
+    logprobs = one.runner.score(given).values[given.mask]
+    for _ in range(WARMUPS):
+        step_seconds(one, given)
+    torch.cuda.reset_peak_memory_stats()
+    seconds = statistics.median(step_seconds(one, given) for _ in range(repeats))
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    flops = one.backend.flops(given.lengths, int(given.mask.sum())) / seconds
+    most = peak_flops(one.backend.device, cfg.dtype)
+    del one
+    gc.unfreeze()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return Found(seconds, peak, flops / most if most else float("nan"), logprobs)
+
+
+def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
+    given = batch(STEP_TOKENS, VOCAB)
+    found: dict[str, Found] = {}
+    for backend, cfg in configs(name, options.layers).items():
+        found[backend] = measure(name, cfg, given, options.repeats)
+        print(f"{name} {backend}: {found[backend].seconds:.3f} s", flush=True)
+    ours = found.pop("FSDP2")
+    yield measured(f"Qwen3-{name}, FSDP2: MFU", ours.mfu, "")
+    for backend, other in found.items():
+        what, peer = f"Qwen3-{name}, {backend}", "FSDP2"
+        yield compared(
+            f"{what}: step",
+            other.seconds,
+            "s",
+            peer=peer,
+            peer_value=ours.seconds,
+            at_most=SPEED_BAR,
+        )
+        yield measured(f"{what}: MFU", other.mfu, "")
+        yield compared(
+            f"{what}: peak memory", other.gibibytes, "GiB", peer=peer, peer_value=ours.gibibytes
+        )
+        difference = np.abs(other.logprobs - ours.logprobs)
+        yield measured(f"{what}: mean abs(dlogp)", float(difference.mean()), "")
+        yield measured(f"{what}: largest abs(dlogp)", float(difference.max()), "")
+        unequal = int((difference > 0).sum())
+        yield measured(f"{what}: unequal of {len(difference):,} tokens", unequal, "tokens")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shapes", nargs="+", choices=("0.6B", "4B"))
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    rows = [row for name in options.shapes for row in rows_of(name, options)]
+    packages = [*PACKAGES, *(["transformer_engine"] if LAYERS[1] in options.layers else [])]
+    return finish(__file__, packages, rows, save=options.save, machine=gpu_machine(), **gpu())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Training with Megatron-core: tensor, pipeline, context and expert parallelism."""

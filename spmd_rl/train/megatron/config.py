@@ -1,0 +1,174 @@
+"""Settings of the Megatron-core backend, and what a model and a split must fit. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from spmd_rl.config.rules import require
+from spmd_rl.errors import ConfigError
+from spmd_rl.model.moe_spec import MoeSpec
+from spmd_rl.model.spec import ModelSpec
+
+KEY = "trainer.backend"
+Layers = Literal["local", "transformer_engine"]
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    """Settings of the Megatron-core backend alone (docs/megatron.md)."""
+
+    kind: Literal["megatron"] = "megatron"  # which backend computes gradients
+    # chunks of layers on each stage of a pipeline, which the stages take turns with
+    chunks: int = 1
+    # whose layers: Megatron-core's with our attention and norms, or transformer-engine's (on GPUs)
+    layers: Layers = "local"
+    sequence_parallel: bool = False  # split norms along tp by tokens
+    # what lies in host memory: AdamW's moments, which each optimizer step streams through the GPU
+    offload: Literal["none", "moments"] = "none"
+    # shard the optimizer's state over the data axes and cp
+    distributed_optimizer: bool = True
+    # Megatron-core's own, by the names of its TransformerConfig, such as
+    # trainer.backend.model_options.recompute_granularity
+    model_options: dict[str, Any] = field(default_factory=dict)
+    # those of its OptimizerConfig, and of its DistributedDataParallelConfig
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
+    ddp_options: dict[str, Any] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """Return a sentence for the start of a run."""
+        whose = "its local layers" if self.layers == "local" else "transformer-engine's layers"
+        return f"the trainer is Megatron-core with {whose} (docs/megatron.md)"
+
+    def __post_init__(self) -> None:
+        require(self.chunks >= 1, "chunks", self.chunks, "at least 1")
+        for table, owned in OWNED.items():
+            for name in getattr(self, table):
+                if name in owned:
+                    raise ConfigError(f"{KEY}.{table}.{name} is not yours to set: {owned[name]}")
+
+
+_AXES = "the split sets it (split.train.tp, pp, cp and ep)"
+_MODEL = "the model's config.json sets it"
+_RATE = "the trainer's own settings (trainer.lr, betas, eps, weight_decay) do"
+OWNED: Mapping[str, Mapping[str, str]] = {
+    "model_options": {
+        **dict.fromkeys(
+            (
+                "tensor_model_parallel_size",
+                "pipeline_model_parallel_size",
+                "context_parallel_size",
+                "expert_model_parallel_size",
+                "expert_tensor_parallel_size",
+            ),
+            _AXES,
+        ),
+        **dict.fromkeys(
+            (
+                "num_layers",
+                "hidden_size",
+                "ffn_hidden_size",
+                "num_attention_heads",
+                "num_query_groups",
+                "kv_channels",
+                "normalization",
+                "layernorm_epsilon",
+                "qk_layernorm",
+                "gated_linear_unit",
+                "activation_func",
+                "add_bias_linear",
+                "add_qkv_bias",
+                "num_moe_experts",
+                "moe_ffn_hidden_size",
+                "moe_router_topk",
+            ),
+            _MODEL,
+        ),
+        **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "trainer.dtype does"),
+        **dict.fromkeys(
+            ("attention_dropout", "hidden_dropout"), "log-probs must not depend on a draw"
+        ),
+        "virtual_pipeline_model_parallel_size": f"{KEY}.chunks does",
+        "sequence_parallel": f"{KEY}.sequence_parallel does",
+        "calculate_per_token_loss": "losses are divided once, by the batch's denominator",
+        "variable_seq_lengths": "micro-batches are packed sequences of any length",
+        "finalize_model_grads_func": "the backend calls it after the schedule",
+        "deterministic_mode": "trainer.deterministic does",
+        "moe_aux_loss_coeff": "a loss that the recipe does not see would change the gradients",
+    },
+    "optimizer_options": {
+        **dict.fromkeys(
+            ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"), _RATE
+        ),
+        **dict.fromkeys(("bf16", "fp16", "params_dtype"), "trainer.dtype does"),
+        "optimizer": "trainer.optimizer.kind does",
+        "clip_grad": "trainer.clip_norm does",
+        "use_distributed_optimizer": f"{KEY}.distributed_optimizer does",
+    },
+    "ddp_options": {
+        "use_distributed_optimizer": f"{KEY}.distributed_optimizer does",
+        "grad_reduce_in_fp32": "gradients are summed in float32",
+        "use_megatron_fsdp": "trainer.backend.kind = 'fsdp2' shards weights",
+    },
+}
+
+
+def check_layout(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig, role: str) -> None:
+    """Raise a ConfigError, one sentence, if a model cannot be cut along these axes."""
+    at = f"split.{role}"
+    _check_tensors(spec, axes.get("tp", 1), cfg, at)
+    _check_stages(spec, axes.get("pp", 1), cfg, at)
+    _check_experts(spec, axes, cfg, at)
+    if spec.out_bias or spec.mlp_bias:
+        raise ConfigError(
+            "the model has biases outside of its queries, keys and values, which Megatron-core is "
+            "not given here: use trainer.backend.kind = 'fsdp2'"
+        )
+
+
+def _check_tensors(spec: ModelSpec, tp: int, cfg: MegatronConfig, at: str) -> None:
+    if spec.num_heads % tp:
+        raise ConfigError(f"{at}.tp = {tp} does not divide the model's {spec.num_heads} heads")
+    if not isinstance(spec, MoeSpec) and spec.intermediate_size % tp:
+        raise ConfigError(
+            f"{at}.tp = {tp} does not divide the {spec.intermediate_size} rows of the model's MLP"
+        )
+    if max(tp, spec.num_kv_heads) % min(tp, spec.num_kv_heads):
+        raise ConfigError(
+            f"{at}.tp = {tp} and the model's {spec.num_kv_heads} key-value heads: "
+            "one must be a multiple of the other"
+        )
+    if spec.vocab_size < tp * tp:
+        raise ConfigError(
+            f"{at}.tp = {tp} leaves ranks without a token of the vocabulary of {spec.vocab_size}"
+        )
+    if cfg.sequence_parallel and tp == 1:
+        raise ConfigError(f"{KEY}.sequence_parallel needs tensor parallelism: set {at}.tp")
+
+
+def _check_stages(spec: ModelSpec, pp: int, cfg: MegatronConfig, at: str) -> None:
+    if pp > spec.num_layers:
+        raise ConfigError(f"{at}.pp = {pp} is more than the model's {spec.num_layers} layers")
+    if cfg.chunks > 1 and pp == 1:
+        raise ConfigError(f"{KEY}.chunks = {cfg.chunks} needs a pipeline: set {at}.pp")
+    if spec.num_layers % (pp * cfg.chunks):
+        stages = f"{at}.pp = {pp}" + (f" x {KEY}.chunks = {cfg.chunks}" if cfg.chunks > 1 else "")
+        raise ConfigError(f"{stages} does not divide the model's {spec.num_layers} layers")
+    if spec.tie_embeddings and pp > 1 and cfg.distributed_optimizer:
+        raise ConfigError(
+            f"{at}.pp = {pp} with tied embeddings needs {KEY}.distributed_optimizer = false: "
+            "the two stages that hold the embedding would shard its state differently"
+        )
+
+
+def _check_experts(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig, at: str) -> None:
+    tp, ep = axes.get("tp", 1), axes.get("ep", 1)
+    if not isinstance(spec, MoeSpec):
+        if ep > 1:
+            raise ConfigError(f"{at}.ep = {ep}: the model has no experts")
+        return
+    if spec.num_experts % ep:
+        raise ConfigError(f"{at}.ep = {ep} does not divide the model's {spec.num_experts} experts")
+    if tp > 1 and not cfg.sequence_parallel:
+        raise ConfigError(f"{at}.tp = {tp} with experts needs {KEY}.sequence_parallel = true")

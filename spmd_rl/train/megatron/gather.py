@@ -1,0 +1,55 @@
+"""GatheredTensors: whole tensors from the boxes that the ranks of a role hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.weights.layout import Box, Dims
+from spmd_rl.weights.local_tensors import LocalTensor
+
+Named = Sequence[tuple[str, LocalTensor]]
+Held = dict[str, tuple[Dims, list[Box]]]  # a tensor's shape, and a rank's boxes of it
+
+
+class GatheredTensors:
+    """Gathers one tensor at a time. The boxes of all ranks are exchanged at the first of them."""
+
+    def __init__(self, context: RoleContext, device: torch.device) -> None:
+        self._context, self._device = context, device
+        self._shapes: dict[str, Dims] = {}
+        self._owners: dict[str, dict[Box, int]] = {}  # for each box the first rank that holds it
+
+    def whole(self, name: str, own: Named) -> Tensor:
+        """Return a whole tensor on every rank. `own` are all boxes of this rank.
+
+        Ranks: all of the role. Blocks: until each box has been sent.
+        """
+        if not self._owners:
+            self._exchange(own)
+        held = {tensor.box: tensor.local for other, tensor in own if other == name}
+        whole = torch.empty(self._shapes[name], device=self._device)
+        for box, owner in self._owners[name].items():
+            part = torch.empty(box.extent, device=self._device)
+            if owner == self._context.rank:
+                part.copy_(held[box])
+            dist.broadcast(part, group=self._context.group, group_src=owner)
+            whole[tuple(map(slice, box.offset, box.end))] = part
+        return whole
+
+    def _exchange(self, own: Named) -> None:
+        held: Held = {}
+        for name, tensor in own:
+            held.setdefault(name, (tensor.shape, []))[1].append(tensor.box)
+        blobs = self._context.all_gather_bytes(msgspec.msgpack.encode(held))
+        for rank, blob in enumerate(blobs):
+            for name, (shape, boxes) in msgspec.msgpack.decode(blob, type=Held).items():
+                self._shapes[name] = shape
+                owners = self._owners.setdefault(name, {})
+                for box in boxes:
+                    owners.setdefault(box, rank)

@@ -1,0 +1,98 @@
+"""Packing of a micro-batch for Megatron-core: padding, and the tokens of a context-parallel rank.
+
+Along cp, each sequence is cut into 2 cp equal chunks. Rank r has the chunks r and 2 cp - 1 - r, so
+that all ranks have equal work. With sequence parallelism, the tokens of a rank are a
+multiple of tp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spmd_rl.model.families import Cut
+from spmd_rl.train.microbatch import MicroBatch
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What one rank computes of a micro-batch.
+
+    Shape: tokens, positions [T'] of this rank; `lengths`, `prefixes` [P] of all segments, padded;
+    `rows` [m] the rank's tokens whose hidden state predicts a scored token, and `scored` [m] which
+    of the micro-batch's scored tokens that is.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    lengths: NDArray[np.int32]
+    prefixes: NDArray[np.int32]
+    rows: Tensor
+    scored: Tensor
+
+
+def pack_for_rank(micro: MicroBatch, context: Cut, multiple: int, least: int = 0) -> Packed:
+    """Return this rank's part of a micro-batch.
+
+    `context` is its place along cp; its tokens become a multiple of `multiple`. The micro-batch is
+    padded to `least` tokens, and as many again as all else needs.
+    """
+    lengths, padded, prefixes = _padded(micro, context, multiple, least)
+    source = _sources(lengths, padded)
+    mine = np.concatenate([held_positions(int(size), context) for size in padded])
+    bases = np.repeat(np.cumsum(padded) - padded, padded // context.count)
+    held = source[mine + bases]  # the micro-batch's token at each of the rank's, or -1
+    device = micro.tokens.device
+    place = np.full(len(micro.tokens), -1)
+    place[held[held >= 0]] = np.flatnonzero(held >= 0)
+    rows = torch.from_numpy(place).to(device)[micro.rows]
+    scored = (rows >= 0).nonzero()[:, 0]
+    index = torch.from_numpy(np.maximum(held, 0)).to(device)
+    positions = micro.positions[index].masked_fill(torch.from_numpy(held < 0).to(device), 0)
+    sizes = padded.astype(np.int32)
+    return Packed(micro.tokens[index], positions, sizes, prefixes, rows[scored], scored)
+
+
+def _padded(
+    micro: MicroBatch, context: Cut, multiple: int, least: int
+) -> tuple[Ints, Ints, NDArray[np.int32]]:
+    """Return the lengths of the segments, those with padding, and their prefixes.
+
+    The last segment may be padding alone, which nobody sees.
+    """
+    each = 2 * context.count if context.count > 1 else 1
+    lengths = micro.lengths.astype(np.int64)
+    padded = -(-lengths // each) * each
+    total, unit = int(padded.sum()), lcm(each, multiple * context.count)
+    if not (rest := -(-max(total, least) // unit) * unit - total):
+        return lengths, padded, micro.prefixes
+    prefixes = np.append(micro.prefixes, np.int32(-1))
+    return np.append(lengths, 0), np.append(padded, rest), prefixes
+
+
+def num_padded(micro: MicroBatch, context: Cut) -> int:
+    """Return the tokens of a micro-batch whose sequences are padded."""
+    each = 2 * context.count if context.count > 1 else 1
+    return int((-(-micro.lengths.astype(np.int64) // each) * each).sum())
+
+
+def _sources(lengths: Ints, padded: Ints) -> Ints:
+    """Return the token of the micro-batch at each padded position, -1 for padding."""
+    within = np.arange(padded.sum()) - np.repeat(np.cumsum(padded) - padded, padded)
+    starts = np.repeat(np.cumsum(lengths) - lengths, padded)
+    return np.where(within < np.repeat(lengths, padded), starts + within, -1)
+
+
+def held_positions(length: int, context: Cut) -> Ints:
+    """Return the positions within a sequence that a context-parallel rank has."""
+    if context.count == 1:
+        return np.arange(length)
+    chunks = np.arange(length).reshape(2 * context.count, -1)
+    return chunks[[context.index, 2 * context.count - 1 - context.index]].reshape(-1)

@@ -1,0 +1,158 @@
+"""Settings of the Megatron-core backend, and the layouts that it refuses before a run."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.mesh.split import RoleSplit, Split, plan_split
+from spmd_rl.model.moe_spec import MoeSpec, read_spec
+from spmd_rl.model.rope_spec import RopeSpec
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
+from spmd_rl.train.megatron.check import check_axes
+from spmd_rl.train.megatron.config import OWNED, MegatronConfig, check_layout
+from tests.backends.megatron_case import FAMILIES, SIZES
+
+SPEC = ModelSpec(
+    family="llama",
+    vocab_size=960,
+    hidden_size=64,
+    intermediate_size=120,
+    num_layers=12,
+    num_heads=12,
+    num_kv_heads=6,
+    head_dim=16,
+    max_positions=64,
+    rms_eps=1e-6,
+    rope=RopeSpec(10000.0),
+    tie_embeddings=False,
+    qkv_bias=False,
+    out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+)
+MOE = MoeSpec(**vars(SPEC), num_experts=8, experts_per_token=2, expert_size=32)
+TIED = replace(SPEC, tie_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "axes", "settings", "sentence"),
+    [
+        (SPEC, {"tp": 5}, {}, "split.train.tp = 5 does not divide the model's 12 heads"),
+        (replace(SPEC, intermediate_size=125), {"tp": 2}, {}, "the 125 rows of the model's MLP"),
+        (SPEC, {"tp": 4}, {}, "tp = 4 and the model's 6 key-value heads: one must be a multiple"),
+        (replace(SPEC, vocab_size=100), {"tp": 12}, {}, "without a token of the vocabulary of 100"),
+        (SPEC, {"pp": 16}, {}, "split.train.pp = 16 is more than the model's 12 layers"),
+        (SPEC, {"pp": 5}, {}, "split.train.pp = 5 does not divide the model's 12 layers"),
+        (SPEC, {"pp": 4}, {"chunks": 2}, "pp = 4 x trainer.backend.chunks = 2 does not divide"),
+        (SPEC, {}, {"chunks": 2}, "chunks = 2 needs a pipeline: set split.train.pp"),
+        (SPEC, {}, {"sequence_parallel": True}, "needs tensor parallelism: set split.train.tp"),
+        (SPEC, {"ep": 2}, {}, "split.train.ep = 2: the model has no experts"),
+        (MOE, {"ep": 3}, {}, "split.train.ep = 3 does not divide the model's 8 experts"),
+        (MOE, {"tp": 2}, {}, "with experts needs trainer.backend.sequence_parallel = true"),
+        (TIED, {"pp": 2}, {}, "with tied embeddings needs trainer.backend.distributed_optimizer"),
+        (replace(SPEC, mlp_bias=True), {}, {}, "the model has biases outside of its queries"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(
+    spec: ModelSpec, axes: dict[str, int], settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)) as caught:
+        check_layout(spec, axes, MegatronConfig(**settings), "train")
+    assert str(caught.value).count(". ") == 0, "one sentence"
+
+
+@pytest.mark.parametrize(
+    ("spec", "axes", "settings"),
+    [
+        (SPEC, {"tp": 12, "pp": 3, "cp": 4}, {"sequence_parallel": True}),
+        (SPEC, {"tp": 6, "pp": 3}, {"chunks": 4}),
+        (MOE, {"tp": 2, "ep": 8}, {"sequence_parallel": True}),
+        (TIED, {"pp": 2}, {"distributed_optimizer": False}),
+    ],
+)
+def test_a_layout_that_can_be_is_taken(
+    spec: ModelSpec, axes: dict[str, int], settings: dict[str, Any]
+) -> None:
+    check_layout(spec, axes, MegatronConfig(**settings), "train")
+
+
+@pytest.mark.parametrize("table", OWNED)
+def test_options_that_we_own_are_refused_with_the_reason(table: str) -> None:
+    for name, reason in OWNED[table].items():
+        with pytest.raises(ConfigError) as caught:
+            MegatronConfig(**{table: {name: 1}})
+        assert f"trainer.backend.{table}.{name}" in str(caught.value)
+        assert reason in str(caught.value)
+    MegatronConfig(
+        model_options={"recompute_granularity": "full"}, ddp_options={"overlap_grad_reduce": True}
+    )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    model: str
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    split: Split = field(default_factory=lambda: Split(RoleSplit(tp=2)))
+
+
+def test_axes_are_checked_before_a_run(tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | FAMILIES["qwen3"]))
+    plain = Recipe(str(tmp_path))
+    megatron = replace(plain, trainer=TrainerConfig(backend=MegatronConfig()))
+    placements = plan_split(plain.split, 4)
+    check_axes(megatron, placements)
+    with pytest.raises(PlanError, match="FSDP2 has the axes dp and fsdp alone"):
+        check_axes(plain, placements)
+    with pytest.raises(ConfigError, match="does not divide the model's 4 heads"):
+        check_axes(megatron, plan_split(Split(RoleSplit(tp=3)), 3))
+    with pytest.raises(PlanError, match=r"split\.infer\.pp = 2: this role has the axes"):
+        check_axes(megatron, plan_split(Split(infer=RoleSplit(pp=2)), 4))
+
+
+def test_a_mixture_of_experts_is_read_for_megatron_alone(tmp_path: Any) -> None:
+    config = SIZES | FAMILIES["qwen3_moe"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = read_spec(tmp_path)
+    assert isinstance(spec, MoeSpec)
+    assert (spec.num_experts, spec.experts_per_token, spec.expert_size) == (4, 2, 24)
+    assert "model.layers.3.mlp.experts.3.up_proj.weight" in spec.parameter_shapes()
+    assert "model.layers.3.mlp.up_proj.weight" not in spec.parameter_shapes()
+    with pytest.raises(ConfigError, match="model_type 'qwen3_moe' is not one of"):
+        ModelSpec.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [0]}))
+    with pytest.raises(ConfigError, match="layers without experts"):
+        read_spec(tmp_path)
+
+
+def test_the_config_of_another_backend_stays_apart() -> None:
+    trainer = TrainerConfig(backend=MegatronConfig())
+    assert FrozenConfig.like(trainer).wrap == "auto"
+    with pytest.raises(ConfigError, match=r"kind = 'megatron' trains no value head"):
+        fsdp2_settings(trainer)
+
+
+def test_a_missing_package_is_an_error_that_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['megatron'] = None\n"
+        "from spmd_rl.errors import ConfigError\n"
+        "from spmd_rl.train.megatron.library import prepare_megatron\n"
+        "try: prepare_megatron()\n"
+        "except ConfigError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "needs megatron-core" in done.stdout
+    assert "pip install 'spmd-rl[megatron]'" in done.stdout
+
+
+def test_the_start_of_a_run_names_the_layers() -> None:
+    assert "its local layers" in MegatronConfig().describe()
+    assert "transformer-engine" in MegatronConfig(layers="transformer_engine").describe()

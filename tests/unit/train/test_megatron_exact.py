@@ -1,0 +1,48 @@
+"""Which layouts of Megatron-core may claim the native engine's bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmd_rl.model.moe_spec import read_spec
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.train.megatron.config import MegatronConfig
+from spmd_rl.train.megatron.exact import has_engine_bits
+from tests.backends.megatron_case import FAMILIES, SIZES
+
+RECOMPUTE = {"recompute_granularity": "selective"}
+
+
+@pytest.fixture
+def spec_of(tmp_path: Path):
+    def read(family: str) -> ModelSpec:
+        (tmp_path / "config.json").write_text(json.dumps(SIZES | FAMILIES[family]))
+        return read_spec(tmp_path)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("change", "is_exact"),
+    [
+        ({}, True),
+        ({"axes": {"pp": 2, "dp": 2, "fsdp": 2}}, True),
+        ({"options": RECOMPUTE}, True),
+        ({"axes": {"tp": 2}}, False),
+        ({"axes": {"cp": 2}}, False),
+        ({"options": {"fp32_residual_connection": True}}, False),
+        ({"family": "qwen3_moe"}, False),
+        ({"device": "cuda"}, False),
+    ],
+)
+def test_only_uncut_sums_of_our_ops_have_the_engines_bits(
+    change: dict[str, Any], is_exact: bool, spec_of
+) -> None:
+    cfg = MegatronConfig(model_options=change.get("options", {}))
+    spec = spec_of(change.get("family", "qwen3"))
+    axes, device = change.get("axes", {}), change.get("device", "cpu")
+    assert has_engine_bits(spec, axes, cfg, device) is is_exact

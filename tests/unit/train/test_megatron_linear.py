@@ -1,0 +1,82 @@
+"""The linear layer of the local layer spec: products of their own, whatever holds their rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels import linear
+from spmd_rl.train.megatron.linear import LocalActivation, LocalLinear
+
+GROUPS, HEADS, SIZE, WIDTH, TOKENS = 2, 3, 2, 32, 21
+
+
+@pytest.fixture
+def layer(monkeypatch: pytest.MonkeyPatch) -> LocalLinear:
+    """q, k and v of two groups of three query heads. Keys and values are narrow."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    widths = (HEADS * SIZE, SIZE, SIZE)
+    config = SimpleNamespace(params_dtype=torch.float32)
+    made = LocalLinear(
+        WIDTH, GROUPS * sum(widths), config=config, bias=True, widths=widths, num_groups=GROUPS
+    )
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
+    return made
+
+
+def inputs(num_tokens: int = TOKENS) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(num_tokens, 1, WIDTH, generator=generator)
+
+
+def rows_of(layer: LocalLinear, first: int, num_heads: int) -> list[int]:
+    """The rows of a projection: some heads of each group."""
+    per_group = (HEADS + 2) * SIZE
+    return [
+        group * per_group + first * SIZE + row
+        for group in range(GROUPS)
+        for row in range(num_heads * SIZE)
+    ]
+
+
+def test_each_projection_has_the_bits_of_its_own_product(layer: LocalLinear) -> None:
+    out, bias = layer(inputs())
+    assert bias is None and layer.bias is not None
+    q, k, v = layer.split(out[:, 0])
+    for found, (first, num_heads) in zip((q, k, v), ((0, HEADS), (3, 1), (4, 1)), strict=True):
+        rows = rows_of(layer, first, num_heads)
+        expected = linear(inputs()[:, 0], layer.weight[rows], layer.bias[rows])
+        assert torch.equal(found, expected)
+    assert torch.equal(layer.join([q, k, v]), out[:, 0])
+    # one product of all columns has other bits where a projection is narrow
+    fused = linear(inputs()[:, 0], layer.weight, layer.bias)
+    assert torch.allclose(fused, out[:, 0], atol=1e-5) and not torch.equal(fused, out[:, 0])
+
+
+def test_gradients_are_those_of_one_product(layer: LocalLinear) -> None:
+    x = inputs().requires_grad_()
+    upstream = torch.randn(TOKENS, len(layer.weight), generator=torch.Generator().manual_seed(2))
+    (layer(x)[0][:, 0] * upstream).sum().backward()
+    assert layer.bias is not None and x.grad is not None
+    wide = upstream.double()
+    expected = {
+        "x": (x.grad[:, 0], wide @ layer.weight.double()),
+        "weight": (layer.weight.grad, wide.t() @ x[:, 0].double()),
+        "bias": (layer.bias.grad, wide.sum(0)),
+    }
+    for name, (found, right) in expected.items():
+        assert found is not None
+        assert torch.allclose(found.double(), right, rtol=1e-5, atol=1e-5), name
+
+
+def test_the_activation_is_silu_of_the_gate(layer: LocalLinear) -> None:
+    gate_up = inputs().double()
+    gate, up = gate_up[:, 0].chunk(2, -1)
+    found = LocalActivation(None)(inputs())
+    assert found.shape == (TOKENS, 1, WIDTH // 2)
+    assert torch.allclose(found[:, 0].double(), gate * gate.sigmoid() * up, atol=1e-6)
