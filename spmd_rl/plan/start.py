@@ -21,8 +21,8 @@ from spmd_rl.train.config import TrainerConfig
 def decide_start(cfg: Any, world_size: int) -> tuple[SleepPolicy, list[str]]:
     """Return the policy of a run of `world_size` ranks like this process's, and what to say of it.
 
-    The sentences say why the policy is so, and which backend trains if it is not FSDP2. Raises: as
-    `sleep_policy`.
+    The sentences say why the policy is so, and which backend trains if it is not FSDP2.
+    Raises: as `sleep_policy`.
     """
     policy, why = sleep_policy(cfg, world_size, gpu_bytes(), host_bytes_left())
     trainer = getattr(cfg, "trainer", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -157,10 +157,6 @@ class Megatron:
             self.schedule.run(micros, loss_of, needs, backward=True)
             finalize_model_grads(self._models, None, pg_collection=self._groups)
 
-    def base_alone(self) -> AbstractContextManager[None]:
-        """Return a context that changes nothing: there are no adapters."""
-        return nullcontext()
-
     def top_logprobs(self, micros: Sequence[MicroBatch], num_top: int, visit: VisitTop) -> None:
         raise ContractError(
             "a trainer of Megatron-core has no top log-probs: a frozen model has them"
@@ -168,6 +164,10 @@ class Megatron:
 
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         return train_flops(self._spec, lengths, num_scored)
+
+    def base_alone(self) -> AbstractContextManager[None]:
+        """Raise a ContractError: there are no adapters, so no base beside them."""
+        raise ContractError("the Megatron backend has no adapters to switch off")
 
     def square_norm(self) -> float:
         with self._running():
