@@ -59,6 +59,11 @@ class ModelBackend(Protocol):
     host_kinds: frozenset[str]
     packs_whole: bool
 
+    @property
+    def gradients(self) -> str:
+        """What computes gradients, in words that a checkpoint keeps."""
+        ...
+
     def contract(self) -> dict[str, str | int]:
         """Return what the forward's bits depend on besides the weights (kernels/contract.py)."""
         ...

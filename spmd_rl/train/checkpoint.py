@@ -39,6 +39,7 @@ from spmd_rl.train.trainer_state import TrainerState
 from spmd_rl.weights.layout import Piece
 from spmd_rl.weights.local_tensors import LocalTensor
 
+GRADIENTS, FSDP2 = "gradients", "fsdp2"  # a fact of a checkpoint: who computes them
 NO_OPTIMIZER = "the checkpoint holds no optimizer state, and the optimizer begins anew"
 SAME_SETTINGS = "set trainer.optimizer.kind and trainer.freeze as in the run that wrote it"
 
@@ -139,7 +140,7 @@ class CheckpointWriter:
         part = atomic_write.part_folder(target)
         by_rank = self._gather(_write_shards_of(self._context.rank, part, copies))
         if self._context.rank == 0:
-            index = merged(trainer_state, self._backend.contract(), self._layouts, by_rank)
+            index = merged(trainer_state, _facts(self._backend), self._layouts, by_rank)
             (part / INDEX_FILE).write_bytes(msgspec.json.encode(index) + b"\n")
             atomic_write.finish_folder(target)
 
@@ -174,7 +175,7 @@ def load(
     _fill(state, path, index)
     backend.on_loaded(0 if index.weights_alone else index.progress.optimizer_steps)
     lacks_moments = index.weights_alone and set(state) != {WEIGHTS}
-    return index.progress, _caveats(backend.contract(), index, lacks_moments)
+    return index.progress, _caveats(_facts(backend), index, lacks_moments)
 
 
 def _write_shards_of(rank: int, folder: Path, copies: State) -> WrittenByRank:
@@ -263,9 +264,15 @@ def _fill(state: State, folder: Path, index: Index) -> None:
                     tensor.local.detach().zero_()
 
 
-def _caveats(contract: dict[str, str | int], index: Index, lacks_moments: bool) -> list[str]:
-    """Return why a trainer of this contract does not go on from the checkpoint bit for bit."""
-    contracts = {"the trainer": contract, "the checkpoint": index.contract}
+def _facts(backend: ModelBackend) -> Contract:
+    """Return what the bits of a train step depend on: the numeric contract, and the gradients."""
+    return backend.contract() | {GRADIENTS: backend.gradients}
+
+
+def _caveats(facts: Contract, index: Index, lacks_moments: bool) -> list[str]:
+    """Return why a trainer of these facts does not go on from the checkpoint bit for bit."""
+    saved = {GRADIENTS: FSDP2} | index.contract  # earlier checkpoints do not say it
+    contracts = {"the trainer": facts, "the checkpoint": saved}
     caveats = [disagreement(contracts), NO_OPTIMIZER if lacks_moments else ""]
     return [caveat for caveat in caveats if caveat]
 

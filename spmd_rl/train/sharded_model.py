@@ -45,6 +45,7 @@ class ShardedModel:
     rest; its argument says which.
     """
 
+    gradients = "fsdp2"
     packs_whole = False
 
     def __init__(

@@ -67,6 +67,7 @@ def test_sums_are_learned(
     words += ("--trainer.init=random", "--trainer.lr=3e-3", "--trainer.betas=[0.9,0.99]")
     ended = run(str(EXAMPLE / "recipe.py"), *words, nproc=num_ranks)
     assert ended.code == 0, ended.sentence
+    assert ended.sentence == "", "no warning that a user cannot act on"
     rewards = [row["reward/mean"] for row in ended.metrics]
     first, last = (sum(part) / LAST for part in (rewards[:LAST], rewards[-LAST:]))
     assert first <= 0.5

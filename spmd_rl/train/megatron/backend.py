@@ -136,10 +136,14 @@ class Megatron:
         assert isinstance(backend, MegatronConfig)
         if has_engine_bits(self._spec, self._axes, backend, self.device.type):
             return facts
-        cuts = " x ".join(f"{axis} {self._axes.get(axis, 1)}" for axis in ("tp", "pp", "cp", "ep"))
         options = "".join(f", {name}={value}" for name, value in backend.model_options.items())
-        network = f"{self._library}, {self._layers} layer spec, {cuts}{options}"
-        return facts | {"network": network}
+        return facts | {"network": f"{self.gradients}{options}"}
+
+    @property
+    def gradients(self) -> str:
+        """The library, its layers and how they are cut."""
+        cuts = " x ".join(f"{axis} {self._axes.get(axis, 1)}" for axis in ("tp", "pp", "cp", "ep"))
+        return f"{self._library}, {self._layers} layer spec, {cuts}"
 
     def forward(self, micros: Sequence[MicroBatch], visit: Visit, needs: Needs) -> None:
         def on_outputs(number: int, outputs: Outputs) -> None:

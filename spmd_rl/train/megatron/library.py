@@ -36,6 +36,7 @@ def prepare_megatron() -> str:
             "trainer.backend.kind = 'megatron' needs megatron-core, which cannot be imported "
             f"({error}): pip install 'spmd-rl[megatron]', which is megatron-core {VERSION}"
         ) from error
+    _silence_warnings()
     parallel_state._set_global_memory_buffer()  # sequence parallelism gathers into it
     initialize_rng_tracker(inference_rng_tracker=True)  # there is no dropout to draw for
     version: str = megatron.core.__version__
@@ -59,6 +60,16 @@ def require_transformer_engine(device: torch.device) -> str:
     if not HAVE_TE:
         raise ConfigError(f"{setting}: Megatron-core does not find transformer-engine")
     return f"transformer-engine {get_te_version()}"
+
+
+def _silence_warnings() -> None:
+    """Keep what users cannot act on out of their terminal: optional packages, and old names that
+    Megatron-core calls in torch.
+    """
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        message = rf".*torch\.distributed\.{name}. is deprecated"
+        warnings.filterwarnings("ignore", message, FutureWarning)
 
 
 @contextlib.contextmanager

@@ -1,15 +1,17 @@
-"""The Megatron-core backend on one GPU, in bfloat16 with both layer specs, beside FSDP2."""
+"""The Megatron-core backend on GPUs, in bfloat16 with both layer specs, beside FSDP2 on one."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.backends.megatron_case import make_batch, write_model
 from tests.dist.torchrun import torchrun
@@ -18,67 +20,79 @@ pytestmark = pytest.mark.gpu
 pytest.importorskip("megatron.core", reason="pip install 'spmd-rl[megatron]'")
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-BACKENDS: dict[str, dict[str, Any]] = {
-    "fsdp2": {},
-    "megatron": {"backend": {}},
-    "whole optimizer": {"backend": {"distributed_optimizer": False}},
-    "moments on the host": {"backend": {"offload": "moments"}},
-    "transformer-engine": {"backend": {"layers": "transformer_engine"}},
+SP = {"sequence_parallel": True}
+ENGINE = {"layers": "transformer_engine"}
+
+
+class Case(NamedTuple):
+    backend: dict[str, Any] | None  # None: FSDP2
+    num_ranks: int = 1
+    split: dict[str, int] = {}  # noqa: RUF012 - nobody changes it
+
+
+CASES = {
+    "fsdp2": Case(None),
+    "local": Case({}),
+    "whole optimizer": Case({"distributed_optimizer": False}),
+    "moments on the host": Case({"offload": "moments"}),
+    "engine": Case(ENGINE),
+    "tp 2": Case(SP, 2, {"tp": 2}),
+    "pp 2": Case({}, 2, {"pp": 2}),
+    "cp 2": Case({}, 2, {"cp": 2}),
+    "dp 2": Case({}, 2, {"dp": 2}),
+    "tp 2 x pp 2": Case(SP, 4, {"tp": 2, "pp": 2}),
+    "engine, tp 2": Case(SP | ENGINE, 2, {"tp": 2}),
+    "engine, pp 2": Case(ENGINE, 2, {"pp": 2}),
+    "engine, cp 2": Case(ENGINE, 2, {"cp": 2}),
+    "engine, tp 2 x pp 2": Case(SP | ENGINE, 4, {"tp": 2, "pp": 2}),
 }
-NEEDS_ENGINE = pytest.mark.skipif(
-    find_spec("transformer_engine") is None, reason="pip install 'spmd-rl[te]'"
-)
+Found = tuple[dict[str, Any], dict[str, dict[str, Tensor]]]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], Path]]:
-    """Reports and tensors of two steps with each backend."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
+    """Return the report of two steps of a case, and its tensors by kind and name."""
     work = tmp_path_factory.mktemp("megatron")
     model = write_model(work / "model", "qwen3", std=0.04, **SIZES)
-    reports = {}
-    for name, backend in BACKENDS.items():
-        if name == "transformer-engine" and find_spec("transformer_engine") is None:
-            continue
+
+    @cache
+    def found(name: str) -> Found:
+        case = CASES[name]
         trainer = {"lr": 1e-4, "max_tokens": 400, "dtype": "bfloat16"}
-        case = {"split": {}, "trainer": trainer, "model": str(model), "seeds": [0, 1], **backend}
-        (work / "case.json").write_text(json.dumps(case))
-        out = work / f"{name}.json"
-        arguments = str(work / "case.json"), str(out)
-        report = torchrun("megatron_ranks.py", 1, out, *arguments, room="backends")
-        reports[name] = report, out.with_suffix(".safetensors")
-    return reports
+        settings = {"split": case.split, "trainer": trainer, "model": str(model), "seeds": [0, 1]}
+        if case.backend is not None:
+            settings["backend"] = case.backend
+        file, out = work / "case.json", work / "out.json"
+        file.write_text(json.dumps(settings))
+        report = torchrun(
+            "megatron_ranks.py", case.num_ranks, out, str(file), str(out), room="backends"
+        )
+        kinds: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in load_file(out.with_suffix(".safetensors")).items():
+            kind, _, rest = key.partition("/")
+            kinds.setdefault(kind, {})[rest] = tensor
+        return report, kinds
+
+    return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "megatron",
-        "whole optimizer",
-        "moments on the host",
-        pytest.param("transformer-engine", marks=NEEDS_ENGINE),
-    ],
-)
-def test_steps_are_close_to_those_of_fsdp2(
-    found: dict[str, tuple[dict[str, Any], Path]], name: str
-) -> None:
-    (report, tensors), (expected, expected_tensors) = found[name], found["fsdp2"]
+@pytest.mark.parametrize("name", [name for name in CASES if name != "fsdp2"])
+def test_steps_are_close_to_those_of_fsdp2(run: Callable[[str], Found], name: str) -> None:
+    if name.startswith("engine") and find_spec("transformer_engine") is None:
+        pytest.skip("pip install 'spmd-rl[te]'")
+    if CASES[name].num_ranks > torch.cuda.device_count():
+        pytest.skip(f"needs {CASES[name].num_ranks} GPUs")
+    (report, tensors), (expected, expected_tensors) = run(name), run("fsdp2")
     mask = torch.from_numpy(make_batch(0).mask)
     own, other = (torch.tensor(one["scores"][0])[mask] for one in (report, expected))
     difference = (own - other).abs()
-    print(f"abs(dlogp) mean {difference.mean():.2e} max {difference.max():.2e}", end=" ")
-    print(f"equal bits {(own == other).float().mean():.3f}")
+    print(f"{name}: abs(dlogp) mean {difference.mean():.2e} max {difference.max():.2e}", end=" ")
+    print(f"unequal {int((own != other).sum())} of {len(own)}")
     assert float(difference.mean()) < 0.01
     for step, expected_step in zip(report["steps"], expected["steps"], strict=True):
         norm = expected_step["train/grad_norm"]
         assert step["train/grad_norm"] == pytest.approx(norm, rel=0.03)
-    start, end, ends = (
-        {name.partition("/")[2]: one for name, one in load_file(file).items() if kind in name}
-        for kind, file in (
-            ("start/", tensors),
-            ("weights/", tensors),
-            ("weights/", expected_tensors),
-        )
-    )
-    moved = sum(float((end[name] - start[name]).norm()) ** 2 for name in start) ** 0.5
-    apart = sum(float((end[name] - ends[name]).norm()) ** 2 for name in start) ** 0.5
-    assert 0 < apart < 0.5 * moved
+    start, end, ends = tensors["start"], tensors["weights"], expected_tensors["weights"]
+    moved = sum(float((end[key] - start[key]).norm()) ** 2 for key in start) ** 0.5
+    apart = sum(float((end[key] - ends[key]).norm()) ** 2 for key in start) ** 0.5
+    assert moved > 0 and apart < 0.5 * moved

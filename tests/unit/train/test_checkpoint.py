@@ -63,6 +63,24 @@ def test_a_resumed_run_goes_on_bit_for_bit(new_trainer, tmp_path: Path) -> None:
     assert _same_weights(whole, resumed)
 
 
+def test_gradients_of_another_backend_are_a_caveat(new_trainer, tmp_path: Path) -> None:
+    """Though the forward pass may have the same bits. Earlier checkpoints are of FSDP2."""
+    trainer = new_trainer()
+    trainer.save(str(tmp_path / "step_0"))
+    trainer.wait_until_saved()
+    index = tmp_path / "step_0" / INDEX_FILE
+    written = index.read_text()
+    index.write_text(written.replace('"gradients":"fsdp2"', '"gradients":"megatron"'))
+    trainer.load(str(tmp_path / "step_0"))
+    assert trainer.resume_differences() == [
+        "the trainer and the checkpoint follow different numeric contracts: "
+        "gradients is 'fsdp2' in the first and 'megatron' in the second"
+    ]
+    index.write_text(written.replace(',"gradients":"fsdp2"', ""))
+    trainer.load(str(tmp_path / "step_0"))
+    assert trainer.resume_differences() == []
+
+
 def test_another_numeric_contract_is_a_caveat(new_trainer, tmp_path: Path) -> None:
     trainer = new_trainer()
     trainer.save(str(tmp_path / "step_0"))
