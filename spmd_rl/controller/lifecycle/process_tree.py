@@ -94,3 +94,22 @@ def parent_of(pid: int) -> int | None:
     except OSError:
         return None
     return int(stat.rpartition(")")[2].split()[1])
+
+
+def is_ending(pid: int) -> bool:
+    """Return whether a process of this host has ended, or a SIGKILL is about to end it.
+
+    Its threads end one by one. Until the last one has, its children still have it as their parent,
+    though the end of the thread that started them is told to them already.
+    """
+    try:
+        return says_ending(Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return Path("/proc/self/status").exists()  # else this system does not tell
+
+
+def says_ending(status: str) -> bool:
+    """Return whether a process is ending, by its `status` of procfs."""
+    fields = dict(line.partition(":")[::2] for line in status.splitlines())
+    has_ended = fields["State"].split()[0] in "ZX"
+    return has_ended or bool(int(fields["SigPnd"], 16) & 1 << (signal.SIGKILL - 1))

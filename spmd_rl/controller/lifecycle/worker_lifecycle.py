@@ -21,7 +21,7 @@ from spmd_rl.controller.channel.messages import (
     ToWorker,
 )
 from spmd_rl.controller.channel.secret import FILE_ENV, SECRET_ENV, Keys
-from spmd_rl.controller.lifecycle.process_tree import kill_children
+from spmd_rl.controller.lifecycle.process_tree import is_ending, kill_children
 from spmd_rl.controller.lifecycle.shutdown import FinalMessage, end_process
 from spmd_rl.controller.lifecycle.stacks import all_stacks, flight_record, main_thread_location
 from spmd_rl.controller.lifecycle.watchdog import Watchdog
@@ -95,7 +95,8 @@ class WorkerLifecycle:
 
         A launcher that is killed sends none itself: torch has the kernel send SIGINT then.
         """
-        if reason := self._watchdog.launcher_lost(os.getppid()):
+        parent = 0 if is_ending(self._launcher) else os.getppid()
+        if reason := self._watchdog.launcher_lost(parent):
             self._die(reason)
         if self._watchdog.signalled(number, time.monotonic()):
             self.dealer.post(Signalled(number.name))

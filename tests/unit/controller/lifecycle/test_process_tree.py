@@ -14,8 +14,10 @@ import pytest
 from spmd_rl.controller.channel.messages import Hello
 from spmd_rl.controller.lifecycle.process_tree import (
     ChildWatcher,
+    is_ending,
     kill_children,
     parent_of,
+    says_ending,
     wait_for_exits,
 )
 
@@ -88,3 +90,26 @@ def test_an_end_is_waited_for_with_a_descriptor_that_select_does_not_take(
         for descriptor in many:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_an_end_is_seen_before_anybody_waits_for_it(child: subprocess.Popen[bytes]) -> None:
+    assert not is_ending(child.pid)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert is_ending(child.pid), "a zombie"
+    child.wait()
+    assert is_ending(child.pid), "no process"
+
+
+@pytest.mark.parametrize(
+    ("state", "pending", "expected"),
+    [
+        ("S (sleeping)", "0000000000000000", False),
+        ("R (running)", "0000000000000002", False),  # SIGINT
+        ("R (running)", "0000000000000100", True),  # SIGKILL
+        ("Z (zombie)", "0000000000000000", True),
+    ],
+)
+def test_a_pending_sigkill_ends_a_process(state: str, pending: str, expected: bool) -> None:
+    status = f"Name:\tpython\nState:\t{state}\nSigPnd:\t{pending}\nShdPnd:\t0000000000000000\n"
+    assert says_ending(status) == expected
