@@ -111,7 +111,7 @@ class Fsdp2(ShardedModel):
         with self._without_master() if self._offload == "master" else nullcontext():
             try:
                 self._accumulate(micros, loss_of, needs)
-            except BaseException:
+            except BaseException:  # whatever is raised, a later step begins without these gradients
                 self.discard()
                 self._free_gathered()
                 raise

@@ -49,7 +49,7 @@ def _be_rank(words: list[str]) -> int:
     sys.argv = words
     try:
         runpy.run_path(words[0], run_name="__main__")
-    except Exception:
+    except Exception:  # whatever a script raises ends its rank with exit code 1
         traceback.print_exc()
         return 1
     return 0

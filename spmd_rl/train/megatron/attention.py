@@ -35,34 +35,48 @@ class AttentionInputs:
     attend: PackedAttention | None
 
 
-class LocalAttention(nn.Module):
-    """Causal attention of packed sequences, with the arguments of Megatron-core's own module."""
+class RotaryAttention(nn.Module):
+    """Attention after rotary positions, with the arguments of Megatron-core's own module."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Shape: query [T, H, D], key and value [T, K, D]; returns [T, H D]."""
+        inputs: AttentionInputs = kwargs["packed_seq_params"].inputs
+        query, key = qk_norm_rope(query.contiguous(), key.contiguous(), NO_NORM, inputs.rotary)
+        out = self.attend(inputs, query, key, value.contiguous(), *args, **kwargs)
+        return out.reshape(len(query), -1)
+
+    def attend(
+        self,
+        inputs: AttentionInputs,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend causally within each sequence; the other arguments are those of `forward`."""
+        raise NotImplementedError
+
+
+class LocalAttention(RotaryAttention):
+    """Our kernels, and across context-parallel ranks torch's."""
 
     def __init__(self, config: Any, layer_number: int, *_: Any, **__: Any) -> None:
         super().__init__()
         self.layer = layer_number - 1
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *_: Any,
-        packed_seq_params: Any,
-        **__: Any,
+    def attend(
+        self, inputs: AttentionInputs, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        """Shape: query [T, H, D], key and value [T, K, D]; returns [T, H D]."""
-        inputs: AttentionInputs = packed_seq_params.inputs
-        query, key = qk_norm_rope(query.contiguous(), key.contiguous(), NO_NORM, inputs.rotary)
-        value = value.contiguous()
         if inputs.attend is not None:
-            return inputs.attend(self.layer, query, key, value).flatten(1)
-        return _attend_across_ranks(query, key, value, inputs).flatten(1)
+            return inputs.attend(self.layer, query, key, value)
+        return _attend_across_ranks(query, key, value, inputs)
 
 
-class TransformerEngineAttention(nn.Module):
-    """Transformer-engine's attention after our rotary positions, also under context parallelism."""
+class TransformerEngineAttention(RotaryAttention):
+    """Transformer-engine's attention, also across context-parallel ranks."""
 
     def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -70,29 +84,17 @@ class TransformerEngineAttention(nn.Module):
         super().__init__()
         self.attention = TEDotProductAttention(config, layer_number, *args, **kwargs)
 
-    def forward(
+    def attend(
         self,
+        inputs: AttentionInputs,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
         *args: Any,
-        packed_seq_params: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Shape: query [T, H, D], key and value [T, K, D]; returns [T, H D]."""
-        inputs: AttentionInputs = packed_seq_params.inputs
-        query, key = qk_norm_rope(query.contiguous(), key.contiguous(), NO_NORM, inputs.rotary)
-        out: Tensor = self.attention(
-            query,
-            key,
-            value.contiguous(),
-            attention_mask,
-            *args,
-            packed_seq_params=packed_seq_params,
-            **kwargs,
-        )
-        return out.reshape(len(query), -1)
+        out: Tensor = self.attention(query, key, value, *args, **kwargs)
+        return out
 
 
 def _attend_across_ranks(

@@ -100,6 +100,7 @@ class MegatronOptimizer:
             if grad_scale != 1.0 and gradients:
                 torch._foreach_mul_(gradients, grad_scale)
             if self._streams:
+                # Megatron-core's step calls it between its own copies and gathers
                 part.optimizer.step = partial(self._streams[number].step, lr)
             else:
                 set_rates(part.optimizer, lr)

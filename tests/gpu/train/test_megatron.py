@@ -79,7 +79,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
 @pytest.mark.parametrize("name", [name for name in CASES if name != "fsdp2"])
 def test_steps_are_close_to_those_of_fsdp2(run: Callable[[str], Found], name: str) -> None:
     if name.startswith("engine") and find_spec("transformer_engine") is None:
-        pytest.skip("pip install 'spmd-rl[te]'")
+        pytest.skip("transformer-engine is not installed: pip install 'spmd-rl[te]'")
     if CASES[name].num_ranks > torch.cuda.device_count():
         pytest.skip(f"needs {CASES[name].num_ranks} GPUs")
     (report, tensors), (expected, expected_tensors) = run(name), run("fsdp2")
