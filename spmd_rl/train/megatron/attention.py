@@ -136,7 +136,8 @@ class LocalNorm(nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        like = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = nn.Parameter(torch.ones(hidden_size, **like))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
 

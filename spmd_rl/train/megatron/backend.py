@@ -134,7 +134,7 @@ class Megatron:
             facts = CausalLM(self._spec).contract(self.device, self._dtype)
         backend = self._cfg.backend
         assert isinstance(backend, MegatronConfig)
-        if has_engine_bits(self._spec, self._axes, backend, self.device.type):
+        if has_engine_bits(self._spec, self._axes, backend):
             return facts
         options = "".join(f", {name}={value}" for name, value in backend.model_options.items())
         return facts | {"network": f"{self.gradients}{options}"}

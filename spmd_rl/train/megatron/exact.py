@@ -17,16 +17,13 @@ WITHOUT_EFFECT = {
 }
 
 
-def has_engine_bits(
-    spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig, device_type: str
-) -> bool:
+def has_engine_bits(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig) -> bool:
     """Return whether a model's log-probs are the native engine's, bit for bit.
 
     Along tp the sums of products are cut, and along cp attention is torch's. A pipeline and the
-    axes of the data cut no sum of a forward pass. On GPUs the same ops run, but nobody has compared
-    their bits yet.
+    axes of the data cut no sum of a forward pass.
     """
     is_cut = axes.get("tp", 1) > 1 or axes.get("cp", 1) > 1
     is_dense = not isinstance(spec, MoeSpec)
     has_contract_ops = cfg.layers == "local" and WITHOUT_EFFECT.issuperset(cfg.model_options)
-    return device_type == "cpu" and is_dense and not is_cut and has_contract_ops
+    return is_dense and not is_cut and has_contract_ops
