@@ -13,7 +13,12 @@ pytestmark = pytest.mark.timeout(400)
 
 ALGORITHMS = {
     "grpo": (),
-    "ppo": ("--algorithm=ppo", "--kl.coef=0.01", "--critic.init=random"),
+    "ppo": (
+        "--algorithm=ppo",
+        "--kl.coef=0.01",
+        "--critic.init=random",
+        "--critic.deterministic=true",
+    ),
 }
 
 
