@@ -66,5 +66,11 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
+def cached_bytes() -> int:
+    """Return what torch has cached; pools of regions whose role is gone stay so."""
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
 def addresses(tensors: list[Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]

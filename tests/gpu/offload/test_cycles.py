@@ -12,7 +12,7 @@ import torch
 from spmd_rl.errors import ResidencyError
 from spmd_rl.offload.copies import CHUNK_BYTES
 from spmd_rl.offload.region import Region
-from tests.gpu.offload.conftest import MIB, Role, addresses, free_bytes
+from tests.gpu.offload.conftest import MIB, Role, addresses, cached_bytes, free_bytes
 
 MakeRole = Callable[..., Role]
 HALF_A_SECOND = 900_000_000  # cycles
@@ -82,6 +82,7 @@ def test_a_graph_replays_with_the_same_bits(make_role: MakeRole) -> None:
 
 
 def test_almost_all_memory_is_given_back(make_role: MakeRole) -> None:
+    cached_before = cached_bytes()
     role = make_role(num_large=128, slab_bytes=1024 * MIB)
     cached = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
     awake = free_bytes()
@@ -93,7 +94,7 @@ def test_almost_all_memory_is_given_back(make_role: MakeRole) -> None:
     assert receipt.after == {"master": 0, "kv": 0}
     free_before, free_after = receipt.free_bytes
     assert free_after - free_before == pytest.approx(returned + 256 * MIB, abs=4 * MIB)
-    assert receipt.residue["torch_cache"] < 128 * MIB
+    assert receipt.residue["torch_cache"] < cached_before + 128 * MIB
     role.regions.wake()
     assert free_bytes() == pytest.approx(awake + 256 * MIB, abs=4 * MIB)
 
