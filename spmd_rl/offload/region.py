@@ -32,6 +32,15 @@ ALIGN_BYTES = 512  # of pieces in host memory, as torch's allocator aligns
 # Blocks of torch's allocator that are this close travel as one piece, with what is between them.
 # One more copy costs about as much time as so many bytes.
 GAP_BYTES = 256 << 10
+SMALL_BYTES = 1 << 20  # torch's allocator puts smaller tensors into segments of 2 MiB
+
+
+def segment_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes of one segment that tensors of these sizes are cut from.
+
+    Small ones are left out: torch's allocator has other segments for them.
+    """
+    return sum(-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes if size > SMALL_BYTES)
 
 
 class Region(ABC):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmd_rl.errors import ResidencyError
 from spmd_rl.offload.phases import RoleSleep
-from spmd_rl.offload.region import Contents, SlabRegion, TorchRegion
+from spmd_rl.offload.region import Contents, SlabRegion, TorchRegion, segment_bytes
 from spmd_rl.offload.regions import Regions
 from spmd_rl.offload.residency import Receipt
 
@@ -41,14 +41,19 @@ class RoleMemory:
         """Whether some phase puts the role to sleep."""
         return self._sleep is not None
 
-    def allocating(self, tag: str, always: bool = False) -> AbstractContextManager[None]:
+    def allocating(
+        self, tag: str, sizes: Iterable[int] = (), always: bool = False
+    ) -> AbstractContextManager[None]:
         """Have what torch allocates inside sleep under `tag`, if some phase lets it, or `always`.
 
-        Raises: ConfigError on a GPU where torch_memory_saver is missing.
+        `sizes` are the bytes of the tensors that come, as far as they are known: large ones then
+        lie in one segment, which sleeps faster than many.
+        Raises: ConfigError on a GPU where torch_memory_saver is missing; ResidencyError where too
+        little memory is left for `sizes`.
         """
         if not always and (self._sleep is None or not self._sleep.may_sleep(tag)):
             return nullcontext()
-        return self._regions.torch_region(tag, "save").allocating()
+        return self._regions.torch_region(tag, "save").allocating(segment_bytes(sizes))
 
     def hold(self, tag: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """Have the bytes of these tensors, the same at each call, survive a sleep of `tag`."""

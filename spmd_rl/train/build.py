@@ -85,7 +85,7 @@ def build_frozen(
         context.device,
         dtype,
         cfg.gathers_whole,
-        allocating=lambda is_base: memory.allocating("weights"),
+        allocating=lambda is_base, sizes: memory.allocating("weights", sizes),
     )
     memory.hold("weights", lambda: backend.local.values())
     backend.fill(first_weights(cfg, folder, head_of(folder)))

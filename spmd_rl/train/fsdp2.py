@@ -62,6 +62,7 @@ class Fsdp2(ShardedModel):
         self._memory = memory = memory or RoleMemory(None, device)
         settings = fsdp2_settings(cfg)
         self._offload = settings.offload
+        self._is_adamw = cfg.optimizer.kind == "adamw"
         _require_one_shard(self._offload, mesh.size(1))
         scorer = _scorer(spec, cfg, head)
         _recompute(scorer.model, settings.recompute)
@@ -72,7 +73,6 @@ class Fsdp2(ShardedModel):
         base = _make_base(scorer.model, dtype) if cfg.lora.rank else frozenset[str]()
         rules = _freeze(scorer.model, cfg, mesh.size(1), base)
         reshard = False if mesh.size(1) == 1 else None
-        always = self._offload == "master"
         super().__init__(
             scorer,
             mesh,
@@ -81,13 +81,17 @@ class Fsdp2(ShardedModel):
             settings.gathers_whole,
             reshard,
             base,
-            lambda is_base: memory.allocating("base" if is_base else "master", always),
+            self._allocating,
         )
         memory.hold("master", lambda: [self.local[name] for name in self.names()])
         memory.hold("base", lambda: [self.local[name] for name in sorted(self.base)])
         _sum_gradients(self.units, cfg.deterministic)
         build = partial(build_optimizer, self.local_weights(), rules, cfg, mesh.get_group("fsdp"))
         self.optimizer = self._built(build, memory)
+
+    def _allocating(self, is_base: bool, sizes: list[int]) -> AbstractContextManager[None]:
+        tag, always = "base" if is_base else "master", self._offload == "master"
+        return self._memory.allocating(tag, sizes, always)
 
     def _built(
         self, build: Callable[[Reserve | None], ShardOptimizer], memory: RoleMemory
@@ -97,10 +101,15 @@ class Fsdp2(ShardedModel):
             optimizer = build(memory.reserve)
             self.host_kinds = frozenset(optimizer.state())
             return optimizer
-        with memory.allocating("moments"):
+        with memory.allocating("moments", self._moment_sizes()):
             optimizer = build(None)
         memory.hold("moments", optimizer.tensors)
         return optimizer
+
+    def _moment_sizes(self) -> list[int]:
+        """Return the bytes of AdamW's moments; other optimizers have fewer, of other sizes."""
+        trained = [one.nbytes for one in self.local.values() if one.requires_grad]
+        return 2 * trained if self._is_adamw else []
 
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         has_logits = isinstance(self.scorer, Scorer)

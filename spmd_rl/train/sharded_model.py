@@ -35,6 +35,8 @@ from spmd_rl.weights.layout import Layout, chunk_box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.tensor_ends import TensorSource, do_nothing
 
+Allocating = Callable[[bool, list[int]], AbstractContextManager[None]]
+
 
 class ShardedModel:
     """The model of a scorer on the meta device, sharded over `mesh`, whose axes are dp and fsdp.
@@ -42,7 +44,7 @@ class ShardedModel:
     It computes in `dtype`. Weights are unset until `fill`. Those that `base` names never change:
     `state`, `source` and `names` leave them out. FSDP leaves them alone where there is one shard,
     for it would hold them twice. `allocating` is entered to allocate them, and to allocate the
-    rest; its argument says which.
+    rest; its arguments say which, and how many bytes each tensor takes.
     """
 
     gradients = "fsdp2"
@@ -57,7 +59,7 @@ class ShardedModel:
         gathers_whole: Callable[[int, int], bool],
         reshard_after_forward: bool | None = None,
         base: Collection[str] = (),
-        allocating: Callable[[bool], AbstractContextManager[None]] = lambda is_base: nullcontext(),
+        allocating: Allocating = lambda is_base, sizes: nullcontext(),
     ) -> None:
         spec = scorer.model.spec
         attention_backend(spec.head_dim, dtype, device, scorer.attention_split)
@@ -85,7 +87,7 @@ class ShardedModel:
             for name, parameter in self.parameters.items()
         }
 
-    def _materialise(self, allocating: Callable[[bool], AbstractContextManager[None]]) -> None:
+    def _materialise(self, allocating: Allocating) -> None:
         """Give all parameters memory: of the base, and of the rest, inside one context each.
 
         FSDP pads uneven shards when they are applied, which allocates too.
@@ -93,10 +95,10 @@ class ShardedModel:
         named = dict(self.scorer.model.named_parameters())
         memory: dict[Tensor, Tensor] = {}
         for is_base in sorted({name in self.base for name in named}, reverse=True):
-            with allocating(is_base):
-                for name, parameter in named.items():
-                    if (name in self.base) == is_base:
-                        memory[parameter] = torch.empty_like(parameter, device=self.device)
+            chosen = [one for name, one in named.items() if (name in self.base) == is_base]
+            with allocating(is_base, [_own(one).nbytes for one in chosen]):
+                for parameter in chosen:
+                    memory[parameter] = torch.empty_like(parameter, device=self.device)
                 if not is_base:
                     self.scorer._apply(memory.__getitem__)
 

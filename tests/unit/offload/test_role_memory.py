@@ -7,6 +7,7 @@ import torch
 
 from spmd_rl.errors import ResidencyError
 from spmd_rl.offload.phases import ALL, RoleSleep
+from spmd_rl.offload.region import segment_bytes
 from spmd_rl.offload.role_memory import RoleMemory
 
 CPU = torch.device("cpu")
@@ -17,7 +18,7 @@ def memory_of(
     tag: str, host_bytes: int = 0, always: bool = False
 ) -> tuple[RoleMemory, torch.Tensor]:
     memory = RoleMemory(RoleSleep("train", PHASES, host_bytes), CPU)
-    with memory.allocating(tag, always):
+    with memory.allocating(tag, always=always):
         tensor = torch.ones(100)
     memory.hold(tag, lambda: [tensor])
     return memory, tensor
@@ -47,3 +48,7 @@ def test_a_host_with_too_little_is_refused_before_anything_sleeps() -> None:
     assert tensor.sum() == 100
     memory_of("moments", host_bytes=400)[0].reserve_saves()
     memory_of("master", host_bytes=10)[0].reserve_saves()
+
+
+def test_one_segment_holds_large_tensors_alone() -> None:
+    assert segment_bytes([1 << 20, 100, (1 << 20) + 1, 4 << 20]) == (1 << 20) + 512 + (4 << 20)
