@@ -69,5 +69,9 @@ def on_policy_metrics(totals: dict[str, float], max_dlogp: float) -> dict[str, f
 
 
 def _ratio_metrics(mean: float, mean_square: float) -> dict[str, float]:
-    """Return chi-square and effective sample size, from the means of ratio - 1 and ratio^2 - 1."""
-    return {"onpolicy/chi2": mean_square, "onpolicy/ess": (1 + mean) ** 2 / (1 + mean_square)}
+    """Return chi-square and effective sample size, from the means of ratio - 1 and ratio^2 - 1.
+
+    No sample counts where all ratios are zero, to within rounding.
+    """
+    ess = (1 + mean) ** 2 / (1 + mean_square) if mean_square > -1 else 0.0
+    return {"onpolicy/chi2": mean_square, "onpolicy/ess": ess}
