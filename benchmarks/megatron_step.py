@@ -29,7 +29,7 @@ from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.shapes import VOCAB
 from benchmarks.table import Row
 from benchmarks.train_step import STEP_TOKENS, WARMUPS, step_seconds
-from benchmarks.training import batch, config, learner
+from benchmarks.training import batch, config, learner, scored
 from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 from spmd_rl.train.flops import peak_flops
 from spmd_rl.train.megatron.config import Layers, MegatronConfig
@@ -74,7 +74,7 @@ def configs(name: str, layers: Sequence[Layers]) -> dict[str, TrainerConfig]:
 def measure(name: str, cfg: TrainerConfig, given: Batch, repeats: int) -> Found:
     """Return what a backend takes. Nothing of it is left on the GPU."""
     one = learner(name, cfg)
-    logprobs = one.runner.score(given).values[given.mask]
+    given = scored(one, given)
     for _ in range(WARMUPS):
         step_seconds(one, given)
     torch.cuda.reset_peak_memory_stats()
@@ -86,6 +86,7 @@ def measure(name: str, cfg: TrainerConfig, given: Batch, repeats: int) -> Found:
     gc.unfreeze()
     gc.collect()
     torch.cuda.empty_cache()
+    logprobs = given.rollout_logprobs[given.mask]
     return Found(seconds, peak, flops / most if most else float("nan"), logprobs)
 
 
