@@ -78,7 +78,7 @@ def settings(name: str, folder: Path) -> list[str]:
     """Return the settings of a case; a later word replaces an earlier one."""
     case = CASES[name]
     words = [
-        f"model={folder / case.shape}",
+        f"model={folder / 'models' / case.shape}",
         f"data={folder / 'prompts.jsonl'}",
         "reward=benchmarks.proof_recipe:even",
         f"run.folder={folder}",
@@ -125,7 +125,7 @@ def read(name: str, folder: Path) -> list[tuple[str, list[dict[str, int]]]]:
 
 def measure(name: str, folder: Path, capacity_bytes: int) -> Iterator[Row]:
     case = CASES[name]
-    write_config(case.shape, folder / case.shape, TOKENIZER)
+    write_config(case.shape, folder / "models" / case.shape, TOKENIZER)
     readings = dict(read(name, folder))  # of each phase, the last
     plan = resolve(load(Config, None, settings(name, folder)), case.num_ranks, capacity_bytes)
     for rank in range(case.num_ranks):
