@@ -24,6 +24,7 @@ from spmd_rl.kernels import (
     write_kv,
 )
 from spmd_rl.kernels.attention.merge_states import merge_states
+from spmd_rl.kernels.linear.adapters import add_adapters
 
 EPS = 1e-6
 PAGE_SIZE = 128
@@ -71,6 +72,28 @@ def of_model(name: str, rows: int) -> Iterator[Case]:
         lambda gate, up: F.silu(gate) * up,
         lambda: (bf16(rows, inner), bf16(rows, inner)),
         3 * row * inner,
+    )
+
+
+def of_adapters(name: str, rows: int, rank: int = 16) -> Iterator[Case]:
+    """Yield what adapters add to the gate and up projections, which share a product."""
+    hidden, inner = QWEN3[name][:2]
+    down, up = bf16(2 * rank, hidden), bf16(2 * inner, rank)
+
+    def ours(product: Tensor, x: Tensor) -> Tensor:
+        return add_adapters(product, x, down, up, 2.0, (inner, inner))[0]
+
+    def theirs(product: Tensor, x: Tensor) -> Tensor:
+        lows = (F.linear(x, down) * 2.0).split(rank, 1)
+        parts = zip(lows, up.split(inner), strict=True)
+        return product + torch.cat([F.linear(low, one) for low, one in parts], 1)
+
+    yield Case(
+        f"Qwen3-{name}, {rows} rows: add_adapters",
+        ours,
+        theirs,
+        lambda: (bf16(rows, 2 * inner), bf16(rows, hidden)),
+        2 * (rows * (4 * inner + hidden) + 2 * rank * (hidden + inner)),
     )
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.kernels.cases import Case, Op
-from benchmarks.kernels.layer_cases import of_cache, of_heads, of_model, of_splits
+from benchmarks.kernels.layer_cases import of_adapters, of_cache, of_heads, of_model, of_splits
 from benchmarks.kernels.step_cases import LOGIT_ROWS, of_head, of_step, of_vocabulary
 from benchmarks.kernels.timing import copy_bytes_per_s, microseconds
 from benchmarks.record import compared, finish, gpu, measured
@@ -56,7 +56,7 @@ def main() -> int:
         case
         for name in MODELS
         for rows in sizes
-        for of in (of_model, of_heads)
+        for of in (of_model, of_adapters, of_heads)
         for case in of(name, rows)
     ]
     cases += [case for rows in sizes for case in of_cache(rows)]

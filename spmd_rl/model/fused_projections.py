@@ -3,20 +3,31 @@
 Their weights must lie one after the other in memory. The bits are those of separate products, as
 every output element has its own chain over K. Fusing is for engines on GPUs, where with few rows a
 launch costs more than its arithmetic. A trainer shards weights one by one, so it does not fuse.
-Adapters stay separate: each is added to its part of the product.
+Their adapters are joined too: one product for all A, and one kernel for the rest. Where only some
+projections have an adapter, each is added to its part of the product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from spmd_rl.kernels import linear, silu_mul, silu_mul_linear
+from spmd_rl.kernels.linear.adapters import add_adapters
 from spmd_rl.kernels.linear.swiglu import is_one_kernel
 from spmd_rl.model.linear import Linear
+
+
+class JoinedAdapters(NamedTuple):
+    """Adapters of P projections. Shape: down [P R, K], up [N, R]."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
 
 
 @dataclass
@@ -26,10 +37,18 @@ class FusedProjections:
     weight: Tensor
     bias: Tensor | None
     widths: list[int]
+    adapters: JoinedAdapters | None = None
 
     def product(self, x: Tensor) -> Sequence[Tensor]:
-        """Return each projection of x [T, K], a view of the product's columns."""
-        return linear(x, self.weight, self.bias).split(self.widths, dim=-1)
+        """Return each projection of x [T, K], a view of the product's columns.
+
+        What the joined adapters make of x is in it.
+        """
+        whole = linear(x, self.weight, self.bias)
+        if self.adapters is not None:
+            down, up, scale = self.adapters
+            whole, _ = add_adapters(whole, x, down, up, scale, self.widths)
+        return whole.split(self.widths, dim=-1)
 
     def fuses(self, x: Tensor) -> bool:
         """Return whether `gated` of x is a single kernel, whose product nobody can see."""
@@ -48,8 +67,10 @@ def project(x: Tensor, joined: FusedProjections | None, *projections: Linear) ->
     """
     if joined is None or torch.is_grad_enabled():
         return [one(x) for one in projections]
-    parts = zip(projections, joined.product(x), strict=True)
-    return [one.with_adapter(x, part) for one, part in parts]
+    products = joined.product(x)
+    if joined.adapters is not None:
+        return products
+    return [one.with_adapter(x, part) for one, part in zip(projections, products, strict=True)]
 
 
 def project_gated(x: Tensor, joined: FusedProjections | None, gate: Linear, up: Linear) -> Tensor:
@@ -62,7 +83,7 @@ def project_gated(x: Tensor, joined: FusedProjections | None, gate: Linear, up: 
 
 def lay_out(projections: Sequence[Linear]) -> None:
     """Move the projections' parameters next to each other in memory, in order, unless they are."""
-    for parameters in _columns(projections):
+    for parameters in [*_columns(projections), *_adapter_columns(projections)]:
         if _are_adjacent(parameters):
             continue
         whole = torch.cat([parameter.data for parameter in parameters])
@@ -74,15 +95,31 @@ def lay_out(projections: Sequence[Linear]) -> None:
 
 def join(projections: Sequence[Linear]) -> FusedProjections | None:
     """Return the projections as one, or None if their parameters are not next to each other."""
-    wholes = []
-    for parameters in _columns(projections):
-        if not _are_adjacent(parameters):
-            return None
-        first, rows = parameters[0], sum(len(p) for p in parameters)
-        wholes.append(first.data.as_strided((rows, *first.shape[1:]), first.stride()))
+    columns = _columns(projections)
+    if not all(map(_are_adjacent, columns)):
+        return None
+    weight, *biases = map(_whole, columns)
     return FusedProjections(
-        wholes[0], wholes[1] if len(wholes) > 1 else None, [len(one.weight) for one in projections]
+        weight,
+        biases[0] if biases else None,
+        [len(one.weight) for one in projections],
+        _joined_adapters(projections),
     )
+
+
+def _joined_adapters(projections: Sequence[Linear]) -> JoinedAdapters | None:
+    """Return the adapters of all projections as one; None if they are not next to each other."""
+    columns = _adapter_columns(projections)
+    if not columns or not all(map(_are_adjacent, columns)):
+        return None
+    down, up = map(_whole, columns)
+    return JoinedAdapters(down, up, projections[0].scale)
+
+
+def _whole(parameters: Sequence[Tensor]) -> Tensor:
+    """Return parameters that are next to each other as one tensor."""
+    first, rows = parameters[0].data, sum(len(one) for one in parameters)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
@@ -105,3 +142,12 @@ def _columns(projections: Sequence[Linear]) -> list[list[Tensor]]:
     if projections[0].bias is not None:
         columns.append([one.bias for one in projections])
     return columns
+
+
+def _adapter_columns(projections: Sequence[Linear]) -> list[list[Tensor]]:
+    """Return the weights of all A and of all B; nothing unless each projection has an adapter."""
+    adapters = [one.adapter for one in projections]
+    pairs = [pair for pair in adapters if pair is not None]
+    return (
+        [list(column) for column in zip(*pairs, strict=True)] if len(pairs) == len(adapters) else []
+    )

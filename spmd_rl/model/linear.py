@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels import linear
+from spmd_rl.kernels.linear.adapters import add_adapters
 from spmd_rl.model.lora import LoraConfig
 
 
@@ -19,49 +20,45 @@ class Linear(nn.Linear):
         self.lora_A: Linear | None = None
         self.lora_B: Linear | None = None
         self.is_switched_off = False  # whether the adapter is left out
-        self._scale = 1.0
+        self.scale = 1.0
 
     def adapt(self, lora: LoraConfig) -> None:
         """Add an adapter, whose weights are unset."""
         self.lora_A = Linear(self.in_features, lora.rank, bias=False)
         self.lora_B = Linear(lora.rank, self.out_features, bias=False)
-        self._scale = lora.scale
+        self.scale = lora.scale
 
     @property
     def is_adapted(self) -> bool:
-        return self.lora_A is not None and not self.is_switched_off
+        return self.adapter is not None
+
+    @property
+    def adapter(self) -> tuple[Tensor, Tensor] | None:
+        """The weights of A and B; None without an adapter, or where it is left out."""
+        if self.lora_A is None or self.lora_B is None or self.is_switched_off:
+            return None
+        return self.lora_A.weight, self.lora_B.weight
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's name)
-        if self.lora_A is None or self.lora_B is None or self.is_switched_off:
+        adapter = self.adapter
+        if adapter is None:
             return linear(input, self.weight, self.bias)
         if torch.is_grad_enabled():
-            a, b = self.lora_A.weight, self.lora_B.weight
-            out: Tensor = _Adapted.apply(input, self.weight, self.bias, a, b, self._scale)
+            out: Tensor = _Adapted.apply(input, self.weight, self.bias, *adapter, self.scale)
             return out
         return self.with_adapter(input, linear(input, self.weight, self.bias))
 
     def with_adapter(self, x: Tensor, product: Tensor) -> Tensor:
         """Return `product`, which the layer's weights give of x, plus what the adapter gives.
 
-        No gradient is kept. The bits are the same whether or not the product is a part of a fused
-        one.
+        No gradient is kept, and `product` may change in place. The bits are the same whether or not
+        the product is a part of a fused one.
         Shape: x [T, K], product [T, N]; returns [T, N].
         """
-        if self.lora_A is None or self.lora_B is None or self.is_switched_off:
+        adapter = self.adapter
+        if adapter is None:
             return product
-        return adapted(x, product, self.lora_A.weight, self.lora_B.weight, self._scale)[0]
-
-
-def adapted(
-    x: Tensor, product: Tensor, a: Tensor, b: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of `product` and an adapter's output, and the scaled output of A.
-
-    All roundings are to x's dtype: of A's product, of it scaled, of B's product, and of the sum.
-    Shape: x [T, K], product [T, N], a [R, K], b [N, R]; returns [T, N] and [T, R].
-    """
-    inner = linear(x, a) * scale
-    return product + linear(inner, b), inner
+        return add_adapters(product, x, *adapter, self.scale, (self.out_features,))[0]
 
 
 class _Adapted(torch.autograd.Function):
@@ -74,22 +71,22 @@ class _Adapted(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
     ) -> Tensor:
-        out, inner = adapted(x, linear(x, weight, bias), a, b, scale)
-        ctx.save_for_backward(x, weight, a, b, inner)
+        out, low = add_adapters(linear(x, weight, bias), x, a, b, scale, (len(b),))
+        ctx.save_for_backward(x, weight, a, b, low)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, a, b, inner = ctx.saved_tensors
+        x, weight, a, b, low = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad = grads[0].to(x.dtype)
-        grad_inner = (grad @ b) * ctx.scale
+        grad_low = (grad @ b) * ctx.scale
         return (
-            (grad @ weight).addmm_(grad_inner, a) if needs_x else None,
+            (grad @ weight).addmm_(grad_low, a) if needs_x else None,
             grad.t() @ x if needs_weight else None,
             grad.sum(0) if needs_bias else None,
-            grad_inner.t() @ x,
-            grad.t() @ inner,
+            grad_low.t() @ x,
+            grad.t() @ (low * ctx.scale),
             None,
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import PackedAttention
+from spmd_rl.model.fused_projections import join, lay_out
 from spmd_rl.model.linear import Linear
 from spmd_rl.model.lora import TARGETS, LoraConfig, is_adapter
 from spmd_rl.model.network import CausalLM
@@ -129,3 +130,29 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, object], nam
 def test_all_linear_is_every_projection() -> None:
     assert LoraConfig(rank=1).projections == TARGETS
     assert LoraConfig().projections == ()
+
+
+def test_neighbours_by_chance_are_not_joined() -> None:
+    """Allocations of their own may follow each other, and no tensor spans two of them."""
+    memory = np.zeros(2 * 24 * 40, np.float32)
+    projections = [Linear(24, 40, bias=False) for _ in range(2)]
+    for one, half in zip(projections, np.split(memory, 2), strict=True):
+        one.weight.data = torch.from_numpy(half).view(40, 24)
+    ends = [one.weight.data_ptr() for one in projections]
+    assert ends[1] - ends[0] == projections[0].weight.nbytes
+    assert join(projections) is None
+    lay_out(projections)
+    assert join(projections) is not None
+
+
+def test_adapters_are_joined_if_each_projection_has_one() -> None:
+    projections = [Linear(24, width, bias=False) for width in (40, 16)]
+    for number in range(3):
+        lay_out(projections)
+        joined = join(projections)
+        assert joined is not None
+        assert (joined.adapters is not None) == (number == 2)
+        if number < 2:
+            projections[number].adapt(LORA)
+    assert joined.adapters.down.shape == (6, 24)
+    assert joined.adapters.up.shape == (56, 3)
