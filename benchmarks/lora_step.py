@@ -1,12 +1,12 @@
 """LoRA beside full fine-tuning on one GPU: the forward and backward pass, and a step of GRPO.
 
-- passes: the forward and backward pass of 8 sequences of 1,024 tokens with the shapes of Qwen3-0.6B
-  and 4B, adapters of rank 16 beside all projections, against all weights. Both recompute the same,
-  one after the other. Values are medians of times between CUDA events. Full fine-tuning has its
-  moments in host memory, so that 4B fits 80 GB; no optimizer step is within the time.
+- passes: the forward and backward pass of 8 sequences of 1,024 tokens with shapes of Qwen3,
+  adapters of rank 16 beside all projections, against all weights. Both recompute the same, one
+  after the other. Values are medians of times between CUDA events. Full fine-tuning has its moments
+  in host memory, so that 4B fits 80 GB, and 8B 141 GB; no optimizer step is within the time.
 - step: GRPO of the shape of Qwen3-8B, 8 prompts with 8 samples of 256 tokens.
 
-    python -m benchmarks.lora_step [--quick] [--save] [passes step]
+    python -m benchmarks.lora_step [--quick] [--save] [passes step] [--shapes 0.6B 4B 8B]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.beside_commit import GPU_TOKENIZER, NOW, ROOT, started
 from benchmarks.lora_recipe import PUSH_BYTES
 from benchmarks.record import compared, finish, gpu, gpu_machine, measured
-from benchmarks.shapes import write_folder
+from benchmarks.shapes import QWEN3, write_folder
 from benchmarks.table import Row
 from benchmarks.training import batch, learner
 from spmd_rl.algo.losses import Needs
@@ -50,7 +50,7 @@ STEP = ("--prompts_per_step=8", "--sampling.num_samples=8", "--sampling.max_toke
 
 def configs(name: str) -> tuple[TrainerConfig, TrainerConfig]:
     """Return the settings of full fine-tuning and of LoRA, which differ in nothing else."""
-    recompute = "cheap" if name == "4B" else "none"
+    recompute = "none" if name == "0.6B" else "cheap"
     backend = Fsdp2Config(recompute=recompute, offload="moments")
     full = TrainerConfig(dtype="bfloat16", max_tokens=TOKENS, backend=backend)
     alone = replace(backend, offload="none")
@@ -159,13 +159,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", help="passes, step")
+    parser.add_argument("--shapes", nargs="+", choices=QWEN3, default=["0.6B", "4B"])
     parser.add_argument("--quick", action="store_true", help="few repetitions of each")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     parts = options.parts or PARTS
     rows = list[Row]()
     if "passes" in parts:
-        for name in ("0.6B", "4B"):
+        for name in options.shapes:
             rows += passes(name, 3 if options.quick else REPEATS)
     if "step" in parts:
         with tempfile.TemporaryDirectory(prefix="bench-") as name:
