@@ -57,13 +57,15 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
     for step in ctl.steps(cfg.steps):
         with ctl.phase("sync"):
-            gauge.read.call()  # the peak of waking belongs to no phase
+            gauge.read.call()  # the peak before this phase's sleep and wake is not its own
             weights.push(version=step.index)
             read("sync")
         with ctl.phase("rollout"):
+            gauge.read.call()
             groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
             read("rollout")
         with ctl.phase("train"):
+            gauge.read.call()
             stats = trainer.train_step.call(
                 rl.pack(groups, rl.group_advantage(groups)), rl.grpo_loss
             )
