@@ -34,10 +34,12 @@ from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.host_stack import Reserve
+from spmd_rl.train.merged_source import MergedSource
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.train.optimizers import ShardOptimizer, build_optimizer
 from spmd_rl.train.parameter_groups import UpdateRule, update_rules
 from spmd_rl.train.sharded_model import ShardedModel
+from spmd_rl.weights.tensor_ends import TensorSource, do_nothing
 
 
 class Fsdp2(ShardedModel):
@@ -70,6 +72,7 @@ class Fsdp2(ShardedModel):
             self._activations = ActivationOffload(device, memory.reserve)
             self._activations.wrap(scorer.model.model.layers)
         base = _make_base(scorer.model, dtype) if cfg.lora.rank else frozenset[str]()
+        base_tag = "pushed_base" if cfg.lora.merged_push else "base"
         rules = _freeze(scorer.model, cfg, mesh.size(1), base)
         reshard = False if mesh.size(1) == 1 else None
         always = self._offload == "master"
@@ -81,10 +84,10 @@ class Fsdp2(ShardedModel):
             settings.gathers_whole,
             reshard,
             base,
-            lambda is_base: memory.allocating("base" if is_base else "master", always),
+            lambda is_base: memory.allocating(base_tag if is_base else "master", always),
         )
         memory.hold("master", lambda: [self.local[name] for name in self.names()])
-        memory.hold("base", lambda: [self.local[name] for name in sorted(self.base)])
+        memory.hold(base_tag, lambda: [self.local[name] for name in sorted(self.base)])
         _sum_gradients(self.units, cfg.deterministic)
         build = partial(build_optimizer, self.local_weights(), rules, cfg, mesh.get_group("fsdp"))
         self.optimizer = self._built(build, memory)
@@ -101,6 +104,13 @@ class Fsdp2(ShardedModel):
             optimizer = build(None)
         memory.hold("moments", optimizer.tensors)
         return optimizer
+
+    def source(self, on_open: Callable[[], None] = do_nothing) -> TensorSource | MergedSource:
+        lora = self.scorer.model.lora
+        if not lora.merged_push:
+            return super().source(on_open)
+        base = self.shards_of(name for name in self.parameters if name in self.base)
+        return MergedSource(base, self.local_weights(), lora.scale, self.gather, on_open)
 
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         has_logits = isinstance(self.scorer, Scorer)
