@@ -39,7 +39,8 @@ from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.train.optimizers import ShardOptimizer, build_optimizer
 from spmd_rl.train.parameter_groups import UpdateRule, update_rules
 from spmd_rl.train.sharded_model import ShardedModel
-from spmd_rl.weights.tensor_ends import TensorSource, do_nothing
+from spmd_rl.weights.ends import WeightSource
+from spmd_rl.weights.tensor_ends import do_nothing
 
 
 class Fsdp2(ShardedModel):
@@ -72,7 +73,6 @@ class Fsdp2(ShardedModel):
             self._activations = ActivationOffload(device, memory.reserve)
             self._activations.wrap(scorer.model.model.layers)
         base = _make_base(scorer.model, dtype) if cfg.lora.rank else frozenset[str]()
-        base_tag = "pushed_base" if cfg.lora.merged_push else "base"
         rules = _freeze(scorer.model, cfg, mesh.size(1), base)
         reshard = False if mesh.size(1) == 1 else None
         always = self._offload == "master"
@@ -84,13 +84,16 @@ class Fsdp2(ShardedModel):
             settings.gathers_whole,
             reshard,
             base,
-            lambda is_base: memory.allocating(base_tag if is_base else "master", always),
+            lambda is_base: memory.allocating(_tag(cfg, is_base), always),
         )
-        memory.hold("master", lambda: [self.local[name] for name in self.names()])
-        memory.hold(base_tag, lambda: [self.local[name] for name in sorted(self.base)])
+        for is_base, names in ((False, self.names()), (True, sorted(self.base))):
+            memory.hold(_tag(cfg, is_base), partial(self._locals, names))
         _sum_gradients(self.units, cfg.deterministic)
         build = partial(build_optimizer, self.local_weights(), rules, cfg, mesh.get_group("fsdp"))
         self.optimizer = self._built(build, memory)
+
+    def _locals(self, names: Sequence[str]) -> list[Tensor]:
+        return [self.local[name] for name in names]
 
     def _built(
         self, build: Callable[[Reserve | None], ShardOptimizer], memory: RoleMemory
@@ -105,7 +108,7 @@ class Fsdp2(ShardedModel):
         memory.hold("moments", optimizer.tensors)
         return optimizer
 
-    def source(self, on_open: Callable[[], None] = do_nothing) -> TensorSource | MergedSource:
+    def source(self, on_open: Callable[[], None] = do_nothing) -> WeightSource:
         lora = self.scorer.model.lora
         if not lora.merged_push:
             return super().source(on_open)
@@ -205,6 +208,13 @@ def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
             layer.forward = recomputing()(layer.forward)
         elif what == "all":
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _tag(cfg: TrainerConfig, is_base: bool) -> str:
+    """Return the tag of the memory of the base, or of what learns."""
+    if not is_base:
+        return "master"
+    return "pushed_base" if cfg.lora.merged_push else "base"
 
 
 def _make_base(model: CausalLM, dtype: torch.dtype) -> frozenset[str]:
