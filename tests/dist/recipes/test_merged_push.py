@@ -23,6 +23,7 @@ pytestmark = pytest.mark.dist
 
 MERGED = (*LORA, "--trainer.lora.merged_push=true", "--run.exact=false")
 RECIPE = "tests.dist.recipes.merged_recipe"
+REPLICAS = ("--split.train.dp=2",)
 SHARDED = ("--split.train.ranks=2", "--split.infer.ranks=1")
 
 
@@ -52,7 +53,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("nproc", "split"), [(1, ()), (2, ()), (2, DISJOINT), (3, SHARDED)])
+@pytest.mark.parametrize(
+    ("nproc", "split"), [(1, ()), (2, ()), (2, REPLICAS), (2, DISJOINT), (3, SHARDED)]
+)
 def test_an_engine_has_the_weights_that_peft_merges(
     run: Any, adapters: Path, dtype: str, nproc: int, split: tuple[str, ...]
 ) -> None:
@@ -61,7 +64,7 @@ def test_an_engine_has_the_weights_that_peft_merges(
     assert ended.code == 0, ended.sentence
     expected = merged_by_hand(adapters, getattr(torch, dtype))
     files = sorted(ended.folder.glob("engine-*.safetensors"))
-    assert len(files) == (1 if split else nproc)
+    assert len(files) == (1 if split in (DISJOINT, SHARDED) else nproc)
     for file in files:
         held = load_file(file)
         assert held.keys() == expected.keys()
