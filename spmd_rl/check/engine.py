@@ -7,34 +7,50 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.options import check_options
+from spmd_rl.train.config import TrainerConfig
 
 EngineConfig = NativeEngineConfig | SglangEngineConfig
 
 
-def check_engine(engine: EngineConfig, run: RunConfig) -> None:
-    """Check an engine that runs outside of this package. The native one has nothing to check.
+def check_engine(
+    engine: EngineConfig, run: RunConfig, trainer: TrainerConfig | None = None
+) -> None:
+    """Check an engine that runs outside of this package, and what `trainer` pushes to an engine.
 
-    Raises: ConfigError where the run asks for equal bits, which SGLang does not promise; for an
-    option that SGLang does not have, or that a run may not set; without a version that serves.
+    Raises: ConfigError where the run asks for equal bits, which neither SGLang nor a merged push
+    promises; for an option that SGLang does not have, or that a run may not set; without a version
+    that serves.
     """
-    if not isinstance(engine, SglangEngineConfig):
-        return
-    if run.exact:
+    if run.exact and isinstance(engine, SglangEngineConfig):
         raise ConfigError(
             'engine.kind = "sglang" does not compute the trainer\'s bits: set run.exact = false, '
             'and the mismatch is measured on every step, or engine.kind = "native"'
         )
-    check_options(engine)
-
-
-def announce_correction(engine: EngineConfig, correction: str) -> None:
-    """Print how a recipe corrects for log-probs that an engine computes in another way.
-
-    `correction` is a clause such as "none". The native engine's log-probs need none.
-    """
+    if run.exact and trainer is not None and trainer.lora.merged_push:
+        raise ConfigError(
+            "trainer.lora.merged_push = true gives the engine rounded weights, and so other bits "
+            "than the trainer's: set run.exact = false, and the mismatch is measured on every "
+            "step, or trainer.lora.merged_push = false"
+        )
     if isinstance(engine, SglangEngineConfig):
+        check_options(engine)
+
+
+def announce_correction(
+    engine: EngineConfig, correction: str, trainer: TrainerConfig | None = None
+) -> None:
+    """Print how a recipe corrects for log-probs that an engine computes in another way, or with
+    the weights of a merged push.
+
+    `correction` is a clause such as "none". Other log-probs need none.
+    """
+    causes = ["engine.kind = sglang"] if isinstance(engine, SglangEngineConfig) else []
+    if trainer is not None and trainer.lora.merged_push:
+        causes.append("trainer.lora.merged_push = true")
+    if causes:
         print(
-            "engine.kind = sglang: its log-probs are not the trainer's bits; every step measures "
-            f"onpolicy/mean_abs_dlogp and onpolicy/max_abs_dlogp; correction: {correction}",
+            f"{', '.join(causes)}: the engine's log-probs are not the trainer's bits; every step "
+            "measures onpolicy/mean_abs_dlogp and onpolicy/max_abs_dlogp; "
+            f"correction: {correction}",
             flush=True,
         )

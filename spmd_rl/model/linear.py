@@ -61,6 +61,16 @@ class Linear(nn.Linear):
         return add_adapters(product, x, *adapter, self.scale, (self.out_features,))[0]
 
 
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return the weight of a plain layer that computes what this weight and its adapter do.
+
+    As in PEFT, the product of B and A is rounded, then that times `scale`, then the sum.
+    Shape: weight [N, K], a [R, K] fp32, b [N, R] fp32; returns [N, K] fp32.
+    """
+    product = linear(b, a.t().contiguous())
+    return product.mul_(scale).add_(weight)
+
+
 class _Adapted(torch.autograd.Function):
     """A layer with its adapter: the contract's products forward, the library's backward.
 

@@ -15,6 +15,7 @@ from spmd_rl.model.spec import ModelSpec
 
 ALL_LINEAR = "all-linear"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MERGED_WITHOUT_RANK = "false without a rank: there is nothing to merge"
 FOLDER_WITHOUT_RANK = "'' without a rank: set rank to `r` of its adapter_config.json"
 A, B = "lora_A", "lora_B"  # the modules of an adapter, whose weights are [rank, in], [out, rank]
 
@@ -33,6 +34,9 @@ class LoraConfig:
     # PEFT folder that holds the first adapters, of the same rank, alpha and targets; "": A is
     # random and B zero
     folder: str = ""
+    # whether a push brings whole weights with the adapters merged into them, for an engine that
+    # has no adapters; it needs run.exact = false
+    merged_push: bool = False
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, "rank", self.rank, "0 (no adapters) or more")
@@ -42,6 +46,8 @@ class LoraConfig:
         are_known = bool(self.targets) and {ALL_LINEAR, *TARGETS}.issuperset(self.targets)
         require(are_known, "targets", self.targets, expected)
         require(self.rank > 0 or not self.folder, "folder", self.folder, FOLDER_WITHOUT_RANK)
+        is_fine = self.rank > 0 or not self.merged_push
+        require(is_fine, "merged_push", self.merged_push, MERGED_WITHOUT_RANK)
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -54,6 +60,11 @@ class LoraConfig:
     def scale(self) -> float:
         """The factor of what A computes."""
         return self.alpha / self.rank
+
+    @property
+    def of_engine(self) -> LoraConfig:
+        """The adapters that an engine has: none where a push merges them into its weights."""
+        return NO_LORA if self.merged_push else self
 
     @property
     def arithmetic(self) -> str:
@@ -79,7 +90,7 @@ class LoraConfig:
         return shapes
 
     def trained_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-        """Return the shape of what a language model's trainer trains and pushes, by name."""
+        """Return the shape of what a language model's trainer trains, by name."""
         return self.shapes(spec) if self.rank else spec.parameter_shapes()
 
 

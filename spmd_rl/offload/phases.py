@@ -85,7 +85,7 @@ CONCURRENT = Phases()
 # a trainer and an engine on the same ranks, which work in turn
 COLOCATED = Phases(
     {
-        "sync": {"train": ("master",), "infer": ("weights",)},
+        "sync": {"train": ("master", "pushed_base"), "infer": ("weights",)},
         "eval": {"infer": ALL},
         "rollout": {"infer": ALL},
         "train": {"train": ALL, "reference": ALL, "critic": ALL},

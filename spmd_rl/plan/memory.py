@@ -136,7 +136,8 @@ class MemoryModel:
             and "slab" not in {item.tag for item in self.memory[INFER]}
             and not engine.computes_on_gpu
             and train is not None
-            and "base" not in {item.tag for item in self.memory[TRAIN]}  # of adapters
+            # the base beside adapters
+            and {"base", "pushed_base"}.isdisjoint(item.tag for item in self.memory[TRAIN])
             and train.axes["fsdp"] == 1
             and any(role.name == TRAIN and role.holds_whole_tensors for role in self.roles)
             and set(engine.placement.ranks) <= set(train.ranks)

@@ -238,7 +238,7 @@ def _push_routes(placements: Placements, spec: ModelSpec, cfg: Any, world_size: 
     train, infer = placements.get(TRAIN), placements.get(INFER)
     if train is None or infer is None:
         return Routes.none(world_size)
-    shapes = Counter(cfg.trainer.lora.trained_shapes(spec).values())
+    shapes = Counter(cfg.trainer.lora.of_engine.trained_shapes(spec).values())
     return push_routes(train, infer, shapes, dtype_on_gpu(cfg.engine), world_size)
 
 

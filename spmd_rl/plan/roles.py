@@ -107,7 +107,7 @@ def planned_roles(placements: Placements, cfg: Any) -> tuple[PlannedRole, ...]:
     """
     classes = {TRAIN: getattr(cfg, "trainer_role", Trainer), INFER: Rollout}
     trainer = getattr(cfg, "trainer", None)
-    pushed = trainer.lora if isinstance(trainer, TrainerConfig) else NO_LORA
+    lora = trainer.lora.of_engine if isinstance(trainer, TrainerConfig) else NO_LORA
     main = [
         PlannedRole(
             name,
@@ -115,7 +115,7 @@ def planned_roles(placements: Placements, cfg: Any) -> tuple[PlannedRole, ...]:
             _config(name, cfg),
             placements[name],
             cfg.model,
-            lora=pushed if name == INFER else NO_LORA,
+            lora=lora if name == INFER else NO_LORA,
         )
         for name in ROLE_CONFIGS
         if name in placements

@@ -79,7 +79,7 @@ def check(cfg: Config) -> None:
         teacher=cfg.teacher,
     )
     rl.check_evaluation(cfg)
-    rl.check_engine(cfg.engine, cfg.run)
+    rl.check_engine(cfg.engine, cfg.run, cfg.trainer)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
@@ -91,7 +91,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
     prompts = rl.load_prompts(cfg)
-    rl.announce_correction(cfg.engine, "none")
+    rl.announce_correction(cfg.engine, "none", cfg.trainer)
     num_steps = rl.num_steps(cfg, prompts)
     evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, partial(graded, teacher))
     start = ctl.resume(trainer=trainer, prompts=prompts)

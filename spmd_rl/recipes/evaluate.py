@@ -63,7 +63,7 @@ def check(cfg: Config) -> None:
         )
     rl.check_model(cfg.model, trainer=None if cfg.checkpoint else rl.TrainerConfig())
     rl.check_evaluation(cfg)
-    rl.check_engine(cfg.engine, cfg.run)
+    rl.check_engine(cfg.engine, cfg.run, cfg.trainer if cfg.checkpoint else None)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

@@ -72,7 +72,7 @@ def check(cfg: Config) -> None:
     rl.check_evaluation(cfg)
     if cfg.kl.reference:
         rl.check_inputs(model=cfg.kl.reference, data=cfg.data, trainer=rl.TrainerConfig())
-    rl.check_engine(cfg.engine, cfg.run)
+    rl.check_engine(cfg.engine, cfg.run, cfg.trainer)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
@@ -83,7 +83,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     weights = ctl.link(trainer, rollout)
     prompts = rl.load_prompts(cfg)
     num_steps = rl.num_steps(cfg, prompts)
-    rl.announce_correction(cfg.engine, cfg.correction_in_words)
+    rl.announce_correction(cfg.engine, cfg.correction_in_words, cfg.trainer)
     sampler = make_sampler(cfg, rollout, prompts, update)
     evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
     source = {"sampler": sampler} if sampler else {"prompts": prompts}

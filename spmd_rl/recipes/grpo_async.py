@@ -35,7 +35,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     weights = ctl.link(trainer, rollout)
     prompts = rl.load_prompts(cfg)
     num_steps = rl.num_steps(cfg, prompts)
-    rl.announce_correction(cfg.engine, cfg.correction_in_words)
+    rl.announce_correction(cfg.engine, cfg.correction_in_words, cfg.trainer)
     evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
     ahead = rl.CallQueue(rollout.generate)
     start = ctl.resume(trainer=trainer, prompts=prompts, ahead=ahead, **update.savers)

@@ -49,7 +49,7 @@ def _check_lora(cfg: Any) -> None:
     """Raise a ConfigError for what cannot be done with a trainer of adapters."""
     if not hasattr(cfg, "trainer") or not cfg.trainer.lora.rank:
         return
-    if isinstance(cfg.engine, SglangEngineConfig):
+    if isinstance(cfg.engine, SglangEngineConfig) and cfg.trainer.adapted_base:
         raise ConfigError(NO_ADAPTERS)
     expected = f"0 with trainer.lora.rank: {BASE_STAYS}"
     require(cfg.kl.refresh_every == 0, "kl.refresh_every", cfg.kl.refresh_every, expected)

@@ -53,7 +53,7 @@ def check(cfg: Config) -> None:
         reward_model=cfg.reward_model,
     )
     rl.check_evaluation(cfg)
-    rl.check_engine(cfg.engine, cfg.run)
+    rl.check_engine(cfg.engine, cfg.run, cfg.trainer)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
@@ -74,7 +74,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     weights = ctl.link(trainer, rollout)
     prompts = rl.load_prompts(cfg)
     num_steps = rl.num_steps(cfg, prompts)
-    rl.announce_correction(cfg.engine, cfg.correction_in_words)
+    rl.announce_correction(cfg.engine, cfg.correction_in_words, cfg.trainer)
     evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, partial(graded, judge))
     start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
     start = rl.first_step(cfg, start, update.trainers, prompts)

@@ -12,7 +12,8 @@ from spmd_rl.rollout.engine import Engine, NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 
 NO_ADAPTERS = (
-    'engine.kind = "sglang" takes no adapters: set trainer.lora.rank = 0, or engine.kind = "native"'
+    'engine.kind = "sglang" takes no adapters: set trainer.lora.merged_push = true, so that a push '
+    'brings whole weights, or engine.kind = "native"'
 )
 
 if TYPE_CHECKING:

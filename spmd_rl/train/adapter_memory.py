@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from spmd_rl.model.lora import B, LoraConfig
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.parameter_groups import FP32_BYTES, moment_bytes, update_rules
@@ -46,3 +47,16 @@ def adapter_sizes(
         grads=shard,
         gathered=(of_base + num_adapted) * element_bytes if is_copied else 0,
     )
+
+
+def merge_bytes(spec: ModelSpec, lora: LoraConfig, num_shards: int) -> int:
+    """Return what a merged push takes: all of A where shards gather it, and one merged weight."""
+    weights = spec.parameter_shapes()
+    gathered = largest = 0
+    for name, shape in lora.shapes(spec).items():
+        if name.endswith(f".{B}.weight"):
+            whole = weights[f"{name.removesuffix(f'.{B}.weight')}.weight"]
+            largest = max(largest, -(-prod(whole) // num_shards))
+        elif num_shards > 1:
+            gathered += prod(shape)
+    return (gathered + largest) * FP32_BYTES

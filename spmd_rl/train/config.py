@@ -169,10 +169,11 @@ class TrainerConfig:
 
     @property
     def adapted_base(self) -> AdaptedBase | None:
-        """What an engine is told of the adapters; None without any."""
-        if not self.lora.rank:
+        """What an engine is told of its adapters; None where it has none."""
+        lora = self.lora.of_engine
+        if not lora.rank:
             return None
-        return AdaptedBase(self.lora, self.seed if self.init == "random" else None)
+        return AdaptedBase(lora, self.seed if self.init == "random" else None)
 
 
 def fsdp2_settings(cfg: TrainerConfig) -> Fsdp2Config:

@@ -34,10 +34,13 @@ from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.host_stack import Reserve
+from spmd_rl.train.merged_source import MergedSource
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.train.optimizers import ShardOptimizer, build_optimizer
 from spmd_rl.train.parameter_groups import UpdateRule, update_rules
 from spmd_rl.train.sharded_model import ShardedModel
+from spmd_rl.weights.ends import WeightSource
+from spmd_rl.weights.tensor_ends import do_nothing
 
 
 class Fsdp2(ShardedModel):
@@ -81,17 +84,21 @@ class Fsdp2(ShardedModel):
             settings.gathers_whole,
             reshard,
             base,
-            self._allocating,
+            partial(self._allocating, cfg),
         )
-        memory.hold("master", lambda: [self.local[name] for name in self.names()])
-        memory.hold("base", lambda: [self.local[name] for name in sorted(self.base)])
+        for is_base, names in ((False, self.names()), (True, sorted(self.base))):
+            memory.hold(_tag(cfg, is_base), partial(self._locals, names))
         _sum_gradients(self.units, cfg.deterministic)
         build = partial(build_optimizer, self.local_weights(), rules, cfg, mesh.get_group("fsdp"))
         self.optimizer = self._built(build, memory)
 
-    def _allocating(self, is_base: bool, sizes: list[int]) -> AbstractContextManager[None]:
-        tag, always = "base" if is_base else "master", self._offload == "master"
-        return self._memory.allocating(tag, sizes, always)
+    def _allocating(
+        self, cfg: TrainerConfig, is_base: bool, sizes: list[int]
+    ) -> AbstractContextManager[None]:
+        return self._memory.allocating(_tag(cfg, is_base), sizes, self._offload == "master")
+
+    def _locals(self, names: Sequence[str]) -> list[Tensor]:
+        return [self.local[name] for name in names]
 
     def _built(
         self, build: Callable[[Reserve | None], ShardOptimizer], memory: RoleMemory
@@ -110,6 +117,13 @@ class Fsdp2(ShardedModel):
         """Return the bytes of AdamW's moments; other optimizers have fewer, of other sizes."""
         trained = [one.nbytes for one in self.local.values() if one.requires_grad]
         return 2 * trained if self._is_adamw else []
+
+    def source(self, on_open: Callable[[], None] = do_nothing) -> WeightSource:
+        lora = self.scorer.model.lora
+        if not lora.merged_push:
+            return super().source(on_open)
+        base = self.shards_of(name for name in self.parameters if name in self.base)
+        return MergedSource(base, self.local_weights(), lora.scale, self.gather, on_open)
 
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         has_logits = isinstance(self.scorer, Scorer)
@@ -204,6 +218,13 @@ def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
             layer.forward = recomputing()(layer.forward)
         elif what == "all":
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _tag(cfg: TrainerConfig, is_base: bool) -> str:
+    """Return the tag of the memory of the base, or of what learns."""
+    if not is_base:
+        return "master"
+    return "pushed_base" if cfg.lora.merged_push else "base"
 
 
 def _make_base(model: CausalLM, dtype: torch.dtype) -> frozenset[str]:

@@ -19,7 +19,7 @@ from spmd_rl.train.activation_memory import (
     activations,
     forward_bytes,
 )
-from spmd_rl.train.adapter_memory import adapter_sizes
+from spmd_rl.train.adapter_memory import adapter_sizes, merge_bytes
 from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
 from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.megatron.memory import megatron_memory
@@ -59,8 +59,12 @@ def trainer_memory(
     step = step_memory(step_sizes(spec, cfg, placement, head), offload)
     if not cfg.lora.rank:
         return step
-    base = -(-spec.num_parameters // placement.axes["fsdp"]) * ITEM_BYTES[dtype_on_gpu(cfg)]
-    return [TagBytes("base", base, "save", changes=False), *step]
+    num_shards = placement.axes["fsdp"]
+    base = -(-spec.num_parameters // num_shards) * ITEM_BYTES[dtype_on_gpu(cfg)]
+    if not cfg.lora.merged_push:
+        return [TagBytes("base", base, "save", changes=False), *step]
+    merge = TagBytes("merge", merge_bytes(spec, cfg.lora, num_shards), "fixed")
+    return [TagBytes("pushed_base", base, "save", changes=False), merge, *step]
 
 
 def step_sizes(

@@ -31,6 +31,7 @@ from spmd_rl.model.value_head import ValueScorer
 from spmd_rl.train.backend import Outputs, State, Visit, VisitTop
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.digest import base_fact, combine, digest
+from spmd_rl.weights.ends import WeightSource
 from spmd_rl.weights.layout import Layout, chunk_box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.tensor_ends import TensorSource, do_nothing
@@ -158,7 +159,7 @@ class ShardedModel:
 
     def on_loaded(self, optimizer_steps: int) -> None: ...
 
-    def source(self, on_open: Callable[[], None] = do_nothing) -> TensorSource:
+    def source(self, on_open: Callable[[], None] = do_nothing) -> WeightSource:
         return TensorSource(self.local_weights().items(), on_open)
 
     def names(self) -> list[str]:

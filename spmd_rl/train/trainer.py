@@ -7,7 +7,7 @@ from typing import ClassVar
 from spmd_rl.controller.endpoint import Sharded, collective
 from spmd_rl.errors import ContractError
 from spmd_rl.model.spec import Head
-from spmd_rl.train.training_role import BASE, MASTER, TrainingRole
+from spmd_rl.train.training_role import ALL_WEIGHTS, TrainingRole
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.token_values import TokenValues, TopLogprobs
 
@@ -25,7 +25,7 @@ class Trainer(TrainingRole):
     @collective
     def score(self, batch: Sharded[Batch]) -> Sharded[TokenValues]:
         """Return the log-probabilities of the batch's tokens under the current weights."""
-        self.memory.require("score", MASTER, BASE)
+        self.memory.require("score", *ALL_WEIGHTS)
         return self.learner.runner.score(batch)
 
     @collective
@@ -39,6 +39,6 @@ class Trainer(TrainingRole):
                 "score_base is for a trainer of adapters: set trainer.lora.rank, or spawn a frozen "
                 "model as the reference"
             )
-        self.memory.require("score_base", MASTER, BASE)
+        self.memory.require("score_base", *ALL_WEIGHTS)
         with self.backend.base_alone():
             return self.learner.runner.score(batch)

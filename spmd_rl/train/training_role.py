@@ -32,8 +32,10 @@ from spmd_rl.train.megatron.check import spec_to_train
 from spmd_rl.train.memory import trainer_memory
 from spmd_rl.types.batch import Batch
 
-# tags of a trainer's memory; only a trainer of adapters has a base
-MASTER, MOMENTS, BASE = "master", "moments", "base"
+# tags of a trainer's memory; only a trainer of adapters has a base, and a merged push reads it
+MASTER, MOMENTS, BASE, PUSHED_BASE = "master", "moments", "base", "pushed_base"
+ALL_WEIGHTS = (MASTER, BASE, PUSHED_BASE)  # what a forward pass reads
+MERGED_FACT: dict[str, str | int] = {"push": "adapters merged into rounded weights, no promise"}
 
 if TYPE_CHECKING:
     from spmd_rl.weights.ends import WeightSource
@@ -48,7 +50,7 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
     """
 
     HEAD: ClassVar[Head]
-    MEMORY_TAGS: ClassVar[tuple[str, ...]] = (MASTER, MOMENTS, BASE)
+    MEMORY_TAGS: ClassVar[tuple[str, ...]] = (MASTER, MOMENTS, BASE, PUSHED_BASE)
 
     def __init__(
         self, cfg: TrainerConfig, context: RoleContext, model: str, sleep: RoleSleep | None = None
@@ -87,7 +89,7 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
     ) -> dict[str, float]:
         """Learn from one batch, and return the metrics. `lr` overrides the schedule's rate."""
         self.checkpoints.check()
-        self.memory.require("train_step", MASTER, BASE)
+        self.memory.require("train_step", *ALL_WEIGHTS)
         self.memory.require_soon("train_step", MOMENTS)
         self.learner.runner.check_fits(batch)
         self.checkpoints.wait_until_read()
@@ -181,16 +183,22 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
         self.learner.state.version = version
 
     def weight_source(self) -> WeightSource:
-        """Return this rank's share of the master weights, which train steps update in place."""
-        return self.backend.source(partial(self.memory.require, "a push", MASTER))
+        """Return this rank's share of the master weights, which train steps update in place.
+
+        A merged push makes its weights of them and of the base.
+        """
+        return self.backend.source(partial(self.memory.require, "a push", MASTER, PUSHED_BASE))
 
     def call_before_change(self, callback: Callable[[], None]) -> None:
         """Call `callback` before each change of the weights, for a role that shares them."""
         self._before_change.append(callback)
 
     def numeric_contract(self) -> dict[str, str | int]:
-        """Return what the forward pass's bits depend on besides the weights."""
-        return self.backend.contract()
+        """Return what the forward pass's bits depend on besides the weights.
+
+        Of a merged push it says that an engine's log-probs differ.
+        """
+        return self.backend.contract() | (MERGED_FACT if self.cfg.lora.merged_push else {})
 
     def _restore_metrics(self) -> dict[str, float]:
         """Return how long the slowest rank waited for bytes from the host; nothing without sleep.

@@ -119,6 +119,27 @@ def test_an_engine_keeps_adapters_and_the_bytes_of_its_base(model: Path) -> None
     assert [of["weights"] for of in host] == [0, 2 * PARAMETERS]
 
 
+def test_a_merged_push_brings_whole_weights(model: Path) -> None:
+    """The engine is that of a run without adapters; the trainer's base is awake in the push."""
+    words = [f"model={model}", "data=none.jsonl", *BF16, "offload.sleep=always"]
+    lora = ["trainer.lora.rank=4", "trainer.lora.targets=['q_proj', 'down_proj']"]
+    plain, adapted, merged = (
+        resolve(load(grpo.Config, None, [*words, *more]), 2)
+        for more in ([], lora, [*lora, "trainer.lora.merged_push=true"])
+    )
+    plans = [entries(plan.ledgers[0]) for plan in (plain, adapted, merged)]
+    assert plans[2]["weights"] == plans[0]["weights"]
+    assert "adapters" not in plans[2]
+    assert (merged.routes.sizes == plain.routes.sizes).all()
+    assert merged.routes.within_bytes > 10 * adapted.routes.within_bytes
+    assert plans[1]["base"] == (PARAMETERS, ("train",)), "two shards of 2 bytes a parameter"
+    assert plans[2]["pushed_base"] == (PARAMETERS, ("sync", "train"))
+    gathered = 3 * 4 * (64 + 96)  # all of A, of rank 4, in 3 layers
+    assert plans[2]["merge"][0] == 4 * (gathered + 64 * 96 // 2)
+    host = {one.tag: one.host_bytes for one in merged.ledgers[0].entries}
+    assert (host["weights"], host["pushed_base"]) == (0, PARAMETERS)
+
+
 def working(ledger: Ledger, role: str) -> int:
     return sum(entry.num_bytes for entry in ledger.entries if entry.is_work and entry.role == role)
 
