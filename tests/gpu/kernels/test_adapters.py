@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from spmd_rl.kernels import linear, silu_mul
-from spmd_rl.kernels.linear import adapters_triton
 from spmd_rl.kernels.linear.adapters import add_adapters
 from spmd_rl.kernels.runtime.cuda_graph import capture
+
+pytest.importorskip("triton")
+
+from spmd_rl.kernels.linear import adapters_triton
 
 ROWS = (1, 7, 16, 17, 33, 64, 65, 256, 1000, 1024, 4097)
 

@@ -19,7 +19,7 @@ GIB = 1 << 30
 @pytest.mark.parametrize("name", memory.CASES)
 def test_a_case_fits_an_h100_and_fills_its_packs(tmp_path: Path, name: str) -> None:
     case = memory.CASES[name]
-    write_config(case.shape, tmp_path / case.shape)
+    write_config(case.shape, tmp_path / "models" / case.shape)
     cfg = load(Config, None, memory.settings(name, tmp_path))
     plan = resolve(cfg, case.num_ranks, 79 * GIB)
     plan.require(79 * GIB)

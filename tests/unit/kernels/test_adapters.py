@@ -11,6 +11,9 @@ from torch import Tensor
 
 from spmd_rl.kernels import linear
 from spmd_rl.kernels.linear.adapters import add_adapters
+
+pytest.importorskip("triton")
+
 from tests.unit.kernels.interpreted import Calls, results
 
 # rows, rank and the parts' widths: tiles that end inside a matrix, and at the end of a part
@@ -43,7 +46,6 @@ def expected(
 def test_the_kernel_adds_to_each_part_and_to_nothing_else(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    pytest.importorskip("triton")
     calls, wanted = [], []
     for (rows, rank, widths), scale in zip(CASES, (0.5, 2.0, 1.0, 0.25, 0.5, 4.0), strict=True):
         product, low, up = (one.to(dtype) for one in drawn(rows, rank, widths))
