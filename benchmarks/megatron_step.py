@@ -2,9 +2,9 @@
 
 FSDP2, Megatron-core with the local layers, and with transformer-engine's take the same steps, one
 backend after the other: learner.train_step on 64 sequences of 128 + 896 tokens in packs of 16,384.
-At 4B, moments are in host memory and activations are recomputed: FSDP2 recomputes all but matrix
-products, and Megatron-core whole layers. Values are medians of the host's clock around a step, with
-the GPU drained before and after. MFU counts no recomputation (spmd_rl/train/flops.py).
+At 4B, moments are in host memory and all backends recompute whole layers. Values are medians of
+the host's clock around a step, with the GPU drained before and after. MFU counts no recomputation
+(spmd_rl/train/flops.py). One more step of each is profiled, and says where the time goes.
 
 The log-probs of all backends are compared before the first step. Those of FSDP2 are the native
 engine's, bit for bit.
@@ -20,11 +20,13 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.gpu_time import gpu_time
 from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.shapes import VOCAB
 from benchmarks.table import Row
@@ -53,13 +55,15 @@ class Found:
     gibibytes: float
     mfu: float
     logprobs: NDArray[np.float32]
+    seconds_of: dict[str, float]  # by what ran on the GPU (gpu_time.py)
 
 
 def configs(name: str, layers: Sequence[Layers]) -> dict[str, TrainerConfig]:
     """Return the settings of each backend, which differ in nothing else."""
     fsdp2, is_large = config(name), name == "4B"
     if is_large:
-        fsdp2 = replace(fsdp2, backend=replace(fsdp2_settings(fsdp2), offload="moments"))
+        backend = replace(fsdp2_settings(fsdp2), offload="moments", recompute="all")
+        fsdp2 = replace(fsdp2, backend=backend)
     found = {"FSDP2": fsdp2}
     for one in layers:
         backend = MegatronConfig(
@@ -80,6 +84,7 @@ def measure(name: str, cfg: TrainerConfig, given: Batch, repeats: int) -> Found:
     torch.cuda.reset_peak_memory_stats()
     seconds = statistics.median(step_seconds(one, given) for _ in range(repeats))
     peak = torch.cuda.max_memory_allocated() / 2**30
+    seconds_of = gpu_time(partial(step_seconds, one, given))
     flops = one.backend.flops(given.lengths, int(given.mask.sum())) / seconds
     most = peak_flops(one.backend.device, cfg.dtype)
     del one
@@ -87,7 +92,13 @@ def measure(name: str, cfg: TrainerConfig, given: Batch, repeats: int) -> Found:
     gc.collect()
     torch.cuda.empty_cache()
     logprobs = given.rollout_logprobs[given.mask]
-    return Found(seconds, peak, flops / most if most else float("nan"), logprobs)
+    mfu = flops / most if most else float("nan")
+    return Found(seconds, peak, mfu, logprobs, seconds_of)
+
+
+def profile_rows(what: str, found: Found) -> Iterator[Row]:
+    for kind, seconds in found.seconds_of.items():
+        yield measured(f"{what}: {kind} in a profiled step", seconds, "s")
 
 
 def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -96,6 +107,8 @@ def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
     for backend, cfg in configs(name, options.layers).items():
         found[backend] = measure(name, cfg, given, options.repeats)
         print(f"{name} {backend}: {found[backend].seconds:.3f} s", flush=True)
+    for backend, one in found.items():
+        yield from profile_rows(f"Qwen3-{name}, {backend}", one)
     ours = found.pop("FSDP2")
     yield measured(f"Qwen3-{name}, FSDP2: MFU", ours.mfu, "")
     for backend, other in found.items():
