@@ -91,6 +91,8 @@ class Megatron:
     def _build_schedule(self, context: RoleContext, config: Any, last_chunk: Any) -> Schedule:
         """Return what runs micro-batches through the chunks of all stages."""
         spec = self._spec
+        backend = self._cfg.backend
+        assert isinstance(backend, MegatronConfig)
         tables = rope_table(
             inverse_frequencies(spec), spec.max_positions, spec.rope.attention_factor
         )
@@ -100,7 +102,7 @@ class Megatron:
             config=config,
             groups=self._groups,
             context=cut_along(context, "cp"),
-            head=_head(last_chunk, spec, self._groups),
+            head=_head(last_chunk, spec, self._groups, backend.recomputes_layers),
             rope_tables=(tables[0].to(self.device), tables[1].to(self.device)),
             logit_rows=self._cfg.logit_rows,
             layers=self._layers,
@@ -242,10 +244,11 @@ def _wrapped(chunk: Any, config: Any, cfg: MegatronConfig, groups: Any) -> Any:
     return DistributedDataParallel(config, own, chunk, pg_collection=groups)
 
 
-def _head(chunk: Any, spec: ModelSpec, groups: Any) -> VocabularyHead | None:
+def _head(chunk: Any, spec: ModelSpec, groups: Any, recomputes: bool) -> VocabularyHead | None:
     """Return the head, which is on the last stage's last chunk."""
     named = dict(chunk.named_parameters())
     if groups.pp.rank() != groups.pp.size() - 1:
         return None
     weight = named[OUTPUT] if OUTPUT in named else named[WORD_EMBEDDING]
-    return VocabularyHead(weight, groups.tp.rank() * len(weight), spec.vocab_size, groups.tp)
+    first = groups.tp.rank() * len(weight)
+    return VocabularyHead(weight, first, spec.vocab_size, groups.tp, recomputes)

@@ -36,6 +36,11 @@ class MegatronConfig:
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     ddp_options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether the backward pass computes whole layers again, and the head's logits."""
+        return self.model_options.get("recompute_granularity") == "full"
+
     def describe(self) -> str:
         """Return a sentence for the start of a run."""
         whose = "its local layers" if self.layers == "local" else "transformer-engine's layers"

@@ -13,7 +13,7 @@ from spmd_rl.mesh.split import Placement
 from spmd_rl.model.moe_spec import MoeSpec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import TagBytes
-from spmd_rl.train.activation_memory import HeadShape, LayerShape, Recompute, activations
+from spmd_rl.train.activation_memory import HeadShape, LayerShape, activations
 from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from spmd_rl.train.parameter_groups import FP32_BYTES
@@ -45,13 +45,15 @@ def megatron_memory(
         shard = -(-dense // copies) + -(-experts // size_of(axes, "edp"))
     master = 0 if dtype == "float32" else shard * FP32_BYTES
     tp, cp, element_bytes = size_of(axes, "tp"), size_of(axes, "cp"), ITEM_BYTES[dtype]
+    keeps_slopes = tp == 1 and not backend.recomputes_layers  # on a GPU, as scores.py does
+    vocab = -(-spec.vocab_size // tp)
     kept = activations(
         _layer_shape(spec, tp),
-        HeadShape(-(-spec.vocab_size // tp), spec.hidden_size, logit_rows, max_tokens, False),
+        HeadShape(vocab, spec.hidden_size, logit_rows, max_tokens, keeps_slopes),
         num_tokens=-(-max_tokens // cp),
         num_layers=spec.num_layers,
         element_bytes=element_bytes,
-        recompute=_recompute(backend),
+        recompute="all" if backend.recomputes_layers else "none",
     )
     routed = _routed_elements(spec, backend, -(-max_tokens // (cp * tp))) * element_bytes
     return [
@@ -104,9 +106,5 @@ def _routed_elements(spec: ModelSpec, backend: MegatronConfig, num_tokens: int) 
     """Return the elements of the copies of tokens that go to experts, and of those that return."""
     if not isinstance(spec, MoeSpec):
         return 0
-    num_layers = 1 if _recompute(backend) == "all" else spec.num_layers
+    num_layers = 1 if backend.recomputes_layers else spec.num_layers
     return 2 * num_layers * num_tokens * spec.experts_per_token * spec.hidden_size
-
-
-def _recompute(backend: MegatronConfig) -> Recompute:
-    return "all" if backend.model_options.get("recompute_granularity") == "full" else "none"

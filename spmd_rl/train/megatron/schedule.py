@@ -199,7 +199,8 @@ class Schedule:
         if num_own == 0:
             rows = rows.new_zeros(1)
         asked = _asked(micro, scored, needs, num_own == 0)
-        scores = self.head.score(hidden[:, 0].index_select(0, rows), asked, self.logit_rows)
+        states = hidden[:, 0].index_select(0, rows)
+        scores = self.head.score(states, asked, self.logit_rows, needs.entropy)
         logprobs, entropy, of_candidates = (
             None if one is None else self._whole(one, scored, micro.num_scored) for one in scores
         )

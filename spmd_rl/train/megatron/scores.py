@@ -1,7 +1,8 @@
 """Log-probs from hidden states, whose head is cut along its tokens.
 
-With one rank along tp, they are computed as FSDP2's are. With several, each rank has the logits of
-some tokens, and a row needs three sums of one number each.
+With one rank along tp, they are computed as FSDP2's are: on a GPU, logits are dropped in the
+forward pass (kernels/vocab/lm_head.py). With several, each rank has the logits of some tokens, and
+a row needs three sums of one number each.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from spmd_rl.kernels import Scores, linear_fp32, token_scores
+from spmd_rl.kernels import Scores, head_logprobs, linear_fp32, token_scores
 from spmd_rl.kernels.vocab.kept_sets import KeptSets
 from spmd_rl.kernels.vocab.kept_words import unpack_bits
 from spmd_rl.train.megatron.sums import SumOver
@@ -39,19 +40,36 @@ class ScoredRows:
 class VocabularyHead:
     """This rank's rows of the head, the first of them, and the size of the whole vocabulary.
 
-    Rows beyond the vocabulary pad it, and have no logits.
+    Rows beyond the vocabulary pad it, and have no logits. With `recomputes`, logits are computed
+    again in the backward pass on a GPU too.
     """
 
     weight: Tensor
     first: int
     vocab_size: int
     group: dist.ProcessGroup
+    recomputes: bool
 
-    def score(self, hidden: Tensor, rows: ScoredRows, max_rows: int) -> Scores:
+    def score(
+        self, hidden: Tensor, rows: ScoredRows, max_rows: int, entropy_grad: bool = False
+    ) -> Scores:
         """Return log-probs and entropies, of at most `max_rows` rows of logits at once.
 
+        The entropy needs a gradient only with `entropy_grad`.
         Shape: hidden [m, C], with m > 0. Ranks: all along tp, with the same rows.
         """
+        if hidden.is_cuda and not self.recomputes and self.group.size() == 1:
+            return head_logprobs(
+                hidden,
+                self.weight,
+                self.logits,
+                rows.targets,
+                rows.inv_temperature,
+                max_rows,
+                entropy_grad=entropy_grad,
+                candidates=rows.candidates,
+                kept=rows.kept,
+            )
         if len(hidden) <= max_rows:
             return Scores(*self._score(hidden, rows, slice(None)))
         starts = range(0, len(hidden), max_rows)
