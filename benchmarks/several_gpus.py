@@ -1,0 +1,172 @@
+"""GRPO on several GPUs of one host: equal bits on every split, and where the time of a step goes.
+
+The recipe `grpo` (several_recipe.py) runs once for each placement of its roles, with the same seed
+and random weights:
+
+    colocated   all ranks train and generate
+    split       half of the ranks train, the others generate
+    mixed       all ranks train, and half of them generate too
+
+Bars: no token's log-prob differs between engine and trainer, and the first step draws the same
+samples on every placement. Later steps need not: shards sum gradients in another order. Values are
+medians over the steps after the first. Idle is the time of a step that is in no phase.
+
+    python -m benchmarks.several_gpus [--shape 0.6B] [--ranks 4] [--save] [colocated split mixed]
+
+With --shape 8B it takes 8 prompts with 16 samples of at most 7,168 tokens, and whatever does not
+fit sleeps. On a machine without a GPU, --shape tiny tries the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.grpo_proof import TOKENIZER, broken_promises, write_prompts
+from benchmarks.record import MACHINE, counted, finish, gpu, gpu_machine, measured
+from benchmarks.shapes import QWEN3, write_config
+from benchmarks.table import Row
+from spmd_rl.observe.samples_file import read_groups
+
+PACKAGES = ("torch", "numpy")
+RECIPE = "benchmarks.several_recipe"
+PLACEMENTS = ("colocated", "split", "mixed")
+PHASES = ("sync", "sleep", "wake", "rollout", "train")
+LOST = ("sync", "sleep", "wake")  # phases that generate nothing and learn nothing
+QWEN3["tiny"] = (64, 128, 2, 4, 2, True)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step of a shape generates."""
+
+    prompts: int
+    samples: int
+    new_tokens: int
+    steps: int
+    more: tuple[str, ...] = ()
+
+
+WORK = {
+    "tiny": Work(8, 4, 16, 3, ("--engine.num_pages=256",)),
+    "0.6B": Work(128, 16, 512, 4, ("--trainer.dtype=bfloat16",)),
+    "4B": Work(64, 16, 512, 3, ("--trainer.dtype=bfloat16", "--trainer.backend.recompute=cheap")),
+    "8B": Work(8, 16, 7168, 3, ("--trainer.dtype=bfloat16", "--trainer.backend.recompute=all")),
+}
+
+
+def placement_words(placement: str, num_ranks: int) -> list[str]:
+    """Return the settings that place the roles on `num_ranks` ranks, an even number."""
+    half = num_ranks // 2
+    return [f"--nproc={num_ranks}"] + {
+        "colocated": [],
+        "split": [f"--split.train.ranks={half}", f"--split.infer.ranks={half}"],
+        "mixed": [f"--split.infer.ranks=0-{half - 1}"],
+    }[placement]
+
+
+def run(shape: str, placement: str, num_ranks: int, folder: Path) -> Path:
+    """Run the recipe, and return its folder."""
+    work = WORK[shape]
+    command = "import sys; from spmd_rl.cli.main import main; sys.exit(main())"
+    words = [
+        *placement_words(placement, num_ranks),
+        f"--model={folder / 'models' / shape}",
+        f"--data={folder / 'prompts.jsonl'}",
+        "--reward=benchmarks.proof_recipe:even",
+        f"--run.folder={folder}",
+        f"--run.name={placement}",
+        f"--steps={work.steps}",
+        f"--prompts_per_step={work.prompts}",
+        f"--sampling.num_samples={work.samples}",
+        f"--sampling.max_tokens={work.new_tokens}",
+        "--sampling.ignore_eos=true",
+        "--engine.load_weights=false",
+        "--trainer.init=random",
+        "--trainer.lr=1e-5",
+        "--run.exact=true",
+        "--run.save_every=0",
+        *work.more,
+    ]
+    subprocess.run([sys.executable, "-c", command, "run", RECIPE, *words], check=True)
+    return folder / placement
+
+
+def drawn(folder: Path) -> list[Any]:
+    """Return the tokens and log-probs of the first step's samples, in order."""
+    return sorted(
+        [group.prompt.uid, sample.index, sample.tokens.tolist(), sample.logprobs.tolist()]
+        for group in read_groups(folder, 1)
+        for sample in group.samples
+    )
+
+
+def rows_of(what: str, folder: Path, num_ranks: int) -> Iterator[Row]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    broken = broken_promises(folder) if torch.cuda.is_available() else []
+    yield measured(f"{what}: broken promises", len(broken), "contracts", at_most=0)
+    unequal = sum(step["onpolicy/mismatched_tokens"] for step in steps)
+    yield measured(f"{what}: unequal tokens", unequal, "tokens", at_most=0)
+    compared = sum(step["onpolicy/compared_tokens"] for step in steps)
+    yield measured(f"{what}: compared tokens", compared, "tokens", at_least=1)
+
+    def typical(name: str) -> float:
+        return statistics.median(step.get(name, 0.0) for step in steps[1:])
+
+    seconds = typical("time/step")
+    yield measured(f"{what}: step", seconds, "s")
+    for phase in PHASES:
+        yield measured(f"{what}: {phase}", typical(f"time/{phase}"), "s")
+    idle = statistics.median(
+        step["time/step"] - sum(step.get(f"time/{phase}", 0.0) for phase in PHASES)
+        for step in steps[1:]
+    )
+    yield measured(f"{what}: idle", idle, "s")
+    lost = (idle + sum(typical(f"time/{phase}") for phase in LOST)) / seconds
+    yield measured(f"{what}: share of idle, sync, sleep and wake", lost, "")
+    tokens = typical("train/tokens") / seconds / num_ranks
+    yield measured(f"{what}: tokens of a step per second and GPU", tokens, "tokens/s")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("placements", nargs="*", help=", ".join(PLACEMENTS))
+    parser.add_argument("--shape", choices=WORK, default="0.6B")
+    parser.add_argument("--ranks", type=int, default=max(torch.cuda.device_count(), 2))
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    first: list[list[Any]] = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        write_config(options.shape, folder / "models" / options.shape, TOKENIZER)
+        write_prompts(folder / "prompts.jsonl", 4 * WORK[options.shape].prompts)
+        for placement in options.placements or PLACEMENTS:
+            what = f"Qwen3-{options.shape}, {options.ranks} GPUs, {placement}"
+            found = run(options.shape, placement, options.ranks, folder)
+            rows += rows_of(what, found, options.ranks)
+            first.append(drawn(found))
+    what = (
+        f"Qwen3-{options.shape}, {options.ranks} GPUs: placements that draw the first one's samples"
+    )
+    rows.append(counted(what, [one == first[0] for one in first]))
+    on_gpu = torch.cuda.is_available()
+    machine, facts = (gpu_machine(), gpu()) if on_gpu else (MACHINE, {})
+    return finish(__file__, PACKAGES, rows, save=options.save, machine=machine, **facts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
