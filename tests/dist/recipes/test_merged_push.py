@@ -52,9 +52,16 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ended.folder / "hf"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("nproc", "split"), [(1, ()), (2, ()), (2, REPLICAS), (2, DISJOINT), (3, SHARDED)]
+    ("nproc", "split", "dtype"),
+    [
+        (1, (), "bfloat16"),
+        (2, (), "float32"),
+        (2, (), "bfloat16"),
+        (2, REPLICAS, "bfloat16"),
+        (2, DISJOINT, "float32"),
+        (3, SHARDED, "bfloat16"),
+    ],
 )
 def test_an_engine_has_the_weights_that_peft_merges(
     run: Any, adapters: Path, dtype: str, nproc: int, split: tuple[str, ...]
