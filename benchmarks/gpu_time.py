@@ -16,7 +16,7 @@ from benchmarks.fsdp_overlap import Span, union
 
 CLASSES = {  # the first whose part is in a kernel's lower-case name
     "attention": ("flash", "attn", "attention", "fmha"),
-    "matrix products": ("gemm", "nvjet", "cutlass", "_matmul", "_gated"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "_matmul"),
 }
 OTHER, COPIES, IDLE = "other kernels", "copies", "idle"
 
