@@ -28,7 +28,7 @@ from spmd_rl.rewards.ready import check_graders, checked_graders
 from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
 from spmd_rl.rollout.grader_choice import all_rewards
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.megatron.check import spec_to_train
+from spmd_rl.train.megatron.spec_to_train import spec_to_train
 from spmd_rl.train.parameter_groups import update_rules
 
 CHECKED_BYTES = 1 << 26  # of a data file; what follows is checked when it is drawn

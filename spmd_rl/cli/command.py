@@ -19,7 +19,7 @@ from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.provenance import record_start_time
 from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.observe.run_lock import launcher_lock, refuse_running_run
-from spmd_rl.train.megatron.check import check_axes
+from spmd_rl.plan.axes import check_axes
 
 
 def main(words: list[str]) -> int:

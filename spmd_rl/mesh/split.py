@@ -7,7 +7,8 @@ A split is one `RoleSplit` per role. Its `ranks` read:
     "2-5"   ranks two to five, both included
 
 The axis `dp` replicates the model and `fsdp` shards it; data is split over both. Along `tp`, `pp`
-and `cp`, ranks share the work on the same data, as a trainer of Megatron-core does (axes.py).
+and `cp`, ranks share the work on the same data, as a trainer of Megatron-core does (axes.py). The
+ranks of an SGLang engine share it along `tp`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class RoleSplit:
     # shards of a trainer's model (each rank of an engine has a copy); data is split among them too;
     # 0: all ranks that the other axes leave
     fsdp: int = 0
-    # these four are those of a trainer of Megatron-core:
+    # these four are those of a trainer of Megatron-core; an SGLang engine has tp:
     tp: int = 1  # ranks that share each matrix
     pp: int = 1  # stages of a pipeline, each with some of the layers
     cp: int = 1  # ranks that share the tokens of each sequence
@@ -105,12 +106,18 @@ class Placement:
         return ranks_along(self.ranks, self.axes, rank, along)
 
     def require_data_axes_alone(self, who: str) -> None:
-        """Raise a PlanError if the role has an axis that `who` does not have."""
+        """Raise a PlanError if the role has an axis besides dp and fsdp, which `who` has."""
+        megatron = 'a trainer with trainer.backend.kind = "megatron" has this one too'
+        self.require_axes(who, DATA, megatron)
+
+    def require_axes(self, who: str, has: Sequence[str], advice: str) -> None:
+        """Raise a PlanError with `advice` if the role has an axis beside those that `who` has."""
         for axis in MODEL:
-            if (size := self.axes.get(axis, 1)) > 1:
+            if axis not in has and (size := self.axes.get(axis, 1)) > 1:
+                listed = f"{', '.join(has[:-1])} and {has[-1]}"
                 raise PlanError(
-                    f"split.{self.name}.{axis} = {size}: {who} has the axes dp and fsdp alone; "
-                    'a trainer with trainer.backend.kind = "megatron" has this one too'
+                    f"split.{self.name}.{axis} = {size}: {who} has the axes {listed} alone; "
+                    f"{advice}"
                 )
 
 

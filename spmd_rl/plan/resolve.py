@@ -19,6 +19,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.config import OffloadConfig
 from spmd_rl.offload.ledger import Ledger, as_size
 from spmd_rl.offload.phases import CONCURRENT
+from spmd_rl.plan.axes import check_axes
 from spmd_rl.plan.concurrency import running
 from spmd_rl.plan.memory import MemoryModel, kv_sized
 from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole, planned_roles, uncounted
@@ -27,7 +28,7 @@ from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, 
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
-from spmd_rl.train.megatron.check import check_axes, spec_to_train
+from spmd_rl.train.megatron.spec_to_train import spec_to_train
 from spmd_rl.train.memory import dtype_on_gpu
 
 

@@ -44,6 +44,7 @@ def build_engine(
         raise ConfigError(NO_ADAPTERS)
     if isinstance(cfg, SglangEngineConfig):
         from spmd_rl.rollout.sglang.build import build as build_sglang
+        from spmd_rl.rollout.sglang.tensor_parallel import TensorParallel
 
         return build_sglang(
             cfg,
@@ -53,6 +54,12 @@ def build_engine(
             rank=context.world.rank,
             seed=seed,
             reserved_bytes=reserved_bytes,
+            tp=TensorParallel(
+                context.shard_rank,
+                context.shard_size,
+                context.world.node,
+                context.all_gather_in_shard,
+            ),
         )
     from spmd_rl.rollout.native.build import build as build_native
 

@@ -21,15 +21,16 @@ KV = "kv"
 
 
 def engine_memory(
-    spec: ModelSpec, cfg: EngineConfig, on_gpu: bool, lora: LoraConfig = NO_LORA
+    spec: ModelSpec, cfg: EngineConfig, on_gpu: bool, lora: LoraConfig = NO_LORA, tp: int = 1
 ) -> Sequence[TagBytes]:
     """Return what an engine takes of one of its ranks, by tag; its pages have no size yet.
 
     The temporary memory of a step belongs to its CUDA graphs, and sleeps when the pages do. With
-    `lora` a push brings adapters alone, so that the base beside them is saved while it sleeps.
+    `lora` a push brings adapters alone, so that the base beside them is saved while it sleeps. The
+    weights are split over `tp` ranks.
     """
     item_bytes = ITEM_BYTES[_dtype(cfg)]
-    weights = spec.num_parameters * item_bytes
+    weights = spec.num_parameters * item_bytes // tp
     sleeps = isinstance(cfg, NativeEngineConfig) or cfg.sleep_weights
     memory = [
         TagBytes("weights", weights, "drop" if sleeps else "fixed"),

@@ -76,6 +76,8 @@ def route_of(prompt: Prompt, sampling: SamplingConfig, *rest: object) -> Route:
 class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
     """One engine a rank, each with the whole model; prompts are spread over the data axis.
 
+    With `split.infer.tp`, an SGLang engine has its model on several ranks.
+
     `model` is a Hugging Face folder. `reward` names a reward function, or several with their
     weights; without one, groups have no rewards. `hooks` says how these run, and names the function
     that makes samples in several turns, if one does. `settings` is the recipe's config as plain
@@ -101,11 +103,14 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
     ) -> None:
         super().__init__(cfg, context)
         self.seed = seed
-        # one rank of a shard grades for all
-        weights = reward_weights(reward) if context.shard_rank == 0 else {}
-        rewards = all_rewards(weights, hooks.extra_rewards) if context.shard_rank == 0 else []
+        # the first rank of a shard runs the hooks for all
+        is_first = context.shard_rank == 0
+        weights = reward_weights(reward) if is_first else {}
+        rewards = all_rewards(weights, hooks.extra_rewards) if is_first else []
         pool = None
-        if rewards or hooks.generate:  # its processes import the hooks while this one loads
+        if rewards or (
+            hooks.generate and is_first
+        ):  # its processes import the hooks while this one loads
             pool = HookPool(hooks, rewards, settings, lambda: self.tokenizer)
         self.tokenizer = load_tokenizer(model)
         from spmd_rl.offload.role_memory import RoleMemory
@@ -148,7 +153,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
 
         `lora` says which adapters the trainer pushes.
         """
-        return engine_memory(ModelSpec.from_folder(model), cfg, on_gpu, lora)
+        return engine_memory(ModelSpec.from_folder(model), cfg, on_gpu, lora, placement.axes["tp"])
 
     @concurrent
     @collective

@@ -17,8 +17,8 @@ from pathlib import Path
 from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.split import plan_split
+from spmd_rl.plan.axes import check_axes
 from spmd_rl.slurm.script import Job, render
-from spmd_rl.train.megatron.check import check_axes
 
 FLAGS = ("nodes", "time", "partition", "gpus-per-node", "account", "qos", "job-name")
 MINIMUM = {"nodes": 1, "gpus_per_node": 1, "nproc_per_node": 1, "max_restarts": 0}

@@ -28,7 +28,7 @@ from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import RoleSleep
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.megatron.check import spec_to_train
+from spmd_rl.train.megatron.spec_to_train import spec_to_train
 from spmd_rl.train.memory import trainer_memory
 from spmd_rl.types.batch import Batch
 

@@ -4,6 +4,9 @@
 `sglang.srt.server_args`. The child's own program then runs as it does with the real SGLang. A token
 depends on the weights and on (uid, index, position) alone, so a resumed answer can be compared with
 an unbroken one. It needs msgspec and pyzmq; torch is imported for the first push.
+
+With `tp_size`, the first scheduler passes calls and what concerns memory on to the others, and each
+has the part of the weights that SGLang would give it.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class ServerArgs:
     tp_size: int = 1
     fake_steps: int = -1  # -1: as many as there is work for
     fake_failure: str = ""  # what the scheduler raises while it is built
+    # these concern the last scheduler of a group
     fake_wrong_byte: bool = False  # flip a bit of the first parameter after each push
     fake_death_in_push: bool = False  # the child is killed when it is told to receive weights
 
@@ -238,13 +242,21 @@ class Scheduler:
     """SGLang's scheduler, as far as the child and its rank use it."""
 
     def __init__(
-        self, server_args: ServerArgs, port_args: PortArgs, gpu_id: int, *ranks: int | None
+        self,
+        server_args: ServerArgs,
+        port_args: PortArgs,
+        gpu_id: int,
+        tp_rank: int,
+        *ranks: int | None,
     ) -> None:
         if server_args.fake_failure:
             raise ValueError(server_args.fake_failure)
         assert server_args.skip_tokenizer_init
-        assert ranks == (0, 0, 0, 0, 0, None)
+        assert ranks == (0, 0, 0, 0, None)
         self.server_args = server_args
+        self.tp_rank, self.tp_size = tp_rank, server_args.tp_size
+        if self.tp_size > 1:
+            _join_group(tp_rank, self.tp_size)
         config = json.loads((Path(server_args.model_path) / "config.json").read_text())
         self.vocab_size: int = config["vocab_size"]
         eos = config.get("eos_token_id")
@@ -276,13 +288,17 @@ class Scheduler:
     def model(self) -> Any:
         if self._model is None:
             is_quantized = self.server_args.quantization is not None
-            self._model = _model(self.server_args.model_path, self.server_args.dtype, is_quantized)
+            args = self.server_args
+            part = self.tp_rank, self.tp_size
+            self._model = _model(args.model_path, args.dtype, is_quantized, *part)
         return self._model
 
     def get_init_info(self) -> dict[str, Any]:
         return {"status": "ready", "max_total_num_tokens": 1 << 16, "max_req_input_len": 1 << 16}
 
     def run_event_loop(self) -> None:
+        while self.tp_rank:
+            self._follow()
         poller = zmq.Poller()
         poller.register(self._requests, zmq.POLLIN)
         poller.register(self._calls, zmq.POLLIN)
@@ -302,6 +318,14 @@ class Scheduler:
         self._weights = None
         return not (self._running or self._waiting)
 
+    def _follow(self) -> None:
+        """Do what the first scheduler passes on."""
+        message = _passed_on(None)
+        if isinstance(message, RpcReqInput):
+            self._call(message)
+        else:
+            self._handle(message)
+
     def fake_grant(self, steps: int) -> None:
         """Let so many more steps run, and no others; with -1, all that there is work for.
 
@@ -316,6 +340,11 @@ class Scheduler:
         os._exit(code)
 
     def _handle(self, message: Received) -> None:
+        is_memory = isinstance(
+            message, ReleaseMemoryOccupationReqInput | ResumeMemoryOccupationReqInput
+        )
+        if is_memory and self.tp_size > 1 and not self.tp_rank:
+            _passed_on(message)
         match message:
             case TokenizedGenerateReqInput():
                 assert not self._asleep, "a request came while memory was released"
@@ -341,16 +370,27 @@ class Scheduler:
                 self._send(ResumeMemoryOccupationReqOutput())
 
     def _answer_call(self, message: RpcReqInput) -> None:
+        if self.tp_size > 1:
+            _passed_on(message)
+        success, text = self._call(message)
+        self._calls.send(_encoder.encode(RpcReqOutput(success=success, message=text)))
+
+    def _call(self, message: RpcReqInput) -> tuple[bool, str]:
         success, text = True, ""
-        if self.server_args.fake_death_in_push and message.method == "spmd_receive_weights":
+        is_push = message.method == "spmd_receive_weights" and self.tp_rank == self.tp_size - 1
+        if self.server_args.fake_death_in_push and is_push:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             getattr(self, message.method)(**(message.parameters or {}))
         except Exception as error:
             success, text = False, str(error)
-        if self.server_args.fake_wrong_byte and message.method == "spmd_receive_weights":
+        if self.server_args.fake_wrong_byte and is_push:
             self._model.flip()
-        self._calls.send(_encoder.encode(RpcReqOutput(success=success, message=text)))
+        if self.tp_size > 1:
+            import torch.distributed as dist
+
+            dist.barrier()
+        return success, text
 
     def _abort(self, message: AbortReq) -> None:
         kept: deque[Running] = deque()
@@ -418,15 +458,54 @@ class Scheduler:
         )
 
     def _send(self, message: msgspec.Struct) -> None:
-        self._answers.send(_encoder.encode(message))
+        if not self.tp_rank:
+            self._answers.send(_encoder.encode(message))
 
 
-def configure_scheduler_process(server_args: ServerArgs, gpu_id: int, *ranks: int | None) -> None:
-    assert ranks == (0, 0, 0, 0, 0, None)
+def configure_scheduler_process(
+    server_args: ServerArgs, gpu_id: int, tp_rank: int, *ranks: int | None
+) -> None:
+    assert ranks == (0, 0, 0, 0, None)
 
 
-def _model(folder: str, dtype: str, is_quantized: bool) -> Any:
-    """A module with the parameters of SGLang's dense models: fused, and with padded embeddings."""
+def _join_group(rank: int, size: int) -> None:
+    import torch.distributed as dist
+
+    method = os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"]
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
+
+
+def _passed_on(message: Any) -> Any:
+    """Return the message that the first scheduler gives."""
+    import torch.distributed as dist
+
+    holder = [message]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+def _local_part(name: str, spec: Any, rank: int, size: int) -> tuple[int, int, int] | None:
+    """Return the dim, start and length of a rank's part of a tensor; None where it has all."""
+    width, kind = spec.head_dim, name.split(".")[-2]
+    heads = spec.num_heads // size
+    kv_heads, copies = max(spec.num_kv_heads // size, 1), max(size // spec.num_kv_heads, 1)
+    columns = spec.intermediate_size // size
+    rows = -(-spec.vocab_size // 64) * 64 // size
+    return {
+        "q_proj": (0, rank * heads * width, heads * width),
+        "k_proj": (0, rank // copies * kv_heads * width, kv_heads * width),
+        "v_proj": (0, rank // copies * kv_heads * width, kv_heads * width),
+        "o_proj": (1, rank * heads * width, heads * width),
+        "gate_proj": (0, rank * columns, columns),
+        "up_proj": (0, rank * columns, columns),
+        "down_proj": (1, rank * columns, columns),
+        "embed_tokens": (0, rank * rows, min(rows, spec.vocab_size - rank * rows)),
+        "lm_head": (0, rank * rows, min(rows, spec.vocab_size - rank * rows)),
+    }.get(kind)
+
+
+def _model(folder: str, dtype: str, is_quantized: bool, tp_rank: int, tp_size: int) -> Any:
+    """A module with a rank's parameters of SGLang's dense models, fused and with padded rows."""
     import zlib
 
     import torch
@@ -439,14 +518,17 @@ def _model(folder: str, dtype: str, is_quantized: bool) -> Any:
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
     rows: dict[str, list[int]] = {}
     parts: dict[str, tuple[str, int, int]] = {}  # of each tensor: parameter, first row, rows
+    local = {name: _local_part(name, spec, tp_rank, tp_size) for name in spec.parameter_shapes()}
     for name, shape in spec.parameter_shapes().items():
+        if (part := local[name]) is not None:
+            shape = (*shape[: part[0]], part[2], *shape[part[0] + 1 :])
         owner = ".".join(fused.get(word, word) for word in name.split("."))
         size = rows.setdefault(owner, [0, *shape[1:]])
         parts[name] = owner, size[0], shape[0]
         size[0] += shape[0]
     for owner, size in rows.items():
         if owner.endswith(("embed_tokens.weight", "lm_head.weight")):
-            size[0] = -(-size[0] // 64) * 64
+            size[0] = -(-spec.vocab_size // 64) * 64 // tp_size
 
     class Model(nn.Module):
         quant_config = object() if is_quantized else None
@@ -467,6 +549,8 @@ def _model(folder: str, dtype: str, is_quantized: bool) -> Any:
             parameters = dict(self.named_parameters())
             for name, tensor in weights:
                 owner, start, size = parts[name]
+                if (part := local[name]) is not None:
+                    tensor = tensor.narrow(*part)
                 parameters[owner].data[start : start + size].copy_(tensor)
 
         def checksum(self) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from spmd_rl.rollout.memory import kv_budget
 from spmd_rl.rollout.sglang.client import SchedulerClient
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
-from spmd_rl.rollout.sglang.launch import Child
+from spmd_rl.rollout.sglang.follower import SglangFollower
+from spmd_rl.rollout.sglang.launch import Child, ChildWorld, new_store, raise_ended
 from spmd_rl.rollout.sglang.messages import ChildSpec
 from spmd_rl.rollout.sglang.options import (
     VERSIONS,
@@ -29,6 +32,7 @@ from spmd_rl.rollout.sglang.options import (
     server_args,
 )
 from spmd_rl.rollout.sglang.structs import field_lists
+from spmd_rl.rollout.sglang.tensor_parallel import ALONE, TensorParallel, check_sizes, shard_boxes
 from spmd_rl.weights.layout import ITEM_BYTES
 
 # SGLang's options where its own defaults serve a trainer beside it badly; a run may set them
@@ -50,28 +54,40 @@ def build(
     rank: int = 0,
     seed: int = 0,
     reserved_bytes: int = 0,
-) -> SglangEngine:
+    tp: TensorParallel = ALONE,
+) -> SglangEngine | SglangFollower:
     """Start a child for the model in `folder`, and return the engine once it is ready.
 
     It has no weights before the first push. `reserved_bytes` is the memory that the plan counts
-    beside the engine's keys and values.
+    beside the engine's keys and values. All ranks of the group `tp` call it together; the first one
+    gets the engine that has the requests.
 
-    Blocks: until the child is ready; engine.start_deadline_s ends it.
+    Blocks: until the children of the group are ready; engine.start_deadline_s ends it.
     Raises: ConfigError for an option or a version that does not serve; SpmdError with the child's
     own sentence if it fails.
     """
-    started = start(cfg, folder, device, rank=rank, seed=seed, reserved_bytes=reserved_bytes)
+    started = start(cfg, folder, device, rank=rank, seed=seed, reserved_bytes=reserved_bytes, tp=tp)
+    child, spec, dtype = started.child, ModelSpec.from_folder(folder), dtype_of(cfg.dtype, device)
     try:
-        ready = started.child.wait_until_ready(started.spec, cfg.start_deadline_s)
+        ready = child.wait_until_ready(started.spec, cfg.start_deadline_s)
+        others = tp.exchange_children(rank, child.pid)
     except BaseException:
         started.stop()
         raise
+    boxes = shard_boxes(spec, tp.rank, tp.size)
+    if started.client is None:
+        return SglangFollower(
+            child, cfg, spec, boxes, dtype=dtype, device=device, max_kv_tokens=ready.max_num_tokens
+        )
+    for other in others:
+        started.client.watch(os.pidfd_open(other.pid), partial(raise_ended, other.rank, other.pid))
     return SglangEngine(
-        started.child,
+        child,
         started.client,
         cfg,
-        ModelSpec.from_folder(folder),
-        dtype=dtype_of(cfg.dtype, device),
+        spec,
+        boxes,
+        dtype=dtype,
         device=device,
         max_kv_tokens=ready.max_num_tokens,
         decode=decode,
@@ -81,15 +97,19 @@ def build(
 
 @dataclass(frozen=True)
 class StartedChild:
-    """A child that imports its packages and waits for `spec`."""
+    """A child that imports its packages and waits for `spec`.
+
+    `client` is None where the first rank of the group talks to the scheduler.
+    """
 
     child: Child
-    client: SchedulerClient
+    client: SchedulerClient | None
     spec: ChildSpec
 
     def stop(self) -> None:
         self.child.stop()
-        self.client.close()
+        if self.client is not None:
+            self.client.close()
 
 
 def start(
@@ -100,34 +120,51 @@ def start(
     rank: int = 0,
     seed: int = 0,
     reserved_bytes: int = 0,
+    tp: TensorParallel = ALONE,
 ) -> StartedChild:
     """Start a child, and do not wait for it. Raises: ConfigError, before anything starts."""
     site, interpreter = check_options(cfg), Interpreter.of(cfg.python)
     spec, dtype = ModelSpec.from_folder(folder), dtype_of(cfg.dtype, device)
-    defaults = dict(DEFAULTS)
+    check_sizes(spec, tp.size)
+    fraction = None
     if device.type == "cuda":
-        weight_bytes = spec.num_parameters * ITEM_BYTES[dtype]
-        defaults["mem_fraction_static"] = static_fraction(
-            cfg, torch.cuda.mem_get_info(device), weight_bytes, reserved_bytes
-        )
+        weight_bytes = spec.num_parameters * ITEM_BYTES[dtype] // tp.size
+        memory = torch.cuda.mem_get_info(device)
+        fraction = static_fraction(cfg, memory, weight_bytes, reserved_bytes)
+    store = new_store() if tp.rank == 0 else None
+    port, fraction = tp.greet(0 if store is None else store.port, fraction)
     sockets = PrivateFolder()
-    child = Child(interpreter, site, rank)
-    client = SchedulerClient(
-        sockets.path, child.socket.fileno(), child.raise_failure, child.discard_failure
-    )
-    weakref.finalize(client, sockets.leave)
+    child = Child(interpreter, site, rank, ChildWorld(tp.rank, tp.size, port))
+    weakref.finalize(child, _leave, sockets, store)
+    client = None
+    if tp.rank == 0:
+        client = SchedulerClient(
+            sockets.path, child.socket.fileno(), child.raise_failure, child.discard_failure
+        )
+    defaults = DEFAULTS if fraction is None else DEFAULTS | {"mem_fraction_static": fraction}
     child_spec = ChildSpec(
         versions=list(VERSIONS),
-        server_args=server_args(cfg, _owned(cfg, folder, dtype, site, seed), defaults),
-        port_args=_port_args(sockets.path, child),
+        server_args=server_args(cfg, _owned(cfg, folder, dtype, site, seed, tp), defaults),
+        port_args=_port_args(sockets.path, port),
         gpu_id=device.index or 0,
+        tp_rank=tp.rank,
         fields=field_lists(),
     )
     return StartedChild(child, client, child_spec)
 
 
+def _leave(sockets: PrivateFolder, store: object) -> None:
+    """Remove the folder of a child's sockets; the store, if any, has been kept until now."""
+    sockets.leave()
+
+
 def _owned(
-    cfg: SglangEngineConfig, folder: str, dtype: str, site: SglangSite, seed: int
+    cfg: SglangEngineConfig,
+    folder: str,
+    dtype: str,
+    site: SglangSite,
+    seed: int,
+    tp: TensorParallel,
 ) -> dict[str, Any]:
     """Return the options that a run may not set (options.py says why)."""
     return {
@@ -138,6 +175,7 @@ def _owned(
         "random_seed": seed % (1 << 31),
         "max_running_requests": cfg.max_batch,
         "enable_memory_saver": bool(site.memory_saver),
+        "tp_size": tp.size,
     }
 
 
@@ -164,11 +202,11 @@ def static_fraction(
     return round(fraction, 4)
 
 
-def _port_args(folder: Path, child: Child) -> dict[str, Any]:
+def _port_args(folder: Path, port: int) -> dict[str, Any]:
     """Return the fields of SGLang's PortArgs."""
     return {
         **SchedulerClient.addresses(folder),
-        "nccl_port": child.store.port,
+        "nccl_port": port,
         "tokenizer_worker_ipc_name": None,
         "decoupled_spec_ipc_config": None,
         "instance_id": folder.name,

@@ -17,6 +17,7 @@ PREFIX = "spmd_"
 ATTACH = "spmd_attach_slab"
 RECEIVE = "spmd_receive_weights"
 DIGEST = "spmd_digest_weights"
+SETTLE = "spmd_settle"
 
 
 @dataclass
@@ -45,3 +46,8 @@ def call(name: str) -> Callable[[Call], Call]:
         return function
 
     return add
+
+
+@call(SETTLE)
+def settle(context: ChildContext) -> None:
+    """Do nothing. SGLang answers once all schedulers of the group have come here."""

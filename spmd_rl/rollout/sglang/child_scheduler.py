@@ -12,12 +12,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd_rl.errors import SpmdError
-from spmd_rl.rollout.sglang.child_calls import ATTACH, CALLS, DIGEST, RECEIVE, Call, ChildContext
+from spmd_rl.rollout.sglang.child_calls import (
+    ATTACH,
+    CALLS,
+    DIGEST,
+    RECEIVE,
+    SETTLE,
+    Call,
+    ChildContext,
+)
 from spmd_rl.rollout.sglang.messages import ChildReady, ChildSpec
 from spmd_rl.weights.peer_socket import Failure, PeerSocket
 
 SPEC_DEADLINE_S = 120.0
-WHOLE_WORLD = (0, 0, 0, 0, 0)  # ranks in SGLang's five kinds of parallelism: each of size 1
+OTHER_RANKS = (0, 0, 0, 0, None)  # in SGLang's other kinds of parallelism, each of size 1
 
 
 def run(socket: PeerSocket, began_s: float) -> None:
@@ -41,9 +49,10 @@ def run(socket: PeerSocket, began_s: float) -> None:
     check_fields(io_struct, spec.fields)
     server_args, port_args = ServerArgs(**spec.server_args), PortArgs(**spec.port_args)
     seconds["options"], mark = time.monotonic() - mark, time.monotonic()
-    configure_scheduler_process(server_args, spec.gpu_id, *WHOLE_WORLD, None)
+    ranks = (spec.gpu_id, spec.tp_rank, *OTHER_RANKS)
+    configure_scheduler_process(server_args, *ranks)
     with_calls = scheduler_class(Scheduler, socket)
-    scheduler = with_calls(server_args, port_args, spec.gpu_id, *WHOLE_WORLD, None)
+    scheduler = with_calls(server_args, port_args, *ranks)
     seconds["scheduler"] = time.monotonic() - mark
     max_num_tokens = int(scheduler.get_init_info()["max_total_num_tokens"])
     socket.send(ChildReady(version, max_num_tokens, seconds))
@@ -75,7 +84,7 @@ def check_fields(io_struct: Any, mirrors: Mapping[str, list[str]]) -> None:
 def scheduler_class(base: type, socket: PeerSocket) -> type[Any]:
     """Return SGLang's scheduler with a method for each call of the rank."""
     kept: dict[str, Any] = {}
-    methods = {name: _method(name, socket, kept) for name in (ATTACH, RECEIVE, DIGEST)}
+    methods = {name: _method(name, socket, kept) for name in (ATTACH, RECEIVE, DIGEST, SETTLE)}
     return type("SpmdScheduler", (base,), methods)
 
 

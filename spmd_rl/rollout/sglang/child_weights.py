@@ -17,11 +17,11 @@ from torch import Tensor
 
 from spmd_rl.errors import WeightsError
 from spmd_rl.rollout.sglang.child_calls import ATTACH, DIGEST, RECEIVE, ChildContext, call
-from spmd_rl.rollout.sglang.messages import TensorShapes, WeightDigests
+from spmd_rl.rollout.sglang.messages import PushedPieces, WeightDigests
 from spmd_rl.weights.bucket_reader import Bucket, BucketReader
 from spmd_rl.weights.digest import digest
-from spmd_rl.weights.layout import Box, Dims
-from spmd_rl.weights.local_tensors import LocalTensors
+from spmd_rl.weights.layout import Box, Dims, Piece
+from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.peer_socket import BucketEntry
 from spmd_rl.weights.slab import MappedSlab
 
@@ -33,11 +33,11 @@ FUSED = {
 }
 PADDED = ("embed_tokens.weight", "lm_head.weight")  # SGLang adds rows to these
 
-Shapes = Mapping[str, tuple[Dims, str]]  # shape and dtype of each tensor that a push brings
+Pieces = Mapping[str, Piece]  # what a push brings of each tensor
 
 
-def parameter_views(model: Any, shapes: Shapes) -> dict[str, Tensor]:
-    """Return the part of a parameter that holds each tensor, for those that a rule knows.
+def parameter_views(model: Any, pieces: Pieces) -> dict[str, Tensor]:
+    """Return the part of a parameter that holds each piece, for those that a rule knows.
 
     There are none in a model that derives other values from its weights after loading, because
     only its `load_weights` does that.
@@ -46,31 +46,44 @@ def parameter_views(model: Any, shapes: Shapes) -> dict[str, Tensor]:
         return {}
     views: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        views |= _views_of(name, parameter.detach(), shapes)
+        views |= _views_of(name, parameter.detach(), pieces)
     return views
 
 
-def _views_of(name: str, parameter: Tensor, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that `parameter` consists of, with their parts of it."""
+def _views_of(name: str, parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors whose pieces `parameter` consists of, with their parts of it."""
     parts = [name]
     for fused, separate in FUSED.items():
         if f".{fused}." in name:
             parts = [name.replace(f".{fused}.", f".{part}.") for part in separate]
-    if any(part not in shapes for part in parts):
+    if any(part not in pieces for part in parts):
         return
-    num_rows = sum(shapes[part][0][0] for part in parts if shapes[part][0])
+    extents = [pieces[part].box.extent for part in parts]
+    num_rows = sum(extent[0] for extent in extents if extent)
     fits = parameter.ndim > 0 and (
         num_rows == len(parameter) or (name.endswith(PADDED) and num_rows < len(parameter))
     )
     if not fits:
         return
     start = 0
-    for part in parts:
-        shape, dtype = shapes[part]
-        view = parameter[start : start + shape[0]]
-        if tuple(view.shape) == shape and view.dtype == getattr(torch, dtype):
+    for part, extent in zip(parts, extents, strict=True):
+        view = parameter[start : start + extent[0]]
+        if tuple(view.shape) == extent and view.dtype == getattr(torch, pieces[part].dtype):
             yield part, view
-        start += shape[0]
+        start += extent[0]
+
+
+def check_rules(pieces: Pieces, views: Mapping[str, Tensor]) -> None:
+    """Raises: WeightsError for a part of a tensor without a rule.
+
+    SGLang's `load_weights` takes whole tensors.
+    """
+    for name, piece in pieces.items():
+        if name not in views and piece.box != _whole(piece.shape):
+            raise WeightsError(
+                f"no rule says where SGLang keeps this rank's part of '{name}': set "
+                "split.infer.tp = 1"
+            )
 
 
 @dataclass
@@ -85,7 +98,7 @@ class WeightReceiver:
 
     context: ChildContext
     mapped: MappedSlab
-    shapes: Shapes
+    pieces: Pieces
     views: dict[str, Tensor]
     staged: dict[str, Tensor] = field(default_factory=dict)
     missing: dict[str, int] = field(default_factory=dict)
@@ -115,20 +128,24 @@ class WeightReceiver:
         for bucket in buckets:
             for entry in bucket.entries:
                 counts[entry.name] += entry.box.num_elements
-        for name, (shape, _) in self.shapes.items():
-            is_whole = counts[name] == _whole(shape).num_elements
+        for name, piece in self.pieces.items():
+            is_whole = counts[name] == piece.box.num_elements
             if not is_whole if name in counts else name not in self.loaded:
                 raise WeightsError(f"a push brought only a part of '{name}'")
             self.loaded.add(name)
 
     def digests(self) -> WeightDigests:
         """Return the digest of every tensor, as the parameters hold it where a view is known."""
-        values = digest(LocalTensors.whole(self.views)) | self.received
-        triples = [(name, _whole(self.shapes[name][0]), value) for name, value in values.items()]
+        held = {
+            name: LocalTensor(self.pieces[name].shape, self.pieces[name].box, view)
+            for name, view in self.views.items()
+        }
+        values = digest(LocalTensors(held)) | self.received
+        triples = [(name, self.pieces[name].box, value) for name, value in values.items()]
         return WeightDigests(triples, sorted(self.received))
 
     def _load(self, bucket: Bucket) -> None:
-        if len(self.views) == len(self.shapes):
+        if len(self.views) == len(self.pieces):
             bucket.copy(self._part)
             return
         parts = [self._part(entry) for entry in bucket.entries]
@@ -144,19 +161,20 @@ class WeightReceiver:
 
     def _part(self, entry: BucketEntry) -> Tensor:
         """Return what a box is copied into."""
-        return self._target(entry.name)[entry.box.within(_whole(entry.shape))]
+        target = self._target(entry.name)
+        return target[entry.box.within(self.pieces[entry.name].box)]
 
     def _target(self, name: str) -> Tensor:
         """Return the tensor that boxes of `name` are copied into."""
         if name in self.views:
             return self.views[name]
-        if name not in self.shapes:
+        if name not in self.pieces:
             raise WeightsError(f"a push brought '{name}', which was not announced")
         if name not in self.staged:
-            shape, dtype = self.shapes[name]
-            device = self.mapped.device
-            self.staged[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            self.missing[name] = _whole(shape).num_elements
+            piece = self.pieces[name]
+            dtype, device = getattr(torch, piece.dtype), self.mapped.device
+            self.staged[name] = torch.empty(piece.shape, dtype=dtype, device=device)
+            self.missing[name] = piece.box.num_elements
         return self.staged[name]
 
 
@@ -164,13 +182,14 @@ class WeightReceiver:
 def attach_slab(context: ChildContext) -> None:
     """Map the slab that the rank sends, and find the parameters that pushes go to."""
     message = context.socket.receive(DEADLINE_S)
-    if not isinstance(message, TensorShapes):
+    if not isinstance(message, PushedPieces):
         raise WeightsError(f"{type(message).__name__} came in place of the tensors of a push")
     device = next(iter(context.model.parameters())).device
     mapped = MappedSlab.receive(context.socket, device)
-    shapes = {name: (tuple(shape), dtype) for name, shape, dtype in message.tensors}
-    views = parameter_views(context.model, shapes)
-    context.kept["receiver"] = WeightReceiver(context, mapped, shapes, views)
+    pieces = {piece.name: piece for piece in message.pieces}
+    views = parameter_views(context.model, pieces)
+    check_rules(pieces, views)
+    context.kept["receiver"] = WeightReceiver(context, mapped, pieces, views)
 
 
 @call(RECEIVE)

@@ -6,11 +6,12 @@ process. Calls of the scheduler's methods have the third.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 import zmq
@@ -58,6 +59,7 @@ class SchedulerClient:
         self._answers = self._bound(self._context.socket(zmq.PULL), folder / "answers")
         self._calls = self._bound(self._context.socket(zmq.DEALER), folder / "calls")
         self._child_fd = child_fd
+        self._others: dict[int, Callable[[], NoReturn]] = {}  # by a descriptor of a process
         self._on_child_ended = on_child_ended
         self._on_call_failed = on_call_failed
         self._inbox: deque[SchedulerMessage] = deque()
@@ -68,8 +70,17 @@ class SchedulerClient:
         """Return the addresses of all sockets, by SGLang's names for them."""
         return {key: f"ipc://{folder / name}" for key, name in ADDRESSES.items()}
 
+    def watch(self, fd: int, on_ended: Callable[[], NoReturn]) -> None:
+        """Call `on_ended`, which raises, in place of waiting any longer once `fd` can be read.
+
+        The descriptor is closed with the client.
+        """
+        self._others[fd] = on_ended
+
     def close(self) -> None:
         self._context.destroy(linger=0)
+        while self._others:
+            os.close(self._others.popitem()[0])
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a request. Raises: LostRankError when the child has ended."""
@@ -144,14 +155,19 @@ class SchedulerClient:
     def _wait(self, sock: zmq.Socket[bytes], wait_s: float, event: int = zmq.POLLIN) -> bool:
         """Return whether a message is at `sock`, or may be sent, within `wait_s`.
 
-        Messages go before the end of the child, so that none of them is lost.
+        Messages go before the end of the child, so that none of them is lost. The end of another
+        rank's child goes before that of our own, which follows from it.
         """
         poller = zmq.Poller()
         poller.register(sock, event)
-        poller.register(self._child_fd, zmq.POLLIN)
+        for fd in (self._child_fd, *self._others):
+            poller.register(fd, zmq.POLLIN)
         ready = dict(poller.poll(max(0, int(wait_s * 1000))))
         if sock in ready:
             return True
+        for fd in ready:
+            if fd in self._others:
+                self._others[fd]()
         if ready:
             self._on_child_ended()
         return False

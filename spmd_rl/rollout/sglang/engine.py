@@ -16,6 +16,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.rollout.engine import Request, StepOutput
 from spmd_rl.rollout.sglang.answers import AnswerCollector, Ending
+from spmd_rl.rollout.sglang.child_calls import SETTLE
 from spmd_rl.rollout.sglang.client import SchedulerClient
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.launch import Child
@@ -32,6 +33,7 @@ from spmd_rl.rollout.sglang.structs import (
     ResumeMemoryOccupationReqOutput,
 )
 from spmd_rl.types.samples import Sample
+from spmd_rl.weights.layout import Box
 
 POLL_S = 0.2  # how long a step waits for tokens; the child's end is noticed at once
 
@@ -45,6 +47,7 @@ class SglangEngine:
         client: SchedulerClient,
         cfg: SglangEngineConfig,
         spec: ModelSpec,
+        boxes: Mapping[str, Box],
         *,
         dtype: str,
         device: torch.device,
@@ -52,7 +55,7 @@ class SglangEngine:
         decode: Callable[[tuple[int, ...]], str] | None = None,
         start_seconds: Mapping[str, float] | None = None,
     ) -> None:
-        """`child` is ready. `dtype` is that of the weights which a push brings.
+        """`child` is ready. `boxes` are its parts of the weights, which a push brings in `dtype`.
 
         `start_seconds` says how long each part of the child's start took.
         """
@@ -68,6 +71,7 @@ class SglangEngine:
             child,
             client,
             spec.parameter_shapes(),
+            boxes,
             dtype,
             device,
             slab_bytes=cfg.slab_bytes,
@@ -141,6 +145,9 @@ class SglangEngine:
                 ReleaseMemoryOccupationReqOutput,
                 self.cfg.answer_deadline_s,
             )
+            # the first scheduler of a group answers for itself alone
+            self.client.start_call(SETTLE)
+            self.client.finish_call(SETTLE, self.cfg.answer_deadline_s)
         return []
 
     def wake(self, tags: tuple[str, ...] = ()) -> list[Receipt]:

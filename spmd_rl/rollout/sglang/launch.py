@@ -13,8 +13,9 @@ import socket
 import subprocess
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from spmd_rl.errors import DeadlineError, LostRankError, SpmdError
 from spmd_rl.mesh.environment import without_world
@@ -30,23 +31,34 @@ CHILD_PROGRAM = Path(__file__).with_name("child.py")
 END_DEADLINE_S = 30.0
 
 
-def clean_environment(
-    environment: Mapping[str, str], port: int, interpreter: Interpreter, site: SglangSite
-) -> dict[str, str]:
-    """Return the child's environment: this one without the variables of the world around it.
+@dataclass(frozen=True)
+class ChildWorld:
+    """The process group of the schedulers of one engine, and the child's rank in it.
 
-    The child is the only rank of its own world, whose store listens on `port` in this process.
+    They meet at a store that listens on `port` in the rank that started the first of them.
     """
+
+    rank: int
+    size: int
+    port: int
+
+
+def clean_environment(
+    environment: Mapping[str, str], world: ChildWorld, interpreter: Interpreter, site: SglangSite
+) -> dict[str, str]:
+    """Return the child's environment: this one without the variables of the world around it."""
     kept = without_world(environment)
     added = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        # so that every rank of the child's world is a client of the store in this process
+        "MASTER_PORT": str(world.port),
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        # so that every rank of the child's world is a client of that store
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
         "SGLANG_USE_PICKLE_IPC": "0",
+        # trainers beside the schedulers take what they take
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",
         "NCCL_CUMEM_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",
@@ -62,25 +74,26 @@ def clean_environment(
 class Child:
     """The process of one scheduler. `name` names it in errors."""
 
-    def __init__(self, interpreter: Interpreter, site: SglangSite, rank: int) -> None:
+    def __init__(
+        self, interpreter: Interpreter, site: SglangSite, rank: int, world: ChildWorld
+    ) -> None:
         """Start the process; `wait_until_ready` then has to be called.
 
         Raises: SpmdError outside of the main thread.
         """
         if threading.current_thread() is not threading.main_thread():
             raise SpmdError("start the SGLang engine from the main thread: it ends with its thread")
-        self.store = _store()
         ours, theirs = socket.socketpair()
         command = [interpreter.command, str(CHILD_PROGRAM), str(theirs.fileno()), str(os.getpid())]
         with theirs:
             self._process = subprocess.Popen(
                 command,
-                env=clean_environment(os.environ, self.store.port, interpreter, site),
+                env=clean_environment(os.environ, world, interpreter, site),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self.name = f"the SGLang process of rank {rank} (pid {self._process.pid})"
+        self.name = name_of(rank, self._process.pid)
         self.socket = PeerSocket(ours, self.name, MESSAGES)
         self._ready = False
 
@@ -142,14 +155,24 @@ class Child:
         self.socket.close()
 
 
+def name_of(rank: int, pid: int) -> str:
+    """Return the name of a rank's child in errors."""
+    return f"the SGLang process of rank {rank} (pid {pid})"
+
+
+def raise_ended(rank: int, pid: int) -> NoReturn:
+    """Raise the error of another rank's child that has ended; that rank knows how."""
+    raise LostRankError(f"{name_of(rank, pid)} ended; its output says why")
+
+
 def _in_words(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     return f"exit code {code} ({signal.Signals(-code).name})"
 
 
-def _store() -> TCPStore:
-    """Return the store at which the child's own process group meets, on a port that is free."""
+def new_store() -> TCPStore:
+    """Return the store at which the schedulers of an engine meet, on a port that is free."""
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmd_rl.weights.layout import Box, Dims
+from spmd_rl.weights.layout import Box, Piece
 from spmd_rl.weights.peer_socket import PeerMessage
 
 
 class ChildSpec(PeerMessage, tag=True, frozen=True):
     """All that the child is started with.
 
-    `server_args` and `port_args` are the fields of SGLang's classes of these names. `fields` are
-    those of our mirrors, which must begin the fields of SGLang's structs.
+    `server_args` and `port_args` are the fields of SGLang's classes of these names. `tp_rank` is
+    the scheduler's rank in its tensor-parallel group. `fields` are those of our mirrors, which must
+    begin the fields of SGLang's structs.
     """
 
     versions: list[str]
     server_args: dict[str, Any]
     port_args: dict[str, Any]
     gpu_id: int
+    tp_rank: int
     fields: dict[str, list[str]]
 
 
@@ -30,10 +32,10 @@ class ChildReady(PeerMessage, tag=True, frozen=True):
     seconds: dict[str, float]
 
 
-class TensorShapes(PeerMessage, tag=True, frozen=True):
-    """The tensors that pushes will bring: name, shape and dtype of each."""
+class PushedPieces(PeerMessage, tag=True, frozen=True):
+    """What pushes will bring: the scheduler's box of each tensor."""
 
-    tensors: list[tuple[str, Dims, str]]
+    pieces: list[Piece]
 
 
 class WeightDigests(PeerMessage, tag=True, frozen=True):
@@ -47,4 +49,4 @@ class WeightDigests(PeerMessage, tag=True, frozen=True):
     received: list[str]
 
 
-MESSAGES = (ChildSpec, ChildReady, TensorShapes, WeightDigests)
+MESSAGES = (ChildSpec, ChildReady, PushedPieces, WeightDigests)

@@ -46,7 +46,7 @@ OWNED = {
     "enable_memory_saver": "sleep and wake need it",
     "enable_weights_cpu_backup": _WEIGHTS,
     "stream_interval": "the rank asks for it request by request",
-    "tp_size": _PLACEMENT,
+    "tp_size": "set split.infer.tp",
     "pp_size": _PLACEMENT,
     "dp_size": _PLACEMENT,
     "ep_size": _PLACEMENT,

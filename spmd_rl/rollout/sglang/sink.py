@@ -11,9 +11,8 @@ from torch import Tensor
 
 from spmd_rl.errors import DeadlineError, LostRankError, SpmdError, WeightsError
 from spmd_rl.rollout.sglang.child_calls import ATTACH, DIGEST, RECEIVE
-from spmd_rl.rollout.sglang.client import SchedulerClient
 from spmd_rl.rollout.sglang.launch import Child
-from spmd_rl.rollout.sglang.messages import TensorShapes, WeightDigests
+from spmd_rl.rollout.sglang.messages import PushedPieces, WeightDigests
 from spmd_rl.weights.bucket_writer import BucketWriter
 from spmd_rl.weights.buckets import cut_box
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Dims, Layout, Piece
@@ -28,8 +27,16 @@ class PushedEngine(Protocol):
     def commit_push(self, version: int) -> None: ...
 
 
+class SchedulerCalls(Protocol):
+    """Calls of methods of the scheduler."""
+
+    def start_call(self, method: str) -> None: ...
+
+    def finish_call(self, method: str, deadline_s: float) -> None: ...
+
+
 class SglangSink:
-    """Implements `weights.ends.WeightSink`: the engine wants whole tensors, in one dtype.
+    """Implements `weights.ends.WeightSink`: the engine wants its box of each tensor, in one dtype.
 
     The slab is made at the first push, when the memory that it takes is known to be there.
     """
@@ -38,8 +45,9 @@ class SglangSink:
         self,
         engine: PushedEngine,
         child: Child,
-        client: SchedulerClient,
+        calls: SchedulerCalls,
         shapes: Mapping[str, Dims],
+        boxes: Mapping[str, Box],
         dtype: str,
         device: torch.device,
         *,
@@ -48,8 +56,10 @@ class SglangSink:
     ) -> None:
         self._engine = engine
         self._child = child
-        self._client = client
-        self._shapes = dict(shapes)
+        self._calls = calls
+        self._pieces = {
+            name: Piece(name, shape, dtype, boxes[name]) for name, shape in shapes.items()
+        }
         self._dtype = dtype
         self._device = device
         self._slab_bytes = slab_bytes
@@ -58,10 +68,7 @@ class SglangSink:
         self._receives = False  # the child reads buckets
 
     def layout(self, rank: int) -> Layout:
-        pieces = (
-            Piece(name, shape, self._dtype, _whole(shape)) for name, shape in self._shapes.items()
-        )
-        return Layout(rank, tuple(pieces))
+        return Layout(rank, tuple(self._pieces.values()))
 
     def share(self, name: str, box: Box, memory: Tensor) -> bool:
         """Return False: the child has memory of its own."""
@@ -71,17 +78,23 @@ class SglangSink:
         """Do nothing: the child's memory is never shared."""
 
     def open(self) -> None:
-        """Have the engine keep its requests. A push that was given up is ended first."""
+        """Have the engine keep its requests. A push that was given up is ended first.
+
+        Blocks: in the first push, until the schedulers of all ranks of the group have been told
+        what will come. So all ranks of the group open a push together.
+        """
         if self._receives:
             with contextlib.suppress(WeightsError):  # it brought only a part
                 self._finish()
         self._engine.open_push()
+        if self._writer is None:
+            self._writer = self._attach()
 
     def slot(self, name: str, box: Box) -> Tensor | None:
         writer = self._receiving()
         if box.num_elements * ITEM_BYTES[self._dtype] > writer.max_bytes:
             return None
-        return writer.slot(name, box, self._shapes[name], self._dtype)
+        return writer.slot(name, box, self._pieces[name].shape, self._dtype)
 
     def cut(self, name: str, box: Box) -> Iterable[Box]:
         return cut_box(box, ITEM_BYTES[self._dtype], self._receiving().max_bytes)
@@ -95,9 +108,9 @@ class SglangSink:
     def digest(self) -> dict[tuple[str, Box], int]:
         """Return the digests of what the child's parameters hold. Blocks: until it has answered."""
         self._finish()
-        self._client.start_call(DIGEST)
+        self._calls.start_call(DIGEST)
         answer = self._child.socket.receive(self._deadline_s)
-        self._client.finish_call(DIGEST, self._deadline_s)
+        self._calls.finish_call(DIGEST, self._deadline_s)
         if not isinstance(answer, WeightDigests):
             raise WeightsError(f"{self._child.name} sent no digests of its weights")
         return {(name, box): value for name, box, value in answer.digests}
@@ -110,22 +123,21 @@ class SglangSink:
     def _receiving(self) -> BucketWriter:
         """Return the writer of buckets, once the child has been told to read them."""
         if self._writer is None:
-            self._writer = self._attach()
+            raise WeightsError("a push has to be opened before it brings weights")
         if not self._receives:
-            self._client.start_call(RECEIVE)
+            self._calls.start_call(RECEIVE)
             self._receives = True
         return self._writer
 
     def _attach(self) -> BucketWriter:
         """Make the slab, and have the child map it and learn which tensors will come."""
-        total = sum(_whole(shape).num_elements for shape in self._shapes.values())
-        wanted = 2 * total * ITEM_BYTES[self._dtype] + 2 * len(self._shapes) * 256
+        total = sum(piece.box.num_elements for piece in self._pieces.values())
+        wanted = 2 * total * ITEM_BYTES[self._dtype] + 2 * len(self._pieces) * 256
         slab = Slab.create(min(self._slab_bytes, wanted), self._device)
-        self._client.start_call(ATTACH)
-        tensors = [(name, shape, self._dtype) for name, shape in self._shapes.items()]
-        self._child.socket.send(TensorShapes(tensors))
+        self._calls.start_call(ATTACH)
+        self._child.socket.send(PushedPieces(list(self._pieces.values())))
         slab.send(self._child.socket)
-        self._client.finish_call(ATTACH, self._deadline_s)
+        self._calls.finish_call(ATTACH, self._deadline_s)
         return BucketWriter(slab, self._child.socket, self._deadline_s)
 
     def _finish(self) -> None:
@@ -136,12 +148,8 @@ class SglangSink:
             finally:
                 self._receives = False
             try:
-                self._client.finish_call(RECEIVE, self._deadline_s)
+                self._calls.finish_call(RECEIVE, self._deadline_s)
             except (DeadlineError, LostRankError):
                 raise
             except SpmdError as error:
                 raise WeightsError(str(error)) from error
-
-
-def _whole(shape: Dims) -> Box:
-    return Box((0,) * len(shape), shape)

@@ -29,6 +29,57 @@ def test_two_ranks_learn_from_their_children(run: Run, engine: list[str]) -> Non
     assert "correction: none (correction.mode = none)" in ended.output
 
 
+TWO_OF_THREE = ["--split.train.ranks=1", "--split.infer.ranks=2"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "nproc", "words"),
+    [
+        ("grpo", 2, ["--offload.sleep=always"]),
+        ("grpo", 3, TWO_OF_THREE),
+        ("grpo_async", 3, TWO_OF_THREE),
+    ],
+    ids=["colocated", "split", "async"],
+)
+def test_an_engine_on_two_ranks_learns(
+    run: Run, engine: list[str], recipe: str, nproc: int, words: list[str]
+) -> None:
+    """Each rank's child has its part of the weights, whose digests are compared in each push."""
+    words = [*engine, *words, "--split.infer.tp=2", "--run.verify_every=1"]
+    words += ["--engine.slab_bytes=8192"]  # smaller than some tensors
+    ended = run(recipe, "--steps=3", *words, nproc=nproc, draws=recipe == "grpo")
+    assert ended.code == 0, ended.sentence
+    assert [row["step"] for row in ended.metrics] == [1, 2, 3]
+    assert ended.metrics[0]["onpolicy/compared_tokens"] > 0
+    assert all(row["sync/verified_tensors"] == 2 * 35 for row in ended.metrics)
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("wrong_byte", r"'model.embed_tokens.weight'.* does not hold the bits of train"),
+        ("death_in_push", r"the SGLang process of rank 1 \(pid \d+\) (ended|closed)"),
+    ],
+)
+def test_a_fault_of_the_second_rank_is_named(
+    run: Run, engine: list[str], fault: str, sentence: str
+) -> None:
+    words = (*engine, "--split.infer.tp=2", f"--engine.options.fake_{fault}=true")
+    ended = run("grpo", "--steps=3", *words, nproc=2)
+    assert ended.code != 0
+    assert re.search(sentence, ended.sentence), ended.sentence
+
+
+def test_axes_without_an_engine_for_them_are_refused(run: Run, engine: list[str]) -> None:
+    for words, sentence in (
+        ([*engine, "--split.infer.pp=2"], "the SGLang engine has the axes dp, fsdp and tp alone"),
+        (["--split.infer.tp=2"], "the native engine has the axes dp and fsdp alone"),
+        ([*engine, "--split.infer.tp=8"], "does not divide the 4 attention heads"),
+    ):
+        ended = run("grpo", "--steps=3", *words, nproc=8 if "8" in words[-1] else 2)
+        assert (ended.code, sentence in ended.sentence) == (2, True), ended.sentence
+
+
 def test_an_exact_run_refuses_the_pair(run: Run, engine: list[str]) -> None:
     ended = run("grpo", "--steps=3", *engine, "--run.exact=true")
     assert ended.code == 2

@@ -16,8 +16,8 @@ from spmd_rl.mesh.split import RoleSplit, Split, plan_split
 from spmd_rl.model.moe_spec import MoeSpec, read_spec
 from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.plan.axes import check_axes
 from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
-from spmd_rl.train.megatron.check import check_axes
 from spmd_rl.train.megatron.config import OWNED, MegatronConfig, check_layout
 from tests.backends.megatron_case import FAMILIES, SIZES
 

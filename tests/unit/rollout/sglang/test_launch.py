@@ -18,7 +18,7 @@ from spmd_rl.rollout.interpreter import Interpreter
 from spmd_rl.rollout.sglang.build import build, start
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
-from spmd_rl.rollout.sglang.launch import clean_environment
+from spmd_rl.rollout.sglang.launch import ChildWorld, clean_environment
 from spmd_rl.rollout.sglang.messages import ChildReady
 from spmd_rl.rollout.sglang.options import SglangSite
 from tests.fakes.sglang_child import write_site
@@ -72,13 +72,14 @@ def is_running(pid: int) -> bool:
 
 def test_the_environment_of_the_world_is_left_out() -> None:
     site = SglangSite("0.5.16", (), "/lib/saver.so")
-    made = clean_environment(POISON | {"HOME": "/h"}, 4711, Interpreter("python", "/site"), site)
+    world = ChildWorld(1, 2, 4711)
+    made = clean_environment(POISON | {"HOME": "/h"}, world, Interpreter("python", "/site"), site)
     assert made["HOME"] == "/h"
     kept = {name: made[name] for name in POISON if name in made}
     assert kept == {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": "0",
-        "WORLD_SIZE": "1",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "4711",
         "SGLANG_USE_PICKLE_IPC": "0",

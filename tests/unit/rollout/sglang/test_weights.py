@@ -21,6 +21,7 @@ from spmd_rl.rollout.sglang.engine import SglangEngine
 from spmd_rl.weights.digest import digest
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import Executor, execute
+from spmd_rl.weights.layout import Box, Piece
 from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.peer_socket import BucketTable, PeerMessage, RepeatedBucket
 from spmd_rl.weights.plan import plan_moves
@@ -29,13 +30,17 @@ from tests.engine_suite import GREEDY, push, put
 
 New = Callable[..., SglangEngine]
 SHAPES = {
-    "a.q_proj.weight": ((4, 3), "float32"),
-    "a.k_proj.weight": ((2, 3), "float32"),
-    "a.v_proj.weight": ((2, 3), "float32"),
-    "m.gate_proj.weight": ((5, 3), "float32"),
-    "m.up_proj.weight": ((5, 3), "float32"),
-    "embed_tokens.weight": ((7, 3), "float32"),
-    "norm.weight": ((3,), "float32"),
+    "a.q_proj.weight": (4, 3),
+    "a.k_proj.weight": (2, 3),
+    "a.v_proj.weight": (2, 3),
+    "m.gate_proj.weight": (5, 3),
+    "m.up_proj.weight": (5, 3),
+    "embed_tokens.weight": (7, 3),
+    "norm.weight": (3,),
+}
+PIECES = {
+    name: Piece(name, shape, "float32", Box((0,) * len(shape), shape))
+    for name, shape in SHAPES.items()
 }
 
 
@@ -58,7 +63,7 @@ def model(**rows: int) -> nn.Module:
 
 def test_every_tensor_has_its_part_of_a_parameter() -> None:
     made = model()
-    views = parameter_views(made, SHAPES)
+    views = parameter_views(made, PIECES)
     assert set(views) == set(SHAPES)
     assert views["a.k_proj.weight"].data_ptr() == made.a.qkv_proj.weight[4:].data_ptr()
     assert views["a.v_proj.weight"].data_ptr() == made.a.qkv_proj.weight[6:].data_ptr()
@@ -71,19 +76,19 @@ def test_every_tensor_has_its_part_of_a_parameter() -> None:
     [({"qkv_proj": 9}, "a.q_proj.weight"), ({"gate_up_proj": 12}, "m.up_proj.weight")],
 )
 def test_a_parameter_of_another_size_has_no_rule(change: dict[str, int], lost: str) -> None:
-    assert lost not in parameter_views(model(**change), SHAPES)
+    assert lost not in parameter_views(model(**change), PIECES)
 
 
 def test_a_model_that_derives_from_its_weights_has_no_rules() -> None:
     made = model()
     made.post_load_weights = lambda: None
-    assert parameter_views(made, SHAPES) == {}
+    assert parameter_views(made, PIECES) == {}
 
 
 def test_a_dtype_of_its_own_has_no_rule() -> None:
     made = model()
     made.norm = made.norm.to(torch.bfloat16)
-    assert "norm.weight" not in parameter_views(made, SHAPES)
+    assert "norm.weight" not in parameter_views(made, PIECES)
 
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}], ids=["rules", "load_weights"])

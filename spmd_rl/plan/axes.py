@@ -1,25 +1,18 @@
-"""Check of a split's axes before a run: which roles may have which. No torch."""
+"""Check of the axes that a split gives to roles, before a run. No torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from spmd_rl.errors import ConfigError, PlanError
-from spmd_rl.mesh.axes import MODEL
+from spmd_rl.mesh.axes import DATA, MODEL
 from spmd_rl.mesh.split import Placement, Placements
 from spmd_rl.model.moe_spec import MoeSpec, read_spec
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
+from spmd_rl.rollout.sglang.tensor_parallel import check_sizes
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.megatron.config import MegatronConfig, check_layout
-
-
-def spec_to_train(folder: str, trainer: object) -> ModelSpec:
-    """Return the specification of a model folder, as a recipe's `trainer` settings read it.
-
-    Megatron-core alone trains a mixture of experts. Raises: as `ModelSpec.from_folder`.
-    """
-    is_megatron = isinstance(trainer, TrainerConfig) and isinstance(trainer.backend, MegatronConfig)
-    return read_spec(folder) if is_megatron else ModelSpec.from_folder(folder)
 
 
 def check_axes(cfg: Any, placements: Placements) -> None:
@@ -30,7 +23,9 @@ def check_axes(cfg: Any, placements: Placements) -> None:
     """
     trainer = getattr(cfg, "trainer", None)
     for placement in placements.values():
-        if placement.name != "train" or not isinstance(trainer, TrainerConfig):
+        if placement.name == "infer" and hasattr(cfg, "engine"):
+            _check_engine(cfg, placement)
+        elif placement.name != "train" or not isinstance(trainer, TrainerConfig):
             placement.require_data_axes_alone("this role")
         elif not isinstance(trainer.backend, MegatronConfig):
             placement.require_data_axes_alone("FSDP2")
@@ -45,6 +40,16 @@ def check_axes(cfg: Any, placements: Placements) -> None:
     for role in cfg.extra_roles() if hasattr(cfg, "extra_roles") else ():
         if isinstance(role.cfg, FrozenConfig | TrainerConfig):
             _check_beside(role.name, role.placement(placements))
+
+
+def _check_engine(cfg: Any, placement: Placement) -> None:
+    """Raise an error for an engine without an axis that the split gives it."""
+    if not isinstance(cfg.engine, SglangEngineConfig):
+        placement.require_axes("the native engine", DATA, 'engine.kind = "sglang" has tp too')
+        return
+    placement.require_axes("the SGLang engine", (*DATA, "tp"), "set it to 1")
+    if model := getattr(cfg, "model", ""):
+        check_sizes(ModelSpec.from_folder(model), placement.axes["tp"])
 
 
 def _check_beside(name: str, placement: Placement) -> None:

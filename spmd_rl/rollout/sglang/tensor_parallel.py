@@ -1,0 +1,140 @@
+"""Tensor parallelism of SGLang: which ranks share an engine, and the part of each tensor of each.
+
+Every rank of the group starts the scheduler of its own GPU. Only the first rank talks to its
+scheduler, and SGLang passes requests and calls on to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.weights.layout import Box, Dims
+
+# rows of SGLang's embeddings are padded to a multiple of this before they are split
+# Source: DEFAULT_VOCAB_PADDING_SIZE in sglang 0.5.16, layers/vocab_parallel_embedding.py
+VOCAB_PADDING = 64
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """What the ranks of a group tell each other before their schedulers start.
+
+    `port` is that of the first rank's store. `fraction` is the share of the free GPU memory that
+    the rank can give to weights, keys and values; None on a CPU.
+    """
+
+    node: int
+    port: int
+    fraction: float | None
+
+
+class RankChild(msgspec.Struct, frozen=True):
+    """The process that a rank of the world has started for its scheduler."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The group of ranks that share one engine, as this rank sees it.
+
+    `exchange` returns the bytes that each rank of the group gives, in their order. All ranks of the
+    group call it together, and it waits for each.
+    """
+
+    rank: int = 0
+    size: int = 1
+    node: int = 0
+    exchange: Callable[[bytes], list[bytes]] = lambda blob: [blob]
+
+    def exchange_children(self, rank: int, pid: int) -> list[RankChild]:
+        """Return the children of the other ranks of the group."""
+        mine = msgspec.msgpack.encode(RankChild(rank, pid))
+        all_ranks = [msgspec.msgpack.decode(one, type=RankChild) for one in self.exchange(mine)]
+        return [one for one in all_ranks if one.pid != pid]
+
+    def greet(self, port: int, fraction: float | None) -> tuple[int, float | None]:
+        """Return the port of the first rank's store, and the least fraction of all ranks.
+
+        The schedulers must have equally many keys and values, because they take the same steps.
+        Raises: PlanError when the ranks are on several hosts.
+        """
+        mine = msgspec.msgpack.encode(Greeting(self.node, port, fraction))
+        all_ranks = [msgspec.msgpack.decode(one, type=Greeting) for one in self.exchange(mine)]
+        if len({one.node for one in all_ranks}) > 1:
+            raise PlanError(
+                f"split.infer.tp = {self.size} has an engine on ranks of several hosts: set it to "
+                "a divisor of the ranks of one host"
+            )
+        fractions = [one.fraction for one in all_ranks if one.fraction is not None]
+        return all_ranks[0].port, min(fractions, default=None)
+
+
+ALONE = TensorParallel()
+
+
+def check_sizes(spec: ModelSpec, size: int) -> None:
+    """Raises: ConfigError unless SGLang can split the model over `size` ranks."""
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    if heads % size:
+        raise ConfigError(f"split.infer.tp = {size} does not divide the {heads} attention heads")
+    if kv_heads % size and size % kv_heads:
+        raise ConfigError(
+            f"split.infer.tp = {size} neither divides the {kv_heads} key-value heads nor is a "
+            "multiple of them"
+        )
+    if spec.intermediate_size % size:
+        raise ConfigError(
+            f"split.infer.tp = {size} does not divide the {spec.intermediate_size} columns of the "
+            "MLP (intermediate_size)"
+        )
+    last = shard_boxes(spec, size - 1, size)
+    if VOCAB_PADDING % size or not all(box.num_elements for box in last.values()):
+        raise ConfigError(
+            f"split.infer.tp = {size} leaves ranks without a token of the vocabulary: SGLang pads "
+            f"its {spec.vocab_size} rows to a multiple of {VOCAB_PADDING}, and splits them evenly"
+        )
+
+
+def shard_boxes(spec: ModelSpec, rank: int, size: int) -> Mapping[str, Box]:
+    """Return the box of each tensor that rank `rank` of `size` has; it may be empty."""
+    return {
+        name: _box(name, shape, spec, rank, size) for name, shape in spec.parameter_shapes().items()
+    }
+
+
+def _box(name: str, shape: Dims, spec: ModelSpec, rank: int, size: int) -> Box:
+    module, _, kind = name.rpartition(".")
+    match module.rpartition(".")[2]:
+        case "q_proj" | "gate_proj" | "up_proj":
+            return _part(shape, 0, rank, size)
+        case "k_proj" | "v_proj" if size > spec.num_kv_heads:  # several ranks have the same head
+            return _part(shape, 0, rank * spec.num_kv_heads // size, spec.num_kv_heads)
+        case "k_proj" | "v_proj":
+            return _part(shape, 0, rank, size)
+        case "o_proj" | "down_proj" if kind == "weight":
+            return _part(shape, 1, rank, size)
+        case "embed_tokens" | "lm_head":
+            rows = -(-shape[0] // VOCAB_PADDING) * VOCAB_PADDING // size
+            return _rows(shape, rank * rows, rows)
+        case _:
+            return Box((0,) * len(shape), shape)
+
+
+def _part(shape: Dims, dim: int, part: int, num_parts: int) -> Box:
+    """Return part `part` of equal parts along a dim."""
+    size = shape[dim] // num_parts
+    offset, extent = [0] * len(shape), list(shape)
+    offset[dim], extent[dim] = part * size, size
+    return Box(tuple(offset), tuple(extent))
+
+
+def _rows(shape: Dims, start: int, count: int) -> Box:
+    """Return up to `count` rows from `start`, as far as the tensor has them."""
+    start = min(start, shape[0])
+    return Box((start, *(0,) * (len(shape) - 1)), (min(count, shape[0] - start), *shape[1:]))

@@ -1,0 +1,110 @@
+"""The parts of a tensor that SGLang's ranks have, and the models that they cannot share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from spmd_rl.errors import ConfigError, PlanError, WeightsError
+from spmd_rl.model.rope_spec import RopeSpec
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.rollout.sglang.child_weights import check_rules
+from spmd_rl.rollout.sglang.tensor_parallel import (
+    Greeting,
+    TensorParallel,
+    check_sizes,
+    shard_boxes,
+)
+from spmd_rl.weights.layout import Box, Piece
+
+SPEC = ModelSpec(
+    family="qwen3",
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=64,
+    rms_eps=1e-6,
+    rope=RopeSpec(10000.0),
+    tie_embeddings=False,
+    qkv_bias=True,
+    out_bias=False,
+    mlp_bias=False,
+    qk_norm=True,
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_the_ranks_have_every_element(size: int) -> None:
+    """Each element once, but for key-value heads that several ranks have, and for the norms."""
+    counts = {
+        name: torch.zeros(shape, dtype=torch.int32)
+        for name, shape in SPEC.parameter_shapes().items()
+    }
+    for rank in range(size):
+        for name, box in shard_boxes(SPEC, rank, size).items():
+            counts[name][box.within(Box((0,) * len(box.offset), tuple(counts[name].shape)))] += 1
+    for name, count in counts.items():
+        copies = size if "norm" in name else 1
+        if "k_proj" in name or "v_proj" in name:
+            copies = max(size // SPEC.num_kv_heads, 1)
+        assert torch.equal(count, torch.full_like(count, copies)), name
+
+
+def test_parts_follow_the_heads_and_the_padded_vocabulary() -> None:
+    boxes = shard_boxes(SPEC, 2, 4)
+    layer = "model.layers.1."
+    assert boxes[layer + "self_attn.q_proj.weight"] == Box((32, 0), (16, 64))
+    assert boxes[layer + "self_attn.k_proj.weight"] == Box((8, 0), (8, 64))
+    assert boxes[layer + "self_attn.o_proj.weight"] == Box((0, 32), (64, 16))
+    assert boxes[layer + "mlp.up_proj.weight"] == Box((48, 0), (24, 64))
+    assert boxes[layer + "mlp.down_proj.weight"] == Box((0, 48), (64, 24))
+    # 1,000 rows are padded to 1,024
+    assert boxes["model.embed_tokens.weight"] == Box((512, 0), (256, 64))
+    assert shard_boxes(SPEC, 3, 4)["model.embed_tokens.weight"] == Box((768, 0), (232, 64))
+
+
+@pytest.mark.parametrize(
+    ("changed", "size", "sentence"),
+    [
+        ({}, 3, "does not divide the 8 attention heads"),
+        ({"num_heads": 9, "num_kv_heads": 2}, 3, "neither divides the 2 key-value heads"),
+        ({"intermediate_size": 97}, 2, "does not divide the 97 columns"),
+        ({"vocab_size": 20}, 2, "leaves ranks without a token of the vocabulary"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(changed: dict[str, int], size: int, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check_sizes(replace(SPEC, **changed), size)
+
+
+def test_a_part_without_a_rule_is_refused() -> None:
+    view: dict[str, Tensor] = {"a": torch.zeros(2)}
+    pieces = {name: Piece(name, (4,), "float32", Box((2,), (2,))) for name in "ab"}
+    whole = {"b": Piece("b", (4,), "float32", Box((0,), (4,)))}
+    check_rules({"a": pieces["a"], **whole}, view)
+    with pytest.raises(WeightsError, match=r"part of 'b': set split\.infer\.tp = 1"):
+        check_rules(pieces, view)
+
+
+def test_ranks_agree_on_the_port_and_on_the_least_memory() -> None:
+    def exchange(blob: bytes) -> list[bytes]:
+        assert msgspec.msgpack.decode(blob, type=Greeting) == Greeting(0, 0, 0.5)
+        return [msgspec.msgpack.encode(Greeting(0, 4711, 0.75)), blob]
+
+    assert TensorParallel(1, 2, 0, exchange).greet(0, 0.5) == (4711, 0.5)
+
+
+def test_ranks_of_two_hosts_are_refused() -> None:
+    def exchange(blob: bytes) -> list[bytes]:
+        return [blob, msgspec.msgpack.encode(Greeting(1, 0, None))]
+
+    with pytest.raises(PlanError, match="on ranks of several hosts"):
+        TensorParallel(0, 2, 0, exchange).greet(4711, None)
