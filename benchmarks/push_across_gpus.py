@@ -159,6 +159,7 @@ def main() -> int:
                 model = f"{options.shape} in {options.masters}"
                 where = f"{found.num_sources} to {found.num_receivers} ranks, {placement}"
                 rows += rows_of(f"{model}, {where}", found, with_bars=on_gpu)
+                print(f"{model}, {where}: {msgspec.json.encode(found).decode()}", flush=True)
     machine, facts = (gpu_machine(), gpu()) if on_gpu else (MACHINE, {})
     return finish(__file__, PACKAGES, rows, save=options.save, machine=machine, **facts)
 

@@ -244,7 +244,7 @@ class Wire(rl.Role):
         context = self.context
         own = torch.zeros(num_bytes, dtype=torch.uint8, device=context.device)
         whole = own.new_empty(context.size * num_bytes)
-        gather = torch.distributed.all_gather_into_tensor
+        gather = torch.distributed.all_gather_into_tensor  # torch 2.11 has no all_gather_single
         return [self._seconds(lambda: gather(whole, own, group=context.group), 1)]
 
     def _seconds(self, work: Callable[[], object], repeats: int) -> float:
