@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.mesh.split import Placement
 from spmd_rl.weights.layout import ITEM_BYTES, Dims, chunk_box
-from spmd_rl.weights.plan import BUCKET_BYTES
+from spmd_rl.weights.plan import PEER_BYTES
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Routes:
 
     def bucket_bytes(self, rank: int) -> int:
         """Return the size of all buckets that a rank has at once, to send and to receive."""
-        own = min(self[rank, rank], BUCKET_BYTES)
+        own = min(self[rank, rank], PEER_BYTES)
         sent, received = (
-            int(np.minimum(line, BUCKET_BYTES).sum())
+            int(np.minimum(line, PEER_BYTES).sum())
             for line in (self.sizes[rank], self.sizes[:, rank])
         )
         return sent + received - 2 * own

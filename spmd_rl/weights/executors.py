@@ -2,13 +2,14 @@
 
 The source casts the boxes for one peer and packs them into buckets. A round is at most one send and
 one receive per peer. Both ends cut the same buckets from the same plan, so they exchange no sizes.
+While the buckets of a round are on their way, those of the next are packed.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -53,8 +54,9 @@ class Executor:
     ) -> None:
         rank = ends.rank
         self._ends = ends
-        self._outgoing = _buckets([move for move in moves if move.dst != rank], "dst", bucket_bytes)
-        self._incoming = _buckets([move for move in moves if move.src != rank], "src", bucket_bytes)
+        outgoing = _buckets([move for move in moves if move.dst != rank], "dst", bucket_bytes)
+        incoming = _buckets([move for move in moves if move.src != rank], "src", bucket_bytes)
+        self._rounds = _rounds(outgoing, incoming)
         local = [move for move in moves if move.src == rank == move.dst]
         copied = [move for move in local if (move.name, move.into) not in ends.shared]
         self._copied = [DeliveredMoves(copied)] if copied else []  # as the last run delivered them
@@ -62,9 +64,10 @@ class Executor:
         self._traffic = Traffic(
             _num_bytes(local) - num_copied,
             num_copied,
-            _total(self._outgoing),
-            _total(self._incoming),
+            _total(outgoing),
+            _total(incoming),
         )
+        self._receives = bool(copied or incoming)
 
     @torch.no_grad()
     def run(self, group: dist.ProcessGroup | None) -> Traffic:
@@ -73,13 +76,15 @@ class Executor:
         Ranks: every rank that the plan names, together.
         Blocks: until this rank's sends and receives are done; the group's timeout ends it.
         """
-        ends, delivery = self._ends, None
-        if self._copied or self._incoming:
-            delivery = Delivery(ends.the_sink())
+        delivery = Delivery(self._ends.the_sink()) if self._receives else None
+        exchanges = (_Exchange(one, self._ends, group) for one in self._rounds)
+        under_way = next(exchanges, None)
+        if delivery is not None:
             self._copy(delivery)
-        for index in range(_num_rounds(self._outgoing, self._incoming)):
-            outgoing, incoming = _pick(self._outgoing, index), _pick(self._incoming, index)
-            _exchange(outgoing, incoming, ends, delivery, group)
+        while under_way is not None:
+            following = next(exchanges, None)  # packed and started meanwhile
+            under_way.finish(delivery)
+            under_way = following
         if delivery is not None:
             delivery.flush()
         return self._traffic
@@ -102,8 +107,26 @@ def execute(
     return Executor(moves, ends, bucket_bytes).run(group)
 
 
-def _num_rounds(*directions: Buckets) -> int:
-    return max((len(rounds) for buckets in directions for rounds in buckets.values()), default=0)
+@dataclass(frozen=True)
+class _Round:
+    """What a rank sends and receives at once. A bucket that several peers want alike is one."""
+
+    sends: list[tuple[list[Move], list[int]]]  # buckets, and the peers that each goes to
+    receives: dict[int, list[Move]]  # by peer
+
+
+def _rounds(outgoing: Buckets, incoming: Buckets) -> list[_Round]:
+    count = max(
+        (len(buckets) for one in (outgoing, incoming) for buckets in one.values()), default=0
+    )
+    rounds = []
+    for index in range(count):
+        peers: dict[tuple[object, ...], tuple[list[Move], list[int]]] = {}
+        for peer, bucket in _pick(outgoing, index).items():
+            content = tuple((move.name, move.box, move.dtype) for move in bucket)
+            peers.setdefault(content, (bucket, []))[1].append(peer)
+        rounds.append(_Round(list(peers.values()), _pick(incoming, index)))
+    return rounds
 
 
 def _num_bytes(moves: Iterable[Move]) -> int:
@@ -149,22 +172,28 @@ def _split_rows(move: Move, limit_bytes: int) -> Iterator[Move]:
         yield replace(move, box=Box((offset[0] + start, *offset[1:]), (size, *extent[1:])))
 
 
-def _exchange(
-    outgoing: dict[int, list[Move]],
-    incoming: dict[int, list[Move]],
-    ends: LocalEnds,
-    delivery: Delivery | None,
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Run one round: pack, send and receive at most one bucket per peer, deliver."""
-    sends = {peer: _pack(bucket, ends) for peer, bucket in outgoing.items()}
-    receives = {peer: _new_buffer(bucket, ends.device) for peer, bucket in incoming.items()}
-    send_and_receive(sends, receives, group)
-    if delivery is not None:
-        for peer, bucket in incoming.items():
-            for move, part in _parts(bucket, receives[peer]):
-                delivery.put(move, part)
-        delivery.copy()
+class _Exchange:
+    """A round that is under way: its buckets are packed, and sent from the start on."""
+
+    def __init__(self, one: _Round, ends: LocalEnds, group: dist.ProcessGroup | None) -> None:
+        self._incoming = one.receives
+        self._sends: dict[int, Tensor] = {}
+        for bucket, peers in one.sends:
+            self._sends |= dict.fromkeys(peers, _pack(bucket, ends))
+        self._receives = {
+            peer: _new_buffer(bucket, ends.device) for peer, bucket in one.receives.items()
+        }
+        self._works = _start(self._sends, self._receives, group)
+
+    def finish(self, delivery: Delivery | None) -> None:
+        """Wait for the buckets, and deliver those that came."""
+        for work in self._works:
+            work.wait()
+        if delivery is not None:
+            for peer, bucket in self._incoming.items():
+                for move, part in _parts(bucket, self._receives[peer]):
+                    delivery.put(move, part)
+            delivery.copy()
 
 
 def send_and_receive(
@@ -174,10 +203,19 @@ def send_and_receive(
 
     Ranks: both of each pair. Blocks: until all are done; the group's timeout ends it.
     """
-    operations = [dist.P2POp(dist.isend, buffer, peer, group) for peer, buffer in sends.items()]
-    operations += [dist.P2POp(dist.irecv, buffer, peer, group) for peer, buffer in receives.items()]
-    for work in dist.batch_isend_irecv(operations) if operations else []:
+    for work in _start(sends, receives, group):
         work.wait()
+
+
+def _start(
+    sends: dict[int, Tensor], receives: dict[int, Tensor], group: dist.ProcessGroup | None
+) -> list[dist.Work]:
+    """Start to send and to receive one tensor per peer rank; the tensors are kept until the end."""
+    operations = [
+        dist.P2POp(dist.isend, buffer, peer, group) for peer, buffer in sorted(sends.items())
+    ]
+    operations += [dist.P2POp(dist.irecv, buffer, peer, group) for peer, buffer in receives.items()]
+    return dist.batch_isend_irecv(operations) if operations else []
 
 
 def _pack(bucket: list[Move], ends: LocalEnds) -> Tensor:

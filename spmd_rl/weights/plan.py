@@ -22,7 +22,8 @@ from spmd_rl.weights.layout_rules import LayoutRules, compressed
 from spmd_rl.weights.tensors_alike import TensorsAlike, tensors_alike
 
 SCHEMA = 3
-BUCKET_BYTES = 256 << 20  # the most that is packed for one peer at once
+PEER_BYTES = 256 << 20  # the most that is packed for one peer at once
+BUCKET_BYTES = PEER_BYTES // 2  # one is packed while the one before is on its way
 
 
 @dataclass(frozen=True, slots=True)

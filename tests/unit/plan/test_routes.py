@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from spmd_rl.mesh.split import Placement
 from spmd_rl.plan.routes import push_routes
 from spmd_rl.weights.layout import Box, Dims, Layout, Piece, chunk_box
-from spmd_rl.weights.plan import BUCKET_BYTES, plan_moves
+from spmd_rl.weights.plan import PEER_BYTES, plan_moves
 
 Pairs = Counter[tuple[int, int]]
 Case = tuple[int, Placement, Placement, dict[Dims, int]]
@@ -88,7 +88,5 @@ def test_what_a_rank_packs_and_whom_it_meets(case: Case, scale: int) -> None:
         crossing = {
             pair: size for pair, size in moved.items() if rank in pair and pair != (rank, rank)
         }
-        assert found.bucket_bytes(rank) == sum(
-            min(size, BUCKET_BYTES) for size in crossing.values()
-        )
+        assert found.bucket_bytes(rank) == sum(min(size, PEER_BYTES) for size in crossing.values())
         assert found.num_peers(rank) == len({other for pair in crossing for other in pair} - {rank})
