@@ -19,9 +19,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -30,21 +29,27 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import compared, counted, finish, gpu, gpu_machine, measured
-from benchmarks.shapes import write_config
+from benchmarks.region_copies import (
+    COPIED,
+    COPY_TURNS,
+    GIB,
+    copy_rate,
+    receipt_rate,
+    shapes,
+    tensors_in,
+    timed,
+)
 from benchmarks.table import Row
-from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload import tms
 from spmd_rl.offload.arena import HostArena
-from spmd_rl.offload.region import Contents
 from spmd_rl.offload.regions import Regions
-from spmd_rl.offload.residency import Receipt
 
 PACKAGES = ("torch", "torch_memory_saver")
 DEVICE = torch.device("cuda", 0)
-MIB, GIB = 1 << 20, 1 << 30
-RETURNED, COPIED, MS_PER_GIB = 0.99, 0.9, 1.5
+MIB = 1 << 20
+RETURNED, MS_PER_GIB = 0.99, 1.5
 TURNS, CYCLES, WARM_CYCLES = 20, 100, 10
-COPY_TURNS, BACKUP_TURNS = 5, 2
+BACKUP_TURNS = 2
 
 
 def main() -> int:
@@ -61,53 +66,14 @@ def main() -> int:
     return finish(__file__, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu())
 
 
-def shapes(num_bytes: int) -> list[tuple[int, ...]]:
-    """Return the shapes of Qwen3-0.6B's parameters, repeated until they are `num_bytes` in fp32."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_config("0.6B", Path(folder))
-        spec = ModelSpec.from_folder(folder)
-    model = list(spec.parameter_shapes().values())
-    chosen: list[tuple[int, ...]] = []
-    left = num_bytes // 4
-    while left > 0:
-        for shape in model:
-            size = torch.Size(shape).numel()
-            if size > left:
-                chosen.append((left,))
-                return chosen
-            chosen.append(shape)
-            left -= size
-            if not left:
-                break
-    return chosen
-
-
-def tensors_in(
-    regions: Regions,
-    tag: str,
-    num_bytes: int,
-    contents: Contents = "save",
-    as_one: bool = False,
-) -> list[Tensor]:
-    """Make a region of random tensors. `as_one` says to cut them from one segment."""
-    region = regions.torch_region(tag, contents)
-    sizes = shapes(num_bytes)
-    with region.allocating(num_bytes + 512 * len(sizes) if as_one else 0):
-        made = [torch.empty(shape, device=DEVICE) for shape in sizes]
-    for tensor in made:
-        tensor.normal_()
-    region.hold(lambda: made)
-    return made
-
-
 def returned() -> Iterator[Row]:
     parameters = sum(torch.Size(shape).numel() for shape in shapes(int(2.2 * GIB)))
     trainer = Regions("trainer", DEVICE)
-    tensors_in(trainer, "master", 4 * parameters)
-    tensors_in(trainer, "moments", 8 * parameters)
+    tensors_in(trainer, "master", 4 * parameters, DEVICE)
+    tensors_in(trainer, "moments", 8 * parameters, DEVICE)
     yield from _returned("a trainer", trainer)
     reference = Regions("reference", DEVICE)
-    tensors_in(reference, "weights", 4 * parameters)
+    tensors_in(reference, "weights", 4 * parameters, DEVICE)
     yield from _returned("a reference", reference)
     engine = Regions("engine", DEVICE)
     engine.slab("weights", "drop", 2 * parameters).bytes.zero_()
@@ -136,7 +102,7 @@ def _returned(who: str, regions: Regions) -> Iterator[Row]:
 def copies() -> Iterator[Row]:
     for size in (4, 16):
         regions = Regions("copies", DEVICE)
-        name = f"{size} GiB in {len(tensors_in(regions, 'master', size * GIB))} tensors"
+        name = f"{size} GiB in {len(tensors_in(regions, 'master', size * GIB, DEVICE))} tensors"
         began = time.perf_counter()
         regions.reserve_saves()
         reserved_s = time.perf_counter() - began
@@ -144,16 +110,14 @@ def copies() -> Iterator[Row]:
         saves, loads = [], []
         for _ in range(1 + COPY_TURNS):
             regions.note_change("master")
-            saves.append(_timed(regions.sleep))
-            loads.append(_timed(regions.wake))
+            saves.append(timed(regions.sleep))
+            loads.append(timed(regions.wake))
         regions.sleep()  # its memory makes room
         plain, backup = _plain(size * GIB), _backup(size * GIB)
         for what, calls, peer, theirs in zip(
             ("saved", "loaded"), (saves, loads), plain, backup, strict=True
         ):
-            rate = statistics.median(
-                receipt.copied_bytes / receipt.copy_s / 1e9 for receipt, _ in calls[1:]
-            )
+            rate = statistics.median(receipt_rate(receipt) for receipt, _ in calls[1:])
             whole = size * GIB / statistics.median(whole_s for _, whole_s in calls[1:]) / 1e9
             yield compared(
                 f"{name}: {what}",
@@ -172,13 +136,6 @@ def copies() -> Iterator[Row]:
             )
 
 
-def _timed(call: Callable[[], Receipt]) -> tuple[Receipt, float]:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    receipt = call()
-    return receipt, time.perf_counter() - began
-
-
 def _plain(num_bytes: int) -> tuple[float, float]:
     """Return the rates of one copy to pinned memory and back, in GB/s."""
     host = HostArena(DEVICE).reserve(num_bytes)
@@ -188,14 +145,7 @@ def _plain(num_bytes: int) -> tuple[float, float]:
 
 def _rate(target: Tensor, source: Tensor) -> float:
     """Return the median rate of a copy, in GB/s."""
-    times = []
-    for _ in range(1 + COPY_TURNS):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return source.nbytes / statistics.median(times[1:]) / 1e9
+    return statistics.median([copy_rate(target, source) for _ in range(1 + COPY_TURNS)][1:])
 
 
 def _backup(num_bytes: int) -> tuple[float, float]:
@@ -225,7 +175,7 @@ def mapping() -> Iterator[Row]:
     regions = Regions("mapping", DEVICE)
     regions.slab("slab", "drop", size * GIB)
     kept = [
-        tensors_in(regions, tag, size * GIB, "drop", as_one=tag == "one")
+        tensors_in(regions, tag, size * GIB, DEVICE, "drop", as_one=tag == "one")
         for tag in ("several", "one")
     ]
     cases = {
@@ -236,8 +186,8 @@ def mapping() -> Iterator[Row]:
     for tag, what in cases.items():
         sleeps, wakes = [], []
         for _ in range(1 + TURNS):
-            sleeps.append(_timed(partial(regions.sleep, [tag]))[1])
-            wakes.append(_timed(partial(regions.wake, [tag]))[1])
+            sleeps.append(timed(partial(regions.sleep, [tag]))[1])
+            wakes.append(timed(partial(regions.wake, [tag]))[1])
         for name, times in (("sleep", sleeps[1:]), ("wake", wakes[1:])):
             each = [seconds * 1e3 / size for seconds in times]
             named = f"{name} of {size} GiB, {what}"
@@ -248,7 +198,7 @@ def mapping() -> Iterator[Row]:
 
 def cycles() -> Iterator[Row]:
     regions = Regions("cycles", DEVICE)
-    saved = tensors_in(regions, "master", GIB)
+    saved = tensors_in(regions, "master", GIB, DEVICE)
     slab = regions.slab("kv", "drop", GIB).bytes.view(torch.float32)
     slab.fill_(1.0)
     out = torch.zeros(2, device=DEVICE)

@@ -122,9 +122,13 @@ class Run:
         search = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
         return base | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.cwd)}
 
+    def start(self) -> int:
+        """Start the run, let it end by itself, and return the exit code."""
+        return self._live(None)
+
     def finish(self) -> Outcome:
         """Let the run complete."""
-        assert self._live(None) == 0, self.output
+        assert self.start() == 0, self.output
         return Outcome.of(self.folder)
 
     def kill(self, moment: Moment) -> bool:

@@ -36,7 +36,7 @@ class Hang:
 
     def __init__(self, folder: Path, how: str) -> None:
         self.run = Run(folder, [HANG, f"--how={how}", "--nproc=2", LIMITS[how]], name=how)
-        assert self.run.meet(Moment(10**9, 0), lambda launcher, mark: None) == 1, self.run.output
+        assert self.run.start() == 1, self.run.output
         self.seconds = time.time() - (folder / f"{how}.alone").stat().st_mtime
 
     def stacks(self, rank: int) -> str:
