@@ -98,6 +98,7 @@ def finish(
 ) -> int:
     """Print the rows and, with `save`, write them. Returns 1 if a bar is missed, else 0.
 
+    A benchmark may be run in parts: the file keeps other rows of the same day, code and versions.
     `versions` are those of software that is not installed as a package here.
     """
     result = Result(
@@ -112,6 +113,7 @@ def finish(
     if save:
         path = RESULTS / machine / f"{Path(script).stem}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
+        result.rows = [*_other_rows(path, result), *rows]
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
         if not result.code.commit:
             print(
@@ -119,6 +121,17 @@ def finish(
                 file=sys.stderr,
             )
     return int(any(row.holds is False for row in rows))
+
+
+def _other_rows(path: Path, result: Result) -> list[Row]:
+    """Return the rows of a file that differs from `result` in its rows alone, but for the same."""
+    if result.code.dirty is not False or not path.exists():
+        return []
+    earlier = msgspec.json.decode(path.read_bytes(), type=Result)
+    if msgspec.structs.replace(earlier, rows=result.rows) != result:
+        return []
+    measured_again = {row.what for row in result.rows}
+    return [row for row in earlier.rows if row.what not in measured_again]
 
 
 def _short(value: float) -> float:

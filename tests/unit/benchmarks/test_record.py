@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import measured_code, record
-from benchmarks.table import Code, read_results
+from benchmarks.record import measured
+from benchmarks.table import Code, Row, read_results
 
 COMMIT = "c" * 40
 
@@ -44,6 +45,24 @@ def test_what_is_saved_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "**no**" in capsys.readouterr().out
     assert record.finish("benchmarks/push.py", ["msgspec"], rows[:1], save=False) == 0
     assert result.code == Code(commit=COMMIT, dirty=False, kernels=measured_code.kernels_digest())
+
+
+def test_a_benchmark_can_be_run_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the same code and versions are kept, and others are not."""
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setenv(measured_code.COMMIT_ENV, COMMIT)
+
+    def saved(*rows: Row, **versions: str) -> dict[str, float]:
+        record.finish("x.py", [], list(rows), save=True, **versions)
+        (result,) = read_results(tmp_path)
+        return {row.what: row.value for row in result.rows}
+
+    assert saved(measured("a", 1, "s"), measured("b", 2, "s")) == {"a": 1, "b": 2}
+    assert saved(measured("b", 3, "s"), measured("c", 4, "s")) == {"a": 1, "b": 3, "c": 4}
+    assert saved(measured("c", 5, "s"), gpu="another") == {"c": 5}
+    monkeypatch.setenv(measured_code.COMMIT_ENV, f"{COMMIT}-dirty")
+    assert saved(measured("a", 6, "s"), gpu="another") == {"a": 6}
+    assert saved(measured("b", 7, "s"), gpu="another") == {"b": 7}
 
 
 def test_without_a_commit_the_file_is_kept_and_says_so(
