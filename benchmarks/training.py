@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.shapes import random_weights, write_config
 from spmd_rl.algo.packing import pack
 from spmd_rl.mesh.role_context import Meshes
-from spmd_rl.mesh.split import Split, plan_split
+from spmd_rl.mesh.split import RoleSplit, Split, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.fsdp2 import Fsdp2
@@ -30,6 +30,9 @@ PACK_TOKENS = 16384
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="benchmark", restart=0)
 
 
+ALL_RANKS = RoleSplit()
+
+
 def config(name: str) -> TrainerConfig:
     """Return a config that keeps all activations if they fit; at 4B, it recomputes some."""
     return TrainerConfig(
@@ -39,7 +42,9 @@ def config(name: str) -> TrainerConfig:
     )
 
 
-def learner(name: str, cfg: TrainerConfig, world: World = ALONE) -> Learner:
+def learner(
+    name: str, cfg: TrainerConfig, world: World = ALONE, axes: RoleSplit = ALL_RANKS
+) -> Learner:
     """Return a learner of this shape with random weights, over all ranks of the world.
 
     It is frozen for Python's garbage collector, as the roles of a rank are.
@@ -50,7 +55,7 @@ def learner(name: str, cfg: TrainerConfig, world: World = ALONE) -> Learner:
         spec = write_config(name, Path(folder))
     if not dist.is_initialized():
         join(world, open_store(world) if world.size > 1 else dist.HashStore())
-    placement = plan_split(Split(), world.size)["train"]
+    placement = plan_split(Split(train=axes), world.size)["train"]
     meshes = Meshes(world)
     meshes.build([placement])
     context = meshes.context(placement)
