@@ -200,7 +200,7 @@ class Schedule:
         if num_own == 0:
             rows = rows.new_zeros(1)
         asked = _asked(micro, scored, needs, num_own == 0)
-        states = hidden[:, 0].index_select(0, rows)
+        states = hidden.flatten(0, 1).index_select(0, rows)
         scores = self.head.score(states, asked, self.logit_rows, needs.entropy)
         logprobs, entropy, of_candidates = (
             None if one is None else self._whole(one, scored, micro.num_scored) for one in scores
