@@ -11,6 +11,7 @@ from spmd_rl.train.megatron.attention import LocalAttention, LocalNorm, Transfor
 from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.megatron.exact import WITHOUT_EFFECT
 from spmd_rl.train.megatron.linear import LocalActivation, LocalGateUp, LocalLinear
+from spmd_rl.train.megatron.local_layer import local_layer
 from spmd_rl.train.megatron.self_attention import LocalSelfAttention
 
 
@@ -51,10 +52,8 @@ def _local_layer(spec: ModelSpec, cfg: MegatronConfig, config: Any) -> tuple[Any
 
 def _use_contract_ops(layer: Any, cfg: MegatronConfig, num_ranks: int) -> None:
     """Replace Megatron-core's ops in the spec of a dense layer. `num_ranks` are those along tp."""
-    from spmd_rl.train.megatron.local_layer import LocalLayer
-
     if _recomputes_no_parts(cfg):
-        layer.module = LocalLayer
+        layer.module = local_layer()
     mlp = _mlp_submodules(layer)
     mlp.activation_func = LocalActivation
     if num_ranks == 1:
