@@ -4,12 +4,14 @@ FSDP2, Megatron-core with the local layers, and with transformer-engine's take t
 backend after the other: learner.train_step on 64 sequences of 128 + 896 tokens in packs of 16,384.
 At 4B, moments are in host memory and all backends recompute whole layers. Values are medians of
 the host's clock around a step, with the GPU drained before and after. MFU counts no recomputation
-(spmd_rl/train/flops.py). One more step of each is profiled, and says where the time goes.
+(spmd_rl/train/flops.py). One more step of each is profiled, and says where the time goes. With
+smaller packs, the same tokens take more launches: what a step then takes more is the host's time.
 
 The log-probs of all backends are compared before the first step. Those of FSDP2 are the native
 engine's, bit for bit.
 
     python -m benchmarks.megatron_step 0.6B 4B [--save] [--layers local transformer_engine]
+        [--packs 16384 4096]
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.shapes import VOCAB
 from benchmarks.table import Row
 from benchmarks.train_step import STEP_TOKENS, WARMUPS, step_seconds
-from benchmarks.training import batch, config, learner, scored
+from benchmarks.training import PACK_TOKENS, batch, config, learner, scored
 from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 from spmd_rl.train.flops import peak_flops
 from spmd_rl.train.megatron.config import Layers, MegatronConfig
@@ -58,9 +60,9 @@ class Found:
     seconds_of: dict[str, float]  # by what ran on the GPU (gpu_time.py)
 
 
-def configs(name: str, layers: Sequence[Layers]) -> dict[str, TrainerConfig]:
+def configs(name: str, layers: Sequence[Layers], pack: int) -> dict[str, TrainerConfig]:
     """Return the settings of each backend, which differ in nothing else."""
-    fsdp2, is_large = config(name), name == "4B"
+    fsdp2, is_large = replace(config(name), max_tokens=pack), name == "4B"
     if is_large:
         backend = replace(fsdp2_settings(fsdp2), offload="moments", recompute="all")
         fsdp2 = replace(fsdp2, backend=backend)
@@ -101,18 +103,19 @@ def profile_rows(what: str, found: Found) -> Iterator[Row]:
         yield measured(f"{what}: {kind} in a profiled step", seconds, "s")
 
 
-def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
+def rows_of(name: str, pack: int, options: argparse.Namespace) -> Iterator[Row]:
+    shape = f"Qwen3-{name}" if pack == PACK_TOKENS else f"Qwen3-{name}, packs of {pack}"
     given = batch(STEP_TOKENS, VOCAB)
     found: dict[str, Found] = {}
-    for backend, cfg in configs(name, options.layers).items():
+    for backend, cfg in configs(name, options.layers, pack).items():
         found[backend] = measure(name, cfg, given, options.repeats)
-        print(f"{name} {backend}: {found[backend].seconds:.3f} s", flush=True)
+        print(f"{shape} {backend}: {found[backend].seconds:.3f} s", flush=True)
     for backend, one in found.items():
-        yield from profile_rows(f"Qwen3-{name}, {backend}", one)
+        yield from profile_rows(f"{shape}, {backend}", one)
     ours = found.pop("FSDP2")
-    yield measured(f"Qwen3-{name}, FSDP2: MFU", ours.mfu, "")
+    yield measured(f"{shape}, FSDP2: MFU", ours.mfu, "")
     for backend, other in found.items():
-        what, peer = f"Qwen3-{name}, {backend}", "FSDP2"
+        what, peer = f"{shape}, {backend}", "FSDP2"
         yield compared(
             f"{what}: step",
             other.seconds,
@@ -138,10 +141,12 @@ def main() -> int:
     )
     parser.add_argument("shapes", nargs="+", choices=("0.6B", "4B"))
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument("--packs", nargs="+", type=int, default=[PACK_TOKENS], help="rows of each")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    rows = [row for name in options.shapes for row in rows_of(name, options)]
+    cases = [(name, pack) for name in options.shapes for pack in options.packs]
+    rows = [row for case in cases for row in rows_of(*case, options)]
     packages = [*PACKAGES, *(["transformer_engine"] if LAYERS[1] in options.layers else [])]
     return finish(__file__, packages, rows, save=options.save, machine=gpu_machine(), **gpu())
 

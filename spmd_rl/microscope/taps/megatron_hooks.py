@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.microscope.taps.hooks import Observe, hooked_attention
 from spmd_rl.microscope.taps.points import BEFORE, Point
+from spmd_rl.train.megatron.attention import LocalNorm
 from spmd_rl.train.megatron.backend import Megatron
 from spmd_rl.train.megatron.linear import LocalLinear
 from spmd_rl.train.megatron.scores import VocabularyHead
 
 _OUTPUTS = {
     "input_layernorm": ("input_norm",),
-    "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "self_attention.qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "self_attention.linear_proj": ("o_proj",),
     "pre_mlp_layernorm": ("post_norm",),
     "mlp.linear_fc1": ("gate_proj", "up_proj"),
@@ -95,6 +96,9 @@ def _output_hook(observe: Observe, points: list[Point]) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Tensor):
             return _observed(observe, points[0], output)
+        if isinstance(module, LocalNorm):  # of a sum, which it returns too
+            normed, summed = output
+            return _observed(observe, points[0], normed), summed
         assert isinstance(module, LocalLinear)
         out, bias = output
         parts = zip(points, module.split(out.flatten(0, 1)), strict=True)

@@ -17,6 +17,8 @@ def attention_rules(spec: ModelSpec) -> dict[str, Rule]:
         query, key, value = (f"self_attn.{one}_proj.{kind}" for one in "qkv")
         fused = QkvByGroup(query, key, value, spec.num_kv_heads)
         rules[f"self_attention.linear_qkv.{kind}"] = fused
+        # of our own attention, which no tp cuts
+        rules[f"self_attention.qkv_proj.{kind}"] = QkvByGroup(query, key, value, num_groups=1)
     return rules
 
 

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from spmd_rl.kernels import PackedAttention, QkNorm, Rotary, qk_norm_rope, rms_norm
+from spmd_rl.kernels import PackedAttention, QkNorm, Rotary, add_rms_norm, qk_norm_rope, rms_norm
 from spmd_rl.model.families import Cut
 from spmd_rl.train.megatron.packing import held_positions
 from spmd_rl.train.megatron.sums import GatherRows
 
-NO_NORM = QkNorm(None, None, 0.0)  # Megatron-core has normed queries and keys already
+NO_NORM = QkNorm(None, None, 0.0)  # where Megatron-core has normed queries and keys already
 
 
 @dataclass
@@ -39,11 +39,19 @@ class RotaryAttention(nn.Module):
     """Attention after rotary positions, with the arguments of Megatron-core's own module."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        norm: QkNorm = NO_NORM,
+        **kwargs: Any,
     ) -> Tensor:
-        """Shape: query [T, H, D], key and value [T, K, D]; returns [T, H D]."""
+        """Norm, rotate and attend. Shape: query [T, H, D], key and value [T, K, D]; [T, H D]."""
         inputs: AttentionInputs = kwargs["packed_seq_params"].inputs
-        query, key = qk_norm_rope(query.contiguous(), key.contiguous(), NO_NORM, inputs.rotary)
+        if not query.is_cuda:  # a GPU's kernel reads slices, and copies what it cannot read
+            query, key = query.contiguous(), key.contiguous()
+        query, key = qk_norm_rope(query, key, norm, inputs.rotary)
         out = self.attend(inputs, query, key, value.contiguous(), *args, **kwargs)
         return out.reshape(len(query), -1)
 
@@ -141,5 +149,8 @@ class LocalNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x.contiguous(), self.weight, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Return x normed; with a residual, their sum normed, and the sum."""
+        if residual is None:
+            return rms_norm(x.contiguous(), self.weight, self.eps)
+        return add_rms_norm(x.contiguous(), residual, self.weight, self.eps)

@@ -7,21 +7,18 @@ where there are several ranks along tp. One rank has no need of that, and gets t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels import linear, silu_mul
-from spmd_rl.model.spec import ModelSpec
 
 
 class LocalLinear(nn.Module):
     """A linear layer that no tp cuts, with the arguments of Megatron-core's own.
 
-    Its weight may hold several projections: for each of `num_groups` groups, `widths` rows of each
-    of them in turn.
+    Its weight may hold several projections, one after the other, of `widths` rows each.
     """
 
     def __init__(
@@ -32,14 +29,13 @@ class LocalLinear(nn.Module):
         config: Any,
         bias: bool,
         widths: Sequence[int] = (),
-        num_groups: int = 1,
         **_: Any,
     ) -> None:
         super().__init__()
         like = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.weight = nn.Parameter(torch.empty(output_size, input_size, **like))
         self.bias = nn.Parameter(torch.empty(output_size, **like)) if bias else None
-        self.widths, self.num_groups = tuple(widths) or (output_size,), num_groups
+        self.widths = tuple(widths) or (output_size,)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return the product, and no bias that is still to add. Shape: x [T, 1, K]; [T, 1, N]."""
@@ -55,25 +51,26 @@ class LocalLinear(nn.Module):
 
         On a CPU their bits may depend on the number of columns.
         """
-        weights = self._parts(self.weight)
-        biases = self._parts(self.bias) if self.bias is not None else [None] * len(weights)
+        weights = self.weight.split(self.widths)
+        biases = [None] * len(weights) if self.bias is None else self.bias.split(self.widths)
         return self.join(
             [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         )
 
-    def split(self, out: Tensor) -> list[Tensor]:
+    def split(self, out: Tensor) -> Sequence[Tensor]:
         """Return the columns of each projection. Shape: out [T, N]."""
-        return [part.t() for part in self._parts(out.t())]
+        return out.split(self.widths, dim=-1)
 
     def join(self, projections: Sequence[Tensor]) -> Tensor:
         """Return [T, N], of which `split` gives the projections."""
-        columns = [one.unflatten(1, (self.num_groups, -1)) for one in projections]
-        return torch.cat(columns, dim=2).flatten(1)
+        return torch.cat(list(projections), dim=-1)
 
-    def _parts(self, whole: Tensor) -> list[Tensor]:
-        """Return each projection's rows."""
-        grouped = whole.unflatten(0, (self.num_groups, -1))
-        return [part.flatten(0, 1) for part in grouped.split(self.widths, dim=1)]
+
+class LocalGateUp(LocalLinear):
+    """The projections of the gate and of what it gates, of equal widths."""
+
+    def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, widths=(output_size // 2,) * 2, **kwargs)
 
 
 class LocalActivation(nn.Module):
@@ -86,32 +83,3 @@ class LocalActivation(nn.Module):
         """Shape: gate_up [T, 1, 2 F]; returns [T, 1, F]."""
         gate, up = gate_up.flatten(0, 1).chunk(2, dim=-1)
         return silu_mul(gate, up).view(*gate_up.shape[:-1], -1)
-
-
-def use_contract_ops(layer: Any, spec: ModelSpec, num_ranks: int) -> None:
-    """Replace Megatron-core's ops in the spec of a dense layer. `num_ranks` are those along tp."""
-    attention, mlp = layer.submodules.self_attention.submodules, _mlp_submodules(layer)
-    mlp.activation_func = LocalActivation
-    if num_ranks > 1:
-        return
-    size, num_groups = spec.head_dim, spec.num_kv_heads
-    widths = (spec.num_heads // num_groups * size, size, size)
-    attention.linear_qkv = _linear_of(widths, num_groups)
-    mlp.linear_fc1 = _linear_of((spec.intermediate_size,) * 2)
-    attention.linear_proj = mlp.linear_fc2 = LocalLinear
-
-
-def _linear_of(widths: Sequence[int], num_groups: int = 1) -> type[LocalLinear]:
-    """Return the class of a layer with these projections: every version builds a class."""
-
-    class FusedLinear(LocalLinear):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, widths=widths, num_groups=num_groups, **kwargs)
-
-    return FusedLinear
-
-
-def _mlp_submodules(layer: Any) -> Any:
-    """Return the `MLPSubmodules` of a layer's spec, which later versions make by a function."""
-    mlp = layer.submodules.mlp
-    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules

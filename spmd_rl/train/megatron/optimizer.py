@@ -23,7 +23,7 @@ from spmd_rl.train.megatron.model import check_names
 from spmd_rl.train.megatron.parameters import Parameter
 from spmd_rl.train.parameter_groups import UpdateRule
 from spmd_rl.train.streamed_adamw import StreamedAdamW
-from spmd_rl.train.torch_groups import LR_SCALE, set_rates
+from spmd_rl.train.torch_groups import LR_SCALE, set_rates, state_tensors
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor
 
@@ -76,10 +76,9 @@ class MegatronOptimizer:
                 yield held[0]
 
     def moments(self) -> Iterator[Tensor]:
-        """Yield the memory of this rank's moments on the device."""
+        """Yield the memory of this rank's moments on the device, and of their counts of steps."""
         for part in () if self._streams else self._parts:
-            for moments in part.optimizer.state.values():
-                yield from (moments[kind] for kind in MOMENTS)
+            yield from state_tensors(part.optimizer)
 
     def square_norm(self) -> float:
         """Return this rank's share of the squared norm: what several ranks hold counts once."""
@@ -289,9 +288,15 @@ def _param_groups(
 
 
 def _allocate(part: Any) -> None:
-    """Allocate the optimizer's state, so that a checkpoint is loaded before a step."""
+    """Allocate the optimizer's state, so that a checkpoint is loaded before a step.
+
+    Without transformer-engine it is torch's. On a GPU that takes one kernel, as FSDP2's does.
+    """
     if part.init_state_fn is not None:
         part.init_state_fn(part.optimizer, part.config)
     if isinstance(part.optimizer, torch.optim.AdamW):
-        for moments in part.optimizer.state.values():
-            moments.setdefault("step", torch.zeros((), dtype=torch.float32))
+        for group in part.optimizer.param_groups:
+            group["fused"] = all(one.is_cuda for one in group["params"])
+        for master, moments in part.optimizer.state.items():
+            device = master.device if master.is_cuda else None
+            moments.setdefault("step", torch.zeros((), dtype=torch.float32, device=device))

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.model.families import Cut
 from spmd_rl.train.microbatch import MicroBatch
 
@@ -42,9 +43,13 @@ def pack_for_rank(micro: MicroBatch, context: Cut, multiple: int, least: int = 0
     """Return this rank's part of a micro-batch.
 
     `context` is its place along cp; its tokens become a multiple of `multiple`. The micro-batch is
-    padded to `least` tokens, and as many again as all else needs.
+    padded to `least` tokens, and as many again as all else needs. A micro-batch that stays whole is
+    not copied, and the host does not wait for the device.
     """
     lengths, padded, prefixes = _padded(micro, context, multiple, least)
+    if context.count == 1 and len(padded) == len(micro.lengths):
+        scored = torch.arange(micro.num_scored, device=micro.tokens.device)
+        return Packed(micro.tokens, micro.positions, micro.lengths, prefixes, micro.rows, scored)
     source = _sources(lengths, padded)
     mine = np.concatenate([held_positions(int(size), context) for size in padded])
     bases = np.repeat(np.cumsum(padded) - padded, padded // context.count)
@@ -52,10 +57,10 @@ def pack_for_rank(micro: MicroBatch, context: Cut, multiple: int, least: int = 0
     device = micro.tokens.device
     place = np.full(len(micro.tokens), -1)
     place[held[held >= 0]] = np.flatnonzero(held >= 0)
-    rows = torch.from_numpy(place).to(device)[micro.rows]
+    rows = upload(place, device)[micro.rows]
     scored = (rows >= 0).nonzero()[:, 0]
-    index = torch.from_numpy(np.maximum(held, 0)).to(device)
-    positions = micro.positions[index].masked_fill(torch.from_numpy(held < 0).to(device), 0)
+    index = upload(np.maximum(held, 0), device)
+    positions = micro.positions[index].masked_fill(upload(held < 0, device), 0)
     sizes = padded.astype(np.int32)
     return Packed(micro.tokens[index], positions, sizes, prefixes, rows[scored], scored)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ContractError
 from spmd_rl.kernels import PackedAttention, Rotary
+from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.model.families import Cut
 from spmd_rl.model.scorer import CANDIDATES_OF_SETS
 from spmd_rl.model.spec import ModelSpec
@@ -152,7 +153,7 @@ class Schedule:
         if self.layers == "local":
             return PackedSeqParams(qkv_format="thd")
         ends = np.cumsum(np.append(0, packed.lengths), dtype=np.int32)
-        offsets = torch.from_numpy(ends).to(packed.tokens.device, non_blocking=True)
+        offsets = upload(ends, packed.tokens.device)
         longest = int(packed.lengths.max())
         return PackedSeqParams(
             qkv_format="thd",
@@ -199,7 +200,7 @@ class Schedule:
         if num_own == 0:
             rows = rows.new_zeros(1)
         asked = _asked(micro, scored, needs, num_own == 0)
-        states = hidden[:, 0].index_select(0, rows)
+        states = hidden.flatten(0, 1).index_select(0, rows)
         scores = self.head.score(states, asked, self.logit_rows, needs.entropy)
         logprobs, entropy, of_candidates = (
             None if one is None else self._whole(one, scored, micro.num_scored) for one in scores

@@ -255,6 +255,19 @@ def test_names_of_transformer_engine_mean_the_same() -> None:
     assert last.name == "model.layers.7.mlp.experts.11.down_proj.weight"
 
 
+def test_our_own_attention_has_queries_then_keys_then_values() -> None:
+    spec = spec_of("qwen2", 2, 3, 96, False)
+    for kind in ("weight", "bias"):
+        name = f"{LAYERS}0.self_attention.qkv_proj.{kind}"
+        parts = FAMILY_OF["qwen2"].parts(spec, name, 1, Place())
+        prefix, first = "model.layers.1.self_attn.", 0
+        assert [part.name for part in parts] == [f"{prefix}{x}_proj.{kind}" for x in "qkv"]
+        for part in parts:
+            assert part.box.extent == part.shape == spec.parameter_shapes()[part.name]
+            assert part.rows == (first, first + part.shape[0])
+            first = part.rows[1]
+
+
 def test_an_unknown_parameter_is_an_error() -> None:
     spec = spec_of("llama", 2, 2, 96, False)
     with pytest.raises(KeyError, match="adapter"):

@@ -86,6 +86,16 @@ def test_shared_prompts_stay_shared_without_context_parallelism() -> None:
     np.testing.assert_array_equal(packed.prefixes, micro.prefixes)
 
 
+def test_a_whole_micro_batch_is_not_copied() -> None:
+    micro = lay_out(make_batch(), CPU)
+    packed = pack_for_rank(micro, Cut(), 1)
+    names = ("tokens", "positions", "rows", "lengths", "prefixes")
+    assert all(getattr(packed, name) is getattr(micro, name) for name in names)
+    padded = pack_for_rank(micro, Cut(), 1, len(micro.tokens) + 1)
+    assert len(padded.tokens) == len(micro.tokens) + 1
+    assert torch.equal(padded.rows, micro.rows) and torch.equal(padded.scored, packed.scored)
+
+
 def test_an_empty_micro_batch_beside_another_has_its_fields() -> None:
     micro: MicroBatch = lay_out(make_batch(), CPU)
     micro = replace(micro, columns={"more": torch.zeros(micro.num_scored, 3)})

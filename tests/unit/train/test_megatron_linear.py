@@ -11,18 +11,16 @@ from torch import Tensor
 from spmd_rl.kernels import linear
 from spmd_rl.train.megatron.linear import LocalActivation, LocalLinear
 
-GROUPS, HEADS, SIZE, WIDTH, TOKENS = 2, 3, 2, 32, 21
+WIDTH, TOKENS = 32, 21
+WIDTHS = (12, 4, 4)
 
 
 @pytest.fixture
 def layer(monkeypatch: pytest.MonkeyPatch) -> LocalLinear:
-    """q, k and v of two groups of three query heads. Keys and values are narrow."""
+    """q, k and v of six query heads and two of keys and values, which are narrow."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    widths = (HEADS * SIZE, SIZE, SIZE)
     config = SimpleNamespace(params_dtype=torch.float32)
-    made = LocalLinear(
-        WIDTH, GROUPS * sum(widths), config=config, bias=True, widths=widths, num_groups=GROUPS
-    )
+    made = LocalLinear(WIDTH, sum(WIDTHS), config=config, bias=True, widths=WIDTHS)
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
@@ -34,22 +32,11 @@ def inputs(num_tokens: int = TOKENS) -> Tensor:
     return torch.randn(num_tokens, 1, WIDTH, generator=generator)
 
 
-def rows_of(layer: LocalLinear, first: int, num_heads: int) -> list[int]:
-    """The rows of a projection: some heads of each group."""
-    per_group = (HEADS + 2) * SIZE
-    return [
-        group * per_group + first * SIZE + row
-        for group in range(GROUPS)
-        for row in range(num_heads * SIZE)
-    ]
-
-
 def test_each_projection_has_the_bits_of_its_own_product(layer: LocalLinear) -> None:
     out, bias = layer(inputs())
     assert bias is None and layer.bias is not None
     q, k, v = layer.split(out[:, 0])
-    for found, (first, num_heads) in zip((q, k, v), ((0, HEADS), (3, 1), (4, 1)), strict=True):
-        rows = rows_of(layer, first, num_heads)
+    for found, rows in zip((q, k, v), torch.arange(sum(WIDTHS)).split(WIDTHS), strict=True):
         expected = linear(inputs()[:, 0], layer.weight[rows], layer.bias[rows])
         assert torch.equal(found, expected)
     assert torch.equal(layer.join([q, k, v]), out[:, 0])
