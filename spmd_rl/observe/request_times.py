@@ -35,6 +35,7 @@ STAGE_BEFORE: dict[str, str] = {
     "drawn": "decode",
     "graded": "grading",
 }
+ORDER = {event: number for number, event in enumerate(STAGE_BEFORE)}
 NUM_LANES = 4  # of a process; so many requests at once are in its trace
 
 
@@ -45,6 +46,11 @@ class _TimedRequest:
     submitted_ns: int
     event_ns: dict[str, int] = field(default_factory=dict)
     lane: int | None = None
+
+    @property
+    def last_event(self) -> str:
+        """The event that was told last; "" before the first."""
+        return next(reversed(self.event_ns), "")
 
 
 class RequestTimes:
@@ -72,10 +78,10 @@ class RequestTimes:
     def mark(self, event: Event, key: Key, at_ns: int | None = None) -> None:
         """Note that an event of this request is now, or was at a reading of `now_ns`.
 
-        Of an event that is told again, the first time counts.
+        One that is told again, or after a later event, is ignored.
         """
         request = self._requests.get(key)
-        if request is not None and event not in request.event_ns:
+        if request is not None and ORDER[event] > ORDER.get(request.last_event, -1):
             request.event_ns[event] = now_ns() if at_ns is None else at_ns
             if len(request.event_ns) == 1 and self._free_lanes:
                 request.lane = heapq.heappop(self._free_lanes)

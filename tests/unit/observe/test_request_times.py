@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spmd_rl.observe import request_times
@@ -148,6 +148,7 @@ MOVES = st.lists(
 
 
 @given(MOVES, st.integers(1, 3))
+@example([("submit", 5), ("drawn", 5), ("started", 5), ("finish", 5)], 1)
 def test_whatever_happens_lanes_do_not_overlap_and_nothing_is_left(
     moves: list[tuple[str, int]], num_lanes: int
 ) -> None:
@@ -172,6 +173,7 @@ def test_whatever_happens_lanes_do_not_overlap_and_nothing_is_left(
     for _, lane, start, end, _ in spans.found:
         by_lane.setdefault(lane, []).append((start, end))
     assert len(by_lane) <= num_lanes
+    assert all(start <= end for found in by_lane.values() for start, end in found)
     for found in by_lane.values():
         assert all(first[1] <= second[0] for first, second in pairwise(sorted(found)))
 
