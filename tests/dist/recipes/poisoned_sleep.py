@@ -1,4 +1,4 @@
-"""GRPO whose trainer is struck in the middle of its sleep or of its wake, once, for tests.
+"""GRPO whose engine finds its GPU full while it wakes, once, for tests.
 
 A file `struck` in the working directory says that it has happened. A file `full` there has the next
 slab that wakes find no room. Slabs that sleep are overwritten here: a use of them would be seen.
@@ -6,8 +6,6 @@ slab that wakes find no room. Slabs that sleep are overwritten here: a use of th
 
 from __future__ import annotations
 
-import os
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,13 +14,13 @@ import spmd_rl as rl
 from spmd_rl.controller.link import Link
 from spmd_rl.errors import ResidencyError
 from spmd_rl.offload.host import HostMemory
-from spmd_rl.offload.residency import Receipt
 from spmd_rl.recipes import grpo
 from spmd_rl.recipes.grpo import check
 
 __all__ = ["Config", "check", "main"]
 
 
+FULL_AT = 2  # the index of the step
 POISON = 0x41  # four of these bytes are the number 12.08
 
 
@@ -52,54 +50,26 @@ HostMemory.map = _map_or_fail  # type: ignore[method-assign]
 
 @dataclass(frozen=True, kw_only=True)
 class Config(grpo.Config):
-    fault: Literal["", "sleep", "wake", "full"] = ""  # where rank 0 dies, or what happens there
+    full: bool = False  # whether the GPU is full, at step 3
     misuse: Literal["", "export", "push", "generate"] = (
         ""  # what is called while the trainer sleeps
     )
-    at_version: int = 2  # of the weights at that moment
 
 
-class Mortal(rl.Trainer):
-    """A trainer that puts its tags to sleep, and wakes them, one by one."""
-
-    fault, at_version = "", 0
+class Filler(rl.Trainer):
+    """A trainer that can have the next slab which wakes find no room."""
 
     @rl.collective
-    def be_struck(self, fault: str, at_version: int) -> None:
-        self.fault, self.at_version = fault, at_version
-
-    @rl.collective
-    def sleep(self, tags: tuple[str, ...] = ()) -> rl.Sharded[list[Receipt]]:
-        receipts = []
-        for tag in tags:
-            receipts += self.memory.sleep((tag,))
-            self._strike("sleep")
-        return receipts
-
-    @rl.collective
-    def wake(self, tags: tuple[str, ...] = ()) -> rl.Sharded[list[Receipt]]:
-        receipts = []
-        for tag in tags:
-            receipts += self.memory.wake((tag,))
-            self._strike("wake")
-        return receipts
-
-    def _strike(self, where: str) -> None:
-        due = self.learner.state.version >= self.at_version and self.context.rank == 0
-        if not due or Path("struck").exists():
-            return
-        if self.fault == where:
-            Path("struck").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.fault == "full":
+    def fill_gpu(self) -> None:
+        """Do so once in all starts of the run."""
+        if self.context.rank == 0 and not Path("struck").exists():
             Path("struck").touch()
             Path("full").touch()
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(Mortal, cfg.trainer, on=roles.train, model=cfg.model)
-    trainer.be_struck.call(cfg.fault, cfg.at_version)
+    trainer = ctl.spawn(Filler, cfg.trainer, on=roles.train, model=cfg.model)
     update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
@@ -108,6 +78,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     for step in ctl.steps(cfg.steps, start):
         with ctl.phase("sync"):
             weights.push(version=step.index)
+        if cfg.full and step.index == FULL_AT:
+            trainer.fill_gpu.call()
         with ctl.phase("rollout"):
             groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
             misuse(cfg, trainer, weights)

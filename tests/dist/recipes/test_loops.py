@@ -204,6 +204,7 @@ def main(ctl, cfg):
 """
 
 
+@pytest.mark.system
 def test_a_recipe_that_pushes_seldom_draws_the_same_tokens_on_every_split(
     run: Any, tmp_path: Path
 ) -> None:

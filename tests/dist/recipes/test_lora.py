@@ -53,7 +53,7 @@ def test_splits_and_sleep_draw_the_same_tokens(run: Any) -> None:
     assert awake.metrics[0]["train/kl"] == 0 < awake.metrics[2]["train/kl"]
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("num_shards", [pytest.param(1, marks=pytest.mark.system), 2])
 def test_the_base_takes_the_place_of_a_frozen_reference(run: Any, num_shards: int) -> None:
     """A reference with ranks of its own is still a frozen model."""
     words = (*LORA, "--steps=3", "--kl.coef=0.1", "--trainer.deterministic=true")

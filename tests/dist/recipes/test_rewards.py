@@ -130,7 +130,12 @@ def test_the_run_ends_with_what_the_function_did(
 
 
 @pytest.mark.parametrize(
-    ("function", "words"), [("exits", []), ("crashes", []), ("hangs", ["--hooks.deadline_s=8"])]
+    ("function", "words"),
+    [
+        pytest.param("exits", [], marks=pytest.mark.system),
+        ("crashes", []),
+        ("hangs", ["--hooks.deadline_s=8"]),
+    ],
 )
 def test_what_ends_its_process_costs_its_sample_only(
     run: Any, tmp_path: Path, function: str, words: list[str]
@@ -171,7 +176,7 @@ rl.Rollout = Leaving
     [
         pytest.param(1, "0", [], marks=pytest.mark.system),
         (1, "0", ["--max-restarts=1"]),
-        (2, "0", []),
+        pytest.param(2, "0", [], marks=pytest.mark.system),
         pytest.param(2, "1", [], marks=pytest.mark.system),
         (2, "01", ["--max-restarts=1"]),
     ],

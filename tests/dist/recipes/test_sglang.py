@@ -36,10 +36,9 @@ TWO_OF_THREE = ["--split.train.ranks=1", "--split.infer.ranks=2"]
     ("recipe", "nproc", "words"),
     [
         ("grpo", 2, ["--offload.sleep=always"]),
-        ("grpo", 3, TWO_OF_THREE),
         ("grpo_async", 3, TWO_OF_THREE),
     ],
-    ids=["colocated", "split", "async"],
+    ids=["colocated", "async"],
 )
 def test_an_engine_on_two_ranks_learns(
     run: Run, engine: list[str], recipe: str, nproc: int, words: list[str]

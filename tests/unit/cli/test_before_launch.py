@@ -174,7 +174,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("chunks=2", "trainer.backend.chunks = 2 needs a pipeline: set split.train.pp"),
         ("split.train.ep=2", "split.train.ep = 2: the model has no experts"),
         ("split.train.ep=3 nproc=4", "split.train.ep = 3 does not divide the 4 ranks of a stage"),
-        ("split.infer.tp=2", "split.infer.tp = 2: this role has the axes dp and fsdp alone"),
+        (
+            "split.infer.tp=2",
+            "split.infer.tp = 2: the native engine has the axes dp and fsdp alone",
+        ),
         ("trainer.lora.rank=4", "backend.kind = 'megatron': expected 'fsdp2' with lora.rank"),
         ("trainer.optimizer.kind=muon", "optimizer.kind = 'muon': expected 'adamw' with backend"),
         ("trainer.optimizer.kind=adamw8bit", "optimizer.kind = 'adamw8bit': expected 'adamw' with"),
