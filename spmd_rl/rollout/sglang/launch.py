@@ -46,8 +46,13 @@ class ChildWorld:
 def clean_environment(
     environment: Mapping[str, str], world: ChildWorld, interpreter: Interpreter, site: SglangSite
 ) -> dict[str, str]:
-    """Return the child's environment: this one without the variables of the world around it."""
+    """Return the child's environment: this one without the variables of the world around it.
+
+    What the user has set for NCCL holds for children that communicate.
+    """
     kept = without_world(environment)
+    if world.size > 1:
+        kept |= {name: value for name, value in environment.items() if name.startswith("NCCL_")}
     added = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(world.port),

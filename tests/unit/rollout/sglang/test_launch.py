@@ -70,19 +70,21 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def test_the_environment_of_the_world_is_left_out() -> None:
+@pytest.mark.parametrize(("size", "of_nccl"), [(1, {}), (2, {"NCCL_ALGO": "Tree"})])
+def test_the_environment_of_the_world_is_left_out(size: int, of_nccl: dict[str, str]) -> None:
     site = SglangSite("0.5.16", (), "/lib/saver.so")
-    world = ChildWorld(1, 2, 4711)
+    world = ChildWorld(size - 1, size, 4711)
     made = clean_environment(POISON | {"HOME": "/h"}, world, Interpreter("python", "/site"), site)
     assert made["HOME"] == "/h"
     kept = {name: made[name] for name in POISON if name in made}
     assert kept == {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": "1",
-        "WORLD_SIZE": "2",
+        "RANK": str(size - 1),
+        "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "4711",
         "SGLANG_USE_PICKLE_IPC": "0",
+        **of_nccl,
     }
     assert made["LD_PRELOAD"] == "/lib/saver.so"
     assert made["PYTHONPATH"] == "/site"
