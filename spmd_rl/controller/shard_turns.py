@@ -49,6 +49,15 @@ class ShardTurns(Generic[C]):
         """Whether the other ranks do not know yet of a call that this one has answered."""
         return bool(self._answered)
 
+    def take_early(self) -> list[C]:
+        """Return the shared commands that came before their turn, where no turn will come.
+
+        The last turn answers calls. What follows them may be here before the turn has ended.
+        """
+        early = list(self._early)
+        self._early.clear()
+        return early
+
     def note_answered(self, number: int) -> None:
         """Note that a call was answered here."""
         if self.is_first:

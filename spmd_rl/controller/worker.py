@@ -95,7 +95,7 @@ class Worker:
         """
         shard = self._shard
         if shard is None or not (self._running.num_unanswered or shard.has_untold):
-            return self._next(dealer)
+            return (shard.take_early() if shard else []) or self._next(dealer)
         if not shard.is_first:
             return shard.follow(partial(self._receive, dealer), self._running.release)
         commands = [] if shard.has_untold else self._next(dealer)

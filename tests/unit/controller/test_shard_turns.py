@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from typing import cast
 
+import msgspec
 import pytest
 
-from spmd_rl.controller.shard_turns import ShardTurns
+from spmd_rl.controller.channel.dealer import Dealer
+from spmd_rl.controller.shard_turns import ShardTurns, Turn
+from spmd_rl.controller.worker import Worker
+from spmd_rl.mesh.role_context import Meshes
+from spmd_rl.mesh.world import World
 
 Command = tuple[str, int]
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="test", restart=0)
 
 
 def is_shared(command: Command) -> bool:
@@ -61,3 +68,18 @@ def test_ranks_run_the_same_shared_commands_in_each_turn(seed: int) -> None:
     assert [command for command in ran if is_shared(command)] == shared
     own = [command for command in arriving if not is_shared(command)]
     assert [command for command in ran if not is_shared(command)] == own
+
+
+def test_what_follows_the_last_turn_may_be_here_before_it_ends() -> None:
+    """No turn asks for it then: it is the worker's next command."""
+    early = [("shared", 1), ("shared", 2)]
+    told = msgspec.msgpack.encode(Turn([7], 1))
+    turns = ShardTurns[Command](False, lambda _: told, is_shared)
+    released: list[int] = []
+    assert turns.follow(lambda wait: [("shared", 0), *early], released.extend) == [("shared", 0)]
+    assert released == [7]
+    worker = Worker(Meshes(ALONE))
+    worker._shard = turns  # type: ignore[assignment]
+    dealer = cast(Dealer, None)  # nothing is received
+    assert worker._next_turn(dealer) == early  # type: ignore[comparison-overlap]
+    assert turns.take_early() == []
