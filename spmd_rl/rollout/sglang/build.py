@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 from collections.abc import Callable
@@ -32,7 +33,13 @@ from spmd_rl.rollout.sglang.options import (
     server_args,
 )
 from spmd_rl.rollout.sglang.structs import field_lists
-from spmd_rl.rollout.sglang.tensor_parallel import ALONE, TensorParallel, check_sizes, shard_boxes
+from spmd_rl.rollout.sglang.tensor_parallel import (
+    ALONE,
+    RankChild,
+    TensorParallel,
+    check_sizes,
+    shard_boxes,
+)
 from spmd_rl.weights.layout import ITEM_BYTES
 
 # SGLang's options where its own defaults serve a trainer beside it badly; a run may set them
@@ -80,7 +87,7 @@ def build(
             child, cfg, spec, boxes, dtype=dtype, device=device, max_kv_tokens=ready.max_num_tokens
         )
     for other in others:
-        started.client.watch(os.pidfd_open(other.pid), partial(raise_ended, other.rank, other.pid))
+        watch(started.client, other)
     return SglangEngine(
         child,
         started.client,
@@ -151,6 +158,22 @@ def start(
         fields=field_lists(),
     )
     return StartedChild(child, client, child_spec)
+
+
+def watch(client: SchedulerClient, other: RankChild) -> None:
+    """Have the client notice at once when the child of another rank ends.
+
+    Where the kernel cannot tell (Linux before 5.3, gVisor), the end of our own child follows.
+    """
+    try:
+        descriptor = os.pidfd_open(other.pid)
+    except ProcessLookupError:
+        raise_ended(other.rank, other.pid)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+    else:
+        client.watch(descriptor, partial(raise_ended, other.rank, other.pid))
 
 
 def _leave(sockets: PrivateFolder, store: object) -> None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.errors import ConfigError, PlanError, WeightsError
+from spmd_rl.errors import ConfigError, LostRankError, PlanError, WeightsError
 from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.rollout.sglang.build import watch
 from spmd_rl.rollout.sglang.child_weights import check_rules
+from spmd_rl.rollout.sglang.client import SchedulerClient
 from spmd_rl.rollout.sglang.tensor_parallel import (
     Greeting,
+    RankChild,
     TensorParallel,
     check_sizes,
     shard_boxes,
@@ -108,3 +118,34 @@ def test_ranks_of_two_hosts_are_refused() -> None:
 
     with pytest.raises(PlanError, match="on ranks of several hosts"):
         TensorParallel(0, 2, 0, exchange).greet(4711, None)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[SchedulerClient]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        made = SchedulerClient(tmp_path, ours.fileno(), lambda: None)
+        yield made
+        made.close()
+
+
+def test_the_end_of_another_ranks_child_is_noticed(client: SchedulerClient) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        watch(client, RankChild(3, child.pid))
+        assert client.receive(0.0) is None
+        child.kill()
+    with pytest.raises(LostRankError, match=rf"of rank 3 \(pid {child.pid}\) ended"):
+        client.receive(100.0)
+    with pytest.raises(LostRankError, match="of rank 3"):
+        watch(client, RankChild(3, child.pid))
+
+
+def test_a_kernel_that_cannot_tell_is_not_asked(
+    client: SchedulerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "no such call")
+
+    monkeypatch.setattr(os, "pidfd_open", missing)
+    watch(client, RankChild(3, os.getpid()))
+    assert client.receive(0.0) is None
