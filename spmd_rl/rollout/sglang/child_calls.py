@@ -20,6 +20,10 @@ DIGEST = "spmd_digest_weights"
 SETTLE = "spmd_settle"
 
 
+# calls that the sinks of all ranks of a group wait for
+OF_SINKS = (ATTACH, RECEIVE, DIGEST)
+
+
 @dataclass
 class ChildContext:
     """What a call may use: the scheduler, the socket to the rank, and values kept between calls."""

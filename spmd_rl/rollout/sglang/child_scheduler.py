@@ -13,15 +13,13 @@ from typing import Any
 
 from spmd_rl.errors import SpmdError
 from spmd_rl.rollout.sglang.child_calls import (
-    ATTACH,
     CALLS,
-    DIGEST,
-    RECEIVE,
+    OF_SINKS,
     SETTLE,
     Call,
     ChildContext,
 )
-from spmd_rl.rollout.sglang.messages import ChildReady, ChildSpec
+from spmd_rl.rollout.sglang.messages import CallDone, ChildReady, ChildSpec
 from spmd_rl.weights.peer_socket import Failure, PeerSocket
 
 SPEC_DEADLINE_S = 120.0
@@ -51,7 +49,7 @@ def run(socket: PeerSocket, began_s: float) -> None:
     seconds["options"], mark = time.monotonic() - mark, time.monotonic()
     ranks = (spec.gpu_id, spec.tp_rank, *OTHER_RANKS)
     configure_scheduler_process(server_args, *ranks)
-    with_calls = scheduler_class(Scheduler, socket)
+    with_calls = scheduler_class(Scheduler, socket, tells_end=spec.tp_rank > 0)
     scheduler = with_calls(server_args, port_args, *ranks)
     seconds["scheduler"] = time.monotonic() - mark
     max_num_tokens = int(scheduler.get_init_info()["max_total_num_tokens"])
@@ -81,14 +79,21 @@ def check_fields(io_struct: Any, mirrors: Mapping[str, list[str]]) -> None:
             )
 
 
-def scheduler_class(base: type, socket: PeerSocket) -> type[Any]:
-    """Return SGLang's scheduler with a method for each call of the rank."""
+def scheduler_class(base: type, socket: PeerSocket, tells_end: bool = False) -> type[Any]:
+    """Return SGLang's scheduler with a method for each call of the rank.
+
+    With `tells_end`, the rank is told at its socket when a call has ended for which its sink waits,
+    because SGLang answers the first rank of a group alone.
+    """
     kept: dict[str, Any] = {}
-    methods = {name: _method(name, socket, kept) for name in (ATTACH, RECEIVE, DIGEST, SETTLE)}
+    methods = {
+        name: _method(name, socket, kept, tells_end and name in OF_SINKS)
+        for name in (*OF_SINKS, SETTLE)
+    }
     return type("SpmdScheduler", (base,), methods)
 
 
-def _method(name: str, socket: PeerSocket, kept: dict[str, Any]) -> Call:
+def _method(name: str, socket: PeerSocket, kept: dict[str, Any], tells_end: bool) -> Call:
     def method(scheduler: Any, **parameters: Any) -> None:
         # it imports torch, and a module of other calls would be imported here too
         import spmd_rl.rollout.sglang.child_weights  # noqa: F401
@@ -100,5 +105,7 @@ def _method(name: str, socket: PeerSocket, kept: dict[str, Any]) -> Call:
             with contextlib.suppress(SpmdError):
                 socket.send(Failure(f"{name}: {error}"))
             raise
+        if tells_end:
+            socket.send(CallDone(name))
 
     return method

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from spmd_rl.errors import WeightsError
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.rollout.engine import Request, StepOutput
 from spmd_rl.rollout.native.request_validator import RequestValidator
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.launch import Child
+from spmd_rl.rollout.sglang.messages import CallDone
 from spmd_rl.rollout.sglang.sink import SglangSink
 from spmd_rl.rollout.sglang.state import EngineState
 from spmd_rl.types.samples import Sample
@@ -26,11 +28,20 @@ from spmd_rl.weights.layout import Box
 class PassedOnCalls:
     """Calls of the scheduler on a rank that is not the first: SGLang passes the first one's on."""
 
+    def __init__(self, child: Child) -> None:
+        self._child = child
+
     def start_call(self, method: str) -> None:
         """Do nothing: the first rank begins the call."""
 
     def finish_call(self, method: str, deadline_s: float) -> None:
-        """Do nothing: the first rank waits for all schedulers."""
+        """Wait until this rank's scheduler has done what the first rank began.
+
+        Raises: WeightsError with what the method raised; DeadlineError; LostRankError.
+        """
+        answer = self._child.socket.receive(deadline_s)
+        if answer != CallDone(method):
+            raise WeightsError(f"{self._child.name} sent {answer} in place of the end of {method}")
 
 
 class SglangFollower:
@@ -57,7 +68,7 @@ class SglangFollower:
         self._sink = SglangSink(
             self,
             child,
-            PassedOnCalls(),
+            PassedOnCalls(child),
             spec.parameter_shapes(),
             boxes,
             dtype,

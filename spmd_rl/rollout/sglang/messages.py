@@ -49,4 +49,10 @@ class WeightDigests(PeerMessage, tag=True, frozen=True):
     received: list[str]
 
 
-MESSAGES = (ChildSpec, ChildReady, PushedPieces, WeightDigests)
+class CallDone(PeerMessage, tag=True, frozen=True):
+    """A call that the first rank of the group began is done in this rank's scheduler."""
+
+    method: str
+
+
+MESSAGES = (ChildSpec, ChildReady, PushedPieces, WeightDigests, CallDone)
