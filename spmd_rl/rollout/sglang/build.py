@@ -7,24 +7,23 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from spmd_rl.errors import ResidencyError
+from spmd_rl.errors import LostRankError, ResidencyError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.private_folder import PrivateFolder
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import as_size
 from spmd_rl.rollout.interpreter import Interpreter
 from spmd_rl.rollout.memory import kv_budget
-from spmd_rl.rollout.sglang.client import SchedulerClient
+from spmd_rl.rollout.sglang.client import SchedulerClient, ended
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
 from spmd_rl.rollout.sglang.follower import SglangFollower
-from spmd_rl.rollout.sglang.launch import Child, ChildWorld, new_store, raise_ended
+from spmd_rl.rollout.sglang.launch import Child, ChildWorld, name_of, new_store
 from spmd_rl.rollout.sglang.messages import ChildSpec
 from spmd_rl.rollout.sglang.options import (
     VERSIONS,
@@ -165,15 +164,16 @@ def watch(client: SchedulerClient, other: RankChild) -> None:
 
     Where the kernel cannot tell (Linux before 5.3, gVisor), the end of our own child follows.
     """
+    name = name_of(other.rank, other.pid)
     try:
         descriptor = os.pidfd_open(other.pid)
-    except ProcessLookupError:
-        raise_ended(other.rank, other.pid)
+    except ProcessLookupError as error:
+        raise LostRankError(ended(name)) from error
     except OSError as error:
         if error.errno != errno.ENOSYS:
             raise
     else:
-        client.watch(descriptor, partial(raise_ended, other.rank, other.pid))
+        client.watch(descriptor, name)
 
 
 def _leave(sockets: PrivateFolder, store: object) -> None:

@@ -11,12 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import msgspec
 import zmq
 
-from spmd_rl.errors import DeadlineError, SpmdError
+from spmd_rl.errors import DeadlineError, LostRankError, SpmdError
 from spmd_rl.rollout.sglang.child_calls import PREFIX
 from spmd_rl.rollout.sglang.structs import (
     RpcReqInput,
@@ -27,6 +27,7 @@ from spmd_rl.rollout.sglang.structs import (
 )
 
 SEND_DEADLINE_S = 60.0
+OTHERS_S = 5  # how long the end of another rank's child may take after that of our own
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -59,7 +60,7 @@ class SchedulerClient:
         self._answers = self._bound(self._context.socket(zmq.PULL), folder / "answers")
         self._calls = self._bound(self._context.socket(zmq.DEALER), folder / "calls")
         self._child_fd = child_fd
-        self._others: dict[int, Callable[[], NoReturn]] = {}  # by a descriptor of a process
+        self._others: dict[int, str] = {}  # names of other ranks' children, by descriptor
         self._on_child_ended = on_child_ended
         self._on_call_failed = on_call_failed
         self._inbox: deque[SchedulerMessage] = deque()
@@ -70,12 +71,12 @@ class SchedulerClient:
         """Return the addresses of all sockets, by SGLang's names for them."""
         return {key: f"ipc://{folder / name}" for key, name in ADDRESSES.items()}
 
-    def watch(self, fd: int, on_ended: Callable[[], NoReturn]) -> None:
-        """Call `on_ended`, which raises, in place of waiting any longer once `fd` can be read.
+    def watch(self, fd: int, name: str) -> None:
+        """Do not wait any longer once `fd` can be read: the child `name` of another rank has ended.
 
         The descriptor is closed with the client.
         """
-        self._others[fd] = on_ended
+        self._others[fd] = name
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -155,8 +156,8 @@ class SchedulerClient:
     def _wait(self, sock: zmq.Socket[bytes], wait_s: float, event: int = zmq.POLLIN) -> bool:
         """Return whether a message is at `sock`, or may be sent, within `wait_s`.
 
-        Messages go before the end of the child, so that none of them is lost. The end of another
-        rank's child goes before that of our own, which follows from it.
+        Messages go before the end of the child, so that none of them is lost.
+        Raises: LostRankError when another rank's child has ended.
         """
         poller = zmq.Poller()
         poller.register(sock, event)
@@ -165,17 +166,38 @@ class SchedulerClient:
         ready = dict(poller.poll(max(0, int(wait_s * 1000))))
         if sock in ready:
             return True
+        if self._child_fd in ready:
+            self._raise_ended()
         for fd in ready:
-            if fd in self._others:
-                self._others[fd]()
-        if ready:
-            self._on_child_ended()
+            raise LostRankError(ended(self._others[fd]))
         return False
+
+    def _raise_ended(self) -> None:
+        """Raise the error of our own child, which names others that end with it.
+
+        One of them may be the cause: the end of a process on a GPU is known some time later.
+        """
+        try:
+            self._on_child_ended()
+        except SpmdError as error:
+            poller = zmq.Poller()
+            for fd in self._others:
+                poller.register(fd, zmq.POLLIN)
+            also = poller.poll(OTHERS_S * 1000) if self._others else []
+            named = " and ".join(self._others[fd] for fd, _ in also)
+            if not named:
+                raise
+            raise LostRankError(f"{error}; {named} ended too") from error
 
     def _bound(self, sock: zmq.Socket[bytes], path: Path) -> zmq.Socket[bytes]:
         sock.set_hwm(0)
         sock.bind(f"ipc://{path}")
         return sock
+
+
+def ended(name: str) -> str:
+    """Return the sentence of a child of another rank that has ended; that rank knows how."""
+    return f"{name} ended; its output says why"
 
 
 def _unanswered(what: str, deadline_s: float) -> str:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from spmd_rl.errors import DeadlineError, LostRankError, SpmdError
 from spmd_rl.mesh.environment import without_world
@@ -48,11 +48,14 @@ def clean_environment(
 ) -> dict[str, str]:
     """Return the child's environment: this one without the variables of the world around it.
 
-    What the user has set for NCCL holds for children that communicate.
+    What the user has set for NCCL holds for children that communicate, but for what SGLang needs
+    off. Multicast is off too unless the user says otherwise: torch sets it up for memory that all
+    ranks share, also where nothing uses it.
     """
     kept = without_world(environment)
     if world.size > 1:
         kept |= {name: value for name, value in environment.items() if name.startswith("NCCL_")}
+        kept.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     added = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(world.port),
@@ -163,11 +166,6 @@ class Child:
 def name_of(rank: int, pid: int) -> str:
     """Return the name of a rank's child in errors."""
     return f"the SGLang process of rank {rank} (pid {pid})"
-
-
-def raise_ended(rank: int, pid: int) -> NoReturn:
-    """Raise the error of another rank's child that has ended; that rank knows how."""
-    raise LostRankError(f"{name_of(rank, pid)} ended; its output says why")
 
 
 def _in_words(code: int) -> str:
