@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -20,8 +21,13 @@ from spmd_rl.errors import ConfigError, LostRankError, PlanError, WeightsError
 from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.sglang.build import watch
+from spmd_rl.rollout.sglang.child_calls import CALLS, DIGEST, RECEIVE, SETTLE, ChildContext
+from spmd_rl.rollout.sglang.child_scheduler import scheduler_class
 from spmd_rl.rollout.sglang.child_weights import check_rules
 from spmd_rl.rollout.sglang.client import SchedulerClient
+from spmd_rl.rollout.sglang.follower import PassedOnCalls
+from spmd_rl.rollout.sglang.launch import Child
+from spmd_rl.rollout.sglang.messages import MESSAGES
 from spmd_rl.rollout.sglang.tensor_parallel import (
     Greeting,
     RankChild,
@@ -30,6 +36,7 @@ from spmd_rl.rollout.sglang.tensor_parallel import (
     shard_boxes,
 )
 from spmd_rl.weights.layout import Box, Piece
+from spmd_rl.weights.peer_socket import PeerSocket
 
 SPEC = ModelSpec(
     family="qwen3",
@@ -149,3 +156,57 @@ def test_a_kernel_that_cannot_tell_is_not_asked(
     monkeypatch.setattr(os, "pidfd_open", missing)
     watch(client, RankChild(3, os.getpid()))
     assert client.receive(0.0) is None
+
+
+@dataclass
+class FakeChild:
+    socket: PeerSocket
+    name: str = "the child"
+
+
+def test_the_second_rank_hears_how_a_call_of_the_first_ended() -> None:
+    """So that a failure is not left at the socket for the next push."""
+    ours, theirs = socket.socketpair()
+    child = FakeChild(PeerSocket(ours, "the child", MESSAGES))
+    scheduler = PeerSocket(theirs, "the rank", MESSAGES)
+    calls = PassedOnCalls(cast(Child, child))
+    done: list[str] = []
+
+    def work(context: ChildContext) -> None:
+        done.append("work")
+        if len(done) == 2:
+            raise WeightsError("a part is missing")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CALLS, RECEIVE, work)
+        methods = vars(scheduler_class(object, scheduler, tells_end=True))
+        methods[RECEIVE](None)
+        calls.finish_call(RECEIVE, 10.0)
+        with pytest.raises(WeightsError, match="a part is missing"):
+            methods[RECEIVE](None)
+        with pytest.raises(WeightsError, match="a part is missing"):
+            calls.finish_call(RECEIVE, 10.0)
+        methods[SETTLE](None)  # for which nobody waits here
+        methods[RECEIVE](None)
+        with pytest.raises(WeightsError, match="in place of the end of spmd_digest_weights"):
+            calls.finish_call(DIGEST, 10.0)
+    for one in (child.socket, scheduler):
+        one.close()
+
+
+def test_children_that_end_together_are_all_named(tmp_path: Path) -> None:
+    def our_own() -> None:
+        raise LostRankError("our child ended")
+
+    ours, theirs = socket.socketpair()
+    others = [os.pipe() for _ in range(2)]
+    with ours, theirs:
+        client = SchedulerClient(tmp_path, ours.fileno(), our_own)
+        for rank, (readable, _) in enumerate(others):
+            client.watch(readable, f"the child of rank {rank + 1}")
+        os.close(others[0][1])
+        theirs.close()
+        with pytest.raises(LostRankError, match="^our child ended; the child of rank 1 ended too$"):
+            client.receive(100.0)
+        client.close()
+    os.close(others[1][1])
