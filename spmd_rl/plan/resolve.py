@@ -23,11 +23,12 @@ from spmd_rl.plan.axes import check_axes
 from spmd_rl.plan.concurrency import running
 from spmd_rl.plan.memory import MemoryModel, kv_sized
 from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole, planned_roles, uncounted
-from spmd_rl.plan.routes import Routes, push_routes
+from spmd_rl.plan.routes import Routes, push_routes, whole
 from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, everything
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
+from spmd_rl.rollout.sglang.tensor_parallel import shard_boxes
 from spmd_rl.train.megatron.spec_to_train import spec_to_train
 from spmd_rl.train.memory import dtype_on_gpu
 
@@ -239,8 +240,13 @@ def _push_routes(placements: Placements, spec: ModelSpec, cfg: Any, world_size: 
     train, infer = placements.get(TRAIN), placements.get(INFER)
     if train is None or infer is None:
         return Routes.none(world_size)
-    shapes = Counter(cfg.trainer.lora.of_engine.trained_shapes(spec).values())
-    return push_routes(train, infer, shapes, dtype_on_gpu(cfg.engine), world_size)
+    shapes, tp = cfg.trainer.lora.of_engine.trained_shapes(spec), infer.axes["tp"]
+    tensors = Counter(map(whole, shapes.values()))
+    if tp > 1:
+        ranks = [shard_boxes(spec, rank, tp) for rank in range(tp)]
+        wanted = {name: tuple(boxes[name] for boxes in ranks) for name in shapes}
+        tensors = Counter((shape, wanted[name]) for name, shape in shapes.items())
+    return push_routes(train, infer, tensors, dtype_on_gpu(cfg.engine), world_size)
 
 
 def _axis_groups(placement: Placement) -> list[tuple[str, tuple[int, ...]]]:

@@ -13,8 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.mesh.split import Placement
-from spmd_rl.weights.layout import ITEM_BYTES, Dims, chunk_box
+from spmd_rl.weights.layout import ITEM_BYTES, Box, Dims, chunk_box
 from spmd_rl.weights.plan import PEER_BYTES
+
+# a tensor's shape, and what the ranks of one engine want of it, in their order along tp
+Wanted = tuple[Dims, tuple[Box, ...]]
 
 
 @dataclass(frozen=True)
@@ -67,23 +70,35 @@ class Routes:
 
 
 def push_routes(
-    train: Placement, infer: Placement, tensors: Mapping[Dims, int], dtype: str, world_size: int
+    train: Placement, infer: Placement, tensors: Mapping[Wanted, int], dtype: str, world_size: int
 ) -> Routes:
-    """Return the routes of a push to whole copies in `dtype`.
+    """Return the routes of a push to engines in `dtype`.
 
-    `tensors` is the number of tensors of each shape: one of each is planned, and multiplied.
+    `tensors` is the number of tensors of each kind: one of each is planned, and multiplied.
     """
     holders = np.array(train.ranks).reshape(-1, train.axes["fsdp"])
     if train.size > train.data_size:  # a model cut along tp or pp, copied along the data axes
         holders = np.array(train.shards)
     num_shards = holders.shape[1]
     routes = Routes.none(world_size)
-    for shape, count in tensors.items():
-        boxes = [chunk_box(shape, part, num_shards) for part in range(num_shards)]
-        shard_bytes = np.array([box.num_elements * ITEM_BYTES[dtype] for box in boxes])
-        for rank, sources in _sources(holders, infer.ranks):
-            routes.sizes[sources, rank] += shard_bytes * count
+    for (shape, boxes), count in tensors.items():
+        shards = [chunk_box(shape, part, num_shards) for part in range(num_shards)]
+        num_bytes = np.array([[_common(box, one) for one in shards] for box in boxes])
+        num_bytes *= ITEM_BYTES[dtype] * count
+        for index, (rank, sources) in enumerate(_sources(holders, infer.ranks)):
+            routes.sizes[sources, rank] += num_bytes[index % len(boxes)]
     return routes
+
+
+def whole(shape: Dims) -> Wanted:
+    """Return the kind of a tensor that every rank of an engine wants whole."""
+    return shape, (Box((0,) * len(shape), shape),)
+
+
+def _common(box: Box, shard: Box) -> int:
+    """Return the number of elements that a box has in common with a shard."""
+    common = box.intersect(shard)
+    return 0 if common is None else common.num_elements
 
 
 def _sources(

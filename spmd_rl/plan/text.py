@@ -120,9 +120,11 @@ def _recompute(plan: RunPlan) -> Iterator[str]:
 
 
 def _axes_text(placement: Placement) -> str:
-    """Return how the ranks of a role hold its model; those of an engine have whole copies."""
+    """Return how the ranks of a role hold its model; engines have whole copies."""
     if placement.name == "infer":
-        return f"{placement.size} whole {'copies' if placement.size > 1 else 'copy'}"
+        count, tp = placement.data_size, placement.axes["tp"]
+        copies = f"{count} whole {'copies' if count > 1 else 'copy'}"
+        return copies if tp == 1 else f"{copies} x tp {tp}"
     return " x ".join(f"{axis} {size}" for axis, size in placement.axes.items())
 
 

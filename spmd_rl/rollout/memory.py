@@ -10,7 +10,7 @@ from math import prod
 
 from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.offload.gpu_overhead import CONTEXT_BYTES
+from spmd_rl.offload.gpu_overhead import CONTEXT_BYTES, NCCL_BYTES, NCCL_KERNEL_BYTES
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
@@ -42,9 +42,10 @@ def engine_memory(
         memory[0] = TagBytes("weights", weights, "save", changes=False)
         memory.append(TagBytes("adapters", adapters, "fixed"))
     if isinstance(cfg, SglangEngineConfig):
-        # the slab of a push and the child's own context stay while it sleeps
+        # the slab of a push, the child's own context and its communicator stay while it sleeps
         memory.append(TagBytes("slab", min(cfg.slab_bytes, 2 * weights), "fixed"))
-        memory.append(TagBytes("child", CONTEXT_BYTES if on_gpu else 0, "fixed"))
+        child = CONTEXT_BYTES + (NCCL_BYTES + NCCL_KERNEL_BYTES if tp > 1 else 0)
+        memory.append(TagBytes("child", child if on_gpu else 0, "fixed"))
     return memory
 
 

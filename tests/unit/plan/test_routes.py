@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.mesh.split import Placement
-from spmd_rl.plan.routes import push_routes
+from spmd_rl.plan.routes import Wanted, push_routes, whole
 from spmd_rl.weights.layout import Box, Dims, Layout, Piece, chunk_box
 from spmd_rl.weights.plan import PEER_BYTES, plan_moves
 
@@ -64,10 +65,43 @@ def by_every_move(train: Placement, infer: Placement, tensors: dict[Dims, int]) 
     return moved
 
 
+def wholes(tensors: dict[Dims, int]) -> dict[Wanted, int]:
+    return {whole(shape): count for shape, count in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        (Box((0, 0), (3, 6)), Box((3, 0), (2, 6))),
+        (Box((0, 0), (5, 3)), Box((0, 3), (5, 3))),
+    ],
+    ids=["rows", "columns"],
+)
+def test_ranks_of_an_engine_get_their_parts(boxes: tuple[Box, Box]) -> None:
+    """Of the rows of three shards, two engines of two ranks each."""
+    train = Placement("train", (1, 2, 3), {"dp": 1, "fsdp": 3, "tp": 1})
+    infer = Placement("infer", (0, 1, 2, 3), {"dp": 1, "fsdp": 2, "tp": 2})
+    shape = (5, 6)
+    found = push_routes(train, infer, {(shape, boxes): 7}, "bfloat16", 4)
+    source = [
+        Layout(rank, (Piece("any", shape, "float32", chunk_box(shape, part, 3)),))
+        for part, rank in enumerate(train.ranks)
+    ]
+    destination = [
+        Layout(rank, (Piece("any", shape, "bfloat16", boxes[rank % 2]),)) for rank in infer.ranks
+    ]
+    moved: Pairs = Counter()
+    for rank in infer.ranks:
+        for move in plan_moves(source, destination, None, rank).moves:
+            if move.dst == rank:
+                moved[move.src, rank] += move.num_bytes * 7
+    assert {pair: found[pair] for pair in found} == moved
+
+
 @given(cases())
 def test_routes_are_those_of_the_plan(case: Case) -> None:
     world_size, train, infer, tensors = case
-    found = push_routes(train, infer, tensors, "bfloat16", world_size)
+    found = push_routes(train, infer, wholes(tensors), "bfloat16", world_size)
     expected = by_every_move(train, infer, tensors)
     assert {pair: found[pair] for pair in found} == expected
     assert len(found) == len(expected)
@@ -82,7 +116,7 @@ def test_what_a_rank_packs_and_whom_it_meets(case: Case, scale: int) -> None:
     """Buckets end at their bound, so tensors are made `scale` times as many."""
     world_size, train, infer, tensors = case
     tensors = {shape: count * scale for shape, count in tensors.items()}
-    found = push_routes(train, infer, tensors, "bfloat16", world_size)
+    found = push_routes(train, infer, wholes(tensors), "bfloat16", world_size)
     moved = by_every_move(train, infer, tensors)
     for rank in range(world_size):
         crossing = {

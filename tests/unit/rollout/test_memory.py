@@ -76,3 +76,15 @@ def test_an_sglang_engine_keeps_its_slab_and_its_childs_context(spec: ModelSpec)
     assert (found["slab"].num_bytes, found["child"].num_bytes) == (512 << 20, 720 << 20)
     stays = engine_memory(spec, SglangEngineConfig(sleep_weights=False), True)
     assert {item.tag: item.kind for item in stays}["weights"] == "fixed"
+
+
+def test_ranks_that_share_an_sglang_engine_have_a_part_and_a_communicator(spec: ModelSpec) -> None:
+    alone, shared = (
+        {
+            item.tag: item.num_bytes
+            for item in engine_memory(spec, SglangEngineConfig(), True, tp=tp)
+        }
+        for tp in (1, 2)
+    )
+    assert shared["weights"] == alone["weights"] // 2
+    assert shared["child"] - alone["child"] == 420 << 20
