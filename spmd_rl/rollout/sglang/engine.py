@@ -20,9 +20,9 @@ from spmd_rl.rollout.sglang.child_calls import SETTLE
 from spmd_rl.rollout.sglang.client import SchedulerClient
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.launch import Child
+from spmd_rl.rollout.sglang.rank_engine import RankEngine
 from spmd_rl.rollout.sglang.requests import OpenRequest, RequestTable
 from spmd_rl.rollout.sglang.sink import SglangSink
-from spmd_rl.rollout.sglang.state import EngineState
 from spmd_rl.rollout.sglang.structs import (
     AbortReq,
     FlushCacheReqInput,
@@ -38,7 +38,7 @@ from spmd_rl.weights.layout import Box
 POLL_S = 0.2  # how long a step waits for tokens; the child's end is noticed at once
 
 
-class SglangEngine:
+class SglangEngine(RankEngine):
     """Implements `rollout.engine.Engine` over the scheduler of one child."""
 
     def __init__(
@@ -59,13 +59,11 @@ class SglangEngine:
 
         `start_seconds` says how long each part of the child's start took.
         """
+        super().__init__(child, cfg)
         self.start_seconds = dict(start_seconds or {})
         self.max_kv_tokens = max_kv_tokens
-        self.child = child
         self.client = client
-        self.cfg = cfg
         self.spec = spec
-        self.state = EngineState(cfg.sleep_weights)
         self._sink = SglangSink(
             self,
             child,
@@ -86,14 +84,6 @@ class SglangEngine:
     @property
     def has_work(self) -> bool:
         return bool(len(self._table) or self._answers.has_finished)
-
-    @property
-    def version(self) -> int | None:
-        return self.state.version
-
-    @property
-    def is_pushing(self) -> bool:
-        return self.state.is_pushing
 
     def submit(self, request: Request) -> None:
         added = self._table.add(request)
@@ -184,13 +174,6 @@ class SglangEngine:
         self.state.end_push(version)
         if self.state.can_generate:
             self._start(self._table.waiting())
-
-    def sink(self) -> SglangSink:
-        """Return where a push puts weights."""
-        return self._sink
-
-    def contract(self) -> None:
-        """Return None: SGLang promises no bits that a trainer could have too."""
 
     def stats(self) -> dict[str, int]:
         num_running = self._table.num_running

@@ -19,8 +19,8 @@ from spmd_rl.rollout.native.request_validator import RequestValidator
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.launch import Child
 from spmd_rl.rollout.sglang.messages import CallDone
+from spmd_rl.rollout.sglang.rank_engine import RankEngine
 from spmd_rl.rollout.sglang.sink import SglangSink
-from spmd_rl.rollout.sglang.state import EngineState
 from spmd_rl.types.samples import Sample
 from spmd_rl.weights.layout import Box
 
@@ -44,7 +44,7 @@ class PassedOnCalls:
             raise WeightsError(f"{self._child.name} sent {answer} in place of the end of {method}")
 
 
-class SglangFollower:
+class SglangFollower(RankEngine):
     """Implements `rollout.engine.Engine`. Each request ends at once, without a token.
 
     Nobody reads these samples: a call is answered by the first rank of a shard (shard_turns.py).
@@ -61,8 +61,7 @@ class SglangFollower:
         device: torch.device,
         max_kv_tokens: int,
     ) -> None:
-        self.child = child
-        self.state = EngineState(cfg.sleep_weights)
+        super().__init__(child, cfg)
         self._validator = RequestValidator(spec, max_kv_tokens)
         self._ended: dict[tuple[int, int], Sample] = {}
         self._sink = SglangSink(
@@ -80,14 +79,6 @@ class SglangFollower:
     @property
     def has_work(self) -> bool:
         return bool(self._ended)
-
-    @property
-    def version(self) -> int | None:
-        return self.state.version
-
-    @property
-    def is_pushing(self) -> bool:
-        return self.state.is_pushing
 
     def submit(self, request: Request) -> None:
         self._validator.check(request)
@@ -125,13 +116,6 @@ class SglangFollower:
 
     def commit_push(self, version: int) -> None:
         self.state.end_push(version)
-
-    def sink(self) -> SglangSink:
-        """Return where a push puts this rank's part of the weights."""
-        return self._sink
-
-    def contract(self) -> None:
-        """Return None: SGLang promises no bits that a trainer could have too."""
 
     def stats(self) -> dict[str, int]:
         """Return the counts of an engine without requests."""
