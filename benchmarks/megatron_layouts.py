@@ -18,6 +18,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -37,12 +38,7 @@ from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.types.batch import Batch
 
-LAYOUTS = {
-    "dp 2": {"dp": 1},
-    "tp 2": {"tp": 2},
-    "pp 2": {"pp": 2},
-    "tp 2 x pp 2": {"tp": 2, "pp": 2},
-}
+LAYOUTS: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2})
 REPEATS = 5
 
 
@@ -62,14 +58,15 @@ def cases(name: str, options: argparse.Namespace, num_ranks: int) -> Iterator[tu
     fsdp2 = replace(fsdp2_settings(base), recompute="all" if is_large else "none")
     yield "FSDP2", replace(base, backend=fsdp2), RoleSplit()
     for layers in options.layers:
-        for layout, axes in LAYOUTS.items():
-            if num_ranks % np.prod(list(axes.values())) == 0:
+        for axes in LAYOUTS:
+            if num_ranks % prod(axes.values()) == 0:
                 backend = MegatronConfig(
                     layers=layers,
                     sequence_parallel="tp" in axes,
                     model_options=RECOMPUTE if is_large else {},
                 )
-                named = layout if axes != {"dp": 1} else f"dp {num_ranks}"
+                named = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+                named = named or f"dp {num_ranks}"
                 yield f"{layers} layers, {named}", replace(base, backend=backend), RoleSplit(**axes)
 
 

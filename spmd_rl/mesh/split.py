@@ -106,7 +106,7 @@ class Placement:
         return ranks_along(self.ranks, self.axes, rank, along)
 
     def require_data_axes_alone(self, who: str) -> None:
-        """Raise a PlanError if the role has an axis besides dp and fsdp, which `who` has."""
+        """Raise a PlanError if the role has an axis beside dp and fsdp, the axes of `who`."""
         megatron = 'a trainer with trainer.backend.kind = "megatron" has this one too'
         self.require_axes(who, DATA, megatron)
 
