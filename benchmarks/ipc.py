@@ -53,7 +53,7 @@ from benchmarks.table import Row
 from spmd_rl.offload import vmm
 from spmd_rl.weights.bucket_writer import BucketWriter
 from spmd_rl.weights.buckets import cut_box
-from spmd_rl.weights.delivery import Copies
+from spmd_rl.weights.copies import Copies
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import Executor
 from spmd_rl.weights.layout import Box, Dims, Layout, Piece

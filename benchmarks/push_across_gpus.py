@@ -110,6 +110,8 @@ def rows_of(what: str, found: Measured, *, with_bars: bool) -> Iterator[Row]:
         at_most=pause_bar if with_bars else None,
     )
     yield measured(f"{what}: transfer", transfer_s * 1e3, "ms")
+    host_s = of_pushes(found, lambda rank: rank.host_s)
+    yield measured(f"{what}: until the host had queued it", host_s * 1e3, "ms")
     round_trip_s = median(push.seconds for push in found.pushes[WARM_UPS:])
     yield measured(f"{what}: the controller's round trip", round_trip_s * 1e3, "ms")
     for size, of_size in plain.items():
@@ -125,8 +127,6 @@ def _counts(what: str, found: Measured) -> Iterator[Row]:
     yield measured(f"{what}: received by an engine's rank", received / 1e9, "GB")
     yield measured(f"{what}: sent by a source's rank", sent / found.num_sources / 1e9, "GB")
     yield measured(f"{what}: copied within an engine's rank", found.local_bytes / 1e9, "GB")
-    boxes = of_pushes(found, lambda rank: rank.num_slots)
-    yield measured(f"{what}: boxes that an engine's rank receives", boxes, "boxes")
     rounds = -(-received // found.num_senders // BUCKET_BYTES)
     yield measured(f"{what}: rounds of buckets, at least", rounds, "rounds")
     verified = found.pushes[0].num_verified

@@ -25,8 +25,6 @@ from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.link import link_placement
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from spmd_rl.weights.local_tensors import LocalTensors
 
 FILE = "pushes.json"
@@ -113,29 +111,25 @@ class Masters(rl.Role, rl.WeightProvider):
 class TimedSink:
     """A sink that notes when a push opens it, when it has all bytes, and when it can generate.
 
-    Everything else is the engine's own sink.
+    Everything else is the engine's own sink. `host_s` is what the host took to queue the transfer.
     """
 
     def __init__(self, sink: Any, clock: Clock) -> None:
         self._sink, self._clock = sink, clock
-        self.num_slots = 0  # that the last push asked for
+        self.host_s = self._opened_at = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sink, name)
 
     def open(self) -> None:
-        self.num_slots = 0
+        self._opened_at = time.perf_counter()
         self._clock.mark("open")
         self._sink.open()
-
-    def slot(self, name: str, box: Any) -> Tensor | None:
-        self.num_slots += 1
-        slot: Tensor | None = self._sink.slot(name, box)
-        return slot
 
     def flush(self) -> Any:
         found = self._sink.flush()
         self._clock.mark("flush")  # the last one counts
+        self.host_s = time.perf_counter() - self._opened_at
         return found
 
     def commit(self, version: int) -> None:
@@ -145,11 +139,14 @@ class TimedSink:
 
 @dataclass(frozen=True)
 class Received:
-    """A push as one engine saw it: seconds until it had all bytes, and until it could generate."""
+    """A push as one engine saw it: seconds until it had all bytes, and until it could generate.
+
+    `host_s` is the part of the first that the host took to queue it.
+    """
 
     transfer_s: float
     pause_s: float
-    num_slots: int
+    host_s: float
 
 
 @dataclass(frozen=True)
@@ -196,7 +193,7 @@ class Receiver(rl.Role, rl.WeightReceiver):
     def received(self) -> rl.Sharded[list[Received]]:
         """Return what each rank saw of the last push. Blocks: until its GPU is idle."""
         transfer_s, pause_s = (self.clock.seconds("open", end) for end in ("flush", "commit"))
-        return [Received(transfer_s, pause_s, self.sink.num_slots)]
+        return [Received(transfer_s, pause_s, self.sink.host_s)]
 
 
 class Wire(rl.Role):

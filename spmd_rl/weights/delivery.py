@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-import torch
 from torch import Tensor
 
 from spmd_rl.errors import WeightsError
+from spmd_rl.weights.copies import Copies
 from spmd_rl.weights.ends import WeightSink, WeightSource
+from spmd_rl.weights.packing import BucketCopies, PackedBucket
 from spmd_rl.weights.plan import Move
 
 
@@ -49,6 +48,26 @@ class Delivery:
             self._tensors.append(tensor[part.box.within(move.box)])
             self._is_whole = False
 
+    def put_bucket(self, bucket: PackedBucket, buffer: Tensor) -> None:
+        """Copy the boxes of a bucket to where the sink wants them, and have the sink use them.
+
+        A later push repeats these copies at once if the sink gives the same slots.
+        """
+        if bucket.unpacking is not None:
+            slots, copies = bucket.unpacking
+            if self._sink.repeat(slots):
+                copies.run(buffer)
+                self._sink.flush()
+                return
+        for index, move in enumerate(bucket.moves):
+            self.put(move, bucket.part(index, buffer))
+        targets = self._slots
+        number = self.flush()
+        is_whole = [one.shape for one in targets] == [move.box.extent for move in bucket.moves]
+        if is_whole and number is not None:
+            copies = BucketCopies(bucket, dict(enumerate(targets)), to_buffer=False)
+            bucket.unpacking = number, copies
+
     def put_from(self, source: WeightSource, move: Move) -> None:
         """Have the box of a move within this process copied to where the sink wants it."""
         for part, slot in self._parts(move):
@@ -82,8 +101,8 @@ class Delivery:
         self._slots, self._tensors = [], []
         return copies
 
-    def flush(self) -> None:
-        """Copy everything that waits, and have the sink use it."""
+    def flush(self) -> int | None:
+        """Copy everything that waits, and have the sink use it; return its number for `repeat`."""
         is_whole = self._is_whole
         copies = self.copy()
         slots = self._sink.flush() if self._has_slots else None
@@ -91,6 +110,7 @@ class Delivery:
             prepared = (slots, copies) if is_whole and slots is not None else None
             self.delivered.append(DeliveredMoves(self._moves, prepared))
         self._moves, self._is_whole, self._has_slots = [], True, False
+        return slots
 
     def _parts(self, move: Move) -> Iterator[tuple[Move, Tensor]]:
         """Yield the move and its slot, or smaller moves and theirs where a box is too large."""
@@ -113,47 +133,3 @@ class Delivery:
             slot = self._sink.slot(move.name, move.box)
         self._has_slots |= slot is not None
         return slot
-
-
-class Copies:
-    """Copies of each tensor to its target, with a cast where dtypes differ; few launches on a GPU.
-
-    They are prepared once and may run many times: both sides are kept, and have to keep their
-    memory. torch copies a list at once where all pairs have the same two dtypes, and equal strides.
-    Masters become bfloat16 in a kernel of ours.
-    """
-
-    def __init__(self, targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        self._runs: list[Callable[[], object]] = []
-        lists: dict[tuple[object, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for target, tensor in zip(targets, tensors, strict=True):
-            same_strides = target.stride() == tensor.stride()
-            if target.device == tensor.device and same_strides:
-                lists[target.device, target.dtype, tensor.dtype].append((target, tensor))
-            else:
-                self._runs.append(partial(target.copy_, tensor))
-        for pairs in lists.values():
-            rest = self._add_masters(pairs) if pairs[0][0].is_cuda else pairs
-            if rest:
-                of_list = [target for target, _ in rest], [tensor for _, tensor in rest]
-                self._runs.append(partial(torch._foreach_copy_, *of_list))
-
-    def run(self) -> None:
-        """Copy everything. On a GPU, the copies are queued on the current stream."""
-        for run in self._runs:
-            run()
-
-    def _add_masters(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Have our kernel copy the pairs that it takes; return the others."""
-        from spmd_rl.kernels.runtime import copy_triton
-
-        fits = [copy_triton.can_copy(*pair) for pair in pairs]
-        if any(fits):
-            masters = [pair for pair, fit in zip(pairs, fits, strict=True) if fit]
-            self._runs.append(copy_triton.MasterCopies(masters).run)
-        return [pair for pair, fit in zip(pairs, fits, strict=True) if not fit]
-
-
-def copy_all(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy each tensor to its target."""
-    Copies(targets, tensors).run()

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd_rl.weights.delivery import DeliveredMoves, Delivery, copy_all
+from spmd_rl.weights.delivery import DeliveredMoves, Delivery
 from spmd_rl.weights.ends import LocalEnds, Shared, WeightSink, WeightSource
 from spmd_rl.weights.layout import Box
+from spmd_rl.weights.packing import PackedBucket, aligned
 from spmd_rl.weights.plan import BUCKET_BYTES, Move, Traffic
-
-ALIGN_BYTES = 16
 
 Buckets = dict[int, list[list[Move]]]  # by peer rank, in rounds
 
@@ -45,8 +44,8 @@ def alias(source: WeightSource, sink: WeightSink, rank: int) -> Shared:
 class Executor:
     """Carries out this rank's moves of a plan, which replace the weights of its sink.
 
-    Copies within the process are prepared in the first run, where sink and source allow it: a later
-    run is then a few launches for each flush, however many tensors there are.
+    Copies are prepared in the first run, where sink and source allow it: a later run is then a few
+    launches for each flush or bucket, however many tensors there are.
     """
 
     def __init__(
@@ -111,8 +110,8 @@ def execute(
 class _Round:
     """What a rank sends and receives at once. A bucket that several peers want alike is one."""
 
-    sends: list[tuple[list[Move], list[int]]]  # buckets, and the peers that each goes to
-    receives: dict[int, list[Move]]  # by peer
+    sends: list[tuple[PackedBucket, list[int]]]  # buckets, and the peers that each goes to
+    receives: dict[int, PackedBucket]  # by peer
 
 
 def _rounds(outgoing: Buckets, incoming: Buckets) -> list[_Round]:
@@ -125,7 +124,9 @@ def _rounds(outgoing: Buckets, incoming: Buckets) -> list[_Round]:
         for peer, bucket in _pick(outgoing, index).items():
             content = tuple((move.name, move.box, move.dtype) for move in bucket)
             peers.setdefault(content, (bucket, []))[1].append(peer)
-        rounds.append(_Round(list(peers.values()), _pick(incoming, index)))
+        sends = [(PackedBucket(bucket), to) for bucket, to in peers.values()]
+        receives = {peer: PackedBucket(one) for peer, one in _pick(incoming, index).items()}
+        rounds.append(_Round(sends, receives))
     return rounds
 
 
@@ -151,7 +152,7 @@ def _buckets(moves: Iterable[Move], peer: str, limit_bytes: int) -> Buckets:
     for move in moves:
         rank = getattr(move, peer)
         for part in _split_rows(move, limit_bytes):
-            size = _aligned(part.num_bytes)
+            size = aligned(part.num_bytes)
             if not buckets[rank] or last_bucket_bytes[rank] + size > limit_bytes:
                 buckets[rank].append([])
                 last_bucket_bytes[rank] = 0
@@ -179,9 +180,9 @@ class _Exchange:
         self._incoming = one.receives
         self._sends: dict[int, Tensor] = {}
         for bucket, peers in one.sends:
-            self._sends |= dict.fromkeys(peers, _pack(bucket, ends))
+            self._sends |= dict.fromkeys(peers, bucket.pack(ends))
         self._receives = {
-            peer: _new_buffer(bucket, ends.device) for peer, bucket in one.receives.items()
+            peer: bucket.new_buffer(ends.device) for peer, bucket in one.receives.items()
         }
         self._works = _start(self._sends, self._receives, group)
 
@@ -191,9 +192,7 @@ class _Exchange:
             work.wait()
         if delivery is not None:
             for peer, bucket in self._incoming.items():
-                for move, part in _parts(bucket, self._receives[peer]):
-                    delivery.put(move, part)
-            delivery.copy()
+                delivery.put_bucket(bucket, self._receives[peer])
 
 
 def send_and_receive(
@@ -216,36 +215,3 @@ def _start(
     ]
     operations += [dist.P2POp(dist.irecv, buffer, peer, group) for peer, buffer in receives.items()]
     return dist.batch_isend_irecv(operations) if operations else []
-
-
-def _pack(bucket: list[Move], ends: LocalEnds) -> Tensor:
-    source = ends.the_source()
-    buffer = _new_buffer(bucket, ends.device)
-    targets, views = [], []
-    for move, part in _parts(bucket, buffer):
-        view = source.view(move.name, move.box)
-        if view is None:
-            source.read(move.name, move.box, part)
-        else:
-            targets.append(part)
-            views.append(view)
-    copy_all(targets, views)
-    return buffer
-
-
-def _new_buffer(bucket: list[Move], device: torch.device) -> Tensor:
-    size = sum(_aligned(move.num_bytes) for move in bucket)
-    return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-def _parts(bucket: list[Move], buffer: Tensor) -> Iterator[tuple[Move, Tensor]]:
-    """Yield each move of a bucket with its part of the buffer, as a tensor of the box's extent."""
-    start = 0
-    for move in bucket:
-        flat = buffer[start : start + move.num_bytes].view(getattr(torch, move.dtype))
-        yield move, flat.view(move.box.extent)
-        start += _aligned(move.num_bytes)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

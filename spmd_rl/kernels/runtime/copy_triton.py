@@ -1,4 +1,4 @@
-"""Copies of many float32 tensors to bfloat16 on NVIDIA GPUs, in a single launch.
+"""Copies of many tensors on NVIDIA GPUs in a single launch: float32 to bfloat16, or as they are.
 
 Each element is read and written once. torch's `_foreach_copy_` takes a launch for every 320 blocks.
 """
@@ -20,6 +20,11 @@ from spmd_rl.kernels.runtime.upload import upload
 BLOCK = 2048  # elements at once
 BLOCKS = 8  # that one program copies
 ALIGN_BYTES = 16
+_ELEMENTS = {  # of a copy, by the dtypes of its target and of its tensor
+    (torch.bfloat16, torch.float32): (tl.bfloat16, tl.float32),
+    (torch.bfloat16, torch.bfloat16): (tl.int16, tl.int16),
+    (torch.float32, torch.float32): (tl.int32, tl.int32),
+}
 
 
 def can_copy(target: Tensor, tensor: Tensor) -> bool:
@@ -44,16 +49,11 @@ class MasterCopies:
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._pairs = pairs
         runs = [(target.data_ptr(), tensor.data_ptr(), tensor.numel()) for target, tensor in pairs]
-        table = np.array(runs, dtype=np.int64)
-        programs = programs_of(table[:, 2], BLOCK * BLOCKS)
-        self._num_programs = len(programs)
-        device = pairs[0][0].device
-        self._table, self._programs = upload(table, device), upload(programs, device)
+        self._runs = _Runs(runs, (torch.bfloat16, torch.float32), pairs[0][0].device)
 
     def run(self) -> None:
         """Queue all copies, in one launch."""
-        if self._num_programs:
-            _copy[(self._num_programs,)](self._table, self._programs, BLOCK, BLOCKS, num_warps=8)
+        self._runs.copy(0, 0)
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -61,19 +61,93 @@ def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     MasterCopies(pairs).run()
 
 
+def can_use_buffer(tensor: Tensor, dtype: torch.dtype, to_buffer: bool) -> bool:
+    """Whether `BufferCopies` takes this tensor, for a buffer that holds it as `dtype`."""
+    return (
+        tensor.is_cuda
+        and (dtype, tensor.dtype) in _ELEMENTS
+        and (to_buffer or dtype == tensor.dtype)
+        and tensor.is_contiguous()
+        and tensor.data_ptr() % ALIGN_BYTES == 0
+    )
+
+
+class BufferCopies:
+    """Copies between tensors and a buffer on their GPU, which is another one in each run.
+
+    `starts` says where each tensor's part begins in the buffer, in bytes; it is a multiple of 16.
+    The buffer holds the tensors as `dtype`. They have one dtype; they are kept, and have to keep
+    their memory.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype, to_buffer: bool
+    ) -> None:
+        self._tensors, self._to_buffer = tensors, to_buffer
+        runs = [
+            (start, tensor.data_ptr(), tensor.numel())
+            if to_buffer
+            else (tensor.data_ptr(), start, tensor.numel())
+            for tensor, start in zip(tensors, starts, strict=True)
+        ]
+        self._runs = _Runs(runs, (dtype, tensors[0].dtype), tensors[0].device)
+
+    def run(self, buffer: Tensor) -> None:
+        """Queue all copies, in one launch."""
+        if self._to_buffer:
+            self._runs.copy(buffer.data_ptr(), 0)
+        else:
+            self._runs.copy(0, buffer.data_ptr())
+
+
+class _Runs:
+    """Runs of elements to copy: where each goes to, where it comes from, and its size."""
+
+    def __init__(
+        self,
+        runs: Sequence[tuple[int, int, int]],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        device: torch.device,
+    ) -> None:
+        table = np.array(runs, dtype=np.int64)
+        programs = programs_of(table[:, 2], BLOCK * BLOCKS)
+        self._num_programs = len(programs)
+        self._table, self._programs = upload(table, device), upload(programs, device)
+        self._elements = _ELEMENTS[dtypes]
+
+    def copy(self, target_base: int, tensor_base: int) -> None:
+        """Copy all runs. Their ends are addresses from these bases, in bytes."""
+        if self._num_programs:
+            bases = target_base, tensor_base
+            _copy[(self._num_programs,)](
+                self._table, self._programs, *bases, *self._elements, BLOCK, BLOCKS, num_warps=8
+            )
+
+
 @triton.jit
-def _copy(table, programs, BLOCK: tl.constexpr, BLOCKS: tl.constexpr) -> None:
+def _copy(
+    table,
+    programs,
+    target_base,
+    tensor_base,
+    TARGET: tl.constexpr,
+    TENSOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
     program = tl.program_id(0)
     run = table + tl.load(programs + 2 * program) * 3
     begin = tl.load(programs + 2 * program + 1) * (BLOCK * BLOCKS)
-    target = tl.multiple_of(tl.load(run).to(tl.pointer_type(tl.bfloat16)), 16)
-    tensor = tl.multiple_of(tl.load(run + 1).to(tl.pointer_type(tl.float32)), 16)
+    target = tl.load(run) + target_base
+    target = tl.multiple_of(target.to(tl.pointer_type(TARGET)), 16)
+    tensor = tl.load(run + 1) + tensor_base
+    tensor = tl.multiple_of(tensor.to(tl.pointer_type(TENSOR)), 16)
     size = tl.load(run + 2)
     for step in range(BLOCKS):
         start = begin + step * BLOCK
         at = start + tl.arange(0, BLOCK)
         if start + BLOCK <= size:  # without a mask, loads and stores are wide
-            tl.store(target + at, tl.load(tensor + at).to(tl.bfloat16))
+            tl.store(target + at, tl.load(tensor + at).to(TARGET))
         elif start < size:
-            values = tl.load(tensor + at, mask=at < size, other=0.0)
-            tl.store(target + at, values.to(tl.bfloat16), mask=at < size)
+            values = tl.load(tensor + at, mask=at < size, other=0)
+            tl.store(target + at, values.to(TARGET), mask=at < size)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.weights.delivery import copy_all
+from spmd_rl.weights.copies import copy_all
 from spmd_rl.weights.digest import box_sums
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import alias, execute

@@ -32,3 +32,23 @@ def copied(tensors: list[Tensor]) -> list[Tensor]:
     wide = [torch.full((one.numel() + 16,), 7.0, dtype=torch.bfloat16) for one in tensors]
     copy_triton.copy_all([(one[8:-8], tensor) for one, tensor in zip(wide, tensors, strict=True)])
     return wide
+
+
+def through_buffer(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Copy the tensors to two buffers, which hold them as `dtype`, and from the second to others.
+
+    Return the first buffer and these. All have guards that nothing may write.
+    """
+    copy_triton.BLOCK, copy_triton.BLOCKS = 16, 3
+    starts, size = [], 16
+    for one in tensors:
+        starts.append(size)
+        size += -(-one.numel() * dtype.itemsize // 16) * 16
+    buffers = [torch.full((size + 16,), 7, dtype=torch.uint8) for _ in range(2)]
+    packing = copy_triton.BufferCopies(tensors, starts, dtype, to_buffer=True)
+    for buffer in buffers:
+        packing.run(buffer)
+    wide = [torch.full((one.numel() + 16,), 7.0, dtype=dtype) for one in tensors]
+    targets = [one[8:-8] for one in wide]
+    copy_triton.BufferCopies(targets, starts, dtype, to_buffer=False).run(buffers[1])
+    return buffers[0], wide

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -82,3 +84,30 @@ def test_a_copy_of_many_tensors_writes_them_and_nothing_else(
         assert torch.equal(wide[8:-8], tensor.bfloat16())
         assert (wide[:8] == 7).all()
         assert (wide[-8:] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("held", "dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32),
+    ],
+)
+def test_a_buffer_takes_many_tensors_and_gives_them_back(
+    tmp_path: Path, held: torch.dtype, dtype: torch.dtype
+) -> None:
+    sizes = (1, 16, 47, 48, 49, 97, 840)
+    tensors = [WHOLE.bfloat16().to(held).view(-1)[:size] for size in sizes]
+    calls = Calls("tests.unit.weights.kernel_case", "through_buffer", {}, [(tensors, dtype)])
+    ((buffer, found),) = results(calls, tmp_path)
+    start = 16
+    for tensor, wide in zip(tensors, found, strict=True):
+        num_bytes = tensor.numel() * dtype.itemsize
+        part, end = buffer[start : start + num_bytes], start + -(-num_bytes // 16) * 16
+        assert torch.equal(part.view(dtype), tensor.to(dtype))
+        assert (buffer[start + num_bytes : end] == 7).all()
+        assert torch.equal(wide[8:-8], tensor.to(dtype))
+        assert (wide[:8] == 7).all() and (wide[-8:] == 7).all()
+        start = end
+    assert (buffer[:16] == 7).all() and (buffer[start:] == 7).all()
