@@ -40,7 +40,7 @@ from benchmarks.record import MACHINE, compared, finish, gpu, gpu_machine, measu
 from benchmarks.several_gpus import DEMO, placement_words
 from benchmarks.shapes import write_config
 from benchmarks.table import Row
-from spmd_rl.weights.plan import BUCKET_BYTES
+from spmd_rl.weights.plan import bucket_bytes
 
 PACKAGES = ("torch", "numpy")
 RECIPE = "benchmarks.push_across_recipe"
@@ -127,7 +127,8 @@ def _counts(what: str, found: Measured) -> Iterator[Row]:
     yield measured(f"{what}: received by an engine's rank", received / 1e9, "GB")
     yield measured(f"{what}: sent by a source's rank", sent / found.num_sources / 1e9, "GB")
     yield measured(f"{what}: copied within an engine's rank", found.local_bytes / 1e9, "GB")
-    rounds = -(-received // found.num_senders // BUCKET_BYTES)
+    size = bucket_bytes(found.num_sources, found.num_receivers)
+    rounds = -(-received // found.num_senders // size)
     yield measured(f"{what}: rounds of buckets, at least", rounds, "rounds")
     verified = found.pushes[0].num_verified
     yield measured(f"{what}: compared tensors, all equal", verified, "tensors", at_least=1)

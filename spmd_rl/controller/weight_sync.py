@@ -132,7 +132,7 @@ class WeightSync(Role):
             ends.source.open()
         if ends.sink is not None:
             ends.sink.open()
-        self._executor = self._executor or Executor(plan.moves, ends)
+        self._executor = self._executor or Executor(plan.moves, ends, plan.bucket_bytes)
         traffic = self._executor.run(group)
         if not verify:
             return [RankPush(traffic, None)]
@@ -147,11 +147,12 @@ class WeightSync(Role):
         from spmd_rl.weights.perturbed_source import PerturbedSource
         from spmd_rl.weights.verification import Verifier
 
-        moves, ends = [move for move in self._planned().moves if move.name == name], self._ends
+        plan, ends = self._planned(), self._ends
+        moves = [move for move in plan.moves if move.name == name]
         sent = ends
         if perturb and ends.source is not None:
             sent = replace(ends, source=PerturbedSource(ends.source))
-        traffic = execute(moves, sent, self.context.group)
+        traffic = execute(moves, sent, self.context.group, plan.bucket_bytes)
         return [RankPush(traffic, Verifier(moves, (), ends).compare(self.context.group))]
 
     @concurrent

@@ -54,7 +54,7 @@ class MemoryModel:
         for rank in range(self.world_size):
             names = tuple(name for name in ranks if rank in ranks[name])
             ledger, num_rings, num_peers = of_roles(names)
-            ledger += [Entry("buckets", self.routes.bucket_bytes(rank), self._push_phases())]
+            ledger += [Entry("buckets", self.routes.packed_bytes(rank), self._push_phases())]
             if self.on_gpu:
                 num_peers += self.routes.num_peers(rank)
                 ledger += gpu_overhead(num_communicators, num_rings, num_peers)

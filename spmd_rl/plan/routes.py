@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.mesh.split import Placement
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Dims, chunk_box
-from spmd_rl.weights.plan import PEER_BYTES
+from spmd_rl.weights.plan import ROUNDS_AT_ONCE, bucket_bytes
 
 # a tensor's shape, and what the ranks of one engine want of it, in their order along tp
 Wanted = tuple[Dims, tuple[Box, ...]]
@@ -24,15 +24,17 @@ Wanted = tuple[Dims, tuple[Box, ...]]
 class Routes:
     """The bytes of one push between each pair of ranks.
 
-    Shape: `sizes` is [world, world], from the rank of the row to that of the column.
+    Shape: `sizes` is [world, world], from the rank of the row to that of the column. A bucket for
+    one peer has up to `bucket_bytes`.
     """
 
     sizes: NDArray[np.int64]
+    bucket_bytes: int
 
     @staticmethod
     def none(world_size: int) -> Routes:
         """Return the routes of a run that pushes nothing."""
-        return Routes(np.zeros((world_size, world_size), np.int64))
+        return Routes(np.zeros((world_size, world_size), np.int64), bucket_bytes=0)
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.sizes))
@@ -59,12 +61,12 @@ class Routes:
         is_peer = (self.sizes[rank] > 0) | (self.sizes[:, rank] > 0)
         return int(np.count_nonzero(is_peer)) - int(is_peer[rank])
 
-    def bucket_bytes(self, rank: int) -> int:
+    def packed_bytes(self, rank: int) -> int:
         """Return the size of all buckets that a rank has at once, to send and to receive."""
-        own = min(self[rank, rank], PEER_BYTES)
+        of_peer = ROUNDS_AT_ONCE * self.bucket_bytes
+        own = min(self[rank, rank], of_peer)
         sent, received = (
-            int(np.minimum(line, PEER_BYTES).sum())
-            for line in (self.sizes[rank], self.sizes[:, rank])
+            int(np.minimum(line, of_peer).sum()) for line in (self.sizes[rank], self.sizes[:, rank])
         )
         return sent + received - 2 * own
 
@@ -80,14 +82,14 @@ def push_routes(
     if train.size > train.data_size:  # a model cut along tp or pp, copied along the data axes
         holders = np.array(train.shards)
     num_shards = holders.shape[1]
-    routes = Routes.none(world_size)
+    sizes = np.zeros((world_size, world_size), np.int64)
     for (shape, boxes), count in tensors.items():
         shards = [chunk_box(shape, part, num_shards) for part in range(num_shards)]
         num_bytes = np.array([[_common(box, one) for one in shards] for box in boxes])
         num_bytes *= ITEM_BYTES[dtype] * count
         for index, (rank, sources) in enumerate(_sources(holders, infer.ranks)):
-            routes.sizes[sources, rank] += num_bytes[index % len(boxes)]
-    return routes
+            sizes[sources, rank] += num_bytes[index % len(boxes)]
+    return Routes(sizes, bucket_bytes(train.size, infer.size))
 
 
 def whole(shape: Dims) -> Wanted:

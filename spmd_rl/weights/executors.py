@@ -19,7 +19,7 @@ from spmd_rl.weights.delivery import DeliveredMoves, Delivery
 from spmd_rl.weights.ends import LocalEnds, Shared, WeightSink, WeightSource
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.packing import PackedBucket, aligned
-from spmd_rl.weights.plan import BUCKET_BYTES, Move, Traffic
+from spmd_rl.weights.plan import ROUND_BYTES, Move, Traffic
 
 Buckets = dict[int, list[list[Move]]]  # by peer rank, in rounds
 
@@ -49,7 +49,7 @@ class Executor:
     """
 
     def __init__(
-        self, moves: Sequence[Move], ends: LocalEnds, bucket_bytes: int = BUCKET_BYTES
+        self, moves: Sequence[Move], ends: LocalEnds, bucket_bytes: int = ROUND_BYTES
     ) -> None:
         rank = ends.rank
         self._ends = ends
@@ -100,7 +100,7 @@ def execute(
     moves: Sequence[Move],
     ends: LocalEnds,
     group: dist.ProcessGroup | None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int = ROUND_BYTES,
 ) -> Traffic:
     """Carry out the moves once, as `Executor.run` does."""
     return Executor(moves, ends, bucket_bytes).run(group)

@@ -21,9 +21,10 @@ from spmd_rl.weights.layout import ITEM_BYTES, Box, Layout, Piece, disjoint
 from spmd_rl.weights.layout_rules import LayoutRules, compressed
 from spmd_rl.weights.tensors_alike import TensorsAlike, tensors_alike
 
-SCHEMA = 3
-PEER_BYTES = 256 << 20  # the most that is packed for one peer at once
-BUCKET_BYTES = PEER_BYTES // 2  # one is packed while the one before is on its way
+SCHEMA = 4
+ROUND_BYTES = 512 << 20  # that a rank sends to all its peers at once, and receives from them
+MIN_BUCKET_BYTES = 4 << 20  # of a round, for one peer
+ROUNDS_AT_ONCE = 2  # one is packed while the one before is on its way
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class WeightPlan:
     replica_groups: tuple[MoveGroup, ...]
     local_bytes: int
     wire_bytes: int
+    bucket_bytes: int
     digest: str
 
     @cached_property
@@ -122,8 +124,18 @@ def plan_moves(
         _groups((tensor.names, tensor.replicas(rank)) for tensor in tensors),
         local_bytes,
         all_bytes - local_bytes,
+        bucket_bytes(len(sources), len(destinations)),
         hashlib.sha256(facts.encode()).hexdigest(),
     )
+
+
+def bucket_bytes(num_sources: int, num_destinations: int) -> int:
+    """Return the most that one rank sends to another in a round, by the ranks at both ends.
+
+    Buckets get smaller with the number of peers, so that a round of all of them stays as large.
+    """
+    num_peers = max(num_sources, num_destinations, 1)
+    return max(ROUND_BYTES // num_peers, MIN_BUCKET_BYTES)
 
 
 def _groups(found: Iterable[tuple[tuple[str, ...], Iterable[Move]]]) -> tuple[MoveGroup, ...]:

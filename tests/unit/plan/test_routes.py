@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from spmd_rl.mesh.split import Placement
 from spmd_rl.plan.routes import Wanted, push_routes, whole
 from spmd_rl.weights.layout import Box, Dims, Layout, Piece, chunk_box
-from spmd_rl.weights.plan import PEER_BYTES, plan_moves
+from spmd_rl.weights.plan import bucket_bytes, plan_moves
 
 Pairs = Counter[tuple[int, int]]
 Case = tuple[int, Placement, Placement, dict[Dims, int]]
@@ -122,5 +122,6 @@ def test_what_a_rank_packs_and_whom_it_meets(case: Case, scale: int) -> None:
         crossing = {
             pair: size for pair, size in moved.items() if rank in pair and pair != (rank, rank)
         }
-        assert found.bucket_bytes(rank) == sum(min(size, PEER_BYTES) for size in crossing.values())
+        of_peer = 2 * bucket_bytes(train.size, infer.size)
+        assert found.packed_bytes(rank) == sum(min(size, of_peer) for size in crossing.values())
         assert found.num_peers(rank) == len({other for pair in crossing for other in pair} - {rank})
