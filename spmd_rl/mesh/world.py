@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.private_folder import meeting_folder
+from spmd_rl.mkl import settle_functions
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -98,7 +99,8 @@ def open_store(world: World) -> Store:
 
 
 def join(world: World, store: Store) -> None:
-    """Initialise torch.distributed: gloo for host tensors, and NCCL too on GPUs.
+    """Initialise torch.distributed: gloo for host tensors, and NCCL too on GPUs. Ranks of a host
+    share its processors, unless OMP_NUM_THREADS says otherwise.
 
     torch records the last collectives of both; controller/lifecycle/stacks.py saves that record
     when one of them hangs.
@@ -113,8 +115,9 @@ def join(world: World, store: Store) -> None:
     if world.device == "cuda":
         device_id = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device_id)
-    elif "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
+    settle_functions()
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if world.device == "cuda" else "gloo",
         store=store,

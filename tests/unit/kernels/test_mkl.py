@@ -1,4 +1,5 @@
-"""MKL sums alike for any number of rows on an Intel processor, as the package sets it up.
+"""MKL gives equal inputs equal bits, as the package sets it up: its sums on an Intel processor for
+any number of rows, and its functions at their first call.
 
 MKL asks one of its functions whether the processor is Intel's. Elsewhere a library in front of MKL
 answers yes, so that its kernels for Intel processors run here.
@@ -15,12 +16,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import spmd_rl
 from spmd_rl import mkl
-from spmd_rl.mkl import MKL_ON_INTEL, pin_sums
+from spmd_rl.mkl import FUNCTIONS, MKL_ON_INTEL, pin_sums, settle_functions
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec
 
 SAYS_INTEL = "int mkl_serv_intel_cpu_true(void) { return 1; }"
+EXAMPLE = Path(spmd_rl.__file__).parents[1] / "examples/arithmetic"
 UNEQUAL = """
 import torch
 from spmd_rl.kernels.runtime.padding import ROW_TILE
@@ -88,3 +93,25 @@ def test_importing_the_package_tells_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(mkl, "pin_sums", lambda: told.append(True))
     importlib.reload(spmd_rl)
     assert told
+
+
+class FirstCalls(TorchFunctionMode):
+    """Notes how many elements the first call of each function and dtype had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[tuple[str, torch.dtype], int] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.__name__ in FUNCTIONS:
+            self.sizes.setdefault((func.__name__, args[0].dtype), args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_each_function_is_first_called_on_one_element() -> None:
+    """Then torch calls it on one thread."""
+    settle_functions.cache_clear()
+    with FirstCalls() as first:
+        CausalLM(ModelSpec.from_folder(EXAMPLE / "model")).rope_tables(torch.device("cpu"))
+    floats = (torch.float32, torch.float64)
+    assert first.sizes == {(name, dtype): 1 for name in FUNCTIONS for dtype in floats}
