@@ -22,7 +22,7 @@ from spmd_rl.weights.layout_rules import LayoutRules, compressed
 from spmd_rl.weights.tensors_alike import TensorsAlike, tensors_alike
 
 SCHEMA = 4
-ROUND_BYTES = 512 << 20  # that a rank sends to all its peers at once, and receives from them
+ROUND_BYTES = 256 << 20  # that a rank sends to all its peers at once, and receives from them
 MIN_BUCKET_BYTES = 4 << 20  # of a round, for one peer
 ROUNDS_AT_ONCE = 2  # one is packed while the one before is on its way
 

@@ -169,9 +169,9 @@ def test_refusal_names_rank_phase_and_sum(model: Path) -> None:
     found.require(200 << 30)
     with pytest.raises(
         PlanError,
-        match=r"rank 0: phase sync needs master .* \+ weights .* = .* and there are 27\.00 GiB",
+        match=r"rank 0: phase sync needs master .* \+ weights .* = .* and there are 24\.00 GiB",
     ):
-        found.require(27 << 30)
+        found.require(24 << 30)
 
 
 def test_replicated_trainer_has_groups_of_both_kinds(model: Path) -> None:
