@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -54,6 +55,7 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
         config = _launch_config(num_ranks, max_restarts, folder)
         _raise_at_end_signals()  # until torchrun installs its own handlers, with the ranks
         orphans = Orphans()
+        gc.freeze()  # a collection in a rank would go through them all, and copy their pages
         try:
             elastic_launch(config, _run_forked)(rank, words)
             _end_orphans(orphans)
