@@ -1,6 +1,5 @@
-"""`spmd-rl`, or a script on several ranks, in a process forked from one that has imported torch.
-
-That import is half of the time of a small run.
+"""`spmd-rl`, or a script on several ranks, in a process forked from one that has imported torch and
+the package. These imports are more than half of the processor time of a small run.
 """
 
 from __future__ import annotations
@@ -23,8 +22,18 @@ from pathlib import Path
 
 import pytest
 
-# the imports that the launcher and its ranks share
-TORCH = ["torch", "torch._dynamo", "torch.distributed.fsdp"]
+# what the launcher and its ranks import, or almost all of it
+PRELOADED = [
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api"),
+    *("pytest", "tokenizers", "tests.dist.launched"),
+    *("spmd_rl.cli.launcher", "spmd_rl.cli.rank", "spmd_rl.cli.main", "spmd_rl.plan.start"),
+    *("spmd_rl.controller.worker", "spmd_rl.controller.link", "spmd_rl.check.inputs"),
+    *("spmd_rl.recipes.grpo", "spmd_rl.recipes.policy_update", "spmd_rl.hooks.child"),
+    *("spmd_rl.rollout.build", "spmd_rl.rollout.rollout", "spmd_rl.rollout.native.build"),
+    *("spmd_rl.train.build", "spmd_rl.train.training_role", "spmd_rl.train.fsdp2"),
+    *("spmd_rl.train.checkpoint", "spmd_rl.train.export", "spmd_rl.algo.make"),
+    *("spmd_rl.weights.executors", "spmd_rl.weights.verification"),
+]
 
 
 Main = Callable[[list[str]], int]
@@ -138,7 +147,7 @@ def _make_torchrun_patient() -> None:
 @functools.cache
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(TORCH)
+    context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
         forkserver.ensure_running()
