@@ -116,7 +116,9 @@ def join(world: World, store: Store) -> None:
         device_id = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device_id)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
+        share = max(1, _num_processors() // world.local_size)
+        default = torch.get_num_threads()
+        torch.set_num_threads(min(share, default) if world.device == "cuda" else share)
     settle_functions()
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if world.device == "cuda" else "gloo",
@@ -126,3 +128,10 @@ def join(world: World, store: Store) -> None:
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device_id,
     )
+
+
+def _num_processors() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # macOS has none
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
