@@ -26,7 +26,7 @@ AT_STEP = 2  # the index of the step; a checkpoint of the step before is there
 # the functions of a rank after whose first call it dies, by the phase that they are in
 PLACES = {
     # the weights for another rank are packed, and not sent
-    "sync": ("spmd_rl.weights.executors", "_pack"),
+    "sync": ("spmd_rl.weights.packing", "PackedBucket.pack"),
     # the first tokens of the answers are being drawn
     "rollout": ("spmd_rl.rollout.native.engine", "NativeEngine.step"),
     # between the forward pass and the backward pass
