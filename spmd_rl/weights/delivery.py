@@ -27,7 +27,7 @@ class DeliveredMoves:
 
 
 class Delivery:
-    """Puts boxes into one sink. Tensors that wait to be copied are kept until `copy`.
+    """Puts boxes into one sink. Tensors that wait to be copied are kept until `flush`.
 
     `delivered` are the moves of this process that were flushed, for `repeat` in the next push.
     """
@@ -38,7 +38,7 @@ class Delivery:
         self._tensors: list[Tensor] = []
         self._has_slots = False  # some were given since the last flush
         self._moves: list[Move] = []  # of `put_from` since the last flush
-        self._is_whole = True  # these are all boxes since then, and the next `copy` copies them
+        self._is_whole = True  # these are all boxes since then, and `flush` copies them
         self.delivered: list[DeliveredMoves] = []
 
     def put(self, move: Move, tensor: Tensor) -> None:
@@ -93,23 +93,16 @@ class Delivery:
         for move in delivered.moves:
             self.put_from(source, move)
 
-    def copy(self) -> Copies:
-        """Copy everything that waits."""
-        copies = Copies(self._slots, self._tensors)
-        copies.run()
-        self._is_whole &= not self._slots
-        self._slots, self._tensors = [], []
-        return copies
-
     def flush(self) -> int | None:
         """Copy everything that waits, and have the sink use it; return its number for `repeat`."""
-        is_whole = self._is_whole
-        copies = self.copy()
+        copies = Copies(self._slots, self._tensors)
+        copies.run()
         slots = self._sink.flush() if self._has_slots else None
         if self._moves:
-            prepared = (slots, copies) if is_whole and slots is not None else None
+            prepared = (slots, copies) if self._is_whole and slots is not None else None
             self.delivered.append(DeliveredMoves(self._moves, prepared))
-        self._moves, self._is_whole, self._has_slots = [], True, False
+        self._slots, self._tensors, self._moves = [], [], []
+        self._is_whole, self._has_slots = True, False
         return slots
 
     def _parts(self, move: Move) -> Iterator[tuple[Move, Tensor]]:

@@ -84,8 +84,6 @@ class Executor:
             following = next(exchanges, None)  # packed and started meanwhile
             under_way.finish(delivery)
             under_way = following
-        if delivery is not None:
-            delivery.flush()
         return self._traffic
 
     def _copy(self, delivery: Delivery) -> None:

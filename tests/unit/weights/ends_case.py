@@ -51,6 +51,16 @@ class ReadSource(TensorSource):
         return None
 
 
+class CountingSource(TensorSource):
+    """A source that counts how often it is asked for memory."""
+
+    num_views = 0
+
+    def view(self, name: str, box: Box) -> Tensor | None:
+        self.num_views += 1
+        return super().view(name, box)
+
+
 class BucketSink:
     """A sink of buckets: tensors take effect at the flush, in one small buffer of their own.
 

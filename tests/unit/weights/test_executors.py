@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import Executor, _buckets, alias, execute
@@ -16,6 +16,7 @@ from spmd_rl.weights.plan import plan_moves
 from spmd_rl.weights.tensor_ends import TensorSource
 from tests.unit.weights.ends_case import (
     BucketSink,
+    CountingSource,
     ReadSource,
     ends_of,
     ends_over,
@@ -100,16 +101,6 @@ def test_buckets_keep_to_their_size_and_lose_nothing(limit: int) -> None:
         # A row of "a" is 20 bytes and may not be cut.
         assert len(bucket) == 1 or sum(move.num_bytes for move in bucket) <= limit
         assert sum(move.num_bytes for move in bucket) <= max(limit, 20)
-
-
-class CountingSource(TensorSource):
-    """A source that counts how often it is asked for memory."""
-
-    num_views = 0
-
-    def view(self, name: str, box: Box) -> Tensor | None:
-        self.num_views += 1
-        return super().view(name, box)
 
 
 def _change(source: dict[str, nn.Parameter], seed: int) -> None:

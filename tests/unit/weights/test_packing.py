@@ -11,19 +11,16 @@ from spmd_rl.weights.ends import WeightSink
 from spmd_rl.weights.packing import PackedBucket
 from spmd_rl.weights.plan import plan_moves
 from spmd_rl.weights.tensor_ends import TensorSource
-from tests.unit.weights.ends_case import BucketSink, ReadSource, ends_of, sink_of, whole
+from tests.unit.weights.ends_case import (
+    BucketSink,
+    CountingSource,
+    ReadSource,
+    ends_of,
+    sink_of,
+    whole,
+)
 
 SHAPES = {"embed.weight": (7, 5), "norm.weight": (5,), "scale": ()}
-
-
-class CountingSource(TensorSource):
-    """A source that counts how often it is asked for memory."""
-
-    num_views = 0
-
-    def view(self, name: str, box: object) -> Tensor | None:
-        self.num_views += 1
-        return super().view(name, box)  # type: ignore[arg-type]
 
 
 def masters(seed: int) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.errors import PlanError
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Dims, Layout, Piece, chunk_box
-from spmd_rl.weights.plan import Move, WeightPlan, plan_moves
+from spmd_rl.weights.plan import Move, WeightPlan, bucket_bytes, plan_moves
 
 
 def _grid(shape: Dims, parts: tuple[int, int], index: int) -> Box:
@@ -286,3 +286,8 @@ def test_a_world_of_hundreds_is_planned_in_seconds() -> None:
     weight_plan = plan_moves(src, dst, {rank: rank // 8 for rank in range(num_ranks)}, 17)
     assert time.process_time() - began < 20
     assert len(weight_plan.moves) == 2 * 255 * len(names) + len(names)
+
+
+def test_a_round_of_all_peers_stays_as_large() -> None:
+    sizes = {(1, 1): 256, (2, 2): 128, (4, 2): 64, (2, 4): 64, (64, 64): 4, (1000, 8): 4}
+    assert {ends: bucket_bytes(*ends) >> 20 for ends in sizes} == sizes
