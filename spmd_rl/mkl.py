@@ -32,7 +32,7 @@ def pin_sums(environment: MutableMapping[str, str] = os.environ, cpuinfo: Path =
 
 
 @cache
-def settle_functions() -> None:
+def warm_up_functions() -> None:
     """Make each elementwise function of MKL choose its kernel, on this thread alone.
 
     Call it before the first of them has work for several threads. When MKL before 2025.0 meets a

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.private_folder import meeting_folder
-from spmd_rl.mkl import settle_functions
+from spmd_rl.mkl import warm_up_functions
+from spmd_rl.observe.provenance import num_processors
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -116,10 +117,10 @@ def join(world: World, store: Store) -> None:
         device_id = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device_id)
     if "OMP_NUM_THREADS" not in os.environ:
-        share = max(1, _num_processors() // world.local_size)
+        share = max(1, num_processors() // world.local_size)
         default = torch.get_num_threads()
         torch.set_num_threads(min(share, default) if world.device == "cuda" else share)
-    settle_functions()
+    warm_up_functions()
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if world.device == "cuda" else "gloo",
         store=store,
@@ -128,10 +129,3 @@ def join(world: World, store: Store) -> None:
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device_id,
     )
-
-
-def _num_processors() -> int:
-    """Return how many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # macOS has none
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

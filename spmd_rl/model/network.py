@@ -33,7 +33,7 @@ from spmd_rl.kernels import (
     unpad_rows,
 )
 from spmd_rl.kernels.contract import digest_of
-from spmd_rl.mkl import settle_functions
+from spmd_rl.mkl import warm_up_functions
 from spmd_rl.model.fused_projections import FusedProjections, join, lay_out, project, project_gated
 from spmd_rl.model.linear import Linear
 from spmd_rl.model.lora import NO_LORA, LoraConfig
@@ -238,7 +238,7 @@ class CausalLM(nn.Module):
         """Return the cosines and sines of all positions, [P, D/2] fp32 each."""
         if device not in self._rope:
             # The table must allow gradients later, even if an engine asks first.
-            settle_functions()
+            warm_up_functions()
             with torch.device("cpu"), torch.inference_mode(False):
                 cos, sin = rope_table(
                     inverse_frequencies(self.spec),

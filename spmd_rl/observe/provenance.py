@@ -88,12 +88,19 @@ def commit_of(folder: Path) -> str:
 
 def machine() -> str:
     """Return this host's hardware, as in `AMD EPYC 9R14, 16 cores, 124 GiB, 2 x NVIDIA H200`."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = num_processors()
     cpu = _field(_CPUS, "model name") or platform.processor() or platform.machine()
     memory = _field(_MEMORY, "MemTotal").partition(" ")[0]
     parts = [cpu, f"{cores} cores" if cores != 1 else "1 core"]
     parts += [f"{int(memory) / 2**20:.0f} GiB"] if memory.isdecimal() else []
     return ", ".join(parts + _gpu_models())
+
+
+def num_processors() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # macOS has none
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _gpu_models() -> list[str]:

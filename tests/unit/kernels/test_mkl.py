@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 import spmd_rl
 from spmd_rl import mkl
-from spmd_rl.mkl import FUNCTIONS, MKL_ON_INTEL, pin_sums, settle_functions
+from spmd_rl.mkl import FUNCTIONS, MKL_ON_INTEL, pin_sums, warm_up_functions
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 
@@ -110,7 +110,7 @@ class FirstCalls(TorchFunctionMode):
 
 def test_each_function_is_first_called_on_one_element() -> None:
     """Then torch calls it on one thread."""
-    settle_functions.cache_clear()
+    warm_up_functions.cache_clear()
     with FirstCalls() as first:
         CausalLM(ModelSpec.from_folder(EXAMPLE / "model")).rope_tables(torch.device("cpu"))
     floats = (torch.float32, torch.float64)
