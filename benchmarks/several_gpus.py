@@ -11,7 +11,8 @@ Bars: no token's log-prob differs between engine and trainer, and the first step
 samples on every placement. Later steps need not: shards sum gradients in another order. Values are
 medians over the steps after the first. Idle is the time of a step that is in no phase.
 
-    python -m benchmarks.several_gpus [--shape 0.6B] [--ranks 4] [--save] [colocated split mixed]
+    python -m benchmarks.several_gpus [--shape 0.6B] [--ranks 4] [--steps 3] [--save]
+        [colocated split mixed]
 
 With --shape 8B it takes 8 prompts with 16 samples of at most 7,168 tokens, and whatever does not
 fit sleeps. On a machine without a GPU, --shape demo tries the script with the demo's model.
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,8 @@ def write_model(shape: str, folder: Path) -> None:
         write_config(shape, folder, TOKENIZER)
 
 
-def run(shape: str, placement: str, num_ranks: int, folder: Path) -> Path:
+def run(shape: str, work: Work, placement: str, num_ranks: int, folder: Path) -> Path:
     """Run the recipe, and return its folder."""
-    work = WORK[shape]
     command = "import sys; from spmd_rl.cli.main import main; sys.exit(main())"
     words = [
         *placement_words(placement, num_ranks),
@@ -155,17 +155,20 @@ def main() -> int:
     parser.add_argument("placements", nargs="*", help=", ".join(PLACEMENTS))
     parser.add_argument("--shape", choices=WORK, default="0.6B")
     parser.add_argument("--ranks", type=int, default=max(torch.cuda.device_count(), 2))
+    parser.add_argument("--steps", type=int, help="2 and more; otherwise the shape's own")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
+    work = WORK[options.shape]
+    work = replace(work, steps=options.steps or work.steps)
     rows: list[Row] = []
     first: list[list[Any]] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         write_model(options.shape, folder / "models" / options.shape)
-        write_prompts(folder / "prompts.jsonl", 4 * WORK[options.shape].prompts)
+        write_prompts(folder / "prompts.jsonl", 4 * work.prompts)
         for placement in options.placements or PLACEMENTS:
             what = f"{options.shape}, {options.ranks} ranks, {placement}"
-            found = run(options.shape, placement, options.ranks, folder)
+            found = run(options.shape, work, placement, options.ranks, folder)
             rows += rows_of(what, found, options.ranks)
             first.append(drawn(found))
     if len(first) > 1:
