@@ -11,8 +11,8 @@ Bars: no token's log-prob differs between engine and trainer, and the first step
 samples on every placement. Later steps need not: shards sum gradients in another order. Values are
 medians over the steps after the first. Idle is the time of a step that is in no phase.
 
-    python -m benchmarks.several_gpus [--shape 0.6B] [--ranks 4] [--steps 3] [--save]
-        [colocated split mixed]
+    python -m benchmarks.several_gpus [--shape 0.6B] [--ranks 4] [--steps 3] [--prompts 64]
+        [--save] [colocated split mixed]
 
 With --shape 8B it takes 8 prompts with 16 samples of at most 7,168 tokens, and whatever does not
 fit sleeps. On a machine without a GPU, --shape demo tries the script with the demo's model.
@@ -156,10 +156,11 @@ def main() -> int:
     parser.add_argument("--shape", choices=WORK, default="0.6B")
     parser.add_argument("--ranks", type=int, default=max(torch.cuda.device_count(), 2))
     parser.add_argument("--steps", type=int, help="2 and more; otherwise the shape's own")
+    parser.add_argument("--prompts", type=int, help="of a step; otherwise the shape's own")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     work = WORK[options.shape]
-    work = replace(work, steps=options.steps or work.steps)
+    work = replace(work, steps=options.steps or work.steps, prompts=options.prompts or work.prompts)
     rows: list[Row] = []
     first: list[list[Any]] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as name:

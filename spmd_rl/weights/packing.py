@@ -108,7 +108,8 @@ class BucketCopies:
         for (dtype, _), indices in lists.items():
             tensors = [self._rest.pop(index) for index in indices]
             starts = [self._bucket.start(index) for index in indices]
-            copies = copy_triton.BufferCopies(tensors, starts, dtype, self._to_buffer)
+            programs = copy_triton.programs_beside_nccl(tensors[0].device)
+            copies = copy_triton.BufferCopies(tensors, starts, dtype, self._to_buffer, programs)
             self._runs.append(copies.run)
 
 

@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmd_rl.kernels.runtime.programs import programs_of
+from spmd_rl.kernels.runtime.chunks import chunks_of
 from spmd_rl.kernels.runtime.upload import upload
 
 BLOCK = 2048  # elements at once
-BLOCKS = 8  # that one program copies
+BLOCKS = 8  # of a chunk, which one program copies
 ALIGN_BYTES = 16
+NCCL_BLOCKS = 32  # of a transfer, at most; each takes a multiprocessor
 _ELEMENTS = {  # of a copy, by the dtypes of its target and of its tensor
     (torch.bfloat16, torch.float32): (tl.bfloat16, tl.float32),
     (torch.bfloat16, torch.bfloat16): (tl.int16, tl.int16),
@@ -30,14 +31,17 @@ _ELEMENTS = {  # of a copy, by the dtypes of its target and of its tensor
 def can_copy(target: Tensor, tensor: Tensor) -> bool:
     """Whether `MasterCopies` takes this pair."""
     return (
-        target.is_cuda
-        and (target.dtype, tensor.dtype) == (torch.bfloat16, torch.float32)
+        (target.dtype, tensor.dtype) == (torch.bfloat16, torch.float32)
         and target.device == tensor.device
         and target.shape == tensor.shape
-        and target.is_contiguous()
-        and tensor.is_contiguous()
-        and (target.data_ptr() | tensor.data_ptr()) % ALIGN_BYTES == 0
+        and _is_run(target)
+        and _is_run(tensor)
     )
+
+
+def _is_run(tensor: Tensor) -> bool:
+    """Whether a tensor lies on a GPU without gaps, and begins where wide loads can."""
+    return tensor.is_cuda and tensor.is_contiguous() and tensor.data_ptr() % ALIGN_BYTES == 0
 
 
 class MasterCopies:
@@ -64,12 +68,20 @@ def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 def can_use_buffer(tensor: Tensor, dtype: torch.dtype, to_buffer: bool) -> bool:
     """Whether `BufferCopies` takes this tensor, for a buffer that holds it as `dtype`."""
     return (
-        tensor.is_cuda
-        and (dtype, tensor.dtype) in _ELEMENTS
+        (dtype, tensor.dtype) in _ELEMENTS
         and (to_buffer or dtype == tensor.dtype)
-        and tensor.is_contiguous()
-        and tensor.data_ptr() % ALIGN_BYTES == 0
+        and _is_run(tensor)
     )
+
+
+def programs_beside_nccl(device: torch.device) -> int:
+    """Return how many programs a copy may have that is to run beside transfers of NCCL.
+
+    Each takes one multiprocessor. If a copy has them all, a transfer waits for its end: the two
+    take as long as one after the other.
+    """
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(count - NCCL_BLOCKS, count // 2)
 
 
 class BufferCopies:
@@ -77,11 +89,16 @@ class BufferCopies:
 
     `starts` says where each tensor's part begins in the buffer, in bytes; it is a multiple of 16.
     The buffer holds the tensors as `dtype`. They have one dtype; they are kept, and have to keep
-    their memory.
+    their memory. A launch has at most `max_programs`.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype, to_buffer: bool
+        self,
+        tensors: Sequence[Tensor],
+        starts: Sequence[int],
+        dtype: torch.dtype,
+        to_buffer: bool,
+        max_programs: int,
     ) -> None:
         self._tensors, self._to_buffer = tensors, to_buffer
         runs = [
@@ -90,7 +107,8 @@ class BufferCopies:
             else (tensor.data_ptr(), start, tensor.numel())
             for tensor, start in zip(tensors, starts, strict=True)
         ]
-        self._runs = _Runs(runs, (dtype, tensors[0].dtype), tensors[0].device)
+        dtypes, device = (dtype, tensors[0].dtype), tensors[0].device
+        self._runs = _Runs(runs, dtypes, device, max_programs)
 
     def run(self, buffer: Tensor) -> None:
         """Queue all copies, in one launch."""
@@ -108,26 +126,29 @@ class _Runs:
         runs: Sequence[tuple[int, int, int]],
         dtypes: tuple[torch.dtype, torch.dtype],
         device: torch.device,
+        max_programs: int | None = None,
     ) -> None:
         table = np.array(runs, dtype=np.int64)
-        programs = programs_of(table[:, 2], BLOCK * BLOCKS)
-        self._num_programs = len(programs)
-        self._table, self._programs = upload(table, device), upload(programs, device)
+        chunks = chunks_of(table[:, 2], BLOCK * BLOCKS)
+        self._num_chunks = len(chunks)
+        self._num_programs = min(len(chunks), max_programs or len(chunks))
+        self._table, self._chunks = upload(table, device), upload(chunks, device)
         self._elements = _ELEMENTS[dtypes]
 
     def copy(self, target_base: int, tensor_base: int) -> None:
         """Copy all runs. Their ends are addresses from these bases, in bytes."""
         if self._num_programs:
-            bases = target_base, tensor_base
+            tables, bases = (self._table, self._chunks), (target_base, tensor_base)
             _copy[(self._num_programs,)](
-                self._table, self._programs, *bases, *self._elements, BLOCK, BLOCKS, num_warps=8
+                *tables, self._num_chunks, *bases, *self._elements, BLOCK, BLOCKS, num_warps=8
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _copy(
     table,
-    programs,
+    chunks,
+    num_chunks,
     target_base,
     tensor_base,
     TARGET: tl.constexpr,
@@ -135,19 +156,19 @@ def _copy(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    program = tl.program_id(0)
-    run = table + tl.load(programs + 2 * program) * 3
-    begin = tl.load(programs + 2 * program + 1) * (BLOCK * BLOCKS)
-    target = tl.load(run) + target_base
-    target = tl.multiple_of(target.to(tl.pointer_type(TARGET)), 16)
-    tensor = tl.load(run + 1) + tensor_base
-    tensor = tl.multiple_of(tensor.to(tl.pointer_type(TENSOR)), 16)
-    size = tl.load(run + 2)
-    for step in range(BLOCKS):
-        start = begin + step * BLOCK
-        at = start + tl.arange(0, BLOCK)
-        if start + BLOCK <= size:  # without a mask, loads and stores are wide
-            tl.store(target + at, tl.load(tensor + at).to(TARGET))
-        elif start < size:
-            values = tl.load(tensor + at, mask=at < size, other=0)
-            tl.store(target + at, values.to(TARGET), mask=at < size)
+    for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+        run = table + tl.load(chunks + 2 * chunk) * 3
+        begin = tl.load(chunks + 2 * chunk + 1) * (BLOCK * BLOCKS)
+        target = tl.load(run) + target_base
+        target = tl.multiple_of(target.to(tl.pointer_type(TARGET)), 16)
+        tensor = tl.load(run + 1) + tensor_base
+        tensor = tl.multiple_of(tensor.to(tl.pointer_type(TENSOR)), 16)
+        size = tl.load(run + 2)
+        for step in range(BLOCKS):
+            start = begin + step * BLOCK
+            at = start + tl.arange(0, BLOCK)
+            if start + BLOCK <= size:  # without a mask, loads and stores are wide
+                tl.store(target + at, tl.load(tensor + at).to(TARGET))
+            elif start < size:
+                values = tl.load(tensor + at, mask=at < size, other=0)
+                tl.store(target + at, values.to(TARGET), mask=at < size)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmd_rl.kernels.runtime.programs import programs_of
+from spmd_rl.kernels.runtime.chunks import chunks_of
 from spmd_rl.kernels.runtime.upload import upload
 
 GAMMA, ODD = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0xD1342543DE82EF95)
@@ -60,7 +60,7 @@ class RowDigests:
         self, rows: Sequence[Rows], dtype: torch.dtype, target: torch.dtype, device: torch.device
     ) -> None:
         table = np.array(rows, dtype=np.int64)
-        programs = programs_of(table[:, 1] * table[:, 2], BLOCK * BLOCKS)
+        programs = chunks_of(table[:, 1] * table[:, 2], BLOCK * BLOCKS)
         self._num_programs = len(programs)
         self._table, self._programs = upload(table, device), upload(programs, device)
         self._constants = {

@@ -38,7 +38,7 @@ def test_masters_are_copied_in_wide_loads_and_stores() -> None:
 @pytest.mark.parametrize("to_buffer", [True, False])
 def test_buckets_are_packed_and_unpacked_in_wide_loads_and_stores(to_buffer: bool) -> None:
     tensors = [torch.zeros(SIZE, dtype=torch.bfloat16)]
-    copies = copy_triton.BufferCopies(tensors, [0], torch.bfloat16, to_buffer)
+    copies = copy_triton.BufferCopies(tensors, [0], torch.bfloat16, to_buffer, 2)
     buffer = torch.zeros(2 * SIZE, dtype=torch.uint8)
     ptx = ptx_of(copy_triton._copy, lambda: copies.run(buffer))
     assert "ld.global.v4.b32" in ptx

@@ -37,7 +37,8 @@ def copied(tensors: list[Tensor]) -> list[Tensor]:
 def through_buffer(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """Copy the tensors to two buffers, which hold them as `dtype`, and from the second to others.
 
-    Return the first buffer and these. All have guards that nothing may write.
+    Return the first buffer and these. All have guards that nothing may write. The first
+    copies have fewer programs than chunks.
     """
     copy_triton.BLOCK, copy_triton.BLOCKS = 16, 3
     starts, size = [], 16
@@ -45,10 +46,11 @@ def through_buffer(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, l
         starts.append(size)
         size += -(-one.numel() * dtype.itemsize // 16) * 16
     buffers = [torch.full((size + 16,), 7, dtype=torch.uint8) for _ in range(2)]
-    packing = copy_triton.BufferCopies(tensors, starts, dtype, to_buffer=True)
+    packing = copy_triton.BufferCopies(tensors, starts, dtype, to_buffer=True, max_programs=4)
     for buffer in buffers:
         packing.run(buffer)
     wide = [torch.full((one.numel() + 16,), 7.0, dtype=dtype) for one in tensors]
     targets = [one[8:-8] for one in wide]
-    copy_triton.BufferCopies(targets, starts, dtype, to_buffer=False).run(buffers[1])
+    unpacking = copy_triton.BufferCopies(targets, starts, dtype, to_buffer=False, max_programs=100)
+    unpacking.run(buffers[1])
     return buffers[0], wide

@@ -1,4 +1,4 @@
-"""Programs of a launch over runs of different sizes, each of which is cut into equal chunks."""
+"""Chunks of equal size, into which runs of different sizes are cut for the programs of a launch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def programs_of(sizes: NDArray[np.int64], chunk_size: int) -> NDArray[np.int64]:
-    """Return the run and the chunk of each program. Shape: sizes [N]; returns [programs, 2]."""
+def chunks_of(sizes: NDArray[np.int64], chunk_size: int) -> NDArray[np.int64]:
+    """Return the run of each chunk, and its number in it. Shape: sizes [N]; returns [chunks, 2]."""
     counts = -(-sizes // chunk_size)
     runs = np.repeat(np.arange(len(sizes)), counts)
     chunks = np.arange(len(runs)) - np.repeat(np.cumsum(counts) - counts, counts)
