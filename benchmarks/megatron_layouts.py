@@ -57,12 +57,17 @@ def cases(name: str, options: argparse.Namespace, num_ranks: int) -> Iterator[tu
     base = replace(config(name), max_tokens=options.pack)
     fsdp2 = replace(fsdp2_settings(base), recompute="all" if is_large else "none")
     yield "FSDP2", replace(base, backend=fsdp2), RoleSplit()
+    if not is_large:
+        by_layer = replace(fsdp2, wrap="layer")
+        yield "FSDP2 by layers", replace(base, backend=by_layer), RoleSplit()
     for layers in options.layers:
         for axes in LAYOUTS:
             if num_ranks % prod(axes.values()) == 0:
                 backend = MegatronConfig(
                     layers=layers,
                     sequence_parallel="tp" in axes,
+                    # both shapes have tied embeddings
+                    distributed_optimizer="pp" not in axes,
                     model_options=RECOMPUTE if is_large else {},
                 )
                 named = " x ".join(f"{axis} {size}" for axis, size in axes.items())

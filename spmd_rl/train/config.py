@@ -11,9 +11,9 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.model.lora import AdaptedBase, LoraConfig
 from spmd_rl.train.megatron.config import MegatronConfig
 
-WHOLE_MODEL_BYTES = 64 << 20  # largest model that `wrap = "auto"` gathers as one unit
-# the same on one rank: layer by layer, the host would be slower than the GPU
-WHOLE_MODEL_ALONE_BYTES = 4 << 30
+# Largest model that `wrap = "auto"` gathers as one unit: layer by layer, the host would be slower
+# than the GPU.
+WHOLE_MODEL_BYTES = 4 << 30
 Wrap = Literal["auto", "layer", "model"]
 KIND_TO_OFFLOAD = (
     "'adamw' with backend.offload: its update is elementwise, so it can be streamed in chunks, "
@@ -55,9 +55,9 @@ class Fsdp2Config:
         """Return a sentence for the start of a run: none, for the backend that most runs have."""
         return ""
 
-    def gathers_whole(self, num_bytes: int, num_ranks: int) -> bool:
+    def gathers_whole(self, num_bytes: int) -> bool:
         """Return whether a model with `num_bytes` of master weights is gathered as one unit."""
-        return _gathers_whole(self.wrap, num_bytes, num_ranks)
+        return _gathers_whole(self.wrap, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -220,14 +220,13 @@ class FrozenConfig:
         _require_seed(self.seed)
         _require_split(self.attention_split)
 
-    def gathers_whole(self, num_bytes: int, num_ranks: int) -> bool:
+    def gathers_whole(self, num_bytes: int) -> bool:
         """Return whether a model with `num_bytes` of weights is gathered as one unit."""
-        return _gathers_whole(self.wrap, num_bytes, num_ranks)
+        return _gathers_whole(self.wrap, num_bytes)
 
 
-def _gathers_whole(wrap: Wrap, num_bytes: int, num_ranks: int) -> bool:
-    limit = WHOLE_MODEL_ALONE_BYTES if num_ranks == 1 else WHOLE_MODEL_BYTES
-    return wrap == "model" or (wrap == "auto" and num_bytes <= limit)
+def _gathers_whole(wrap: Wrap, num_bytes: int) -> bool:
+    return wrap == "model" or (wrap == "auto" and num_bytes <= WHOLE_MODEL_BYTES)
 
 
 def _require_seed(seed: int) -> None:

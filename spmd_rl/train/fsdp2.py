@@ -142,9 +142,9 @@ class Fsdp2(ShardedModel):
     def _accumulate(self, micros: Sequence[MicroBatch], loss_of: LossOf, needs: Needs) -> None:
         for number, micro in enumerate(micros):
             loss = loss_of(number, self._outputs(micro, needs))
-            if self.num_shards == 1:
-                # Whole gradients and weights are no larger than the shard, so they are reduced and
-                # freed once a step.
+            if self.num_shards == 1 or len(self.units) == 1:
+                # Whole gradients and weights are no larger than the shard, or small: they are
+                # reduced and freed once a step.
                 root, is_last = cast(FSDPModule, self.scorer), number == len(micros) - 1
                 root.set_requires_gradient_sync(is_last)
                 root.set_reshard_after_backward(is_last)

@@ -79,21 +79,22 @@ def step_sizes(
     rules = update_rules(shapes, cfg, num_shards)
     layer, rest = _unit_sizes(spec, head)
     num_parameters = spec.num_layers * layer + rest
-    is_one_unit = fsdp2_settings(cfg).gathers_whole(
-        num_parameters * FP32_BYTES, len(placement.ranks)
-    )
+    is_one_unit = fsdp2_settings(cfg).gathers_whole(num_parameters * FP32_BYTES)
     unit = num_parameters if is_one_unit else max(layer, rest)
-    # Without shards the gathered weights are kept until the end of the step. With them, the root's
-    # and those of two neighbouring layers are there at once.
+    # One unit, and a model without shards, are gathered until the end of the step, and so long
+    # gradients are whole. Otherwise the root's weights and those of two neighbouring layers are
+    # there at once.
     is_whole = num_shards == 1 or is_one_unit
     num_gathered = num_parameters if is_whole else min(spec.num_layers, 2) * layer + rest
     # Gathered weights in the dtype of the master, without shards, are the master itself.
     is_copied = num_shards > 1 or element_bytes != FP32_BYTES
     num_trained = sum(prod(shapes[name]) for name in rules)
+    reduced = -(-num_trained // num_shards)
     return StepSizes(
         master=-(-num_parameters // num_shards) * FP32_BYTES,
         moments=moment_bytes(shapes, rules, num_shards),
-        grads=-(-num_trained // num_shards) * FP32_BYTES,
+        grads=(num_trained if is_whole else reduced) * FP32_BYTES,
+        reduced_grads=reduced * FP32_BYTES,
         gathered=num_gathered * element_bytes if is_copied else 0,
         activations=_activations(spec, cfg, head),
         gather_copies=unit * element_bytes if is_copied else 0,
@@ -107,9 +108,7 @@ def _adapter_step_sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placemen
     """Return the sizes of a trainer whose adapters alone learn; its base is a tag of its own."""
     num_shards, element_bytes = placement.axes["fsdp"], ITEM_BYTES[dtype_on_gpu(cfg)]
     layer, rest = _unit_sizes(spec, "lm")
-    is_one_unit = fsdp2_settings(cfg).gathers_whole(
-        spec.num_parameters * element_bytes, len(placement.ranks)
-    )
+    is_one_unit = fsdp2_settings(cfg).gathers_whole(spec.num_parameters * element_bytes)
     num_gathered = spec.num_parameters if is_one_unit else min(spec.num_layers, 2) * layer + rest
     sizes = adapter_sizes(spec, cfg, num_shards, element_bytes, num_gathered)
     adapted = -(-sizes.master * num_shards // (FP32_BYTES * spec.num_layers))  # of a layer
@@ -117,6 +116,7 @@ def _adapter_step_sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placemen
         master=sizes.master,
         moments=sizes.moments,
         grads=sizes.grads,
+        reduced_grads=sizes.grads,
         gathered=sizes.gathered,
         activations=_activations(spec, cfg, "lm"),
         gather_copies=0,
@@ -137,7 +137,7 @@ def frozen_memory(
     element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
     layer, rest = _unit_sizes(spec, head)
     num_parameters = spec.num_layers * layer + rest
-    is_whole = cfg.gathers_whole(num_parameters * element_bytes, len(placement.ranks))
+    is_whole = cfg.gathers_whole(num_parameters * element_bytes)
     num_gathered = num_parameters if is_whole else min(spec.num_layers, 2) * layer + rest
     shards = placement.axes["fsdp"]
     working = forward_bytes(

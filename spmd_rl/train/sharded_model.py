@@ -57,7 +57,7 @@ class ShardedModel:
         mesh: DeviceMesh,
         device: torch.device,
         dtype: torch.dtype,
-        gathers_whole: Callable[[int, int], bool],
+        gathers_whole: Callable[[int], bool],
         reshard_after_forward: bool | None = None,
         base: Collection[str] = (),
         allocating: Allocating = lambda is_base, sizes: nullcontext(),
@@ -76,7 +76,7 @@ class ShardedModel:
         named = dict(scorer.model.named_parameters())
         whole = {named[name] for name in base} if self.num_shards == 1 else set()
         num_bytes = sum(one.nbytes for one in scorer.parameters() if one not in whole)
-        modules = _units(scorer, gathers_whole(num_bytes, mesh.size()))
+        modules = _units(scorer, gathers_whole(num_bytes))
         policy = _mixed_precision(scorer, dtype)
         self.units = _shard(modules, mesh, policy, reshard_after_forward, whole)
         if isinstance(scorer, Scorer):
@@ -117,10 +117,11 @@ class ShardedModel:
 
     def forward(self, micros: Sequence[MicroBatch], visit: Visit, needs: Needs) -> None:
         with torch.no_grad():
-            for number, micro in enumerate(micros):
-                outputs = self._outputs(micro, needs)
+            try:
+                for number, micro in enumerate(micros):
+                    visit(number, self._outputs(micro, needs))
+            finally:
                 self._free_gathered()
-                visit(number, outputs)
 
     def top_logprobs(self, micros: Sequence[MicroBatch], num_top: int, visit: VisitTop) -> None:
         """Find the `num_top` likeliest tokens at each scored position, without gradients.
@@ -133,10 +134,11 @@ class ShardedModel:
         if not 1 <= num_top <= vocab_size:
             raise ContractError(f"k = {num_top}: the model has {vocab_size} tokens to choose from")
         with torch.no_grad():
-            for number, micro in enumerate(micros):
-                top = self.scorer.top_logprobs(micro, num_top)
+            try:
+                for number, micro in enumerate(micros):
+                    visit(number, self.scorer.top_logprobs(micro, num_top))
+            finally:
                 self._free_gathered()
-                visit(number, top)
 
     def _outputs(self, micro: MicroBatch, needs: Needs) -> Outputs:
         if isinstance(self.scorer, ValueScorer):

@@ -30,6 +30,7 @@ WORK = ("grads", "gathered", "activations", "copies", "chunks")
 class StepSizes:
     """What there is of each class on one rank.
 
+    `grads` are those of the backward passes, and `reduced_grads` those of the optimizer's step.
     `gather_copies`, `layer_copies` and `unit_copies` are what FSDP needs to gather a unit, and to
     reduce the gradients of a layer and of its largest unit. `chunks` are the slots that offloaded
     moments pass through.
@@ -38,6 +39,7 @@ class StepSizes:
     master: int
     moments: int
     grads: int
+    reduced_grads: int
     gathered: int
     activations: Activations
     gather_copies: int = 0
@@ -87,7 +89,7 @@ def step_points(sizes: StepSizes, offload: Offload) -> tuple[Point, ...]:
         Point("head", head, on_host),
         Point("backward", backward, on_host),
         Point("reduce", computing | grads | {"copies": sizes.unit_copies}, on_host),
-        Point("update", awake | grads | chunks, on_host),
+        Point("update", awake | {"grads": sizes.reduced_grads} | chunks, on_host),
     )
 
 

@@ -96,6 +96,12 @@ def test_wrapping_layers_and_recomputing_them_changes_nothing(report: Report) ->
             assert step[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-7), name
 
 
+def test_a_small_model_is_gathered_and_reduced_once_a_step(report: Report) -> None:
+    num_micros, num_collectives = report["collectives"]
+    assert num_micros > 1
+    assert num_collectives == [1, 1]
+
+
 def test_sums_in_rank_order_are_those_of_two_ranks(sharded: Report) -> None:
     """The sum of two gradients does not depend on which rank adds them."""
     for step, expected in zip(sharded["deterministic"], sharded["steps"], strict=True):

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd_rl.algo.losses import LossInput, Needs, grpo_loss
 from spmd_rl.errors import ContractError, SpmdError
@@ -62,6 +65,34 @@ def train_on_all_scores(trainer: Trainer) -> list[dict[str, float]]:
         return trainer.train_step(shard, all_scores_loss, needs=needs)
 
     return [step(whole), step(whole.select([0, 1]))]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the operators of torch.distributed by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "c10d":
+            self.counts[op._opname] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def num_collectives(trainer: Trainer) -> tuple[int, list[int]]:
+    """Return the micro-batches of a step, and how often it gathers and reduces."""
+    context, micros = trainer.context, 0
+    batch = make_batch().shard(context.data_size)[context.data_rank]
+
+    def counting(out: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
+        nonlocal micros
+        micros += 1
+        return grpo_loss(out)
+
+    with Collectives() as found:
+        trainer.train_step(batch, counting)
+    return micros, [found.counts[name] for name in ("_allgather_base_", "_reduce_scatter_base_")]
 
 
 def poisoned(trainer: Trainer) -> str:
@@ -135,6 +166,7 @@ def main(work: Path, dp: int, out: Path, resume: str | None) -> None:
         report["resumed_version"] = resumed.load(resume)
         report["resumed"] = train(resumed, first=STEPS)
     small = replace(cfg, max_tokens=60)
+    report["collectives"] = num_collectives(Trainer(small, context, str(work)))
     report["around_failure"] = norms_around_a_failure(Trainer(small, context, str(work)))
     poison = [poisoned(trainer)]
     sentences: list[list[str]] = [[] for _ in range(context.size)]

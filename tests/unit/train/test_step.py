@@ -119,14 +119,12 @@ def test_how_it_is_computed_does_not_change_what(new_trainer, options: dict[str,
         torch.testing.assert_close(one, _weights(plain)[name], rtol=1e-4, atol=1e-5)
 
 
-def test_one_rank_gathers_a_model_whole_unless_it_is_large(
+def test_a_model_is_gathered_whole_unless_it_is_large(
     new_trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of any size below the bound for one rank, which is above that for many."""
-    monkeypatch.setattr(config, "WHOLE_MODEL_BYTES", 0)
     layers = new_trainer().backend.scorer.model.spec.num_layers
     whole, by_layer = len(new_trainer().backend.units), len(new_trainer(wrap="layer").backend.units)
-    monkeypatch.setattr(config, "WHOLE_MODEL_ALONE_BYTES", 0)
+    monkeypatch.setattr(config, "WHOLE_MODEL_BYTES", 0)
     assert (whole, by_layer, len(new_trainer().backend.units)) == (1, layers + 1, layers + 1)
 
 

@@ -11,7 +11,7 @@ from benchmarks.shapes import write_config
 from spmd_rl.mesh.split import Placement, Split, plan_split
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train import activation_offload
-from spmd_rl.train.config import Fsdp2Config, TrainerConfig
+from spmd_rl.train.config import Fsdp2Config, TrainerConfig, Wrap
 from spmd_rl.train.memory import OFFLOADING_LAYERS, step_sizes, trainer_memory
 from spmd_rl.train.step_memory import Point, step_points, table
 
@@ -92,6 +92,17 @@ def test_more_shards_divide_what_is_sharded(spec: ModelSpec) -> None:
     for tag in ("master", "grads"):
         assert shared.gpu[tag] == -(-alone.gpu[tag] // 4)
     assert shared.host["moments"] == alone.host["moments"] // 4
+
+
+@pytest.mark.parametrize(("wrap", "whole"), [("layer", False), ("model", True)])
+def test_gradients_of_one_unit_are_whole_until_they_are_reduced(
+    spec: ModelSpec, wrap: Wrap, whole: bool
+) -> None:
+    cfg = TrainerConfig(max_tokens=TOKENS, backend=Fsdp2Config(recompute="all", wrap=wrap))
+    at = points(spec, cfg, plan_split(Split(), 4)["train"])
+    shard = spec.num_parameters
+    assert at["backward"].gpu["grads"] == at["reduce"].gpu["grads"] == (4 if whole else 1) * shard
+    assert at["update"].gpu["grads"] == shard
 
 
 def test_the_largest_unit_is_what_belongs_to_no_layer(spec: ModelSpec) -> None:
