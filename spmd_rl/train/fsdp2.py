@@ -136,15 +136,15 @@ class Fsdp2(ShardedModel):
                 self._accumulate(micros, loss_of, needs)
             except BaseException:  # whatever is raised, a later step begins without these gradients
                 self.discard()
-                self._free_gathered()
+                self._end_failed_pass()
                 raise
 
     def _accumulate(self, micros: Sequence[MicroBatch], loss_of: LossOf, needs: Needs) -> None:
         for number, micro in enumerate(micros):
             loss = loss_of(number, self._outputs(micro, needs))
             if self.num_shards == 1 or len(self.units) == 1:
-                # Whole gradients and weights are no larger than the shard, or small: they are
-                # reduced and freed once a step.
+                # There is one shard, or one unit: gradients are reduced, and weights freed, once a
+                # step.
                 root, is_last = cast(FSDPModule, self.scorer), number == len(micros) - 1
                 root.set_requires_gradient_sync(is_last)
                 root.set_reshard_after_backward(is_last)
@@ -203,8 +203,8 @@ def _require_one_shard(offload: str, num_shards: int) -> None:
     if offload == "master" and num_shards > 1:
         raise ConfigError(
             f"trainer.backend.offload = 'master' needs one shard, and there are {num_shards}: with "
-            "more, each layer is gathered from the master weights just before it computes, so they "
-            "must be awake; set it to 'moments'"
+            "more, weights are gathered from the master weights in each step, so they must be "
+            "awake; set it to 'moments'"
         )
 
 

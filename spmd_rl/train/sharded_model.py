@@ -6,9 +6,9 @@ over dp. A frozen model is no more than this; a trainer adds gradients and an op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.algo.losses import Needs
@@ -116,12 +117,9 @@ class ShardedModel:
         return facts | self.base_fact
 
     def forward(self, micros: Sequence[MicroBatch], visit: Visit, needs: Needs) -> None:
-        with torch.no_grad():
-            try:
-                for number, micro in enumerate(micros):
-                    visit(number, self._outputs(micro, needs))
-            finally:
-                self._free_gathered()
+        with torch.no_grad(), self._gathering():
+            for number, micro in enumerate(micros):
+                visit(number, self._outputs(micro, needs))
 
     def top_logprobs(self, micros: Sequence[MicroBatch], num_top: int, visit: VisitTop) -> None:
         """Find the `num_top` likeliest tokens at each scored position, without gradients.
@@ -133,12 +131,9 @@ class ShardedModel:
         vocab_size = self.scorer.model.spec.vocab_size
         if not 1 <= num_top <= vocab_size:
             raise ContractError(f"k = {num_top}: the model has {vocab_size} tokens to choose from")
-        with torch.no_grad():
-            try:
-                for number, micro in enumerate(micros):
-                    visit(number, self.scorer.top_logprobs(micro, num_top))
-            finally:
-                self._free_gathered()
+        with torch.no_grad(), self._gathering():
+            for number, micro in enumerate(micros):
+                visit(number, self.scorer.top_logprobs(micro, num_top))
 
     def _outputs(self, micro: MicroBatch, needs: Needs) -> Outputs:
         if isinstance(self.scorer, ValueScorer):
@@ -146,6 +141,34 @@ class ShardedModel:
         candidates = micro.columns["candidates"].long() if needs.candidates else None
         scores = self.scorer(micro, entropy_grad=needs.entropy, candidates=candidates)
         return Outputs(*scores)
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Free the gathered weights at the end, whatever is raised before."""
+        try:
+            yield
+        except BaseException:
+            self._end_failed_pass()
+            raise
+        self._free_gathered()
+
+    def _end_failed_pass(self) -> None:
+        """Have FSDP forget a pass that raised, and free its gathered weights.
+
+        FSDP frees no weights of a pass that it takes for unfinished. The next pass would use them,
+        even after a load. torch 2.13 has a method for this.
+        """
+        root = self.units[-1]
+        if hasattr(root, "reset_iter_state"):
+            root.reset_iter_state()
+        else:
+            for unit in self.units:
+                state = cast(Any, unit)._get_fsdp_state()
+                state._training_state = TrainingState.IDLE
+                state._state_ctx.iter_forward_root = None
+                if state._fsdp_param_group is not None:
+                    state._fsdp_param_group._training_state = TrainingState.IDLE
+        self._free_gathered()
 
     def _free_gathered(self) -> None:
         """Free the gathered weights.

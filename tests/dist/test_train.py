@@ -90,6 +90,11 @@ def test_a_step_that_fails_in_a_later_micro_batch_leaves_no_gradients(report: Re
     assert after == pytest.approx(before, rel=1e-6)
 
 
+def test_a_pass_that_failed_leaves_no_gathered_weights(report: Report) -> None:
+    after, expected = report["after_broken_pass"]
+    assert after == expected
+
+
 def test_wrapping_layers_and_recomputing_them_changes_nothing(report: Report) -> None:
     for step, expected in zip(report["layers"], report["steps"], strict=True):
         for name in SAME:

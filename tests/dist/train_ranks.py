@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -65,6 +66,25 @@ def train_on_all_scores(trainer: Trainer) -> list[dict[str, float]]:
         return trainer.train_step(shard, all_scores_loss, needs=needs)
 
     return [step(whole), step(whole.select([0, 1]))]
+
+
+def scores_after_a_broken_pass(trainer: Trainer, fresh: Trainer) -> list[list[float]]:
+    """Have a layer of the trainer fail, and then return its scores with the fresh one's weights,
+    and the fresh one's scores.
+    """
+    context = trainer.context
+    batch = make_batch().shard(context.data_size)[context.data_rank]
+    layer = trainer.backend.scorer.model.model.layers[1]
+
+    def broken(*args: object, **named: object) -> None:
+        raise ContractError("a layer fails")
+
+    forward, layer.forward = layer.forward, broken
+    with suppress(ContractError):
+        trainer.learner.score(batch)
+    layer.forward = forward
+    trainer.backend.fill((name, fresh.backend.gather(name)) for name in fresh.backend.names())
+    return [one.learner.score(batch).tolist() for one in (trainer, fresh)]
 
 
 class Collectives(TorchDispatchMode):
@@ -166,6 +186,8 @@ def main(work: Path, dp: int, out: Path, resume: str | None) -> None:
         report["resumed_version"] = resumed.load(resume)
         report["resumed"] = train(resumed, first=STEPS)
     small = replace(cfg, max_tokens=60)
+    trainers = (Trainer(replace(small, seed=seed), context, str(work)) for seed in (0, 1))
+    report["after_broken_pass"] = scores_after_a_broken_pass(*trainers)
     report["collectives"] = num_collectives(Trainer(small, context, str(work)))
     report["around_failure"] = norms_around_a_failure(Trainer(small, context, str(work)))
     poison = [poisoned(trainer)]
