@@ -25,6 +25,7 @@ ATTEMPTS: tuple[Flags, ...] = (
     (),
     ("--trainer.backend.recompute=cheap",),
     ("--trainer.backend.recompute=all",),
+    ("--trainer.backend.recompute=all", "--trainer.backend.wrap=layer"),
     ("--trainer.backend.offload=moments", "--trainer.backend.recompute=all"),
     ("--trainer.backend.offload=master", "--trainer.backend.recompute=all"),
     (

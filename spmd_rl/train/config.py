@@ -11,8 +11,8 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.model.lora import AdaptedBase, LoraConfig
 from spmd_rl.train.megatron.config import MegatronConfig
 
-# Largest model that `wrap = "auto"` gathers as one unit: layer by layer, the host would be slower
-# than the GPU.
+# Largest weights, as they are stored, that `wrap = "auto"` gathers as one unit. Layer by layer, the
+# host would be slower than the GPU.
 WHOLE_MODEL_BYTES = 4 << 30
 Wrap = Literal["auto", "layer", "model"]
 KIND_TO_OFFLOAD = (

@@ -97,6 +97,7 @@ def step_sizes(
         reduced_grads=reduced * FP32_BYTES,
         gathered=num_gathered * element_bytes if is_copied else 0,
         activations=_activations(spec, cfg, head),
+        kept_copies=num_parameters * element_bytes if is_one_unit and num_shards > 1 else 0,
         gather_copies=unit * element_bytes if is_copied else 0,
         layer_copies=_copies(min(layer, unit), num_shards),
         unit_copies=_copies(unit, num_shards),
@@ -108,21 +109,24 @@ def _adapter_step_sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placemen
     """Return the sizes of a trainer whose adapters alone learn; its base is a tag of its own."""
     num_shards, element_bytes = placement.axes["fsdp"], ITEM_BYTES[dtype_on_gpu(cfg)]
     layer, rest = _unit_sizes(spec, "lm")
-    is_one_unit = fsdp2_settings(cfg).gathers_whole(spec.num_parameters * element_bytes)
+    num_adapted = sum(prod(shape) for shape in cfg.lora.shapes(spec).values())
+    is_gathered = num_shards > 1  # the base too; FSDP leaves it alone where there is one shard
+    unit_bytes = num_adapted * FP32_BYTES + is_gathered * spec.num_parameters * element_bytes
+    is_one_unit = fsdp2_settings(cfg).gathers_whole(unit_bytes)
     num_gathered = spec.num_parameters if is_one_unit else min(spec.num_layers, 2) * layer + rest
     sizes = adapter_sizes(spec, cfg, num_shards, element_bytes, num_gathered)
-    adapted = -(-sizes.master * num_shards // (FP32_BYTES * spec.num_layers))  # of a layer
+    of_layer = -(-num_adapted // spec.num_layers)
+    is_whole = is_one_unit or not is_gathered
     return StepSizes(
         master=sizes.master,
         moments=sizes.moments,
-        grads=sizes.grads,
+        grads=num_adapted * FP32_BYTES if is_whole else sizes.grads,
         reduced_grads=sizes.grads,
         gathered=sizes.gathered,
         activations=_activations(spec, cfg, "lm"),
-        gather_copies=0,
-        layer_copies=_copies(adapted, num_shards),
-        unit_copies=_copies(adapted, num_shards),
-        chunks=0,
+        kept_copies=sizes.gathered if is_one_unit and is_gathered else 0,
+        layer_copies=_copies(of_layer, num_shards),
+        unit_copies=_copies(num_adapted if is_one_unit else of_layer, num_shards),
     )
 
 
@@ -146,9 +150,13 @@ def frozen_memory(
         num_tokens=cfg.max_tokens,
         element_bytes=element_bytes,
     )
+    gathered = num_gathered * element_bytes
+    # until the first forward pass ends, FSDP keeps what it gathered of one unit twice
+    copies = [TagBytes("copies", gathered, "work")] if is_whole and shards > 1 else []
     return [
         TagBytes("weights", -(-num_parameters // shards) * element_bytes, "save", changes=False),
-        TagBytes("gathered", num_gathered * element_bytes, "work"),
+        TagBytes("gathered", gathered, "work"),
+        *copies,
         TagBytes("activations", working, "work"),
     ]
 

@@ -31,9 +31,10 @@ class StepSizes:
     """What there is of each class on one rank.
 
     `grads` are those of the backward passes, and `reduced_grads` those of the optimizer's step.
-    `gather_copies`, `layer_copies` and `unit_copies` are what FSDP needs to gather a unit, and to
-    reduce the gradients of a layer and of its largest unit. `chunks` are the slots that offloaded
-    moments pass through.
+    `kept_copies` are what FSDP keeps of a gather until the first forward pass ends, where the model
+    is one unit of several shards. `gather_copies`, `layer_copies` and `unit_copies` are what FSDP
+    needs to gather a unit, and to reduce the gradients of a layer and of its largest unit. `chunks`
+    are the slots that offloaded moments pass through.
     """
 
     master: int
@@ -42,6 +43,7 @@ class StepSizes:
     reduced_grads: int
     gathered: int
     activations: Activations
+    kept_copies: int = 0
     gather_copies: int = 0
     layer_copies: int = 0
     unit_copies: int = 0
@@ -75,7 +77,11 @@ def step_points(sizes: StepSizes, offload: Offload) -> tuple[Point, ...]:
     host |= {"master": sizes.master} if offload == "master" else {}
     kept, grads = sizes.activations, {"grads": sizes.grads}
     working = computing | grads | {"gathered": sizes.gathered}
-    head = working | {"activations": kept.kept + kept.head}
+    head = working | {
+        "activations": kept.kept + kept.head,
+        # the first micro-batch has these copies and no gradients, a later one the reverse
+        "copies": max(0, sizes.kept_copies - sizes.grads),
+    }
     backward = working | {
         "activations": kept.kept + kept.backward,
         "copies": sizes.layer_copies,

@@ -179,6 +179,16 @@ def test_a_forward_pass_needs_one_layer_and_the_logits(model: Path) -> None:
     assert "reference weights" not in entries(found.ledgers[0])
 
 
+def test_a_frozen_model_that_is_gathered_whole_is_there_twice_in_its_first_pass(
+    model: Path,
+) -> None:
+    words = ("split.train.ranks=2", "split.infer.ranks=2", "split.reference.ranks=2")
+    for wrap, copies in (("model", PARAMETERS * 2), ("layer", None)):
+        found = planned(model, 6, *BF16, *words, frozen=FrozenConfig(wrap=wrap, dtype="bfloat16"))
+        own = entries(found.ledgers[4])
+        assert own.get("reference copies", (None,))[0] == copies
+
+
 def test_an_optional_role_has_the_trainers_ranks_or_its_own(model: Path) -> None:
     split = PolicySplit(train=RoleSplit(ranks="2"), infer=RoleSplit(ranks="1"))
     assert list(plan_split(split, 4)) == ["train", "infer"]
