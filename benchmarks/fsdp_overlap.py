@@ -2,11 +2,11 @@
 
     torchrun --standalone --nproc-per-node=2 -m benchmarks.fsdp_overlap [4B] [--save]
 
-The step is that of train_step.py, with its batch on each rank. Weights and optimizer are sharded
-over all ranks. `its own` is FSDP2's prefetch as the trainer uses it. With `a layer ahead`, each
-layer requests the weights of the next before it runs. Times are medians over steps in turns, on
-rank 0. The hidden share is the part of the time of NCCL's kernels during which another kernel runs,
-in one profiled step of rank 0.
+The step is that of train_step.py, with its batch on each rank. Each layer is a unit. Weights and
+optimizer are sharded over all ranks. `its own` is FSDP2's prefetch as the trainer uses it. With `a
+layer ahead`, each layer requests the weights of the next before it runs. Times are medians over
+steps in turns, on rank 0. The hidden share is the part of the time of NCCL's kernels during which
+another kernel runs, in one profiled step of rank 0.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -26,6 +27,7 @@ from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.train_step import PACKAGES, STEP_TOKENS, step_seconds
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.mesh.world import World
+from spmd_rl.train.config import fsdp2_settings
 from spmd_rl.train.fsdp2 import Fsdp2
 
 PREFETCH = {"its own": False, "a layer ahead": True}
@@ -78,7 +80,9 @@ def main() -> int:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     world = World.from_env()
-    one = learner(options.model, config(options.model), world)
+    cfg = config(options.model)
+    cfg = replace(cfg, backend=replace(fsdp2_settings(cfg), wrap="layer"))
+    one = learner(options.model, cfg, world)
     assert isinstance(one.backend, Fsdp2)
     backend = one.backend
     given = scored(one, batch(STEP_TOKENS, backend.scorer.model.spec.vocab_size))
