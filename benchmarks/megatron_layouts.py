@@ -3,7 +3,9 @@
     torchrun --standalone --nproc-per-node=4 -m benchmarks.megatron_layouts 0.6B 4B [--save]
         [--layers local transformer_engine] [--pack 16384]
 
-All take the same steps, one after the other: 64 sequences of 128 + 896 tokens, split over the ranks
+`FSDP2` gathers the model once a step, and `FSDP2 by layers` each layer in every micro-batch. Stages
+(pp) are without the distributed optimizer, which tied embeddings over several stages exclude. All
+take the same steps, one after the other: 64 sequences of 128 + 896 tokens, split over the ranks
 that have data of their own, in packs of up to `--pack` rows. At 4B, all recompute whole layers.
 Times are medians on rank 0 of the host's clock around a step, with the GPU drained before and
 after. Peak memory is that of the rank with the most. The log-probs of all are compared before the
@@ -66,7 +68,6 @@ def cases(name: str, options: argparse.Namespace, num_ranks: int) -> Iterator[tu
                 backend = MegatronConfig(
                     layers=layers,
                     sequence_parallel="tp" in axes,
-                    # both shapes have tied embeddings
                     distributed_optimizer="pp" not in axes,
                     model_options=RECOMPUTE if is_large else {},
                 )
