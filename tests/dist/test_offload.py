@@ -40,7 +40,7 @@ def test_master_weights_of_one_shard_sleep_on_each_replica(reports: dict[str, Re
 
 def test_master_weights_of_more_shards_may_not_sleep(reports: dict[str, Report]) -> None:
     assert reports["2 shards"]["refused"] == (
-        "trainer.backend.offload = 'master' needs one shard, and there are 2: with more, each "
-        "layer is gathered from the master weights just before it computes, so they must be awake; "
+        "trainer.backend.offload = 'master' needs one shard, and there are 2: with more, "
+        "weights are gathered from the master weights in each step, so they must be awake; "
         "set it to 'moments'"
     )
