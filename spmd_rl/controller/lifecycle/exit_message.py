@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from spmd_rl.controller.lifecycle.process_tree import is_ending
+
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 # set where `spmd-rl run` started the ranks, which reads what they leave
 LAUNCHER_ENV = "SPMD_RL_LAUNCHER"
@@ -32,7 +34,7 @@ def write(sentence: str) -> None:
     """
     sentence = "; ".join(line.strip() for line in sentence.splitlines() if line.strip())
     path = os.environ.get(ERROR_FILE_ENV)
-    launcher_lost = os.getppid() not in (_launcher_pids or [os.getppid()])
+    launcher_lost = any(os.getppid() != pid or is_ending(pid) for pid in _launcher_pids)
     if not (path and _write_record(Path(path), sentence)) or launcher_lost:
         print(sentence, file=sys.stderr)
 

@@ -61,16 +61,21 @@ def test_a_record_that_torch_wrote_is_a_sentence_too(tmp_path: Path) -> None:
     assert exit_message.read_last_start(tmp_path) == ["KeyError: 'x'"]
 
 
-@pytest.mark.parametrize("alive", [True, False])
+@pytest.mark.parametrize(("parent", "is_read"), [("alive", True), ("ending", False), ("", False)])
 def test_words_that_no_launcher_will_read_go_to_stderr_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], alive: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    parent: str,
+    is_read: bool,
 ) -> None:
     (tmp_path / "attempt_0").mkdir()
     monkeypatch.setenv(exit_message.ERROR_FILE_ENV, str(tmp_path / "attempt_0/error.json"))
-    monkeypatch.setattr(exit_message, "_launcher_pids", [os.getppid() if alive else -1])
+    monkeypatch.setattr(exit_message, "_launcher_pids", [os.getppid() if parent else -1])
+    monkeypatch.setattr(exit_message, "is_ending", lambda pid: parent == "ending")
     exit_message.write("the cause")
     assert exit_message.read_last_start(tmp_path) == ["the cause"]
-    assert capfd.readouterr().err == ("" if alive else "the cause\n")
+    assert capfd.readouterr().err == ("" if is_read else "the cause\n")
 
 
 def test_each_start_of_the_ranks_has_its_own(
