@@ -161,6 +161,8 @@ def main() -> int:
     options = parser.parse_args()
     work = WORK[options.shape]
     work = replace(work, steps=options.steps or work.steps, prompts=options.prompts or work.prompts)
+    if work.steps < 2:
+        parser.error("--steps must be 2 or more: the first one is not timed")
     rows: list[Row] = []
     first: list[list[Any]] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as name:

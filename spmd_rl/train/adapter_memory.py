@@ -27,6 +27,11 @@ class AdapterSizes:
     gathered: int
 
 
+def num_adapted(spec: ModelSpec, lora: LoraConfig) -> int:
+    """Return the number of parameters of all adapters."""
+    return sum(prod(shape) for shape in lora.shapes(spec).values())
+
+
 def adapter_sizes(
     spec: ModelSpec, cfg: TrainerConfig, num_shards: int, element_bytes: int, num_gathered: int
 ) -> AdapterSizes:
@@ -35,9 +40,8 @@ def adapter_sizes(
     `element_bytes` is the size of a number in the compute dtype, and `num_gathered` the number of
     base parameters that shards gather at once.
     """
-    shapes = cfg.lora.shapes(spec)
-    num_adapted = sum(prod(shape) for shape in shapes.values())
-    shard = -(-num_adapted // num_shards) * FP32_BYTES
+    shapes, adapted = cfg.lora.shapes(spec), num_adapted(spec, cfg.lora)
+    shard = -(-adapted // num_shards) * FP32_BYTES
     of_base = num_gathered if num_shards > 1 else 0
     is_copied = num_shards > 1 or element_bytes != FP32_BYTES
     return AdapterSizes(
@@ -45,7 +49,7 @@ def adapter_sizes(
         master=shard,
         moments=moment_bytes(shapes, update_rules(shapes, cfg, num_shards), num_shards),
         grads=shard,
-        gathered=(of_base + num_adapted) * element_bytes if is_copied else 0,
+        gathered=(of_base + adapted) * element_bytes if is_copied else 0,
     )
 
 

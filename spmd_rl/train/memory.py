@@ -19,7 +19,7 @@ from spmd_rl.train.activation_memory import (
     activations,
     forward_bytes,
 )
-from spmd_rl.train.adapter_memory import adapter_sizes, merge_bytes
+from spmd_rl.train.adapter_memory import adapter_sizes, merge_bytes, num_adapted
 from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
 from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.megatron.memory import megatron_memory
@@ -109,24 +109,24 @@ def _adapter_step_sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placemen
     """Return the sizes of a trainer whose adapters alone learn; its base is a tag of its own."""
     num_shards, element_bytes = placement.axes["fsdp"], ITEM_BYTES[dtype_on_gpu(cfg)]
     layer, rest = _unit_sizes(spec, "lm")
-    num_adapted = sum(prod(shape) for shape in cfg.lora.shapes(spec).values())
+    adapted = num_adapted(spec, cfg.lora)
     is_gathered = num_shards > 1  # the base too; FSDP leaves it alone where there is one shard
-    unit_bytes = num_adapted * FP32_BYTES + is_gathered * spec.num_parameters * element_bytes
+    unit_bytes = adapted * FP32_BYTES + is_gathered * spec.num_parameters * element_bytes
     is_one_unit = fsdp2_settings(cfg).gathers_whole(unit_bytes)
     num_gathered = spec.num_parameters if is_one_unit else min(spec.num_layers, 2) * layer + rest
     sizes = adapter_sizes(spec, cfg, num_shards, element_bytes, num_gathered)
-    of_layer = -(-num_adapted // spec.num_layers)
+    of_layer = -(-adapted // spec.num_layers)
     is_whole = is_one_unit or not is_gathered
     return StepSizes(
         master=sizes.master,
         moments=sizes.moments,
-        grads=num_adapted * FP32_BYTES if is_whole else sizes.grads,
+        grads=adapted * FP32_BYTES if is_whole else sizes.grads,
         reduced_grads=sizes.grads,
         gathered=sizes.gathered,
         activations=_activations(spec, cfg, "lm"),
         kept_copies=sizes.gathered if is_one_unit and is_gathered else 0,
         layer_copies=_copies(of_layer, num_shards),
-        unit_copies=_copies(num_adapted if is_one_unit else of_layer, num_shards),
+        unit_copies=_copies(adapted if is_one_unit else of_layer, num_shards),
     )
 
 

@@ -147,7 +147,7 @@ class ShardedModel:
         """Free the gathered weights at the end, whatever is raised before."""
         try:
             yield
-        except BaseException:
+        except BaseException:  # whatever is raised, a later pass begins without these weights
             self._end_failed_pass()
             raise
         self._free_gathered()

@@ -30,7 +30,7 @@ def write(sentence: str) -> None:
     """Leave `sentence` for torchrun's report, on a single line. The first message stands.
 
     It goes to stderr where the report has no place for it, or where the launcher that would read it
-    is gone.
+    has ended or is ending.
     """
     sentence = "; ".join(line.strip() for line in sentence.splitlines() if line.strip())
     path = os.environ.get(ERROR_FILE_ENV)
