@@ -1,0 +1,249 @@
+"""Run of tests/gpu on all GPUs of this host, file by file, which goes on where the last one ended.
+
+    python -m benchmarks.run_gpu_tests runs/gpu [tests/gpu/train ...] [--limit-s 540]
+
+`runs/gpu` gets a report and a log of each file of tests. A file that has a report there is passed
+over: after a limit in time the same command runs the rest. Use a new folder for new code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.gpu_tests import OUTCOMES, read_tests
+from benchmarks.table import RESULTS, read_results
+
+ROOT = Path(__file__).parents[1]
+TESTS = "tests/gpu"
+SEATS = 3  # files that share a GPU
+KERNEL_WORKERS = 4  # of a file in kernels/, because most of its time goes into compiling
+USUAL_S = 60.0  # of a file that no result knows
+END_S = 20.0  # for fixtures to end what they have started
+UNFINISHED = "no report"
+# one writes no cache beside another, and pytest-benchmark warns of workers
+OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
+
+
+class Needs(NamedTuple):
+    """GPUs that a file of tests wants, and whether it shares them with other files."""
+
+    num_gpus: int = 1
+    alone: bool = False
+
+
+# in the order in which they start; alone are those that measure a GPU's free memory, or how soon a
+# lost rank is seen
+NEEDS = {
+    "recipes/test_two_gpus.py": Needs(2, alone=True),
+    "rollout/test_graphs.py": Needs(alone=True),
+    "train/test_offload.py": Needs(alone=True),
+    "offload/test_cycles.py": Needs(alone=True),
+    "offload/test_fsdp.py": Needs(alone=True),
+    "train/test_lora.py": Needs(alone=True),
+    "train/test_sleep.py": Needs(alone=True),
+    "train/test_activation_memory.py": Needs(alone=True),
+    "weights/test_slab.py": Needs(alone=True),
+    "rollout/test_sleep.py": Needs(alone=True),
+    "rollout/test_sglang.py": Needs(alone=True),
+    "recipes/test_sglang.py": Needs(4, alone=True),
+    "train/test_megatron.py": Needs(4),
+    "train/test_optimizers.py": Needs(2),
+}
+
+
+class GpuFile(NamedTuple):
+    """A file of tests: its path below tests/gpu, what it needs, and how long it may take."""
+
+    name: str
+    needs: Needs
+    seconds: float
+
+    @property
+    def stem(self) -> str:
+        return self.name.removesuffix(".py").replace("/", ".")
+
+
+class Host:
+    """GPUs of this host, and which files run on them.
+
+    A file that wants more GPUs than there are gets all: its tests skip what they cannot do.
+    """
+
+    def __init__(self, gpus: list[str]) -> None:
+        self._running: dict[str, list[GpuFile]] = {gpu: [] for gpu in gpus}
+
+    def place(self, file: GpuFile) -> list[str]:
+        """Return the GPUs on which `file` starts now, and count it there; none if it must wait."""
+        free = [gpu for gpu, others in self._running.items() if self._fits(file, others)]
+        chosen = sorted(free, key=lambda gpu: len(self._running[gpu]))[: file.needs.num_gpus]
+        if len(chosen) < min(file.needs.num_gpus, len(self._running)):
+            return []
+        for gpu in chosen:
+            self._running[gpu].append(file)
+        return chosen
+
+    def leave(self, file: GpuFile) -> None:
+        for others in self._running.values():
+            if file in others:
+                others.remove(file)
+
+    @staticmethod
+    def _fits(file: GpuFile, others: list[GpuFile]) -> bool:
+        """Return whether `file` may join `others`; one that wants several GPUs takes no seat."""
+        if file.needs.alone or any(other.needs.alone for other in others):
+            return not others
+        seated = [other for other in others if other.needs.num_gpus == 1]
+        return file.needs.num_gpus > 1 or len(seated) < SEATS
+
+
+def files_of(tests: Iterable[str]) -> list[GpuFile]:
+    """Return the files at or below the paths `tests`, in the order in which they should start.
+
+    After those of `NEEDS` the longest come first.
+    """
+    root = ROOT / TESTS
+    wanted = [(ROOT / one).resolve() for one in tests]
+    times = last_times()
+    found = [
+        GpuFile(name, NEEDS.get(name, Needs()), times.get(name, USUAL_S))
+        for path in root.rglob("test_*.py")
+        for name in [path.relative_to(root).as_posix()]
+        if any(path.is_relative_to(one) for one in wanted)
+    ]
+    places = {name: place for place, name in enumerate(NEEDS)}
+    return sorted(
+        found, key=lambda file: (places.get(file.name, len(NEEDS)), -file.seconds, file.name)
+    )
+
+
+def last_times() -> dict[str, float]:
+    """Return the seconds of each file below tests/gpu, as the committed results have them."""
+    return {
+        row.what.removesuffix(": time").removeprefix(f"{TESTS}/"): row.value
+        for result in read_results(RESULTS)
+        if result.script == "gpu_tests.py"
+        for row in result.rows
+        if row.what.endswith(": time")
+    }
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that CUDA may use here, by CUDA_VISIBLE_DEVICES or else all."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [one for one in chosen.split(",") if one]
+    listed = subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines()
+    return [str(index) for index, line in enumerate(listed) if line.startswith("GPU ")]
+
+
+def run_file(file: GpuFile, gpus: list[str], out: Path, give_up_at: float) -> str:
+    """Run one file on `gpus`, and return the last line that pytest wrote, or `UNFINISHED`.
+
+    Blocks: until pytest ends, which is ended by a signal at `give_up_at` (of `time.monotonic`).
+    """
+    report, unfinished = out / f"{file.stem}.xml", out / f"{file.stem}.unfinished"
+    unfinished.unlink(missing_ok=True)
+    workers = ["-n", str(KERNEL_WORKERS)] if file.name.startswith("kernels/") else []
+    command = [sys.executable, "-m", "pytest", *OPTIONS, *workers, f"--junitxml={unfinished}"]
+    with (out / f"{file.stem}.log").open("w+") as log:
+        process = subprocess.Popen(
+            [*command, f"{TESTS}/{file.name}"],
+            cwd=ROOT,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+            stdout=log,
+            stderr=log,
+        )
+        in_time = ended(process, give_up_at)
+        log.seek(0)
+        lines = log.read().splitlines()
+    if not in_time or not unfinished.exists():
+        return UNFINISHED
+    unfinished.rename(report)
+    return lines[-1]
+
+
+def ended(process: subprocess.Popen[bytes], give_up_at: float) -> bool:
+    """Wait until a process ends, and return True; end it at `give_up_at`, and return False."""
+    try:
+        process.wait(max(0.0, give_up_at - time.monotonic()))
+        return True
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    return False
+
+
+def run(waiting: list[GpuFile], host: Host, out: Path, limit_s: float) -> dict[GpuFile, str]:
+    """Run the files, each as soon as there is room, and return how each that started ended."""
+    give_up_at = time.monotonic() + limit_s
+    running: dict[Future[str], GpuFile] = {}
+    ends: dict[GpuFile, str] = {}
+    waiting = list(waiting)
+    with ThreadPoolExecutor(max(1, len(waiting))) as pool:
+        while waiting or running:
+            for file in list(waiting) if time.monotonic() < give_up_at else []:
+                if gpus := host.place(file):
+                    waiting.remove(file)
+                    running[pool.submit(run_file, file, gpus, out, give_up_at)] = file
+            if not running:
+                break
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                file = running.pop(done)
+                host.leave(file)
+                ends[file] = done.result()
+                print(f"{file.name}: {ends[file]}", flush=True)
+    return ends
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="folder of reports and logs")
+    parser.add_argument("tests", nargs="*", default=[TESTS], help="files or folders of tests")
+    parser.add_argument("--limit-s", type=float, default=540.0, help="when tests are ended")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    out = options.out.resolve()
+    chosen = files_of(options.tests)
+    if not chosen:
+        parser.error(f"no file of tests is at {' '.join(options.tests)}: name some of {TESTS}")
+    waiting = [file for file in chosen if not reported(file, out)]
+    run(waiting, Host(visible_gpus()), out, options.limit_s)
+    return summary(chosen, out)
+
+
+def reported(file: GpuFile, out: Path) -> bool:
+    return (out / f"{file.stem}.xml").exists()
+
+
+def summary(chosen: list[GpuFile], out: Path) -> int:
+    """Print which tests failed and which files are left, and return the exit code."""
+    done = [file for file in chosen if reported(file, out)]
+    for file in done:
+        for line in (out / f"{file.stem}.log").read_text(errors="replace").splitlines():
+            if line.startswith(("FAILED ", "ERROR ")):
+                print(line)
+    tests = read_tests(*(out / f"{file.stem}.xml" for file in done))
+    counts = (f"{sum(test.outcome == one for test in tests)} {one}" for one in OUTCOMES)
+    print(f"{', '.join(counts)} in {len(done)} of {len(chosen)} files", end="; ")
+    left = [file.name for file in chosen if file not in done]
+    print(f"run this again for {', '.join(left)}" if left else f"the reports are {out}/*.xml")
+    return int(bool(left) or any(test.outcome == "failed" for test in tests))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
