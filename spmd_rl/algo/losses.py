@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 from spmd_rl.algo.by_source import by_source
+from spmd_rl.algo.surrogates import ratio_of
 from spmd_rl.errors import ContractError
 
 # names of sums and metrics of the trainer, which a loss's measurements cannot have
@@ -106,7 +107,7 @@ def grpo_loss(
             "behaviour='rollout' already corrects for the engine; tis_cap would correct twice"
         )
     reference = out.rollout_logprobs if behaviour == "rollout" else out.old_logprobs
-    ratio = (out.logprobs - reference).exp()
+    ratio = ratio_of(out.logprobs - reference)
     unclipped = -ratio * out.advantages
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * out.advantages
     loss = unclipped.maximum(clipped)

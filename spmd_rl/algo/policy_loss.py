@@ -10,7 +10,7 @@ from spmd_rl.algo.config import Behaviour, CorrectionMode, Estimator, Level
 from spmd_rl.algo.kl import kl_loss
 from spmd_rl.algo.losses import LossInput
 from spmd_rl.algo.opsm import opsm_masked
-from spmd_rl.algo.surrogates import cispo_surrogate, gspo_ratio, ppo_surrogate
+from spmd_rl.algo.surrogates import cispo_surrogate, gspo_ratio, ppo_surrogate, ratio_of
 from spmd_rl.errors import ContractError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def policy_loss(
     rejection = _Rejection(reject, reject_high, reject_low, veto)
     before = _behaviour_logprobs(out, behaviour, weighting.is_on or rejection.is_on)
     log_ratio = out.logprobs - before
-    ratio = log_ratio.exp()
+    ratio = ratio_of(log_ratio)
     clips = _Clips(clip_low, clip_high, dual_clip)
     loss, clipped = _surrogate_loss(out, before, ratio, surrogate, clips)
     measured = {"train/clip_frac": clipped.float(), "train/ppo_kl": -log_ratio.detach()}

@@ -7,12 +7,23 @@ Shape: every tensor is [M].
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from spmd_rl.algo.sequence_sums import over_sequences
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """Return exp(log_ratio). Where it overflows, it is infinite and without a gradient.
+
+    So a token whose clipped loss is finite has a finite gradient: 0 times infinity is no number.
+    """
+    ratio = log_ratio.exp()
+    overflows = ratio.isinf()
+    return log_ratio.masked_fill(overflows, 0.0).exp().masked_fill(overflows, inf)
 
 
 def ppo_surrogate(
@@ -50,7 +61,7 @@ def gspo_ratio(
     """
     log_ratio = (logprobs - behaviour_logprobs).detach()
     mean = over_sequences(log_ratio, sequence, num_sequences, "mean")
-    return (logprobs - logprobs.detach() + mean).exp()
+    return ratio_of(logprobs - logprobs.detach() + mean)
 
 
 def cispo_surrogate(

@@ -47,6 +47,10 @@ def test_accepted_samples(settings: dict[str, Any], texts: str) -> None:
     assert "".join(sample.text for sample in accepted_samples(SAMPLES, **settings)) == texts
 
 
+def test_of_equal_texts_the_first_is_accepted() -> None:
+    assert [sample.index for sample in accepted_samples(SAMPLES)] == [0, 4, 5]
+
+
 def test_another_rule_is_refused() -> None:
     with pytest.raises(ConfigError, match="best or correct"):
         accepted_samples(SAMPLES, keep="worst")  # type: ignore[arg-type]
