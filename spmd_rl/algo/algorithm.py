@@ -29,7 +29,7 @@ class Algorithm:
     needs: of "entropy" (with its gradient), "reference_logprobs", "old_logprobs" and "values".
         All but the first are columns of the batch that `credit` or the loss reads.
     keeps: whether a group is learned from; all are if it would keep none.
-    mask_truncated: whether samples that were cut have weight 0.
+    mask_truncated: whether samples that were cut have weight 0. They stay in the baseline.
     max_response_tokens: what the aggregation "const" divides by.
     """
 
@@ -71,7 +71,8 @@ class Algorithm:
 def without_truncated(batch: Batch, groups: list[Group]) -> Batch:
     """Return the batch of these groups in which samples cut at the length limit have weight 0.
 
-    The denominator stays, so that the other samples weigh what they did.
+    The denominator stays, so that the other samples weigh what they did. Their advantages are still
+    taken against the rewards of all samples.
     """
     statuses = Group.to_columns(groups).samples.status
     ended = np.array([status != "truncated" for status in statuses])

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.companion_files import MODEL_FILES, copy_files
 from spmd_rl.model.lora import B
 from spmd_rl.model.spec import (
     EMBEDDING,
@@ -30,17 +30,6 @@ from spmd_rl.observe import atomic_write
 
 SHARD_BYTES = 4 << 30
 CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # as transformers spells them
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
-_COPIED_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -157,9 +146,7 @@ def save_folder(
 
 def _copy_config_and_tokenizer(like: Path, folder: Path, dtype: torch.dtype, head: Head) -> None:
     """Copy the files that are no weights. The copied config names `dtype` and a value head."""
-    for name in _COPIED_FILES:
-        if (like / name).is_file():
-            shutil.copyfile(like / name, folder / name)
+    copy_files(like, folder, MODEL_FILES)
     config = json.loads((folder / "config.json").read_text())
     config["torch_dtype"] = config["dtype"] = str(dtype).removeprefix("torch.")
     if head == "value":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spmd_rl.model.hf import TOKENIZER_FILES, read_stored
+from spmd_rl.model.companion_files import TOKENIZER_FILES, copy_files
+from spmd_rl.model.hf import read_stored
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.spec import ADAPTER, ModelSpec
 from spmd_rl.model.stored_adapters import ADAPTER_WEIGHTS, PREFIX, stored_adapters
@@ -32,14 +33,12 @@ def save_adapters(
 ) -> None:
     """Write a folder that `peft` loads onto the model in the folder `base`.
 
-    The tokenizer files are copied from there. The folder is written beside its final name, then
-    renamed over an earlier one.
+    Its config names that folder by its absolute path. The tokenizer files are copied from there.
+    The folder is written beside its final name, then renamed over an earlier one.
     """
     target = Path(folder)
     part = atomic_write.begin_folder(target)
-    for name in TOKENIZER_FILES:
-        if (Path(base) / name).is_file():
-            shutil.copyfile(Path(base) / name, part / name)
+    copy_files(base, part, TOKENIZER_FILES)
     (part / ADAPTER).write_text(json.dumps(_config(base, lora), indent=2) + "\n")
     named = {
         PREFIX + name: tensor.detach().to("cpu", dtype, copy=True).contiguous()
@@ -54,7 +53,7 @@ def _config(base: str | Path, lora: LoraConfig) -> dict[str, object]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
+        "base_model_name_or_path": os.path.abspath(base),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": list(lora.projections),

@@ -113,6 +113,28 @@ def test_truncated_answers_weigh_nothing_and_the_others_what_they_did() -> None:
     np.testing.assert_array_equal(second.weight, np.where(truncated, 0, first.weight))
 
 
+def test_cut_answers_stay_in_the_baseline_and_failed_ones_do_not() -> None:
+    """docs/algorithms.md, "What is left out", has these numbers."""
+    made = algorithm("dr_grpo", mask_truncated=True)
+    answers = [answer for answer in draw_case(3) if answer.prompt == 0][:4]
+    assert len(answers) == 4
+    for answer, reward in zip(answers, [1.0, 1.0, 0.0, 0.0], strict=True):
+        answer.reward, answer.status = reward, "completed"
+    answers[1].status = "truncated"
+    (group,) = groups_of(answers)
+    batch = made.pack([group])
+    learned = batch.weight > 0
+    assert set(batch.advantages[learned].tolist()) == {0.5, -0.5}
+    np.testing.assert_array_equal(learned.sum(), batch.mask.sum() - answers[1].num_tokens)
+    failed = replace(
+        group,
+        samples=[*group.samples[:1], *group.samples[2:]],
+        failed=[group.samples[1].replace(status="failed")],
+    )
+    found = made.advantage([failed])[0]
+    np.testing.assert_allclose(found, [2 / 3, -1 / 3, -1 / 3], rtol=1e-12)
+
+
 def test_groups_without_a_choice_are_all_kept_if_none_is_left() -> None:
     answers = draw_case(3)
     for answer in answers:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.kernels import PackedAttention
-from spmd_rl.model.hf import random_weights
+from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.lora import LoraConfig, is_adapter
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
@@ -155,6 +155,23 @@ def test_an_exported_folder_is_pefts(new_trainer, tmp_path: Path) -> None:
         [(tmp_path / name / file).read_bytes() for file in files] for name in ("live", "from_saved")
     )
     assert one == other
+
+
+def test_an_exported_folder_loads_from_anywhere(
+    new_trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = new_trainer(lora=LORA)
+    trainer.save(str(tmp_path / "saved"))
+    trainer.wait_until_saved()
+    spec = ModelSpec.from_folder(trainer.model)
+    save_folder(tmp_path / "m/base", trainer.model, random_weights(spec, 0))
+    monkeypatch.chdir(tmp_path)
+    export_saved("saved", "m/base", "adapter")
+    monkeypatch.chdir("/")
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "m/base")
+    peft = pytest.importorskip("peft")
+    peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("targets", [("all-linear",), ("v_proj", "q_proj", "down_proj")])
