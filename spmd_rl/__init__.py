@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from spmd_rl.controller.pending import Pending as Pending
     from spmd_rl.controller.prefetch import CallQueue as CallQueue
     from spmd_rl.controller.routing import Route as Route
+    from spmd_rl.data.answer_end import AnswerEnd as AnswerEnd
     from spmd_rl.data.documents import DocumentConfig as DocumentConfig
     from spmd_rl.data.documents import Documents as Documents
     from spmd_rl.data.pairs import PairConfig as PairConfig
@@ -175,6 +176,7 @@ _HOMES = {
     "algo.pair_packing": ("pack_pairs",),
     "algo.rejection": ("accepted_samples",),
     "algo.sample_rewards": ("pack_samples", "with_rewards"),
+    "data.answer_end": ("AnswerEnd",),
     "data.documents": ("DocumentConfig", "Documents"),
     "data.pairs": ("PairConfig", "PreferencePair", "PreferencePairs"),
     "data.sft_file": ("SftFile",),

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.data.answer_end import assistant
+from spmd_rl.data.chat import chat_of, render
 from spmd_rl.data.files import DataRecord
 from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.prompt_format import (
@@ -15,7 +20,7 @@ from spmd_rl.data.prompt_format import (
     is_too_long,
     report_numeric_answers,
 )
-from spmd_rl.data.sft import encode_answers, join, learned_eos
+from spmd_rl.data.sft import encode_answers, fitting, join, learned_eos
 from spmd_rl.data.stream import RecordStream
 from spmd_rl.errors import DataError
 from spmd_rl.types.sft_pair import SftPair
@@ -42,14 +47,22 @@ class PreferencePair(NamedTuple):
 class PreferencePairs(RecordStream[PreferencePair]):
     """An endless stream of preference pairs, from the same files and in the order of `Prompts`.
 
-    `cfg.max_prompt_tokens` bounds the prompt alone.
+    `cfg.max_prompt_tokens` bounds the prompt alone. `for_reward_model`: where there is a chat
+    template, a sequence is the whole text that it makes of prompt and answer, and its last token is
+    learned. Else it is the prompt, and after it what an engine would draw.
     Raises: as `RecordStream`.
     """
 
     def __init__(
-        self, data: str | Mapping[str, float], cfg: PairConfig, tokenizer: Tokenizer
+        self,
+        data: str | Mapping[str, float],
+        cfg: PairConfig,
+        tokenizer: Tokenizer,
+        *,
+        for_reward_model: bool = False,
     ) -> None:
-        super().__init__(data, PairPreparer(cfg, tokenizer), seed=cfg.seed, shuffle=cfg.shuffle)
+        preparer = pair_preparer(cfg, tokenizer, for_reward_model=for_reward_model)
+        super().__init__(data, preparer, seed=cfg.seed, shuffle=cfg.shuffle)
 
     def next(self, num_pairs: int) -> list[PreferencePair]:
         """Return the next pairs, across the end of an epoch if need be."""
@@ -73,17 +86,30 @@ class PairPreparer(Preparer[PreferencePair]):
         """Return the pair of each record; None where the prompt is too long. Raises: DataError."""
         cfg, tokenizer = self._cfg, self._tokenizer
         prompts = [tokens for _, tokens in encode_prompts(records, cfg, tokenizer)]
+        fit = [not is_too_long(cfg, len(prompt)) for prompt in prompts]
         chosen, rejected = (
-            encode_answers(
-                [answer_text(one, key, cfg.prompt_key) for one in records], tokenizer, self._eos
-            )
+            self._sequences(records, prompts, fit, key, source)
             for key in (cfg.chosen_key, cfg.rejected_key)
         )
         return [
-            None
-            if is_too_long(cfg, len(prompt))
-            else PreferencePair(*(join(record, prompt, one, tokenizer, source) for one in answers))
-            for record, prompt, *answers in zip(records, prompts, chosen, rejected, strict=True)
+            PreferencePair(better, worse) if better and worse else None
+            for better, worse in zip(chosen, rejected, strict=True)
+        ]
+
+    def _sequences(
+        self,
+        records: Sequence[DataRecord],
+        prompts: Sequence[NDArray[np.int32]],
+        fit: Sequence[bool],
+        key: str,
+        source: str,
+    ) -> list[SftPair | None]:
+        """Return each prompt with the answer under `key`; None for a prompt that does not fit."""
+        texts = [answer_text(record, key, self._cfg.prompt_key) for record in records]
+        answers = encode_answers(texts, self._tokenizer, self._eos)
+        return [
+            join(record, prompt, answer, self._tokenizer, source) if fits else None
+            for record, prompt, answer, fits in zip(records, prompts, answers, fit, strict=True)
         ]
 
     def encoded(self, prepared: PreferencePair) -> bytes:
@@ -96,6 +122,43 @@ class PairPreparer(Preparer[PreferencePair]):
         """Print how many answers are numbers."""
         for key in self._cfg.answer_keys:
             report_numeric_answers(path, key, records)
+
+
+class RewardPairPreparer(PairPreparer):
+    """Makes pairs whose sequences are as the chat template renders them, to their very end."""
+
+    def _sequences(
+        self,
+        records: Sequence[DataRecord],
+        prompts: Sequence[NDArray[np.int32]],
+        fit: Sequence[bool],
+        key: str,
+        source: str,
+    ) -> list[SftPair | None]:
+        texts = [self._text(record, key) for record in records]
+        encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [
+            self._sequence(record, tokens, source) if fits else None
+            for record, tokens, fits in zip(records, encoded, fit, strict=True)
+        ]
+
+    def _text(self, record: DataRecord, key: str) -> str:
+        chat = chat_of(record, self._cfg)
+        assert chat is not None, "this preparer is for prompts with a chat template"
+        answer = assistant(answer_text(record, key, self._cfg.prompt_key))
+        answered = replace(chat, messages=[*chat.messages, answer])
+        return render(answered, self._tokenizer, generation_prompt=False)
+
+    def _sequence(self, record: DataRecord, tokens: list[int], source: str) -> SftPair:
+        is_last = np.arange(len(tokens)) == len(tokens) - 1
+        sequence = SftPair(np.array(tokens, np.int32), is_last, source)
+        return fitting(record, sequence, self._tokenizer)
+
+
+def pair_preparer(cfg: PairConfig, tokenizer: Tokenizer, *, for_reward_model: bool) -> PairPreparer:
+    """Return what makes the pairs of `PreferencePairs`. Raises: as `PairPreparer`."""
+    kind = RewardPairPreparer if for_reward_model and cfg.chat_template else PairPreparer
+    return kind(cfg, tokenizer)
 
 
 def answer_text(record: DataRecord, key: str, prompt_key: str) -> str:

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -152,7 +153,15 @@ def _copy_config_and_tokenizer(like: Path, folder: Path, dtype: torch.dtype, hea
     if head == "value":
         config["architectures"] = [CLASSES[config["model_type"]] + VALUE_ARCHITECTURE]
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # one number
+        if config.get("pad_token_id") in _eos_ids(config):
+            # transformers would read the score before the end-of-text token of a sequence
+            config["pad_token_id"] = None
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _eos_ids(config: Mapping[str, Any]) -> list[Any]:
+    eos = config.get("eos_token_id")
+    return [one for one in (eos if isinstance(eos, list) else [eos]) if one is not None]
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:

@@ -81,16 +81,19 @@ def pair_evaluation(
     tokenizer: Any,
     rewards_of: Callable[[Batch], NDArray[np.floating]],
     num_steps: int,
+    *,
+    for_reward_model: bool = False,
 ) -> HeldOutEvaluation:
     """Return the evaluation of how the pairs of `cfg.eval` are ranked.
 
     `cfg` is a recipe's config with `eval`, `prompts` and `start_step`. `num_steps` are those of the
     whole run. `rewards_of` asks `roles` for the reward of each answer of a batch of `pack_pairs`.
+    `for_reward_model` is that of `PreferencePairs`.
     Raises: DataError or ConfigError for a set that cannot be read.
     """
     batches = {}
     for name, (data, prompts) in held_out_sets(cfg.eval, cfg.prompts).items():
-        pairs = PreferencePairs(data, prompts, tokenizer)
+        pairs = PreferencePairs(data, prompts, tokenizer, for_reward_model=for_reward_model)
         batches[name] = batches_of(pairs.all(), pack_pairs)
     return HeldOutEvaluation(
         ctl,

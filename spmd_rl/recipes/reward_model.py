@@ -53,14 +53,16 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.ValueTrainer, cfg.trainer, on=roles.train, model=cfg.model)
     tokenizer = rl.load_tokenizer(cfg.model)
-    pairs = rl.PreferencePairs(cfg.data, cfg.prompts, tokenizer)
+    pairs = rl.PreferencePairs(cfg.data, cfg.prompts, tokenizer, for_reward_model=True)
     loss = partial(rl.bradley_terry_loss, margin=cfg.margin, center_coef=cfg.center_coef)
 
     def rewards_of(batch: rl.Batch) -> NDArray[np.floating]:
         return trainer.rewards.call(batch).values
 
     num_steps = rl.num_steps(cfg, pairs, cfg.pairs_per_step)
-    evaluation = rl.pair_evaluation(ctl, cfg, [trainer], tokenizer, rewards_of, num_steps)
+    evaluation = rl.pair_evaluation(
+        ctl, cfg, [trainer], tokenizer, rewards_of, num_steps, for_reward_model=True
+    )
     start = ctl.resume(trainer=trainer, pairs=pairs)
     start = rl.first_step(cfg, start, [trainer], pairs, cfg.pairs_per_step)
 

@@ -75,7 +75,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     prompts = rl.load_prompts(cfg)
     num_steps = rl.num_steps(cfg, prompts)
     rl.announce_correction(cfg.engine, cfg.correction_in_words, cfg.trainer)
-    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, partial(graded, judge))
+    grade = partial(graded, judge, answer_end(cfg))
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, grade)
     start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
     start = rl.first_step(cfg, start, update.trainers, prompts)
 
@@ -86,14 +87,26 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         with ctl.phase("rollout"):
             groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train"):
-            groups = graded(judge, groups)
+            groups = grade(groups)
             stats = update.step(groups, step.index)
         step.log(groups, stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
     evaluation.at_end(trainer, weights)
 
 
-def graded(judge: rl.FrozenModel, groups: list[rl.Group]) -> list[rl.Group]:
-    """Return the groups with the rewards that the reward model gives their samples."""
-    scores = judge.rewards.call(rl.pack_samples(groups))
+def answer_end(cfg: Config) -> rl.AnswerEnd | None:
+    """Return how the reward model's chat template ends an answer; None without templates."""
+    if not cfg.prompts.chat_template:
+        return None
+    return rl.AnswerEnd.of(rl.load_tokenizer(cfg.reward_model), rl.load_tokenizer(cfg.model))
+
+
+def graded(
+    judge: rl.FrozenModel, end: rl.AnswerEnd | None, groups: list[rl.Group]
+) -> list[rl.Group]:
+    """Return the groups with the rewards that the reward model gives their samples.
+
+    It is read where its chat template ends an answer.
+    """
+    scores = judge.rewards.call(rl.pack_samples(end.after(groups) if end else groups))
     return rl.with_rewards(groups, scores.values)

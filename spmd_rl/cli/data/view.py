@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_rl.config.load import load
-from spmd_rl.data.pairs import PairConfig, PairPreparer
+from spmd_rl.data.pairs import PairConfig, pair_preparer
 from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.prompt_format import PromptFormat, Tokenizer
 from spmd_rl.data.prompt_records import PromptConfig, PromptPreparer
@@ -37,7 +37,8 @@ class View:
     def preparer(self, tokenizer: Tokenizer) -> Preparer[Any]:
         """Return what the recipe makes its records with. Raises: ConfigError."""
         if isinstance(self.cfg, PairConfig):
-            return PairPreparer(self.cfg, tokenizer)
+            of_rewards = self.recipe == "reward_model"
+            return pair_preparer(self.cfg, tokenizer, for_reward_model=of_rewards)
         assert isinstance(self.cfg, PromptConfig)
         if self.learn:
             return sft_preparer(self.cfg, tokenizer, self.learn)

@@ -12,12 +12,16 @@ import pytest
 import torch
 import transformers
 
+from spmd_rl.algo.dpo import bradley_terry_loss
 from spmd_rl.algo.losses import LossInput, ValueInput
+from spmd_rl.algo.pair_packing import pack_pairs
+from spmd_rl.data.pairs import PairConfig, PreferencePairs
 from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import model_weights, random_weights, save_folder
 from spmd_rl.model.spec import VALUE_HEAD, ModelSpec, head_of
+from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.model.value_head import ValueModel
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.export import export_saved
@@ -27,6 +31,7 @@ from spmd_rl.train.value_trainer import ValueTrainer
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.sequence_ends import sequence_ends
 from tests.dist.train_case import local_weights, make_batch
+from tests.unit.data.chat_templates import CHATML, tokenizer_of
 
 NewCritic = Callable[..., ValueTrainer]
 
@@ -170,6 +175,53 @@ def test_an_exported_folder_loads_again_and_in_transformers(
         ]
     np.testing.assert_allclose(expected.values, theirs, rtol=1e-4, atol=1e-5)
     assert np.ptp(theirs) > 0.01
+
+
+@pytest.mark.parametrize("templated", [True, False])
+def test_transformers_scores_the_same_text(
+    new_critic, model_folder: Path, tmp_path: Path, templated: bool
+) -> None:
+    """As docs/algorithms.md shows, also where the end-of-text token is the padding."""
+    tokenizer, folder = tokenizer_of(CHATML), tmp_path / "model"
+    config = json.loads((model_folder / "config.json").read_text())
+    config |= {"vocab_size": 400, "eos_token_id": tokenizer.eos_token_id}
+    config["pad_token_id"] = tokenizer.eos_token_id
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer.save_pretrained(str(folder))
+    rows = [{"prompt": f"the {n}", "chosen": "cat " * n, "rejected": "hat"} for n in range(1, 5)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = PairConfig(chat_template=templated, shuffle=False)
+    pairs = PreferencePairs(
+        str(tmp_path / "pairs.jsonl"), cfg, load_tokenizer(folder), for_reward_model=True
+    ).next(4)
+    critic, batch = new_critic(model=folder), pack_pairs(pairs)
+    for _ in range(3):
+        critic.train_step(sequence_ends(batch), bradley_terry_loss)
+    critic.export_hf(str(tmp_path / "hf"))
+
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+
+    def score(prompt: str, answer: str, end: str = "") -> float:
+        ids = theirs(prompt + answer + theirs.eos_token, return_tensors="pt")["input_ids"]
+        if templated:
+            messages = [
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": answer},
+            ]
+            text = theirs.apply_chat_template(messages, tokenize=False)
+            ids = theirs(text.removesuffix(end), add_special_tokens=False, return_tensors="pt")
+            ids = ids["input_ids"]
+        with torch.no_grad():
+            return float(model(ids).logits)
+
+    expected = critic.rewards(batch).values
+    found = [score(row["prompt"], row[key]) for row in rows for key in ("chosen", "rejected")]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    if templated:  # the control: before the line break another score is read
+        other = score(rows[0]["prompt"], rows[0]["chosen"], end="\n")
+        assert abs(other - expected[0]) > 1e-3
 
 
 def test_a_language_model_refuses_the_folder_of_a_value_model(
