@@ -122,6 +122,7 @@ if TYPE_CHECKING:
     from spmd_rl.recipes.held_out import pair_evaluation as pair_evaluation
     from spmd_rl.recipes.held_out import token_evaluation as token_evaluation
     from spmd_rl.recipes.load_prompts import load_prompts as load_prompts
+    from spmd_rl.recipes.num_steps import check_schedule as check_schedule
     from spmd_rl.recipes.num_steps import check_steps as check_steps
     from spmd_rl.recipes.num_steps import first_step as first_step
     from spmd_rl.recipes.num_steps import num_steps as num_steps
@@ -191,7 +192,7 @@ _HOMES = {
     "recipes.load_prompts": ("load_prompts",),
     "recipes.rollout_settings": ("rollout_settings",),
     "recipes.held_out": ("held_out_answers", "pair_evaluation", "token_evaluation"),
-    "recipes.num_steps": ("check_steps", "first_step", "num_steps"),
+    "recipes.num_steps": ("check_schedule", "check_steps", "first_step", "num_steps"),
     "recipes.policy_update": ("PolicyUpdate", "algorithm_of", "extra_roles_of"),
     "algo.self_check": ("check_reference",),
     "algo.losses": ("LossInput", "Needs", "ValueInput", "grpo_loss", "sft_loss"),

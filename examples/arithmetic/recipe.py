@@ -29,6 +29,8 @@ class Config(grpo.Config):
         super().__post_init__()
         rl.refuse_sampler(self.sampler, self.hooks)
         rl.at_least(self, {"warmup_steps": 0, "warmup_pairs": 1, "warmup_lr": 0})
+        if not self.epochs:
+            rl.check_schedule(self, self.steps + self.warmup_steps)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

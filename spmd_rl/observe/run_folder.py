@@ -71,8 +71,6 @@ CHANGEABLE_SETTINGS = {
     "run.sinks",
     "run.trace",
 }
-
-
 class RunFolder:
     """Paths of one run's files, and the writing of those that are written whole."""
 
@@ -94,7 +92,7 @@ class RunFolder:
 
         Only this user can read a new folder. No other process can open it while this object lives.
         `config` is the TOML of the run, and `plan` is what it resolved to. A run is the same if its
-        settings are, except for `CHANGEABLE_SETTINGS`; `resume` accepts any change.
+        settings are, except for `CHANGEABLE_SETTINGS` and more steps; `resume` accepts any change.
         Raises: ConfigError when the folder cannot be made, holds something else, or belongs to a
         live run. The folder is left as it was then.
         """
@@ -217,10 +215,19 @@ def refuse_links(run: Path) -> None:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield a clause for each setting that changed and is not in `CHANGEABLE_SETTINGS`."""
+    """Yield a clause for each setting that changed and that a run may not change."""
     for key in [*old, *(k for k in new if k not in old)]:
         old_value, new_value = old.get(key), new.get(key)
         if isinstance(old_value, dict) and isinstance(new_value, dict):
             yield from _changes(old_value, new_value, f"{prefix}{key}.")
-        elif old_value != new_value and prefix + key not in CHANGEABLE_SETTINGS:
+        elif old_value != new_value and not _may_change(prefix + key, old_value, new_value):
             yield f"{prefix}{key} was {old_value!r}, is {new_value!r}"
+
+
+def _may_change(key: str, old: Any, new: Any) -> bool:
+    """Whether a run may go on with this change of a setting."""
+    if key in CHANGEABLE_SETTINGS:
+        return True
+    is_longer = isinstance(old, int | float) and isinstance(new, int | float) and new > old
+    # with 0 epochs the steps count, which may be more than those of any epochs
+    return is_longer and (key == "steps" or (key == "epochs" and old > 0))

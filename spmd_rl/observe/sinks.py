@@ -63,7 +63,9 @@ class WeightsAndBiases:
     """One W&B run a run folder, also across restarts: `wandb/run_id` keeps its id.
 
     The step is logged as a metric, because W&B's own counter cannot go back when a restart resumes
-    from an earlier step.
+    from an earlier step. Offline no server knows that counter: it would begin again, and rows of
+    one id would replace each other. So each start has a W&B run of its own there, and the id of the
+    first as its group.
     """
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
@@ -73,11 +75,14 @@ class WeightsAndBiases:
         if not id_file.exists():
             write_atomically(id_file, uuid.uuid4().hex)
         run_id = id_file.read_text(encoding="utf-8").strip()
+        offline = wandb.setup().settings.mode in ("offline", "dryrun")
+        starts_before = len([*(run / "wandb").glob("*run-*")])
         # W&B must not write to the terminal, where the run shows its own progress
         settings = wandb.Settings(console="off", silent=True)
         self._run = wandb.init(
-            id=run_id,
+            id=f"{run_id}-{starts_before + 1}" if offline and starts_before else run_id,
             name=run.name,
+            group=run_id if offline else None,
             dir=str(run),
             config=dict(config),
             resume="allow",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import fields
 from typing import Any, Protocol
 
 from spmd_rl.config.rules import at_least, require
+from spmd_rl.errors import ConfigError
+from spmd_rl.train.config import TrainerConfig, learning_rate
 from spmd_rl.train.training_role import TrainingRole
 
 
@@ -18,8 +20,8 @@ class Skippable(Protocol):
 
 
 def check_steps(cfg: Any) -> None:
-    """Raise a ConfigError for epochs that cannot be, or that stand beside steps, and for a start
-    step behind the last.
+    """Raise a ConfigError for epochs that cannot be, or that stand beside steps, for a start step
+    behind the last, and for steps whose learning rate would be 0.
 
     `cfg` is a recipe's config with `epochs`, `steps` and `start_step`.
     """
@@ -31,19 +33,71 @@ def check_steps(cfg: Any) -> None:
     at_least(cfg, {"start_step": 0})
     fits = cfg.epochs > 0 or cfg.start_step < max(cfg.steps, 1)
     require(fits, "start_step", cfg.start_step, f"less than steps = {cfg.steps}")
+    if not cfg.epochs:
+        check_schedule(cfg, cfg.steps)
+
+
+def check_schedule(cfg: Any, num_steps: int) -> None:
+    """Raise a ConfigError where the schedule of a trainer's rate ends before its last train step.
+
+    `cfg` is a recipe's config. Of its trainer and its critic, those that it has take `num_steps`
+    train steps, or fewer.
+    """
+    for key, trainer, needed in _optimizer_steps(cfg, num_steps):
+        if trainer.schedule != "constant" and needed > trainer.total_steps:
+            raise ConfigError(
+                f"{key}.total_steps = {trainer.total_steps}: a run of {num_steps} steps with "
+                f"{key}.minibatches = {trainer.minibatches} takes {needed} optimizer steps, and "
+                f"the learning rate of the last {needed - trainer.total_steps} would be 0: set it "
+                f"to {needed}"
+            )
+
+
+def _optimizer_steps(cfg: Any, num_steps: int) -> Iterator[tuple[str, TrainerConfig, int]]:
+    """Yield key and settings of each trainer that learns, and its optimizer steps in the run."""
+    is_ppo = getattr(cfg, "algorithm", "") == "ppo"
+    for key in ("trainer", "critic") if is_ppo else ("trainer",):
+        trainer = getattr(cfg, key, None)
+        if isinstance(trainer, TrainerConfig):
+            alone = cfg.critic_warmup_steps - cfg.start_step if is_ppo and key == "trainer" else 0
+            yield key, trainer, max(0, num_steps - max(0, alone)) * trainer.minibatches
+
+
+def rate_warnings(cfg: Any, num_steps: int) -> list[str]:
+    """Return a sentence for each trainer whose rate is 0, or is still rising at the run's end.
+
+    `cfg` and `num_steps` are as in `check_schedule`.
+    """
+    sentences = []
+    for key, trainer, needed in _optimizer_steps(cfg, num_steps):
+        if not trainer.lr:
+            sentences.append(f"{key}.lr = 0: nothing is learned")
+        elif 0 < needed < trainer.warmup_steps:
+            sentences.append(
+                f"{key}.warmup_steps = {trainer.warmup_steps} is more than the {needed} optimizer "
+                f"steps of this run: its learning rate ends at "
+                f"{learning_rate(trainer, needed - 1):g}, not at {key}.lr = {trainer.lr:g}"
+            )
+    return sentences
 
 
 def num_steps(cfg: Any, data: Sized | int, per_step: int | None = None) -> int:
-    """Return how many steps a run takes. `data` is one pass over the data, or its size.
+    """Return how many steps a run takes, and print what its learning rate leaves undone.
 
-    A step takes `per_step` of the data, or else `cfg.prompts_per_step`. A last step that epochs
-    fill in part is whole.
+    `data` is one pass over the data, or its size. A step takes `per_step` of the data, or else
+    `cfg.prompts_per_step`. A last step that epochs fill in part is whole.
+    Raises: ConfigError, as `check_schedule` does.
     """
-    if not cfg.epochs:
-        return int(cfg.steps)
-    size = data if isinstance(data, int) else len(data)
-    # a share such as 0.1 is no binary fraction: a step more than it says must not come of that
-    return max(1, math.ceil(round(cfg.epochs * size / (per_step or cfg.prompts_per_step), 9)))
+    steps = int(cfg.steps)
+    if cfg.epochs:
+        size = data if isinstance(data, int) else len(data)
+        # a share such as 0.1 is no binary fraction: a step more than it says must not come of that
+        wanted = round(cfg.epochs * size / (per_step or cfg.prompts_per_step), 9)
+        steps = max(1, math.ceil(wanted))
+        check_schedule(cfg, steps)
+    for sentence in rate_warnings(cfg, steps):
+        print(sentence, flush=True)
+    return steps
 
 
 def first_step(

@@ -99,7 +99,8 @@ class TrainerConfig:
     # how the learning rate falls to zero at total_steps
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0  # optimizer steps in which the rate rises linearly to lr
-    total_steps: int = 0  # optimizer steps of the whole schedule; needed by linear and cosine
+    # optimizer steps after which linear and cosine are at zero: steps times minibatches of the run
+    total_steps: int = 0
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW's
     eps: float = 1e-8  # AdamW's
     weight_decay: float = 0.0  # on matrices only, not on norms and biases

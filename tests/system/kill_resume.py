@@ -41,7 +41,7 @@ SMALL = [
     "--trainer.init=random",
     "--trainer.lr=1e-2",
     "--trainer.schedule=cosine",
-    "--trainer.total_steps=8",
+    "--trainer.total_steps=40",
     "--run.save_every=1",
     "--steps=5",
 ]

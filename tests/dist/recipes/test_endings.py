@@ -168,7 +168,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(
 
 def test_sigterm_to_one_rank_saves_too(tmp_path: Path) -> None:
     # it is known after seconds
-    run = disturbed(tmp_path, "spmd-rl", "--steps=500", "--trainer.total_steps=500")
+    run = disturbed(tmp_path, "spmd-rl", "--steps=500", "--trainer.total_steps=1000")
     assert run.meet(AT_STEP_2, end_rank_1) == 143, run.output
     last = len((run.folder / "metrics.jsonl").read_text().splitlines())
     assert re.search(

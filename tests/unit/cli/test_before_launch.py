@@ -63,11 +63,11 @@ def test_the_folder_of_another_run(launched: list[int], capfd: pytest.CaptureFix
     assert (
         "runs/r exists and is not the folder of a run: add --run.name=r-2" in capfd.readouterr().err
     )
-    (folder / "config.toml").write_text("steps = 3\n")
+    (folder / "config.toml").write_text("prompts_per_step = 3\n")
     Path("runs/r-2").mkdir()
     assert run() == 2
     said = capfd.readouterr().err
-    assert "runs/r holds a run with another configuration (steps was 3" in said
+    assert "runs/r holds a run with another configuration (prompts_per_step was 3" in said
     assert "add --run.name=r-3 for a new run, or --run.resume=true to go on in this one" in said
     assert run("--run.resume=true") == 0
     (folder / "notes.txt").unlink()

@@ -175,6 +175,29 @@ def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path,
     RunFolder.open(tmp_path / "r", CONFIG.replace("0.1", "0.2"), {}, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "goes_on"),
+    [
+        ("steps = 2", "steps = 3", True),
+        ("steps = 3", "steps = 2", False),
+        ("epochs = 1.0", "epochs = 1.5", True),
+        ("epochs = 2.0", "epochs = 1.0", False),
+        ("epochs = 0.0", "epochs = 1.0", False),  # whose steps are others
+        ("steps = 0", "steps = 3", True),
+        ("steps = 2\n[trainer]\nsteps = 1", "steps = 3\n[trainer]\nsteps = 2", False),
+    ],
+)
+def test_a_run_may_become_longer(
+    tmp_path: Path, before: str, after: str, goes_on: bool
+) -> None:
+    RunFolder.open(tmp_path / "r", before + "\n", {}).metrics.write_text('{"step": 1}\n')
+    if goes_on:
+        RunFolder.open(tmp_path / "r", after + "\n", {})
+        return
+    with pytest.raises(ConfigError, match="another configuration"):
+        RunFolder.open(tmp_path / "r", after + "\n", {})
+
+
 def test_how_a_run_is_kept_and_watched_is_no_configuration_of_it(tmp_path: Path) -> None:
     given = (
         "steps = 2\n\n[run]\nseed = 1\nresume = true\nsave_every = 3\n"

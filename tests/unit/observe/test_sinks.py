@@ -78,8 +78,9 @@ def test_wandb_offline_keeps_the_metrics_in_the_run_folder(tmp_path: Path) -> No
         )
     run_id = (tmp_path / "wandb" / "run_id").read_text()
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    assert len(files) >= 1
-    assert {file.name for file in files} == {f"run-{run_id}.wandb"}
+    # the counter of W&B begins at 0 in each start: rows of one id would replace each other
+    assert sorted(file.name for file in files) == [f"run-{run_id}-2.wandb", f"run-{run_id}.wandb"]
+    assert all(run_id.encode() in file.read_bytes() for file in files)
     content = b"".join(file.read_bytes() for file in files)
     for said in (b"reward/mean", b"0.25", b"run.seed"):
         assert said in content

@@ -9,8 +9,9 @@ import pytest
 
 from spmd_rl.config.load import load
 from spmd_rl.errors import ConfigError
-from spmd_rl.recipes import grpo, replay
+from spmd_rl.recipes import distill, dpo, grpo, pretrain, replay, reward_model, sft
 from spmd_rl.recipes.num_steps import first_step, num_steps
+from spmd_rl.train.config import learning_rate
 
 NEEDED = ["model=m", "data=d", "prompts_per_step=32"]
 
@@ -47,6 +48,90 @@ def test_lengths_that_cannot_be(words: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError) as told:
         load(grpo.Config, overrides=NEEDED + words)
     assert sentence in str(told.value)
+
+
+LINEAR = ["trainer.schedule=linear", "trainer.total_steps=6"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "needed"),
+    [
+        (["steps=6", "trainer.minibatches=2"], "trainer", 12),
+        (["steps=7"], "trainer", 7),
+        (["steps=7", "trainer.schedule=cosine", "trainer.warmup_steps=5"], "trainer", 7),
+        (["steps=7", "start_step=3"], "trainer", 7),
+        (["algorithm=ppo", "steps=9", "critic_warmup_steps=2"], "trainer", 7),
+        (
+            ["algorithm=ppo", "steps=4", "critic.schedule=linear", "critic.total_steps=3"],
+            "critic",
+            4,
+        ),
+    ],
+)
+def test_a_rate_of_zero_is_refused(words: list[str], key: str, needed: int) -> None:
+    """The oracle is the rate of each optimizer step, which is 0 from `total_steps` on."""
+    with pytest.raises(ConfigError, match=rf"{key}.total_steps = \d: a run of .* {needed} optim"):
+        load(grpo.Config, overrides=[*NEEDED, *LINEAR, *words])
+    fitting = [f"{key}.total_steps={needed}"]
+    cfg = getattr(load(grpo.Config, overrides=[*NEEDED, *LINEAR, *words, *fitting]), key)
+    rates = [learning_rate(cfg, step) for step in range(needed + 1)]
+    assert min(rates[:-1]) > 0
+    assert rates[-1] == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["steps=6"],
+        ["steps=3", "trainer.minibatches=2"],
+        ["steps=2"],
+        ["steps=99", "trainer.schedule=constant"],
+        ["algorithm=ppo", "steps=8", "critic_warmup_steps=2"],
+        ["steps=6", "critic_warmup_steps=0"],
+    ],
+)
+def test_a_schedule_that_lasts_is_accepted(words: list[str]) -> None:
+    load(grpo.Config, overrides=[*NEEDED, *LINEAR, *words])
+
+
+def test_epochs_are_counted_once_the_data_is_known() -> None:
+    cfg = load(grpo.Config, overrides=[*NEEDED, *LINEAR, "epochs=1"])
+    assert num_steps(cfg, 6 * 32) == 6
+    with pytest.raises(ConfigError, match="takes 7 optimizer steps"):
+        num_steps(cfg, 6 * 32 + 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["trainer.lr=0"], "trainer.lr = 0: nothing is learned\n"),
+        (
+            ["steps=3", "trainer.minibatches=2", "trainer.warmup_steps=12", "trainer.lr=0.5"],
+            "trainer.warmup_steps = 12 is more than the 6 optimizer steps of this run: its "
+            "learning rate ends at 0.25, not at trainer.lr = 0.5\n",
+        ),
+        (["steps=6", "trainer.warmup_steps=6"], ""),
+        (["steps=0", "trainer.warmup_steps=6"], ""),
+    ],
+)
+def test_what_the_rate_leaves_undone_is_said(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    num_steps(load(grpo.Config, overrides=[*NEEDED, *words]), 100)
+    assert capsys.readouterr().out == sentence
+
+
+@pytest.mark.parametrize("recipe", [sft, dpo, reward_model, pretrain, distill])
+def test_every_recipe_with_steps_is_checked(recipe: Any) -> None:
+    needed = {
+        "sft": ["model=m", "data=d"],
+        "dpo": ["model=m", "data=d"],
+        "reward_model": ["model=m", "data=d"],
+        "pretrain": ["model=m", "data=d"],
+        "distill": ["model=m", "data=d", "teacher=t"],
+    }[recipe.__name__.rpartition(".")[2]]
+    with pytest.raises(ConfigError, match="takes 12 optimizer steps"):
+        load(recipe.Config, overrides=[*needed, *LINEAR, "steps=6", "trainer.minibatches=2"])
 
 
 def test_a_replay_has_no_epochs() -> None:
