@@ -133,11 +133,11 @@ def test_filters_leave_what_a_sort_leaves(vocab: int, filters: str, kind: str) -
     }
     logits, scale = kinds.get(kind, normal), torch.linspace(0.5, 2, NUM_ROWS, device="cuda")
     rows = _rows(NUM_ROWS, FILTERS[filters])
-    found = sampling._filtered(
-        logits, scale, None, tuple(rows.get(name) for name in ("top_k", "top_p", "min_p"))
-    )
+    filters_of_rows = rows.get("top_k"), rows.get("top_p"), rows.get("min_p")
+    found, scale_of_found = sampling._filtered(logits, scale, None, filters_of_rows, None)
     expected = _sorted(logits, scale, rows)
     assert torch.equal(found, expected)
+    assert (scale_of_found == 1).all(), "the scores are at their temperature already"
     assert vocab == 7 or (expected[0] == -torch.inf).any()
 
 
@@ -181,11 +181,13 @@ def test_a_recorded_filtered_draw() -> None:
 @pytest.mark.parametrize("filters", FILTERS)
 def test_filters_do_not_depend_on_company(vocab: int, filters: str) -> None:
     logits, scale = torch.randn(513, vocab, device="cuda"), torch.ones(513, device="cuda")
-    rows = tuple(_rows(513, FILTERS[filters]).get(name) for name in ("top_k", "top_p", "min_p"))
-    whole = sampling._filtered(logits, scale, None, rows)
+    rows = _rows(513, FILTERS[filters])
+    top_k, top_p, min_p = rows.get("top_k"), rows.get("top_p"), rows.get("min_p")
+    whole, _ = sampling._filtered(logits, scale, None, (top_k, top_p, min_p), None)
     assert (whole > -torch.inf).sum(1).min() > 10
     for count in (1, 3, 64, 65, 512):
-        found = sampling._filtered(
-            logits[:count], scale[:count], None, tuple(r if r is None else r[:count] for r in rows)
+        first = [None if of is None else of[:count] for of in (top_k, top_p, min_p)]
+        found, _ = sampling._filtered(
+            logits[:count], scale[:count], None, (first[0], first[1], first[2]), None
         )
         assert torch.equal(found, whole[:count])

@@ -18,7 +18,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.sequence_table import SequenceTable
-from tests.samples import Samples, finish
+from tests.samples import Samples, finish, words_of
 
 DEVICE = torch.device("cuda")
 QWEN3 = ModelSpec(
@@ -102,7 +102,10 @@ def generate(model: CausalLM, wanted: list[Request], **cfg: object) -> tuple[Sam
 
 
 def score(model: CausalLM, wanted: list[Request], samples: Samples) -> tuple[Tensor, Tensor]:
-    """Return the log-probs of all response tokens: packed as a trainer's, and as recorded."""
+    """Return the log-probs of all response tokens: packed as a trainer's, and as recorded.
+
+    Those of filtered requests are over the sets that the filters kept.
+    """
     pairs = [(request, samples[request.uid, request.index]) for request in wanted]
     tokens = [
         np.concatenate([request.prompt, sample.tokens]).astype(np.int64)
@@ -126,7 +129,8 @@ def score(model: CausalLM, wanted: list[Request], samples: Samples) -> tuple[Ten
 
     logits = model(tensor(tokens), tensor([np.arange(n) for n in lengths]), attend, tensor(rows))
     targets = tensor([s.tokens.astype(np.int64) for _, s in pairs])
-    scored, _ = token_logprobs(logits, targets, (1 / torch.from_numpy(warm)).to(DEVICE))
+    words = words_of([sample for _, sample in pairs], spec.vocab_size, DEVICE)
+    scored, _ = token_logprobs(logits, targets, (1 / torch.from_numpy(warm)).to(DEVICE), words)
     return scored, tensor([s.logprobs for _, s in pairs])
 
 
@@ -140,6 +144,7 @@ def test_recorded_logprobs_equal_the_training_forward(name: str, page_size: int,
     assert (stats["num_copied_tails"] > 0) == (page_size == 128), (
         "on pages of 16 no prompt has a tail worth a copy"
     )
+    assert any(sample.kept for sample in samples.values())
     scored, recorded = score(model, wanted, samples)
     assert len(scored) == 6 * 277
     assert unequal(scored.detach(), recorded) == 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks.shapes import QWEN3
 from spmd_rl.kernels import linear, linear_fp32
 from spmd_rl.model.fused_projections import FusedProjections, join, lay_out, project, project_gated
-from spmd_rl.model.network import Linear
+from spmd_rl.model.linear import Linear
 from tests.gpu.kernels.products import layer, split_in_two
 
 PACK = 16384  # rows: tokens of a trainer's micro-batch
@@ -32,7 +32,8 @@ def linears(weights: Sequence[Tensor]) -> list[Linear]:
     """Return a module for each weight, in memory of its own."""
     made = []
     for weight in weights:
-        one = Linear(weight.shape[1], len(weight), bias=False, device="meta")
+        with torch.device("meta"):
+            one = Linear(weight.shape[1], len(weight), bias=False)
         one.weight = nn.Parameter(weight.clone(), requires_grad=False)
         made.append(one)
     return made

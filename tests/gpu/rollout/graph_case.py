@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from spmd_rl.kernels.vocab.kept_sets import KeptSets
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.types.kept_sets import set_ends
-from spmd_rl.types.samples import Sample
 from tests.samples import Samples
 
 DEVICE = torch.device("cuda")
@@ -65,15 +61,6 @@ def new_engine(model: CausalLM, **cfg: object) -> NativeEngine:
     engine = NativeEngine(model, NativeEngineConfig(dtype="bfloat16", **settings), DEVICE)
     engine.sink().commit(0)
     return engine
-
-
-def words_of(sample: Sample) -> Tensor:
-    """Return the sets over which a sample's log-probs are taken, as words."""
-    data = np.frombuffer(bytearray(sample.kept or bytes(len(sample.tokens))), np.uint8)
-    ends = set_ends(data)
-    arrays = data, np.concatenate([[0], ends[:-1]]), ends
-    kept = KeptSets(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
-    return kept.words(slice(None), SPEC.vocab_size)
 
 
 def unequal(samples: Samples, expected: Samples) -> int:

@@ -19,16 +19,8 @@ from spmd_rl.rollout.native.decode_graphs import DecodeGraphs
 from spmd_rl.rollout.native.graph_inputs import GraphInputs
 from spmd_rl.rollout.native.sampled_tokens import SampledOnDevice
 from spmd_rl.types.kept_sets import decode_sets
-from tests.gpu.rollout.graph_case import (
-    DEVICE,
-    SPEC,
-    new_engine,
-    new_model,
-    unequal,
-    words_of,
-    workload,
-)
-from tests.samples import Samples, finish
+from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, new_model, unequal, workload
+from tests.samples import Samples, finish, words_of
 
 
 @pytest.mark.parametrize(
@@ -94,7 +86,8 @@ def test_attention_in_splits(model: CausalLM, alone: Samples) -> None:
         inverse = torch.full(
             (len(scored),), np.float32(1) / np.float32(sample.temperature), device=DEVICE
         )
-        logprobs, _ = token_logprobs(logits, tokens[scored + 1], inverse, words_of(sample))
+        words = words_of([sample], SPEC.vocab_size, DEVICE)
+        logprobs, _ = token_logprobs(logits, tokens[scored + 1], inverse, words)
         assert logprobs.cpu().numpy().tobytes() == sample.logprobs.tobytes()
 
 
@@ -116,7 +109,7 @@ def test_filtered_samples_have_the_log_probs_of_a_training_forward_over_their_se
             (len(scored),), np.float32(1) / np.float32(sample.temperature), device=DEVICE
         )
         inputs = logits, tokens[scored + 1], inverse
-        logprobs, _ = token_logprobs(*inputs, words_of(sample))
+        logprobs, _ = token_logprobs(*inputs, words_of([sample], SPEC.vocab_size, DEVICE))
         assert logprobs.cpu().numpy().tobytes() == sample.logprobs.tobytes()
         num_unmasked += int((token_logprobs(*inputs)[0] == logprobs).sum())
         sizes += decode_sets(np.frombuffer(sample.kept, np.uint8))[0].tolist()
