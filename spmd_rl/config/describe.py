@@ -8,6 +8,7 @@ import textwrap
 import typing
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
+from functools import cache
 from itertools import takewhile
 from typing import Any
 
@@ -91,6 +92,7 @@ def _inherited_comments(cls: type) -> dict[str, str]:
     return found
 
 
+@cache
 def _comments(cls: type) -> dict[str, str]:
     """Map a field's name to the comment at the end of its line, or on the lines right above it."""
     try:

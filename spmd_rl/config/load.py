@@ -29,7 +29,7 @@ from spmd_rl.config.schema import (
     table_classes,
     type_in_words,
 )
-from spmd_rl.config.suggest import example, nearest_key
+from spmd_rl.config.suggest import example, leaf_of, nearest_key, refuse_foreign
 from spmd_rl.errors import ConfigError
 
 C = TypeVar("C")
@@ -50,7 +50,10 @@ def load(
     Raises: ConfigError, which names the key and what was expected.
     """
     table = read_toml(Path(toml)) if toml is not None else {}
+    for name in _leaves(table, ""):
+        refuse_foreign(name, cls)
     for name, text in _pairs(overrides):
+        refuse_foreign(name, cls)
         _insert(table, name, text)
     return typing.cast(C, _Loader(cls).fill(table, cls, "", MISSING))
 
@@ -91,6 +94,15 @@ def _pairs(overrides: Mapping[str, str] | Sequence[str]) -> Iterator[tuple[str, 
         if not equals or not name:
             raise ConfigError(f"override {item!r} is not of the form key=value")
         yield name, text
+
+
+def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Yield the dotted name of every value of a table that is no table."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 def _insert(table: dict[str, Any], name: str, text: str) -> None:
@@ -150,7 +162,7 @@ class _Loader:
         names = {field.name for field in key_fields(cls)}
         for name in table:
             if name not in names:
-                full = prefix + name
+                full = leaf_of(prefix + name, table[name], self._root)
                 raise ConfigError(f"unknown key {full!r}{nearest_key(full, self._root)}")
 
     def convert(self, value: Any, hint: Any, key: str, base: Any) -> Any:

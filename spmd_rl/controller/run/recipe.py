@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from spmd_rl.config import foreign
 from spmd_rl.config.load import load
 from spmd_rl.config.run import RunConfig
 from spmd_rl.errors import ConfigError, source_line
@@ -200,5 +201,13 @@ def _overrides(words: list[str]) -> list[str]:
         elif settings and "=" not in settings[-1]:
             settings[-1] += f"={word}"
         else:
-            raise ConfigError(f"cannot read '{word}': settings are written --a.b=c")
+            raise ConfigError(f"cannot read '{word}': settings are written --a.b=c{_written(word)}")
     return [setting if "=" in setting else f"{setting}=true" for setting in settings]
+
+
+def _written(word: str) -> str:
+    """Return the end of a sentence that says how to write a setting without dashes, as of hydra."""
+    name, equals, value = word.lstrip("+").partition("=")
+    if theirs := foreign.exact(name):
+        return foreign.answer(theirs)
+    return f", so write --{name}={value}" if equals else ""

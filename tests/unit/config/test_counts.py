@@ -84,8 +84,8 @@ NOT_OF_A_PART = {
     "'trainer.backend.recompute'",
     "engine.kind=vllm": "engine.kind: expected one of 'native', 'sglang', got 'vllm'",
     "prompts.path=x": "unknown key 'prompts.path'",
-    "sampling.seed=9": "unknown key 'sampling.seed'; the nearest known keys are 'eval.seed', "
-    "'run.seed', 'prompts.seed', 'trainer.seed' and 'critic.seed'",
+    "sampling.seed=9": "unknown key 'sampling.seed'; the nearest known keys are 'run.seed', "
+    "'prompts.seed' and 'trainer.seed'",
 }
 
 
