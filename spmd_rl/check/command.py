@@ -1,6 +1,7 @@
-"""`spmd-rl check`: find out whether this host is fit for a run.
+"""`spmd-rl check`: find out whether this host is fit for a run, and a run's input for its recipe.
 
     spmd-rl check [--run.folder=runs]         this host
+    spmd-rl check RECIPE [--a.b=c ...]        this host, and the input of a run
     srun --ntasks-per-node=1 spmd-rl check    every node of a Slurm job
     torchrun ... -m spmd_rl check             every node, and how far their clocks differ
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from spmd_rl.check import facts, findings, probe
 from spmd_rl.check.clocks import rank_skew
 from spmd_rl.check.findings import HostFinding
+from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.world import World
 
@@ -27,22 +29,39 @@ def main(words: list[str]) -> int:
 
     Ranks: all, under torchrun; the first rank of each node checks and prints.
     Blocks: for seconds, or for minutes if a GPU hangs.
+    Raises: ConfigError or DataError, as `spmd-rl run`, where the words name a recipe.
     """
-    args = _parse(words)
+    names_recipe = bool(words) and not words[0].startswith("-")
+    folder, accepted = _accepted(words) if names_recipe else (_folder(words), [])
     world = World.from_env() if "RANK" in os.environ else None
-    skew = facts.file_skew(args.folder) if world is None else rank_skew(world)
+    skew = facts.file_skew(folder) if world is None else rank_skew(world)
     if world is not None and world.local_rank != 0:
         return 0
     num_nodes = world.num_nodes if world else int(os.environ.get("SLURM_NNODES", "1"))
-    results = check_host(args.folder, skew, num_nodes)
+    results = [*accepted, *check_host(folder, skew, num_nodes)]
     one_host = world is None and "SLURM_JOB_ID" not in os.environ
     host = "" if one_host else f"{socket.gethostname()}  "
     print("\n".join(f"{host}{finding}" for finding in results), flush=True)
     return int(any(finding.level == "fail" for finding in results))
 
 
-def _parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="spmd-rl check", allow_abbrev=False, exit_on_error=False)
+def _accepted(words: list[str]) -> tuple[Path, list[HostFinding]]:
+    """Check the input of a run, and return the folder of runs and the finding that it is right."""
+    invocation = Invocation.parse(words)
+    cfg = load_recipe(invocation.recipe).accept(invocation)
+    return Path(run_config(cfg).folder), [findings.run(invocation.name)]
+
+
+def _folder(words: list[str]) -> Path:
+    """Return the folder that `words` name, which name no recipe."""
+    parser = argparse.ArgumentParser(
+        prog="spmd-rl check",
+        usage="spmd-rl check [--run.folder FOLDER], or spmd-rl check RECIPE [--a.b=c ...]",
+        epilog="With a recipe and its settings, what `spmd-rl run` checks before it starts is "
+        "checked too: settings, model, data, reward and hooks.",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
     parser.add_argument(
         "--run.folder",
         dest="folder",
@@ -56,9 +75,11 @@ def _parse(words: list[str]) -> argparse.Namespace:
         raise ConfigError(f"spmd-rl check: {error}") from error
     if unknown:
         raise ConfigError(
-            f"spmd-rl check has no option {unknown[0]}: it only takes --run.folder=FOLDER"
+            f"spmd-rl check has no option {unknown[0]}: it takes --run.folder=FOLDER, or a recipe "
+            "and its settings, such as `spmd-rl check grpo --model PATH --data FILE`"
         )
-    return args
+    folder: Path = args.folder
+    return folder
 
 
 def check_host(folder: Path, skew: facts.ClockSkew, num_nodes: int) -> list[HostFinding]:

@@ -31,6 +31,11 @@ class HostFinding:
         return f"{self.level:<4}  {self.name:<9}  {self.what}{fix}"
 
 
+def run(recipe: str) -> HostFinding:
+    """Say that the input of a run was accepted; what is not accepted is an error."""
+    return HostFinding("ok", "run", f"{recipe} accepts its settings, model, data, reward and hooks")
+
+
 def python(version: tuple[int, int]) -> HostFinding:
     text = f"Python {version[0]}.{version[1]}"
     if PYTHONS[0] <= version <= PYTHONS[-1]:

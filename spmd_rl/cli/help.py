@@ -37,7 +37,9 @@ COMMANDS = {
         "--model PATH --data FILE",
         "scores of a model or a checkpoint: `run evaluate`",
     ),
-    "check": CommandEntry("spmd_rl.check.command", "", "whether this host is fit for a run"),
+    "check": CommandEntry(
+        "spmd_rl.check.command", "[RECIPE ...]", "whether this host is fit for a run, and its input"
+    ),
     "data": CommandEntry(
         "spmd_rl.cli.data.command",
         "convert|check|stats FILE ...",

@@ -1,6 +1,7 @@
 """The command line: find the command that was named, and run it.
 
-`spmd-rl` arrives in `main`. Each rank that torchrun starts arrives in `rank.rank_main` instead.
+`spmd-rl` and `python -m spmd_rl` arrive in `main`. Each rank that torchrun starts arrives in
+`rank.rank_main` instead.
 """
 
 from __future__ import annotations

@@ -17,9 +17,18 @@ from spmd_rl.controller.lifecycle.controller_process import ControllerProcess, L
 from spmd_rl.controller.lifecycle.shutdown import limit_exit
 from spmd_rl.controller.run.recipe import Invocation, make_importable
 from spmd_rl.errors import ConfigError
+from spmd_rl.mesh.world import World
 from spmd_rl.observe.stdio import make_stdio_failsafe
 
 MAX_OPEN_FILES = 1 << 16
+
+
+def is_process_of_a_run(words: list[str]) -> bool:
+    """Return whether `python -m spmd_rl WORDS` was started as a part of a run: a rank of torchrun
+    or its controller.
+    """
+    is_rank = words[:1] in (["run"], ["check"]) and World.is_around()
+    return is_rank or words[:1] == ["controller"]
 
 
 def rank_main() -> int:
@@ -65,8 +74,6 @@ def _run_worker(words: list[str]) -> int:
         signal.signal(number, signal.SIG_DFL)
     exit_message.remember_launcher()
     raise_open_file_limit()
-    from spmd_rl.mesh.world import World
-
     world = World.from_env()
     require_on_many_nodes(world)
     make_importable(Invocation.parse(words).recipe)

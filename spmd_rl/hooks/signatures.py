@@ -1,7 +1,13 @@
-"""Signatures of hooks: each kind has its own, and a wrong one is answered with the right one."""
+"""Signatures of hooks: each kind has its own, and a wrong one is answered with the right one.
+
+A hook gets its arguments by place, so parameters may have any names but those that say that
+something else is expected: names of ours in another place, and names that rewards and episodes have
+elsewhere, as in TRL, verl and slime.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -19,11 +25,22 @@ from spmd_rl.rewards.names import canonical_name
 CONTEXT, WHOLE_GROUP = "ctx", "samples"  # names of parameters that say how a function is called
 REWARD_FORMS = (
     "reward(prompt, sample) or reward(ctx, prompt, sample) for one sample, or "
-    "reward(prompt, samples) or reward(ctx, prompt, samples) for a whole group"
+    "reward(prompt, samples) or reward(ctx, prompt, samples) for a whole group; sample.text is "
+    "what the model wrote, prompt.answer the record's answer, and prompt.meta its other fields"
 )
 GENERATE_FORM = "async generate(ctx, prompt, engine)"
 KEEP_GROUP_FORM = "keep_group(ctx, group)"
 PICK_SOURCES_FORM = "pick_sources(step, sources)"
+# names of parameters with a meaning: ours, and those of hooks of other programs
+OURS = {CONTEXT, WHOLE_GROUP, "prompt", "sample", "engine", "group", "step", "sources"}
+ELSEWHERE = set(
+    "prompts completion completions completion_ids prompt_ids response responses output outputs "
+    "input inputs text texts generation generations prediction predictions solution solutions "
+    "solution_str solution_strs answer answers ground_truth ground_truths data_source data_sources "
+    "extra_info extra_infos query queries question questions label labels reference references "
+    "target targets gold expected message messages conversation conversations record example item "
+    "batch data state info parser args kwargs trainer trainer_state sampling_params env".split()
+)
 
 
 class RewardForm(msgspec.Struct, frozen=True):
@@ -52,7 +69,7 @@ def load_reward(name: str) -> RewardFunction:
 def load_generate(name: str) -> Callable[..., Any]:
     """Return the episode function of this name. Raises: ConfigError, also for its signature."""
     function = load_function("hooks.generate", name)
-    if not _is_async(function) or not _takes(function, 3):
+    if not _is_async(function) or not _takes(function, CONTEXT, "prompt", "engine"):
         raise _wrong("hooks.generate", name, function, GENERATE_FORM)
     return function
 
@@ -60,7 +77,7 @@ def load_generate(name: str) -> Callable[..., Any]:
 def load_keep_group(name: str) -> Callable[..., Any]:
     """Return the `keep_group` of this name. Raises: ConfigError, also for its signature."""
     function = load_function("hooks.keep_group", name)
-    if _is_async(function) or not _takes(function, 2):
+    if _is_async(function) or not _takes(function, CONTEXT, "group"):
         raise _wrong("hooks.keep_group", name, function, KEEP_GROUP_FORM)
     return function
 
@@ -68,7 +85,7 @@ def load_keep_group(name: str) -> Callable[..., Any]:
 def load_pick_sources(name: str) -> Callable[[int, list[str]], Mapping[str, float]]:
     """Return the `pick_sources` of this name. Raises: ConfigError, also for its signature."""
     function = load_function("hooks.pick_sources", name)
-    if _is_async(function) or not _takes(function, 2):
+    if _is_async(function) or not _takes(function, "step", "sources"):
         raise _wrong("hooks.pick_sources", name, function, PICK_SOURCES_FORM)
     return function
 
@@ -111,30 +128,43 @@ def reward_weights(reward: str | Mapping[str, float]) -> dict[str, float]:
 
 def reward_form(name: str, function: Callable[..., Any]) -> RewardForm:
     """Return how the function is called. Raises: ConfigError with the forms that it may have."""
-    parameters = list(inspect.signature(function).parameters)
+    parameters = _by_place(function)
     takes_context = parameters[:1] == [CONTEXT]
-    if not _takes(function, 3 if takes_context else 2):
-        raise _wrong("reward", name, function, REWARD_FORMS)
     whole_group = parameters[1 + takes_context : 2 + takes_context] == [WHOLE_GROUP]
+    form = ("prompt", WHOLE_GROUP if whole_group else "sample")
+    if not _takes(function, *((CONTEXT, *form) if takes_context else form)):
+        raise _wrong("reward", name, function, REWARD_FORMS)
     return RewardForm(takes_context, whole_group, _is_async(function))
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
     call = getattr(function, "__call__", None)  # noqa: B004  of an object that is called
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
+def _takes(function: Callable[..., Any], *form: str) -> bool:
+    """Return whether a function can be called with these arguments, by place, and expects them."""
     try:
-        inspect.signature(function).bind(*range(num_arguments))
+        inspect.signature(function).bind(*form)
     except TypeError:
         return False
-    return True
+    named = zip(_by_place(function), form, strict=False)
+    is_else = any(name != meant and name in OURS | ELSEWHERE for name, meant in named)
+    return not is_else and not isinstance(function, type)
+
+
+def _by_place(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters that are given by place, without `*args`."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
 
 
 def _wrong(kind: str, name: str, function: Callable[..., Any], form: str) -> ConfigError:
-    asynchronous = "async " if _is_async(function) else ""
+    what = "async " if _is_async(function) else "a class, " if isinstance(function, type) else ""
     return ConfigError(
-        f"{kind} {name!r}: it is {asynchronous}{part_name(name)}{inspect.signature(function)}: "
+        f"{kind} {name!r}: it is {what}{part_name(name)}{inspect.signature(function)}: "
         f"write it as {form}"
     )

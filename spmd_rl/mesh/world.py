@@ -35,13 +35,18 @@ class World:
     run_id: str
     restart: int
 
+    @staticmethod
+    def is_around() -> bool:
+        """Return whether torchrun started this process."""
+        return {"RANK", "LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys()
+
     @classmethod
     def from_env(cls) -> World:
         """Read torchrun's variables.
 
         Raises: ConfigError when the process was not started by torchrun.
         """
-        if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+        if not cls.is_around():
             raise ConfigError(
                 "not inside a torchrun world: start with `spmd-rl run RECIPE` "
                 "or `torchrun --nproc-per-node N -m spmd_rl run RECIPE`"

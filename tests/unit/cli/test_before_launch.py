@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.check import command as check_command
 from spmd_rl.cli import command, rank
 from spmd_rl.cli.exit_code import run_guarded
 from spmd_rl.cli.main import dispatch
@@ -88,6 +89,38 @@ def test_a_run_without_a_name_has_its_recipes(tmp_path: Path) -> None:
         cfg = load_recipe(invocation.recipe).configure(invocation)
         assert run_config(cfg).path == Path("runs", name)
         assert f'name = "{name}"' in dump_toml(cfg)
+
+
+def test_a_reward_of_another_program_starts_nothing(
+    launched: list[int], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "trl.py").write_text("def reward(completions, answer, **kwargs):\n    return 1\n")
+    form = "it is reward(completions, answer, **kwargs): write it as reward(prompt, sample) or "
+    for setting in ("--reward=trl.py:reward", '--hooks.extra_rewards=["trl.py:reward"]'):
+        assert run(setting) == 2
+        assert form in capfd.readouterr().err
+    evaluated = [f"--eval.data={EXAMPLE / 'train.jsonl'}@[:4]", "--eval.reward=trl.py:reward"]
+    assert run(*evaluated) == 2
+    assert form in capfd.readouterr().err
+    assert launched == []
+
+
+def test_check_of_a_recipe_refuses_what_run_refuses(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_command, "check_host", lambda *_: [])
+    monkeypatch.chdir(tmp_path)
+    data, folder = EXAMPLE / "train.jsonl", EXAMPLE / "model"
+    given = [f"--model={folder}", f"--data={data}", "--trainer.init=random"]
+    assert run_guarded(dispatch, ["check", "grpo", *given]) == 0
+    said = "ok    run        grpo accepts its settings, model, data, reward and hooks\n"
+    assert capfd.readouterr().out == said
+    (tmp_path / "trl.py").write_text("def reward(prompts, completions, **kw):\n    return 1\n")
+    assert run_guarded(dispatch, ["check", "grpo", *given, "--reward=trl.py:reward"]) == 2
+    assert "write it as reward(prompt, sample) or" in capfd.readouterr().err
+    assert run_guarded(dispatch, ["check", "grpo", *given, "--prompts.prompt_key=question"]) == 2
+    assert "question: no such key in this record" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == [tmp_path / "trl.py"]
 
 
 def test_input_that_does_not_serve(launched: list[int], capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,11 @@ from spmd_rl.cli import command
 from spmd_rl.cli.exit_code import SPIN_COUNT, run_guarded
 from spmd_rl.cli.help import COMMANDS
 from spmd_rl.cli.main import dispatch, main
+from spmd_rl.cli.rank import is_process_of_a_run
 from spmd_rl.controller.lifecycle.exit_message import ERROR_FILE_ENV
 from tests.laws.source import ROOT
 
+TORCHRUN = ("RANK", "LOCAL_RANK", "MASTER_ADDR")
 MAIN = "import sys; from spmd_rl.cli.main import main; sys.exit(main())"
 
 
@@ -214,3 +216,42 @@ def test_a_terminal_is_told_that_ranks_start(
     ]
     assert ended("run", "grpo", *inputs, f"--run.folder={tmp_path}", *words) == 0
     assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--version"], 0, f"spmd-rl {spmd_rl.__version__}"),
+        (["run", "grpo"], 2, "model is required: say --model VALUE"),
+        (["plan", "grpo", "--world=4"], 2, "model is required: say --model VALUE"),
+        (["run", "grpo", "--help"], 0, "usage: spmd-rl run RECIPE"),
+    ],
+)
+def test_the_module_is_the_program_outside_of_torchrun(
+    words: list[str], code: int, said: str
+) -> None:
+    env = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+    ended = subprocess.run(
+        [sys.executable, "-m", "spmd_rl", *words],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        check=False,
+    )
+    assert ended.returncode == code
+    assert (ended.stdout + ended.stderr).startswith(said)
+
+
+def test_the_module_is_a_rank_or_the_controller_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    assert is_process_of_a_run(["controller", "3", "folder", "address", "grpo"])
+    assert not is_process_of_a_run(["run", "grpo"])
+    monkeypatch.setenv("RANK", "0")  # as clusters set it that start no torchrun
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert not is_process_of_a_run(["run", "grpo"])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert is_process_of_a_run(["run", "grpo"])
+    assert is_process_of_a_run(["check"])
+    assert not is_process_of_a_run(["report", "runs/a"])

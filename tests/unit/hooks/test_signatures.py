@@ -98,6 +98,79 @@ def test_the_names_of_parameters_say_how_a_reward_is_called(
     assert load_reward(f"{file}:f").form == form
 
 
+OF_OTHERS = [
+    "(completions, **kwargs)",
+    "(completions, answer, **kwargs)",
+    "(prompts, completions, **kwargs)",
+    "(prompts, completions, completion_ids, **kwargs)",
+    "(prompts, completions, ground_truth, **kwargs)",
+    "(data_source, solution_str, ground_truth, extra_info=None)",
+    "(data_sources, solution_strs, ground_truths, extra_infos)",
+    "(solution_str, ground_truth)",
+    "(solution_str, ground_truth, **kwargs)",
+    "(args, sample, **kwargs)",
+    "(args, samples)",
+    "(queries, prompts, labels)",
+    "(completion, answer)",
+    "(prompt, completion)",
+    "(prompt, response)",
+    "(sample, prompt)",
+    "(ctx, completions, answer, **kwargs)",
+    "(prompt, ctx)",
+]
+MADE_AS = {
+    "function": "def f{0}:\n    return 1",
+    "async function": "async def f{0}:\n    return 1",
+    "object": "class J:\n    def __call__(self, {1}:\n        return 1\nf = J()",
+    "lambda": "f = lambda {2}: 1",
+    "method": "class J:\n    def score(self, {1}:\n        return 1\nf = J().score",
+    "partial": (
+        "import functools\ndef g(weight, {1}:\n    return 1\nf = functools.partial(g, 0.5)"
+    ),
+}
+
+
+@pytest.mark.parametrize("parameters", OF_OTHERS)
+@pytest.mark.parametrize("made_as", MADE_AS)
+def test_a_reward_of_another_program_is_refused_with_the_right_form(
+    tmp_path: Path, made_as: str, parameters: str
+) -> None:
+    file = tmp_path / "mine.py"
+    source = MADE_AS[made_as].format(parameters, parameters[1:], parameters[1:-1])
+    file.write_text(f"{source}\n")
+    with pytest.raises(ConfigError) as refused:
+        load_reward(f"{file}:f")
+    sentence = str(refused.value)
+    assert f"f{parameters}: write it as reward(prompt, sample) or reward(ctx, prompt" in sentence
+    assert "sample.text is what the model wrote, prompt.answer the record's answer" in sentence
+
+
+@pytest.mark.parametrize("made_as", MADE_AS)
+@pytest.mark.parametrize("parameters", ["(prompt, sample)", "(p, s)", "(prompt, sample, answer=1)"])
+def test_a_reward_of_ours_is_taken_however_it_is_made(
+    tmp_path: Path, made_as: str, parameters: str
+) -> None:
+    file = tmp_path / "mine.py"
+    source = MADE_AS[made_as].format(parameters, parameters[1:], parameters[1:-1])
+    file.write_text(f"{source}\n")
+    form = load_reward(f"{file}:f").form
+    assert form == RewardForm(False, False, made_as == "async function")
+
+
+def test_a_class_is_no_reward_but_its_object_is(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("class Score:\n    def __init__(self, prompt, sample):\n        pass\n")
+    with pytest.raises(ConfigError, match=r"it is a class, Score\(prompt, sample\): write it as"):
+        load_reward(f"{file}:Score")
+
+
+def test_a_partial_of_an_async_object_is_async(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    source = "import functools\nclass J:\n    async def __call__(self, w, prompt, sample):\n"
+    file.write_text(f"{source}        pass\nf = functools.partial(J(), 2)\n")
+    assert load_reward(f"{file}:f").form == RewardForm(False, False, True)
+
+
 def test_an_object_with_an_async_call_is_async(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
@@ -107,7 +180,14 @@ def test_an_object_with_an_async_call_is_async(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["def f(ctx, prompt, engine)", "async def f(prompt, engine)", "async def f()"]
+    "line",
+    [
+        "def f(ctx, prompt, engine)",
+        "async def f(prompt, engine)",
+        "async def f()",
+        "async def f(args, sample, sampling_params)",
+        "async def f(ctx, engine, prompt)",
+    ],
 )
 def test_an_episode_is_async_and_takes_three(tmp_path: Path, line: str) -> None:
     file = tmp_path / "mine.py"
@@ -116,7 +196,7 @@ def test_an_episode_is_async_and_takes_three(tmp_path: Path, line: str) -> None:
         load_generate(f"{file}:f")
 
 
-@pytest.mark.parametrize("line", ["def f(group)", "async def f(ctx, group)"])
+@pytest.mark.parametrize("line", ["def f(group)", "async def f(ctx, group)", "def f(args, samples)"])
 def test_keep_group_is_plain_and_takes_two(tmp_path: Path, line: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"{line}:\n    return 1\n")
