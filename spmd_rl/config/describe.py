@@ -20,6 +20,7 @@ from spmd_rl.config.schema import (
     key_fields,
     one_of,
     table_classes,
+    type_hints,
     type_name,
 )
 
@@ -46,7 +47,7 @@ def describe(cls: type) -> list[Key]:
 
 
 def _keys(cls: type, prefix: str, base: Any) -> Iterator[Key]:
-    hints, comments = typing.get_type_hints(cls), _inherited_comments(cls)
+    hints, comments = type_hints(cls), _inherited_comments(cls)
     for field in key_fields(cls):
         default = inherited_default(field, cls, base)
         name, hint = prefix + field.name, hints[field.name]

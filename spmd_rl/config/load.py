@@ -27,6 +27,7 @@ from spmd_rl.config.schema import (
     key_fields,
     one_of,
     table_classes,
+    type_hints,
     type_in_words,
 )
 from spmd_rl.config.suggest import example, leaf_of, nearest_key, refuse_foreign
@@ -50,7 +51,7 @@ def load(
     Raises: ConfigError, which names the key and what was expected.
     """
     table = read_toml(Path(toml)) if toml is not None else {}
-    for name in _leaves(table, ""):
+    for name in leaves(table):
         refuse_foreign(name, cls)
     for name, text in _pairs(overrides):
         refuse_foreign(name, cls)
@@ -96,11 +97,11 @@ def _pairs(overrides: Mapping[str, str] | Sequence[str]) -> Iterator[tuple[str, 
         yield name, text
 
 
-def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield the dotted name of every value of a table that is no table."""
     for name, value in table.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield prefix + name
 
@@ -144,7 +145,7 @@ class _Loader:
 
         A required key that `table` lacks has the value MISSING.
         """
-        hints = typing.get_type_hints(cls)
+        hints = type_hints(cls)
         values: dict[str, Any] = {}
         for field in key_fields(cls):
             name = field.name
@@ -249,7 +250,7 @@ def _require_all(values: dict[str, Any], cls: type, prefix: str) -> None:
     """Raises: ConfigError, which names every required key that was not set."""
     missing = [name for name, value in values.items() if value is MISSING]
     if missing:
-        hints = typing.get_type_hints(cls)
+        hints = type_hints(cls)
         sentences = [
             f"{prefix + name} is required: say --{prefix + name} VALUE "
             f"({type_in_words(hints[name])})"

@@ -11,11 +11,18 @@ from __future__ import annotations
 import types
 import typing
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, Union
 
 KIND = "kind"
 SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 UNIONS = (Union, types.UnionType)
+
+
+@cache
+def type_hints(cls: Any) -> dict[str, Any]:
+    """Return the types of a class's fields by name; nobody may change them."""
+    return typing.get_type_hints(cls)
 
 
 def key_fields(cls: Any) -> list[Field[Any]]:
@@ -56,7 +63,7 @@ def classes_by_kind(classes: list[type]) -> dict[str, type]:
     """
     found: dict[str, type] = {}
     for cls in classes:
-        values = typing.get_args(typing.get_type_hints(cls).get(KIND))
+        values = typing.get_args(type_hints(cls).get(KIND))
         if len(values) != 1:
             raise TypeError(f"{cls.__name__} needs a field `kind` with one Literal value")
         found[values[0]] = cls

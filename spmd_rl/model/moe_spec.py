@@ -7,10 +7,9 @@ from pathlib import Path
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.json_fields import Fields, read_object
-from spmd_rl.model.spec import ModelSpec, model_folder, spec_of
+from spmd_rl.model.spec import MOE_FAMILY, ModelSpec, model_folder, spec_of
 
-MOE_FAMILY = "qwen3_moe"
-EXPERT_COUNTS = ("num_experts", "num_local_experts")
+COUNTS = ("num_experts", "num_local_experts")
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def read_spec(folder: str | Path) -> ModelSpec:
     if config.raw.get("decoder_sparse_step", 1) != 1 or config.raw.get("mlp_only_layers"):
         raise ConfigError(f"{path}: layers without experts beside others with them are not read")
     # transformers 5 writes a new name for the number of experts
-    count = next((key for key in EXPERT_COUNTS if key in config.raw), EXPERT_COUNTS[0])
+    count = next((key for key in COUNTS if key in config.raw), COUNTS[0])
     dense = spec_of(folder, config, "qwen3")
     return MoeSpec(
         **(vars(dense) | {"family": MOE_FAMILY}),

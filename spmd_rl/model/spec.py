@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,8 @@ from spmd_rl.model.json_fields import Fields, read_object
 from spmd_rl.model.rope_spec import RopeSpec, rope_spec
 
 FAMILIES = {"llama": "Llama-3", "qwen2": "Qwen2.5", "qwen3": "Qwen3"}
+MOE_FAMILY = "qwen3_moe"  # which Megatron-core alone trains (moe_spec.py)
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of any mixture
 # fields on which no bit of a forward pass depends, once the rotary table is given
 NOT_ARITHMETIC = {"family", "rope", "eos_ids", "init_std"}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -71,7 +74,10 @@ class ModelSpec:
         config = Fields(str(path), read_object(path))
         family = config.value("model_type")
         if not isinstance(family, str) or family not in FAMILIES:
-            raise ConfigError(f"{path}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
+            raise ConfigError(
+                f"{path}: model_type {family!r} is not one of {', '.join(FAMILIES)}"
+                f"{_way_of_mixtures(config.raw)}"
+            )
         return spec_of(folder, config, family)
 
     @property
@@ -141,6 +147,19 @@ def spec_of(folder: str | Path, config: Fields, family: str) -> ModelSpec:
     """
     _refuse_unread(config, family)
     return _from_config(config, family, _eos_ids(Path(folder), config))
+
+
+def _way_of_mixtures(config: Mapping[str, object]) -> str:
+    """Return the end of a sentence about a mixture of experts; "" for a dense model."""
+    if config.get("model_type") == MOE_FAMILY:
+        return (
+            ": `spmd-rl run sft` trains it with --trainer.backend.kind=megatron and "
+            "--split.train.ep=N; no engine generates with a mixture of experts here, so a recipe "
+            "that generates, such as grpo, cannot take it"
+        )
+    if any(key in config for key in EXPERT_COUNTS):
+        return f": of mixtures of experts, {MOE_FAMILY} alone is trained, by `spmd-rl run sft`"
+    return ""
 
 
 def head_of(folder: str | Path) -> Head:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.controller.run.recipe import Invocation, load_recipe
+from spmd_rl.config.load import leaves, read_toml
+from spmd_rl.controller.run.recipe import Invocation, Recipe, load_recipe
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.plan import fewest_gpus as fewest
-from spmd_rl.plan.resolve import resolve
+from spmd_rl.plan.resolve import RunPlan, resolve
+from spmd_rl.plan.savings import key_of
 from spmd_rl.plan.text import lines
 
 MAX_RANKS = 8192  # what a push moves is computed for every pair of ranks
+GIB = 1 << 30
+# by the number of GB that a GPU is sold by: what CUDA reports of an H100 and of an H200
+USABLE_GIB = {80.0: 79.1, 141.0: 139.8}
 
 
 def main(words: list[str]) -> int:
@@ -28,43 +34,80 @@ def main(words: list[str]) -> int:
     gpu_bytes = _num_bytes("--gpu-gib", options.gpu_gib)
     host_bytes = _num_bytes("--host-gib", options.host_gib)
     invocation = _invocation(options, rest)
-    if options.fewest_gpus:
-        return _print_fewest(invocation, gpu_bytes, host_bytes)
-    cfg = load_recipe(options.recipe).configure(invocation)
+    recipe = load_recipe(options.recipe)
+    cfg = recipe.configure(invocation)
     ranks_here: int = invocation.nproc or getattr(cfg, "nproc", 0) or 0
+    room = fewest.Room(gpu_bytes or 0, host_bytes, ranks_here or fewest.GPUS_PER_HOST)
+    search = fewest.Search(partial(_configure, recipe, invocation), _kept(invocation), room)
+    if options.fewest_gpus:
+        return _print_fewest(search, options.world)
     world_size = _world_size(options.world, ranks_here)
     plan = resolve(cfg, world_size, gpu_bytes)
     print("\n".join(lines(plan)))
-    if gpu_bytes is not None:
+    if gpu_bytes is None:
+        return _require_host(plan, room)
+    try:
         plan.require(gpu_bytes)
-        print(f"fits in {options.gpu_gib:g} GiB")
-    if host_bytes is not None:
-        plan.require_host(host_bytes, min(world_size, ranks_here or fewest.GPUS_PER_HOST))
-        print(f"fits in {options.host_gib:g} GiB of each host")
+    except PlanError as error:
+        raise PlanError(f"{error}; {_advice(search, world_size)}") from None
+    print(f"fits in {options.gpu_gib:g} GiB{_sold_as(options.gpu_gib)}")
+    return _require_host(plan, room)
+
+
+def _require_host(plan: RunPlan, room: fewest.Room) -> int:
+    """Say that the memory of a host suffices, if it is known. Raises: PlanError if it does not."""
+    if room.host_bytes is not None:
+        plan.require_host(room.host_bytes, min(plan.world_size, room.ranks_per_host))
+        print(f"fits in {room.host_bytes / GIB:g} GiB of each host")
     return 0
 
 
-def _print_fewest(invocation: Invocation, gpu_bytes: int | None, host_bytes: int | None) -> int:
-    """Print the least number of GPUs for a run, and its plan.
+def _print_fewest(search: fewest.Search, world_size: int | None) -> int:
+    """Print the least number of GPUs for a run, or the settings for `world_size`, and the plan.
 
     Raises: PlanError if no number suffices.
     """
-    if gpu_bytes is None:
+    if not search.room.gpu_bytes:
         raise ConfigError("--fewest-gpus needs --gpu-gib G, the memory of one GPU")
-    recipe = load_recipe(invocation.recipe)
-
-    def configure(flags: tuple[str, ...]) -> Any:
-        words = [flag.removeprefix("--") for flag in flags]
-        return recipe.configure(replace(invocation, overrides=[*invocation.overrides, *words]))
-
-    kept = {word.partition("=")[0] for word in invocation.overrides}
-    room = fewest.Room(gpu_bytes, host_bytes, invocation.nproc or fewest.GPUS_PER_HOST)
-    tried = fewest.fewest_gpus(configure, fewest.attempts(kept), room)
+    worlds = fewest.WORLDS if world_size is None else (_world_size(world_size, 0),)
+    tried = search.fewest(worlds)
     print("\n".join(fewest.lines(tried)))
-    if tried[-1].why_not:
-        raise PlanError(fewest.why_none(tried, room))
-    print("\n".join(["", *lines(tried[-1].plan)]))
+    best = tried[-1]
+    if best.why_not or best.plan is None:
+        raise PlanError(fewest.why_none(tried, search.room))
+    if best.num_waiting:
+        print(f"{'':12}{best.plan.queue}")
+        if world_size is None and (more := search.without_waiting(best)):
+            print(f"{fewest.gpus(more):>10}  no sequence waits: {fewest.flags_of(more)}")
+    if note := _sold_as(search.room.gpu_bytes / GIB):
+        print(f"{'':12}counted for GPUs of {search.room.gpu_bytes / GIB:g} GiB{note}")
+    print("\n".join(["", *lines(best.plan)]))
     return 0
+
+
+def _advice(search: fewest.Search, world_size: int) -> str:
+    """Return the end of a sentence about a run that does not fit: the settings that help."""
+    found = search.best(world_size)
+    if not found.why_not:
+        return f"it fits with {' '.join(found.flags)}"
+    return "no settings of the plan save enough: --fewest-gpus finds how many GPUs do"
+
+
+def _sold_as(gib: float) -> str:
+    """Return what is usable of a GPU, where its size seems to be the one that it is sold by."""
+    usable = USABLE_GIB.get(gib)
+    return f"; a GPU that is sold as {gib:g} GB has {usable} GiB for CUDA" if usable else ""
+
+
+def _configure(recipe: Recipe, invocation: Invocation, flags: tuple[str, ...]) -> Any:
+    words = [flag.removeprefix("--") for flag in flags]
+    return recipe.configure(replace(invocation, overrides=[*invocation.overrides, *words]))
+
+
+def _kept(invocation: Invocation) -> set[str]:
+    """Return the settings that a run has set itself, in its file or on the command line."""
+    in_file = read_toml(invocation.config) if invocation.config else {}
+    return {*leaves(in_file), *map(key_of, invocation.overrides)}
 
 
 def _invocation(options: argparse.Namespace, rest: list[str]) -> Invocation:
@@ -79,7 +122,7 @@ def _num_bytes(flag: str, gib: float | None) -> int | None:
         return None
     if not 0 < gib < math.inf:
         raise ConfigError(f"{flag}={gib:g}: expected more than 0, and finite")
-    return int(gib * 2**30)
+    return int(gib * GIB)
 
 
 def _world_size(asked: int | None, ranks_here: int) -> int:
@@ -114,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         "--gpu-gib",
         type=float,
         metavar="G",
-        help="memory of one GPU; a run that needs more is refused",
+        help="memory of one GPU, such as 79.1 for one of 80 GB; a run that needs more is refused",
     )
     parser.add_argument(
         "--host-gib",
@@ -126,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
         "--fewest-gpus",
         action="store_true",
         help="find the least number of GPUs of --gpu-gib for this run, and the flags that save "
-        "memory",
+        "memory; with --world N, the flags for N GPUs",
     )
     parser.add_argument(
         "--config", type=Path, metavar="F.toml", help="settings of the run, as a file"

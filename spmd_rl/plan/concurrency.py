@@ -25,16 +25,52 @@ class Running:
         return f"{self.num_sequences:,} sequences of {self.num_tokens:,} tokens"
 
 
+@dataclass(frozen=True)
+class Queue:
+    """Sequences that a step asks of one engine, those that may run at once, and how many of them
+    its pages hold.
+    """
+
+    num_asked: int
+    running: Running
+    num_held: int
+
+    @property
+    def num_waiting(self) -> int:
+        return self.num_asked - min(self.num_held, self.running.num_sequences)
+
+    def __str__(self) -> str:
+        asked, tokens = self.num_asked, self.running.num_tokens
+        is_full = self.num_held < self.running.num_sequences
+        limit = "its pages hold" if is_full else "engine.max_batch lets run"
+        return (
+            f"{self.num_waiting:,} of the {asked:,} sequences that a step asks of an engine wait: "
+            f"{limit} {asked - self.num_waiting:,} at once, of {tokens:,} tokens each"
+        )
+
+
 def running(cfg: Any, engines: Placement, spec: ModelSpec) -> Running:
     """Return what each engine has running: a step's samples, spread over the engines.
 
     It is `engine.max_batch` at most, and that too where the config does not say how many prompts a
     step has.
     """
+    num_tokens = min(longest_sequence(cfg) or spec.max_positions, spec.max_positions)
+    return Running(min(num_asked(cfg, engines), cfg.engine.max_batch), num_tokens)
+
+
+def num_asked(cfg: Any, engines: Placement) -> int:
+    """Return how many sequences a step asks of each engine."""
+    num_engines = engines.data_size
+    num_samples: int = getattr(getattr(cfg, "sampling", None), "num_samples", 1)
+    asked: int = getattr(cfg, "prompts_per_step", cfg.engine.max_batch * num_engines)
+    return -(-asked // num_engines) * num_samples
+
+
+def longest_sequence(cfg: Any) -> int:
+    """Return the tokens of a prompt and its answer at most; 0 for a config without sampling."""
     sampling, prompts = getattr(cfg, "sampling", None), getattr(cfg, "prompts", None)
-    num_samples = getattr(sampling, "num_samples", 1)
-    asked = getattr(cfg, "prompts_per_step", cfg.engine.max_batch * engines.size)
-    each = -(-asked // engines.size) * num_samples
-    answer = getattr(sampling, "max_tokens", spec.max_positions)
-    prompt = getattr(prompts, "max_prompt_tokens", 0) or ANY_PROMPT_TOKENS
-    return Running(min(each, cfg.engine.max_batch), min(prompt + answer, spec.max_positions))
+    if sampling is None:
+        return 0
+    prompt: int = getattr(prompts, "max_prompt_tokens", 0) or ANY_PROMPT_TOKENS
+    return prompt + int(sampling.max_tokens)

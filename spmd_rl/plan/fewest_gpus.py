@@ -1,39 +1,27 @@
 """Least number of GPUs for a run: worlds of 1, 2, 4, ... and settings that save memory.
 
 All ranks train and generate, and the trainer is sharded over all of them: no other split of the
-same ranks needs less memory on a GPU. Settings that save memory are tried in the order of what they
-cost in speed.
+same ranks needs less memory on a GPU. In each world the settings of savings.py are tried in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
 from typing import Any
 
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.offload.ledger import Ledger, as_size
+from spmd_rl.plan.concurrency import longest_sequence
 from spmd_rl.plan.resolve import RunPlan, resolve
 from spmd_rl.plan.roles import INFER
-from spmd_rl.train.config import Fsdp2Config
+from spmd_rl.plan.savings import LEAST_MICRO_BATCH, Flags, layouts, savers
+from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 
 WORLDS = tuple(2**power for power in range(14))  # 1 to 8,192
 GPUS_PER_HOST = 8
-Flags = tuple[str, ...]
-# flags that save memory, by rising cost
-ATTEMPTS: tuple[Flags, ...] = (
-    (),
-    ("--trainer.backend.recompute=cheap",),
-    ("--trainer.backend.recompute=all",),
-    ("--trainer.backend.recompute=all", "--trainer.backend.wrap=layer"),
-    ("--trainer.backend.offload=moments", "--trainer.backend.recompute=all"),
-    ("--trainer.backend.offload=master", "--trainer.backend.recompute=all"),
-    (
-        "--trainer.backend.offload=master",
-        "--trainer.backend.recompute=all",
-        "--trainer.backend.offload_activations=true",
-    ),
-)
 Configure = Callable[[Flags], Any]  # from flags to the recipe's config
 
 
@@ -48,115 +36,179 @@ class Room:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A world with flags: `why_not` is the sum that excludes it, "" where it fits."""
+    """A world with flags: `why_not` says what excludes it, "" where it fits.
 
+    There is no plan where the run's split does not fit the world.
+    """
+
+    world_size: int
     flags: Flags
-    plan: RunPlan
+    plan: RunPlan | None
     why_not: str = ""
 
     @property
-    def peak_bytes(self) -> int:
+    def peak_bytes(self) -> float:
         """The most that any GPU needs."""
+        if self.plan is None:
+            return inf
         return max(ledger.peak_bytes() for ledger in self.plan.ledgers.values())
 
-
-def attempts(kept: Collection[str]) -> list[Flags]:
-    """Return the flags of each attempt, without the settings that the run itself has set."""
-    free = [
-        tuple(flag for flag in flags if flag.removeprefix("--").partition("=")[0] not in kept)
-        for flags in ATTEMPTS
-    ]
-    return list(dict.fromkeys(free))
+    @property
+    def num_waiting(self) -> int:
+        """How many sequences of an engine wait in a step."""
+        return self.plan.queue.num_waiting if self.plan and self.plan.queue else 0
 
 
-def fewest_gpus(
-    configure: Configure, tries: Sequence[Flags], room: Room, worlds: tuple[int, ...] = WORLDS
-) -> list[Attempt]:
-    """Return an attempt for each world up to the first that fits, which is the last one.
+@dataclass(frozen=True)
+class Search:
+    """A search for settings with which a run fits. `kept` are those that the run has set itself."""
 
-    A world that does not fit is stated with the flags that need least of a GPU. The search ends
-    where a larger world needs more of each GPU; then the last attempt does not fit.
-    Raises: ConfigError when the run's own settings are refused; PlanError when it has no model.
-    """
-    tried: list[Attempt] = []
-    for world_size in worlds:
-        tried.append(_best(configure, tries, world_size, room))
-        if not tried[-1].why_not or tried[-1].peak_bytes > tried[-2:][0].peak_bytes:
-            break
-    return tried
+    configure: Configure
+    kept: Collection[str]
+    room: Room
+
+    def fewest(self, worlds: tuple[int, ...] = WORLDS) -> list[Attempt]:
+        """Return an attempt for each world up to the first that fits, which is the last one.
+
+        A world that does not fit is stated with the flags that need least of a GPU. The search
+        ends where a larger world needs more of each GPU; then the last attempt does not fit.
+        Raises: ConfigError when the run's own settings are refused; PlanError when it has no model,
+        or when no world fits its split.
+        """
+        tried: list[Attempt] = []
+        for world_size in worlds:
+            tried.append(self.best(world_size))
+            if not tried[-1].why_not or tried[-1].peak_bytes > tried[-2:][0].peak_bytes:
+                break
+        if all(attempt.plan is None for attempt in tried):
+            raise PlanError(tried[-1].why_not)
+        return tried
+
+    def without_waiting(self, after: Attempt) -> Attempt | None:
+        """Return the first larger world in which no sequence waits for room; None if none is."""
+        for world_size in (size for size in WORLDS if size > after.world_size):
+            found = self.best(world_size, may_wait=False)
+            if not found.why_not:
+                return found
+        return None
+
+    def best(self, world_size: int, *, may_wait: bool = True) -> Attempt:
+        """Return the first attempt that fits or, of those that do not, the one that needs least.
+
+        Raises: as `fewest`.
+        """
+        failed: list[Attempt] = []
+        for layout in layouts(self.kept, world_size):
+            for saver in savers(self.kept, self._micro_batch):
+                attempt = self._attempt((*layout, *saver), world_size)
+                if attempt is None:
+                    if not saver:
+                        break  # the recipe does not have this layout, or the model cannot be cut so
+                    continue
+                if not attempt.why_not and attempt.num_waiting and not may_wait:
+                    attempt = replace(attempt, why_not=f"{attempt.num_waiting:,} sequences wait")
+                if not attempt.why_not:
+                    return attempt
+                failed.append(attempt)
+        return min(failed, key=lambda attempt: attempt.peak_bytes)
+
+    @cached_property
+    def _micro_batch(self) -> int:
+        """The least size of a micro-batch that saves memory and holds every sequence; 0: none."""
+        cfg = self.configure(())
+        least = max(LEAST_MICRO_BATCH, longest_sequence(cfg))
+        trainer = getattr(cfg, "trainer", None)
+        return least if isinstance(trainer, TrainerConfig) and trainer.max_tokens > least else 0
+
+    def _attempt(self, flags: Flags, world_size: int) -> Attempt | None:
+        """Return an attempt; None where the flags are refused."""
+        try:
+            cfg = self.configure(flags)
+            if world_size > 1 and _needs_one_shard(cfg):
+                return None
+            plan = resolve(_with_longest(cfg), world_size, self.room.gpu_bytes)
+        except (ConfigError, PlanError) as error:
+            if flags:
+                return None
+            if isinstance(error, ConfigError):
+                raise
+            return Attempt(world_size, flags, None, str(error))
+        if not plan.ledgers:
+            raise PlanError("without a model there is no memory to count: say --model FOLDER")
+        return Attempt(world_size, flags, plan, self._why_not(cfg, plan))
+
+    def _why_not(self, cfg: Any, plan: RunPlan) -> str:
+        """Return the sum that excludes a plan, "" where it fits."""
+        fraction = cfg.engine.memory_fraction if INFER in plan.placements else 1.0
+        try:
+            plan.require(int(self.room.gpu_bytes * fraction))
+            if self.room.host_bytes is not None:
+                ranks_per_host = min(plan.world_size, self.room.ranks_per_host)
+                plan.require_host(self.room.host_bytes, ranks_per_host)
+        except PlanError as error:
+            return str(error)
+        return ""
 
 
 def lines(tried: list[Attempt]) -> Iterator[str]:
     """Yield what excludes each world, and the flags of the one that fits."""
     for attempt in tried:
-        size, flags = attempt.plan.world_size, " ".join(attempt.flags)
-        name = f"{size:,} GPU{'s' if size > 1 else ''}"
         if attempt.why_not:
-            yield f"{name:>10}  no: {attempt.why_not}{f' (with {flags})' if flags else ''}"
+            with_flags = f" (with {' '.join(attempt.flags)})" if attempt.flags else ""
+            yield f"{gpus(attempt):>10}  no: {attempt.why_not}{with_flags}"
         else:
-            yield f"{name:>10}  fits: --nproc {size}{f' {flags}' if flags else ''}"
+            yield f"{gpus(attempt):>10}  fits: {flags_of(attempt)}"
 
 
-def _best(configure: Configure, tries: Sequence[Flags], world_size: int, room: Room) -> Attempt:
-    """Return the first attempt that fits or, of those that do not, the one that needs least."""
-    failed: list[Attempt] = []
-    for flags in tries:
-        try:
-            cfg = configure(flags)
-        except ConfigError:
-            if not flags:
-                raise
-            continue  # the recipe does not have these settings, or they exclude each other
-        if world_size > 1 and _needs_one_shard(cfg):
-            continue
-        attempt = _attempt(cfg, flags, world_size, room)
-        if not attempt.why_not:
-            return attempt
-        failed.append(attempt)
-    return min(failed, key=lambda attempt: attempt.peak_bytes)
+def flags_of(attempt: Attempt) -> str:
+    """Return the flags that a run gets in this world."""
+    return " ".join((f"--nproc {attempt.world_size}", *attempt.flags))
 
 
-def _attempt(cfg: Any, flags: Flags, world_size: int, room: Room) -> Attempt:
-    plan = resolve(cfg, world_size, room.gpu_bytes)
-    if not plan.ledgers:
-        raise PlanError("without a model there is no memory to count: say --model FOLDER")
-    fraction = cfg.engine.memory_fraction if INFER in plan.placements else 1.0
-    try:
-        plan.require(int(room.gpu_bytes * fraction))
-        if room.host_bytes is not None:
-            plan.require_host(room.host_bytes, min(world_size, room.ranks_per_host))
-    except PlanError as error:
-        return Attempt(flags, plan, str(error))
-    return Attempt(flags, plan)
-
-
-def _needs_one_shard(cfg: Any) -> bool:
-    backend = getattr(getattr(cfg, "trainer", None), "backend", None)
-    return isinstance(backend, Fsdp2Config) and backend.offload == "master"
+def gpus(attempt: Attempt) -> str:
+    """Return the size of a world in words."""
+    return f"{attempt.world_size:,} GPU{'s' if attempt.world_size > 1 else ''}"
 
 
 def why_none(tried: list[Attempt], room: Room) -> str:
     """Return what every GPU holds however many there are, and what would help."""
-    few, plan = tried[0].plan, min(tried, key=lambda attempt: attempt.peak_bytes).plan
+    best = min(tried, key=lambda attempt: attempt.peak_bytes)
+    few = next(attempt.plan for attempt in tried if attempt.plan)
+    plan = best.plan
+    assert plan is not None
     largest = max(plan.ledgers.values(), key=Ledger.peak_bytes)
     phase = max(largest.phases, key=largest.resident_bytes)
+    needs = (
+        f"each needs {as_size(largest.peak_bytes())} in phase {phase}, and may use "
+        f"{_usable(plan, room)}"
+    )
+    if len(tried) == 1:
+        return f"{gpus(best)} do not suffice: {needs}; without --world, more are tried"
     alike = {entry for ledger in few.ledgers.values() for entry in ledger.entries}
     whole = [one for one in largest.counted(phase) if one.num_bytes and one in alike]
     terms = " + ".join(f"{entry.tag} {as_size(entry.num_bytes)}" for entry in whole)
     if len(whole) > 1:
         terms += f" = {as_size(sum(entry.num_bytes for entry in whole))}"
-    why = (
-        f"no number of GPUs suffices: on {plan.world_size:,}, each needs "
-        f"{as_size(largest.peak_bytes())} in phase {phase}, and may use {_usable(plan, room)}; "
-        f"more GPUs do not divide {terms}"
-    )
+    why = f"no number of GPUs suffices: on {plan.world_size:,}, {needs}; more GPUs do not divide "
     if not any(entry.role == INFER and entry.tag == "weights" for entry in whole):
-        return why
+        return why + terms
     return (
-        f"{why}; each GPU of an engine has a whole copy of the weights, so this model needs larger "
-        "GPUs, or an engine that divides its weights over several GPUs (tensor parallelism), which "
-        "is not built"
+        f"{why}{terms}; each GPU of the native engine has a whole copy of the weights, which "
+        'SGLang divides over the GPUs of split.infer.tp (engine.kind = "sglang")'
     )
+
+
+def _with_longest(cfg: Any) -> Any:
+    """Return a config whose micro-batches are counted with room for the longest sequence."""
+    trainer, longest = getattr(cfg, "trainer", None), longest_sequence(cfg)
+    if not isinstance(trainer, TrainerConfig) or trainer.max_tokens >= longest:
+        return cfg
+    return replace(cfg, trainer=replace(trainer, max_tokens=longest))
+
+
+def _needs_one_shard(cfg: Any) -> bool:
+    backend = getattr(getattr(cfg, "trainer", None), "backend", None)
+    return isinstance(backend, Fsdp2Config) and backend.offload == "master"
 
 
 def _usable(plan: RunPlan, room: Room) -> str:

@@ -20,13 +20,13 @@ from spmd_rl.offload.config import OffloadConfig
 from spmd_rl.offload.ledger import Ledger, as_size
 from spmd_rl.offload.phases import CONCURRENT
 from spmd_rl.plan.axes import check_axes
-from spmd_rl.plan.concurrency import running
+from spmd_rl.plan.concurrency import Queue, num_asked, running
 from spmd_rl.plan.memory import MemoryModel, kv_sized
 from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole, planned_roles, uncounted
 from spmd_rl.plan.routes import Routes, push_routes, whole
 from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, everything
 from spmd_rl.rollout.engine import NativeEngineConfig
-from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes
+from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.tensor_parallel import shard_boxes
 from spmd_rl.train.megatron.spec_to_train import spec_to_train
@@ -37,7 +37,8 @@ from spmd_rl.train.memory import dtype_on_gpu
 class RunPlan:
     """All that is known of a run before it starts. `ledgers` go by rank.
 
-    Where the model is not known, there is no `memory` and there are no ledgers.
+    Where the model is not known, there is no `memory` and there are no ledgers. Without an engine
+    there is no `queue`.
     """
 
     world_size: int
@@ -48,6 +49,7 @@ class RunPlan:
     memory: MemoryModel | None = None
     sleep: SleepDecision = field(default_factory=lambda: SleepDecision({}))
     uncounted: tuple[str, ...] = ()
+    queue: Queue | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -157,8 +159,13 @@ def resolve(
     plan = replace(plan, uncounted=uncounted(placements, roles))
     if INFER not in placements:
         return plan
-    page_bytes = kv_bytes(spec, cfg.engine, capacity_bytes, plan.reserved_bytes())
-    return replace(plan, ledgers=kv_sized(ledgers, page_bytes))
+    infer = placements.infer
+    tp = infer.axes["tp"]
+    page_bytes = kv_bytes(spec, cfg.engine, capacity_bytes, plan.reserved_bytes(), tp)
+    sequences = running(cfg, infer, spec)
+    num_held = page_bytes // sequence_kv_bytes(spec, cfg.engine, sequences.num_tokens, tp)
+    queue = Queue(num_asked(cfg, infer), sequences, num_held)
+    return replace(plan, ledgers=kv_sized(ledgers, page_bytes), queue=queue)
 
 
 def _decide(
@@ -193,8 +200,11 @@ def _decide(
 def _need(cfg: Any, memory: MemoryModel, spec: ModelSpec, capacity_bytes: int) -> Need:
     if INFER not in memory.placements:
         return Need(capacity_bytes)
-    sequences = running(cfg, memory.placements.infer, spec)
-    pages = running_kv_bytes(spec, cfg.engine, sequences.num_sequences, sequences.num_tokens)
+    infer = memory.placements.infer
+    sequences = running(cfg, infer, spec)
+    pages = running_kv_bytes(
+        spec, cfg.engine, sequences.num_sequences, sequences.num_tokens, infer.axes["tp"]
+    )
     return Need(int(capacity_bytes * cfg.engine.memory_fraction), pages, sequences)
 
 

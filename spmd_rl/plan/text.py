@@ -35,6 +35,8 @@ def lines(plan: RunPlan) -> Iterator[str]:
     if plan.uncounted:
         yield f"not counted  {', '.join(plan.uncounted)}: no class says what memory it takes"
     yield from _sleep(plan)
+    if plan.queue and plan.queue.num_waiting:
+        yield f"waiting      {plan.queue}"
     yield from _memory(plan)
     yield from _recompute(plan)
 

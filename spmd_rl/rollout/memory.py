@@ -60,12 +60,16 @@ def step_bytes(spec: ModelSpec, cfg: EngineConfig) -> int:
 
 
 def kv_bytes(
-    spec: ModelSpec, cfg: EngineConfig, capacity_bytes: int | None, reserved_bytes: int
+    spec: ModelSpec,
+    cfg: EngineConfig,
+    capacity_bytes: int | None,
+    reserved_bytes: int,
+    tp: int = 1,
 ) -> int:
-    """Return the bytes of one engine's keys and values: as many as are set, else as fit beside
-    `reserved_bytes`.
+    """Return the bytes of an engine's keys and values on one of its `tp` ranks: as many as are set,
+    else as fit beside `reserved_bytes`.
     """
-    token_bytes, page_size = _token_bytes(spec, cfg), _page_size(cfg)
+    token_bytes, page_size = _token_bytes(spec, cfg, tp), _page_size(cfg)
     budget = None
     if capacity_bytes is not None:
         budget = kv_budget(capacity_bytes, cfg.memory_fraction, reserved_bytes)
@@ -76,18 +80,25 @@ def kv_bytes(
 
 
 def running_kv_bytes(
-    spec: ModelSpec, cfg: EngineConfig, num_sequences: int, num_tokens: int
+    spec: ModelSpec, cfg: EngineConfig, num_sequences: int, num_tokens: int, tp: int = 1
 ) -> int:
-    """Return the bytes of the keys and values of so many sequences of so many tokens.
+    """Return the bytes of the keys and values of so many sequences of so many tokens, on one of the
+    `tp` ranks of an engine.
 
     It is what the pages must hold so that no sequence waits for another; at least one context, and
     as many as are set.
     """
-    page_size = _page_size(cfg)
-    pages = min(num_sequences, cfg.max_batch) * -(-min(num_tokens, spec.max_positions) // page_size)
-    context_pages = -(-spec.max_positions // page_size)
-    pages = _set_pages(cfg) or max(pages, context_pages)
-    return pages * page_size * _token_bytes(spec, cfg)
+    context = sequence_kv_bytes(spec, cfg, spec.max_positions, tp)
+    if num_set := _set_pages(cfg):
+        return num_set * _page_size(cfg) * _token_bytes(spec, cfg, tp)
+    sequence = sequence_kv_bytes(spec, cfg, num_tokens, tp)
+    return max(min(num_sequences, cfg.max_batch) * sequence, context)
+
+
+def sequence_kv_bytes(spec: ModelSpec, cfg: EngineConfig, num_tokens: int, tp: int = 1) -> int:
+    """Return the bytes of a sequence's keys and values on one of the `tp` ranks of an engine."""
+    pages = -(-min(num_tokens, spec.max_positions) // _page_size(cfg))
+    return pages * _page_size(cfg) * _token_bytes(spec, cfg, tp)
 
 
 def kv_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> int:
@@ -121,9 +132,10 @@ def _dtype(cfg: EngineConfig) -> str:
     return "bfloat16" if cfg.dtype == "auto" else cfg.dtype
 
 
-def _token_bytes(spec: ModelSpec, cfg: EngineConfig) -> int:
-    item_bytes = ITEM_BYTES[_dtype(cfg)]
-    return kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, item_bytes)
+def _token_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int) -> int:
+    """Return the bytes of a token; with more ranks than key-value heads, some have the same one."""
+    item_bytes, num_heads = ITEM_BYTES[_dtype(cfg)], -(-spec.num_kv_heads // tp)
+    return kv_token_bytes(spec.num_layers, num_heads, spec.head_dim, item_bytes)
 
 
 def _page_size(cfg: EngineConfig) -> int:

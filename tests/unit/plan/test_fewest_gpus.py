@@ -11,6 +11,7 @@ import pytest
 from benchmarks.shapes import config
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.plan import main
+from tests.unit.plan.test_megatron import QWEN3_30B_A3B
 
 H200 = "139.8"  # GiB that CUDA reports of its 141 GB
 SHAPES: dict[str, dict[str, Any]] = {
@@ -23,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 64,
         "num_attention_heads": 64,
     },
+    "30B-A3B": QWEN3_30B_A3B,
     "70B": {
         "model_type": "llama",
         "hidden_size": 8192,
@@ -86,19 +88,129 @@ def test_the_flags_that_are_printed_fit(models: Path, capsys: pytest.CaptureFixt
     assert "fits in 79.1 GiB" in capsys.readouterr().out
 
 
-def test_70b_does_not_fit_because_engines_have_whole_copies(
+def test_70b_needs_an_engine_that_divides_its_weights(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    found = said(capsys, asked(models / "70B", f"--gpu-gib={H200}"))
+    fits = next(line for line in found if "fits: " in line)
+    assert "--engine.kind=sglang --run.exact=false --split.infer.tp=" in fits
     with pytest.raises(PlanError) as refused:
-        main(asked(models / "70B", f"--gpu-gib={H200}"))
+        main(asked(models / "70B", f"--gpu-gib={H200}", "--engine.kind=native"))
     assert "more GPUs do not divide weights 131.4 GiB" in str(refused.value)
     assert str(refused.value).startswith("no number of GPUs suffices: on ")
     assert str(refused.value).endswith(
-        "each GPU of an engine has a whole copy of the weights, so this model needs larger GPUs, "
-        "or an engine that divides its weights over several GPUs (tensor parallelism), which is "
-        "not built"
+        "each GPU of the native engine has a whole copy of the weights, which SGLang divides over "
+        'the GPUs of split.infer.tp (engine.kind = "sglang")'
     )
     assert capsys.readouterr().out.count("  no: ") >= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "layout"),
+    [
+        ("32B", ["grpo"], "--engine.kind=sglang --run.exact=false --split.infer.tp="),
+        ("30B-A3B", ["sft", "--trainer.backend.kind=megatron"], "--split.train.ep="),
+    ],
+)
+def test_a_layout_that_fits_80_gb_is_found_and_its_flags_fit(
+    models: Path, capsys: pytest.CaptureFixture[str], name: str, words: list[str], layout: str
+) -> None:
+    given = [f"--model={models / name}", "--data=x.jsonl", "--gpu-gib=79.1"]
+    out = said(capsys, [*words, *given, "--fewest-gpus"])
+    fits = out[out.index("") - 1].split("fits: ")[1]
+    assert fits.startswith(f"--nproc 8 {layout}")
+    assert main([*words, *given, *fits.split()]) == 0
+    assert "fits in 79.1 GiB" in capsys.readouterr().out
+
+
+def test_the_settings_for_the_gpus_that_there_are(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = said(capsys, asked(models / "8B", "--gpu-gib=79.1", "--world=8"))
+    assert out[0] == "    8 GPUs  fits: --nproc 8 --trainer.backend.recompute=all"
+    assert out[1] == ""
+    assert "world of 8" in out
+    with pytest.raises(PlanError, match="1 GPU do not suffice: each needs .*; without --world, mo"):
+        main(asked(models / "32B", "--gpu-gib=79.1", "--world=1"))
+
+
+def test_a_plan_that_does_not_fit_names_the_setting_that_helps(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["grpo", f"--model={models / '8B'}", "--data=x.jsonl", "--gpu-gib=79.1"]
+    with pytest.raises(
+        PlanError, match=r"there are 79\.10 GiB; it fits with --trainer\.backend\.recompute=all$"
+    ):
+        main([*words, "--world=8"])
+    assert "activations " in capsys.readouterr().out
+    with pytest.raises(PlanError, match="no settings of the plan save enough: --fewest-gpus finds"):
+        main([*words[:1], f"--model={models / '32B'}", *words[2:], "--world=1"])
+
+
+def test_sequences_that_find_no_room_are_counted(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """64 prompts of 8 samples of 32k tokens are asked for. A token has 2 x 64 x 8 x 128 x 2 bytes
+    of keys and values, and a sequence 8.25 GiB.
+    """
+    long = ["--prompts_per_step=64", "--sampling.max_tokens=32768"]
+    out = said(capsys, asked(models / "32B", f"--gpu-gib={H200}", *long))
+    summary = out[: out.index("")]
+    fits = next(line for line in summary if "fits: " in line)
+    world = int(fits.split()[0])
+    waits = summary[summary.index(fits) + 1].strip()
+    kv = float(next(line for line in out if line.startswith("  kv ")).split("GiB")[0].split()[-1])
+    each, held = 512 // world, int(kv / 8.25)
+    assert waits == (
+        f"{each - held} of the {each} sequences that a step asks of an engine wait: "
+        f"its pages hold {held} at once, of 33,792 tokens each"
+    )
+    assert f"waiting      {waits}" in out
+    (more,) = [line for line in summary if "no sequence waits: --nproc " in line]
+    assert int(more.split()[0]) > world
+
+
+def test_a_batch_that_is_too_small_for_a_step_is_counted(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--prompts_per_step=64", "--engine.max_batch=32"]
+    out = said(capsys, asked(models / "0.6B", f"--gpu-gib={H200}", *words, "--world=2"))
+    assert out[1].strip() == (
+        "224 of the 256 sequences that a step asks of an engine wait: "
+        "engine.max_batch lets run 32 at once, of 1,152 tokens each"
+    )
+
+
+def test_the_size_that_a_gpu_is_sold_by_is_no_room(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sold = "; a GPU that is sold as 80 GB has 79.1 GiB for CUDA"
+    out = said(capsys, asked(models / "0.6B", "--gpu-gib=80"))
+    assert f"            counted for GPUs of 80 GiB{sold}" in out
+    words = ["grpo", f"--model={models / '0.6B'}", "--data=x.jsonl", "--world=1"]
+    assert said(capsys, [*words, "--gpu-gib=80"])[-1] == f"fits in 80 GiB{sold}"
+    assert said(capsys, [*words, "--gpu-gib=79.1"])[-1] == "fits in 79.1 GiB"
+
+
+def test_settings_of_a_file_stay_as_they_are(
+    models: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[trainer.backend]\nrecompute = 'none'\n[trainer]\nmax_tokens = 2048\n")
+    out = said(capsys, asked(models / "8B", "--gpu-gib=79.1", f"--config={file}", "--world=8"))
+    assert "recompute=all" not in out[0]
+    assert "max_tokens" not in out[0]
+
+
+def test_worlds_that_a_split_does_not_fit_are_passed_over(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    split = ["--split.train.ranks=4", "--split.infer.ranks=4"]
+    out = said(capsys, asked(models / "8B", "--gpu-gib=79.1", *split))
+    assert out[0].startswith("     1 GPU  no: the split asks for 8 ranks (train 4, infer 4)")
+    assert "    8 GPUs  fits: --nproc 8" in out[3]
+    with pytest.raises(PlanError, match="the split asks for 8 ranks"):
+        main(asked(models / "8B", "--gpu-gib=79.1", *split, "--world=2"))
 
 
 def test_settings_of_the_run_stay_as_they_are(

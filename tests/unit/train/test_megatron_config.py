@@ -126,8 +126,13 @@ def test_a_mixture_of_experts_is_read_for_megatron_alone(tmp_path: Any) -> None:
     assert (spec.num_experts, spec.experts_per_token, spec.expert_size) == (4, 2, 24)
     assert "model.layers.3.mlp.experts.3.up_proj.weight" in spec.parameter_shapes()
     assert "model.layers.3.mlp.up_proj.weight" not in spec.parameter_shapes()
-    with pytest.raises(ConfigError, match="model_type 'qwen3_moe' is not one of"):
+    way = "`spmd-rl run sft` trains it with --trainer.backend.kind=megatron and --split.train.ep=N"
+    with pytest.raises(ConfigError, match=f"model_type 'qwen3_moe' is not one of .*: {way}; no eng"):
         ModelSpec.from_folder(tmp_path)
+    for other in ({"model_type": "mixtral", "num_local_experts": 8}, {"model_type": "qwen2_moe"}):
+        (tmp_path / "config.json").write_text(json.dumps(config | other))
+        with pytest.raises(ConfigError, match="of mixtures of experts, qwen3_moe alone is trained"):
+            read_spec(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [0]}))
     with pytest.raises(ConfigError, match="layers without experts"):
         read_spec(tmp_path)
