@@ -196,7 +196,9 @@ def test_an_episode_is_async_and_takes_three(tmp_path: Path, line: str) -> None:
         load_generate(f"{file}:f")
 
 
-@pytest.mark.parametrize("line", ["def f(group)", "async def f(ctx, group)", "def f(args, samples)"])
+@pytest.mark.parametrize(
+    "line", ["def f(group)", "async def f(ctx, group)", "def f(args, samples)"]
+)
 def test_keep_group_is_plain_and_takes_two(tmp_path: Path, line: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"{line}:\n    return 1\n")

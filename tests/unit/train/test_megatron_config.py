@@ -127,7 +127,7 @@ def test_a_mixture_of_experts_is_read_for_megatron_alone(tmp_path: Any) -> None:
     assert "model.layers.3.mlp.experts.3.up_proj.weight" in spec.parameter_shapes()
     assert "model.layers.3.mlp.up_proj.weight" not in spec.parameter_shapes()
     way = "`spmd-rl run sft` trains it with --trainer.backend.kind=megatron and --split.train.ep=N"
-    with pytest.raises(ConfigError, match=f"model_type 'qwen3_moe' is not one of .*: {way}; no eng"):
+    with pytest.raises(ConfigError, match=f"'qwen3_moe' is not one of .*: {way}; no engine gener"):
         ModelSpec.from_folder(tmp_path)
     for other in ({"model_type": "mixtral", "num_local_experts": 8}, {"model_type": "qwen2_moe"}):
         (tmp_path / "config.json").write_text(json.dumps(config | other))
