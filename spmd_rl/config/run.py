@@ -23,6 +23,7 @@ LEAST_COUNTS = {
     "save_every": 0,
     "keep_checkpoints": 1,
     "keep_best": 0,
+    "patience": 0,
 }
 
 
@@ -48,7 +49,11 @@ class RunConfig:
     resume: bool = False  # go on in a run's folder although its configuration has changed
     save_every: int = 20  # steps between checkpoints; 0 saves once, after the last step
     keep_checkpoints: int = 2  # how many of the newest are kept
-    keep_best: int = 1  # how many more are kept because of their reward
+    keep_best: int = 1  # how many more are kept because of their reward, or of `best`
+    # by which metric of an evaluation the best checkpoint goes, such as "eval/NAME/reward"; "": by
+    # the reward of the step before it
+    best: str = ""
+    patience: int = 0  # evaluations without a better `best` after which the run ends; 0: none
     sinks: tuple[str, ...] = ()  # where metrics go beside metrics.jsonl: "tensorboard", "wandb"
     trace: bool = True  # record what every process does when, in traces/ of the run's folder
 
@@ -59,6 +64,10 @@ class RunConfig:
         is_plain = not {"/", "\\", "\0"} & set(self.name) and self.name not in (".", "..")
         expected = "the name of a folder in run.folder, without a separator"
         require(is_plain, "name", self.name, expected)
+        is_metric = not self.best or self.best.startswith("eval/")
+        require(is_metric, "best", self.best, "a metric of an evaluation, such as eval/NAME/reward")
+        has_best = bool(self.best) or not self.patience
+        require(has_best, "patience", self.patience, "0, unless run.best names a metric")
         check_sinks(self.sinks)
 
     @property

@@ -20,6 +20,7 @@ from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.controller.link import Link, LinkConfig, connect, link_placement, prepare
 from spmd_rl.controller.run.checkpoints import CheckpointPart
+from spmd_rl.controller.run.evaluations import Schedule
 from spmd_rl.controller.run.step_loop import StepLoop
 from spmd_rl.controller.run.steps import LoopStep, RunObserver
 from spmd_rl.controller.sleepers import Sleepers, SleepPolicy
@@ -168,6 +169,19 @@ class Controller:
         that step (0: before the first), and its samples by the names of the sets.
         """
         self._loop.record_evaluation(num_steps, metrics, groups)
+
+    def plan_evaluations(self, schedule: Schedule, sets: Sequence[str]) -> None:
+        """Say when the run evaluates, and which sets. With `run.best`, each evaluation has a
+        checkpoint.
+
+        Raises: ConfigError where `run.best` names another set.
+        """
+        self._loop.evaluations.plan(schedule, sets)
+
+    @property
+    def num_done(self) -> int:
+        """How many steps of the loop are done, those of earlier starts included."""
+        return self._loop.num_done
 
     def close(self) -> None:
         """Finish the run after the recipe has returned, perhaps from within its loop: the step that

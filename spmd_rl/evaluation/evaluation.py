@@ -49,6 +49,7 @@ class Evaluation:
         self._grade = grade
         sets = resolve_sets(cfg.eval, cfg.sampling, cfg.prompts)
         self._sets = [(one, prompts_of(one, load_tokenizer(cfg.model))) for one in sets]
+        ctl.plan_evaluations(self._schedule, [one.name for one in sets])
 
     def after(self, num_steps: int) -> None:
         """Evaluate if that is due after `num_steps` train steps. Call it after the push of the
@@ -64,8 +65,8 @@ class Evaluation:
 
         `drain` is that of the push.
         """
-        if self._sets and self._schedule.is_due_at_end():
-            num_steps = self._schedule.num_steps
+        num_steps = min(self._schedule.num_steps, self._ctl.num_done)
+        if self._sets and self._schedule.is_due_at_end(num_steps):
             with self._ctl.phase("sync"):
                 weights.push(version=num_steps, drain=drain)
             self.run(num_steps)

@@ -46,6 +46,7 @@ class HeldOutEvaluation:
         self._measure = measure
         self._score = score
         self._schedule = EvalSchedule(times, ctl.run_folder, num_steps, first)
+        ctl.plan_evaluations(self._schedule, [*sets])
 
     def after(self, num_steps: int) -> None:
         """Evaluate if that is due after `num_steps` train steps. Call it before the next of them.
@@ -57,8 +58,9 @@ class HeldOutEvaluation:
 
     def at_end(self) -> None:
         """Evaluate the last weights, if that is due. Call it after the loop."""
-        if self._sets and self._schedule.is_due_at_end():
-            self._run(self._schedule.num_steps)
+        num_steps = min(self._schedule.num_steps, self._ctl.num_done)
+        if self._sets and self._schedule.is_due_at_end(num_steps):
+            self._run(num_steps)
 
     def _run(self, num_steps: int) -> None:
         found = {}

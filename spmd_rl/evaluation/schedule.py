@@ -31,7 +31,7 @@ class EvalTimes:
 class EvalSchedule:
     """Says which evaluations of a run are due, and not recorded yet.
 
-    The run begins after `first` steps and ends after `num_steps`.
+    The run begins after `first` steps and ends after `num_steps`, or earlier.
     """
 
     def __init__(self, times: EvalTimes, run_folder: Path, num_steps: int, first: int = 0) -> None:
@@ -40,15 +40,18 @@ class EvalSchedule:
         self._first = first
         self._metrics = run_folder / "metrics.jsonl"
 
-    def is_due(self, num_steps: int) -> bool:
-        """Return whether an evaluation is due at the start of the step after `num_steps` steps."""
-        due = self._times.before if num_steps == self._first else self._is_periodic(num_steps)
-        return due and num_steps not in self._recorded
+    def is_planned(self, num_steps: int) -> bool:
+        """Return whether an evaluation belongs to the start of the step after `num_steps` steps."""
+        return self._times.before if num_steps == self._first else self._is_periodic(num_steps)
 
-    def is_due_at_end(self) -> bool:
-        """Return whether an evaluation is due after the last step."""
-        due = self._times.at_end or self._is_periodic(self.num_steps)
-        return self.num_steps > self._first and due and self.num_steps not in self._recorded
+    def is_due(self, num_steps: int) -> bool:
+        """Return whether such an evaluation is planned, and not recorded yet."""
+        return self.is_planned(num_steps) and num_steps not in self._recorded
+
+    def is_due_at_end(self, num_steps: int) -> bool:
+        """Return whether an evaluation is due after the last step, the step `num_steps`."""
+        due = self._times.at_end or self._is_periodic(num_steps)
+        return num_steps > self._first and due and num_steps not in self._recorded
 
     def _is_periodic(self, num_steps: int) -> bool:
         return self._times.every > 0 and num_steps % self._times.every == 0

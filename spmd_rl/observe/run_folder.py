@@ -61,6 +61,8 @@ CHANGEABLE_SETTINGS = {
     "run.save_every",
     "run.keep_checkpoints",
     "run.keep_best",
+    "run.best",
+    "run.patience",
     "run.verify_every",
     "run.self_check",
     "run.deadline_s",

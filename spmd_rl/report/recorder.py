@@ -64,6 +64,7 @@ class Recorder:
         self._before_s: dict[str, float] = {}
         self._phase: str | None = None
         self._steps_left = 1  # until `on_steps` says how many
+        self._early_end = ""  # why the run ends before its last step
         self._logged: dict[int, tuple[list[Group], dict[str, float]]] = {}
 
     def on_warmup(self, num_steps: int) -> None:
@@ -77,7 +78,7 @@ class Recorder:
         self._steps_left = num_steps - start
         if self._steps_left <= 0 < num_steps:
             print(
-                f"all {num_steps} steps are done: to go on, set more steps and --run.resume=true",
+                f"all {num_steps} steps are done: to go on, set more steps",
                 flush=True,
             )
         self._monitor = self._monitor or self._open_monitor(start)
@@ -161,6 +162,9 @@ class Recorder:
                 print(warning, file=sys.stderr, flush=True)
         return metrics
 
+    def on_early_end(self, sentence: str) -> None:
+        self._steps_left, self._early_end = 0, sentence
+
     def catch_up(self) -> None:
         if self._monitor is not None:
             self._monitor.catch_up()
@@ -176,6 +180,8 @@ class Recorder:
         """
         if self._monitor is not None:
             self._monitor.close()
+            if self._early_end:
+                print(self._early_end, flush=True)
             if self._steps_left <= 0:
                 results = [name for name in RESULTS if has_content(self._folder.path / name)]
                 print(f"{self._folder.path} holds {', '.join(results)}", flush=True)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from spmd_rl.config.load import read_toml
-from spmd_rl.controller.run.checkpoints import Checkpoints, best_first
+from spmd_rl.controller.run.checkpoints import Checkpoints
+from spmd_rl.controller.run.evaluations import best_of_run
 from spmd_rl.errors import ConfigError
 from spmd_rl.train.checkpoint_index import INDEX_FILE
 from spmd_rl.train.export import export_saved
@@ -49,7 +50,7 @@ def _checkpoint(run: Path, step: str | None) -> Path:
     """The folder of a checkpoint, by default the newest. Raises: ConfigError where none is."""
     saved = Checkpoints(run / "checkpoints", 1, 0).complete()
     named = {str(record.next_step): path for path, record in saved.items()}
-    if best := best_first(saved):
+    if best := best_of_run(run, saved):
         named["best"] = best[0]
     chosen = named.get(step) if step else next(reversed(saved), None)
     if chosen is None:

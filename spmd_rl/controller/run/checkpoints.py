@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -77,13 +77,20 @@ class CheckpointState:
 
 class Checkpoints:
     """The checkpoints of a run. It keeps the newest `keep`, and the `keep_best` with the highest
-    reward.
+    reward, or with the highest of the scores that `scores` returns.
     """
 
-    def __init__(self, folder: Path, keep: int, keep_best: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        keep_best: int,
+        scores: Callable[[], Mapping[int, float] | None] = lambda: None,
+    ) -> None:
         self.folder = folder
         self._keep = keep
         self._keep_best = keep_best
+        self._scores = scores
         self._unfinished: Path | None = None  # the folder that roles may still be writing
         self._savers: list[Handle] = []  # the roles that write it
 
@@ -135,7 +142,7 @@ class Checkpoints:
         self._unfinished = None
         complete = self.complete()
         newest = list(complete)[-self._keep :]
-        best = best_first(complete)[: self._keep_best]
+        best = best_first(complete, self._scores())[: self._keep_best]
         for path in complete.keys() - {*newest, *best}:
             atomic_write.remove_folder(path)
 
@@ -240,12 +247,19 @@ def move_to_later(path: Path) -> Path:
     return path.rename(target)
 
 
-def best_first(checkpoints: Mapping[Path, CheckpointState]) -> list[Path]:
-    """Return the checkpoints that have a reward, the highest first, and the newest of equals."""
+def best_first(
+    checkpoints: Mapping[Path, CheckpointState], scores: Mapping[int, float] | None = None
+) -> list[Path]:
+    """Return the checkpoints that have a reward, the highest first, and the newest of equals.
+
+    With `scores`, by the steps of the weights, these count instead.
+    """
     rewards = [
-        (state.reward, path) for path, state in checkpoints.items() if state.reward is not None
+        (state.reward if scores is None else scores.get(state.next_step), state.next_step, path)
+        for path, state in checkpoints.items()
     ]
-    return [path for _, path in sorted(rewards, reverse=True)]
+    known = [(reward, step, path) for reward, step, path in rewards if reward is not None]
+    return [path for _, _, path in sorted(known, reverse=True)]
 
 
 def _add_parts(state: CheckpointState, target: Path, parts: Mapping[str, CheckpointPart]) -> None:

@@ -6,12 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from spmd_rl.controller.run.checkpoints import (
-    Checkpoints,
-    CheckpointState,
-    best_first,
-    move_to_later,
-)
+from spmd_rl.controller.run.checkpoints import Checkpoints, CheckpointState, move_to_later
+from spmd_rl.controller.run.evaluations import best_of_run
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.run_folder import refuse_links
 from spmd_rl.observe.run_lock import acquire_run_lock
@@ -52,7 +48,7 @@ def rewind(folder: Path, wanted: str) -> tuple[Path, list[Path]]:
 def _find(wanted: str, complete: Mapping[Path, CheckpointState], folder: Path) -> Path:
     """Return the checkpoint after step `wanted`, or the best one."""
     by_name = {str(state.next_step): path for path, state in complete.items()}
-    if best := best_first(complete):
+    if best := best_of_run(folder.parent, complete):
         by_name["best"] = best[0]
     if wanted not in by_name:
         raise ConfigError(

@@ -17,6 +17,7 @@ from spmd_rl.controller.run.checkpoints import (
     CheckpointState,
     ClosablePart,
 )
+from spmd_rl.controller.run.evaluations import Evaluations
 from spmd_rl.controller.run.sleep_metrics import sleep_metrics, span_arguments
 from spmd_rl.controller.run.steps import LoopStep, RunObserver
 from spmd_rl.errors import ConfigError
@@ -39,12 +40,18 @@ class StepLoop:
         self._run = run
         self._dispatcher = dispatcher
         self._observer = observer
+        self.evaluations = Evaluations(run)
         self._checkpoints = Checkpoints(
-            run.path / "checkpoints", run.keep_checkpoints, run.keep_best
+            run.path / "checkpoints",
+            run.keep_checkpoints,
+            run.keep_best,
+            lambda: self.evaluations.scores,
         )
+        self.num_done = 0  # steps that the loop has taken, in this start of the run or before
         self._wake = wake
         self._parts: Mapping[str, CheckpointPart] = {}
         self._step: LoopStep | None = None  # the step that is under way
+        self._is_ending = False  # before the last step
         self._resumed_from = ""  # the checkpoint, and what cannot go on bit for bit
 
     def resume(self, parts: Mapping[str, CheckpointPart]) -> int:
@@ -92,10 +99,14 @@ class StepLoop:
         if self._observer is not None:
             self._observer.on_steps(start, num_steps)
             calls.on_long_wait = self._observer.catch_up
+        self.evaluations.load()
+        self.num_done = start
         termination.grace_s = grace_s if self._parts else 0.0
         # a step begins where the one before it ended
         began, waited_s = time.monotonic(), calls.waited_s
         for index in range(start, num_steps):
+            if self._ends_before(index):
+                break
             termination.lost_work = (
                 f"; step {index + 1} did not end within {grace_s:g} s and is lost"
             )
@@ -106,7 +117,8 @@ class StepLoop:
                 began = time.monotonic()
                 step.elapsed_s = began - step.began
                 step.waited_s, waited_s = calls.waited_s - waited_s, calls.waited_s
-            self._end(step, last=index + 1 == num_steps)
+                self.num_done = index + 1
+            self._end(step, last=index + 1 == num_steps or self._ends_before(index + 1))
         self._checkpoints.wait_until_complete()
         # a run that is ended from here on is complete: the same command does what is left
         termination.grace_s = 0.0
@@ -135,9 +147,10 @@ class StepLoop:
     def record_evaluation(
         self, num_steps: int, metrics: Mapping[str, float], groups: Mapping[str, list[Group]]
     ) -> None:
-        """Hand what an evaluation found to the observer."""
+        """Hand what an evaluation found to the observer, and see whether the run goes on."""
         if self._observer is not None:
             self._observer.on_evaluation(num_steps, metrics, groups)
+        self.evaluations.add(num_steps, metrics)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -154,6 +167,16 @@ class StepLoop:
                 self._step.phase_s[name] = self._step.phase_s.get(name, 0.0) + seconds
             if self._observer is not None:
                 self._observer.on_phase(name, seconds)
+
+    def _ends_before(self, index: int) -> bool:
+        """Whether the run ends early, before the step `index`. The observer is told once."""
+        found = self.evaluations.last_step()
+        if found is None or found[0] > index:
+            return False
+        if self._observer is not None and not self._is_ending:
+            self._observer.on_early_end(found[1])
+        self._is_ending = True
+        return True
 
     def _end(self, step: LoopStep, *, last: bool) -> None:
         """Record a step that has ended, and begin its checkpoint if one is due."""
@@ -180,7 +203,8 @@ class StepLoop:
 
     def _is_save_due(self, next_step: int) -> bool:
         save_every = self._run.save_every
-        return bool(save_every) and next_step % save_every == 0
+        is_regular = bool(save_every) and next_step % save_every == 0
+        return is_regular or self.evaluations.needs_checkpoint(next_step)
 
     def _save_and_end(self, state: CheckpointState) -> NoReturn:
         """Save a last checkpoint in what remains of the grace period of a run that is ended from

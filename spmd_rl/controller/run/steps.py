@@ -37,6 +37,9 @@ class RunObserver(Protocol):
         `groups` are the samples of each set by its name.
         """
 
+    def on_early_end(self, sentence: str) -> None:
+        """Note that the steps end before the last of them; `sentence` says why."""
+
     def catch_up(self) -> None:
         """Write what is not written yet: the controller waits for workers, or is about to save."""
 

@@ -13,6 +13,7 @@ import pytest
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.observe.metrics_log import read_metrics
+from spmd_rl.train.command import main as export
 from tests.dist.recipes.conftest import EXAMPLE, Ended, Run
 from tests.dist.recipes.test_data_recipes import KEEP_ALL, forget_after
 from tests.dist.recipes.test_evaluation import training
@@ -164,6 +165,35 @@ def test_a_set_that_cannot_be_is_refused_before_a_worker_starts(
     assert ended.code == 2
     assert sentence in ended.sentence
     assert not ended.folder.exists()
+
+
+def test_a_run_ends_early_and_its_best_weights_are_exported(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
+    """A rate of 1 ruins the weights at once: none are better than the first."""
+    words = ("sft", f"--model={model}", *ANSWERS, "--steps=9", "--trainer.lr=1")
+    words += (f"--eval.data={EXAMPLE / 'eval.jsonl'}@[:9]", "--eval.every=1", "--run.save_every=0")
+    words += ("--run.best=eval/eval/loss", "--run.patience=2")
+    first = run(*words, nproc=1, name="r", small=False)
+    assert first.code == 0, first.sentence
+    scores = {step: found["eval/loss"] for step, found in evaluations(first).items()}
+    assert [*scores] == [0, 1, 2, 3], "the last is that of the weights at the end"
+    assert min(scores, key=lambda step: scores[step]) == 0
+    sentence = "eval/eval/loss was best after step 0"
+    assert sentence in first.output
+    assert "ends after step 3 (run.patience)" in first.output
+    best = min((1, 2, 3), key=lambda step: scores[step])
+    saved = sorted(path.name for path in (first.folder / "checkpoints").iterdir())
+    assert f"step_{best:06d}" in saved
+    assert "step_000003" in saved
+    again = run(*words, nproc=1, name="r", small=False)
+    assert again.code == 0
+    assert sentence in again.output
+    assert evaluations(again) == evaluations(first)
+    assert export([str(first.folder), str(tmp_path / "best"), "--step=best"]) == 0
+    assert export([str(first.folder), str(tmp_path / "named"), f"--step={best}"]) == 0
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("best", "named")]
+    assert files[0] == files[1]
 
 
 def test_a_run_begins_at_a_later_step_with_the_data_and_the_rate_of_that_step(

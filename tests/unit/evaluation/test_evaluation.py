@@ -41,6 +41,7 @@ class Run:
     """Stands in for controller, rollout, trainer and link, and notes what is asked of them."""
 
     run_folder: Path
+    num_done: int = 0
     done: list[str] = field(default_factory=list)
     asked: list[tuple[list[Prompt], SamplingConfig, dict[str, Any]]] = field(default_factory=list)
 
@@ -54,6 +55,9 @@ class Run:
 
     def push(self, version: int, drain: bool) -> None:
         self.done.append(f"push {version}")
+
+    def plan_evaluations(self, schedule: Any, sets: list[str]) -> None:
+        self.done.append("planned")
 
     def record_evaluation(
         self, num_steps: int, metrics: Mapping[str, float], groups: Mapping[str, list[Group]]
@@ -100,6 +104,7 @@ def loop(run: Run, found: Evaluation, start: int = 0, num_steps: int = 4) -> lis
     """Take the steps of a recipe; return the steps after which there was an evaluation."""
     for index in range(start, num_steps):
         found.after(index)
+    run.num_done = num_steps
     found.at_end(cast(Any, run), cast(Any, run))
     return [int(word.split()[1]) for word in run.done if word.startswith("evaluated")]
 
@@ -119,6 +124,11 @@ def loop(run: Run, found: Evaluation, start: int = 0, num_steps: int = 4) -> lis
 def test_when_it_evaluates(run: Run, settings: dict[str, Any], expected: list[int]) -> None:
     assert loop(run, made(run, **settings)) == expected
     assert ("push 4" in run.done) == (4 in expected), "the last weights are pushed first"
+
+
+def test_a_run_that_ended_early_evaluates_the_weights_that_it_has(run: Run) -> None:
+    assert loop(run, made(run, num_steps=9, every=2), num_steps=3) == [0, 2, 3]
+    assert "push 3" in run.done
 
 
 @pytest.mark.parametrize("stop", range(5))
