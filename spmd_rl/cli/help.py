@@ -90,12 +90,13 @@ USAGE = (
 )
 USAGE_OF_EVAL = (
     "usage: spmd-rl eval --model PATH --data FILE [--reward NAME] [--checkpoint PATH] "
-    "[--a.b=c ...]\n\n  It is `spmd-rl run evaluate`, whose settings are these:\n"
+    "[--config RUN|F.toml] [--a.b=c ...]\n\n"
+    "  It is `spmd-rl run evaluate`, whose settings are these:\n"
 )
 RUN = """\
 {usage}
 
-  --config F.toml     settings as a file; those of the command line override it
+  --config F.toml     settings as a file or a run's folder; the command line overrides them
   --nproc N           ranks on this machine (default: one for each GPU, else one)
   --max-restarts N    how often all ranks are restarted after one fails (default: 0)
   --verbose           show the traceback of every error

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -35,6 +35,8 @@ from spmd_rl.errors import ConfigError
 
 C = TypeVar("C")
 
+FromFile = Callable[[dict[str, Any], Mapping[str, str]], dict[str, Any]]
+
 INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -43,17 +45,24 @@ class _Text(str):
 
 
 def load(
-    cls: type[C], toml: str | Path | None = None, overrides: Mapping[str, str] | Sequence[str] = ()
+    cls: type[C],
+    toml: str | Path | None = None,
+    overrides: Mapping[str, str] | Sequence[str] = (),
+    from_file: FromFile | None = None,
 ) -> C:
     """Return a `cls` from its defaults, then the TOML file, then the overrides.
 
-    Overrides are `{"a.b": "c"}` or `["a.b=c"]`.
+    Overrides are `{"a.b": "c"}` or `["a.b=c"]`. `from_file` makes the settings of `cls` from the
+    file's table, which is empty without a file, and from the overrides.
     Raises: ConfigError, which names the key and what was expected.
     """
     table = read_toml(Path(toml)) if toml is not None else {}
+    given = list(_pairs(overrides))
+    if from_file is not None:
+        table = from_file(table, dict(given))
     for name in leaves(table):
         refuse_foreign(name, cls)
-    for name, text in _pairs(overrides):
+    for name, text in given:
         refuse_foreign(name, cls)
         _insert(table, name, text)
     return typing.cast(C, _Loader(cls).fill(table, cls, "", MISSING))

@@ -1,15 +1,18 @@
 """Evaluate: the scores of a model on sets of prompts. Nothing is trained.
 
 spmd-rl eval --model PATH --data test.jsonl --reward module:function --sampling.num_samples=4
+spmd-rl eval --config runs/grpo --checkpoint runs/grpo/checkpoints/step_000100
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import spmd_rl as rl
+from spmd_rl.recipes.evaluate_settings import settings_of_run
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ class Config:
     def __post_init__(self) -> None:
         if not self.data and not self.sets:
             raise rl.ConfigError("there is no set: say --data FILE or --sets.NAME.data FILE")
+
+    @classmethod
+    def from_file(cls, table: dict[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
+        """Return the settings of a file, which may be that of a run or of another recipe."""
+        return settings_of_run(table, {field.name for field in fields(cls)}, given)
 
     @property
     def eval(self) -> rl.EvalConfig:

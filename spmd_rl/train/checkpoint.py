@@ -168,8 +168,8 @@ def load(
     context.barrier()  # until every rank has found its files undamaged
     state = backend.state()
     names = _names_by_kind(state, context)
-    _check_weights(path, index, names[WEIGHTS])
     _check_adapted(path, index.contract, backend.contract())
+    _check_weights(path, index, names[WEIGHTS])
     if not index.weights_alone:
         _check_optimizer(path, index, names)
     _fill(state, path, index)
@@ -232,13 +232,15 @@ def _check_adapted(folder: Path, saved: Contract, own: Contract) -> None:
 
     In another dtype, a base has other bits, so there nothing is compared.
     """
-    keys = ["lora", *(["base_weights"] if saved.get("dtype") == own.get("dtype") else [])]
-    for key in keys:
+    remedies = {"lora": "trainer.lora"}
+    if saved.get("dtype") == own.get("dtype"):
+        remedies["base_weights"] = "model and trainer.init, and with random weights trainer.seed,"
+    for key, remedy in remedies.items():
         if saved.get(key) != own.get(key):
             raise ConfigError(
                 f"{folder} holds adapters of another kind or base: its {key} is "
-                f"{saved.get(key)!r}, not {own.get(key)!r}; set model, trainer.init, trainer.seed "
-                "and trainer.lora as in the run that wrote it"
+                f"{saved.get(key, 'none')!r}, not {own.get(key, 'none')!r}; set {remedy} as in the "
+                "run that wrote it"
             )
 
 

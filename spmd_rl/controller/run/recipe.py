@@ -31,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Invocation:
-    """The parsed words of `spmd-rl run RECIPE [--config F.toml] [--nproc N] [--max-restarts N]
+    """The parsed words of `spmd-rl run RECIPE [--config F.toml|RUN] [--nproc N] [--max-restarts N]
     [--verbose] [--a.b=c ...]`.
     """
 
@@ -84,7 +84,12 @@ class Recipe:
 
         Raises: ConfigError.
         """
-        cfg = load(self.config, invocation.config, invocation.overrides)
+        file = invocation.config
+        if file is not None and file.is_dir():  # the folder of a run
+            file = file / "config.toml"
+        cfg = load(
+            self.config, file, invocation.overrides, getattr(self.config, "from_file", None)
+        )
         run = run_config(cfg)
         if run is not getattr(cfg, "run", None) or run.name:
             return cfg

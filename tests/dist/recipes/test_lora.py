@@ -77,6 +77,10 @@ def test_the_base_comes_from_the_model_folder(run: Any) -> None:
     base = f"--model={whole.folder / 'hf'}"
     ended = run("grpo", *LORA, base, "--trainer.init=folder", "--steps=2", nproc=2, name="adapters")
     check_proof(ended, 2)
+    checkpoint = f"--checkpoint={ended.folder / 'checkpoints/step_000002'}"
+    data = f"--data={EXAMPLE / 'eval.jsonl'}@[:3]"
+    scores = run("evaluate", checkpoint, data, "--sampling.max_tokens=2", name="s", small=False)
+    assert scores.code == 0, "model and adapters are those of the run: " + scores.sentence
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
