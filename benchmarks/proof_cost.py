@@ -25,12 +25,12 @@ from benchmarks.train_step import PACKAGES, STEP_TOKENS, step_seconds
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.train import learner as learner_module
 from spmd_rl.train.metric_sums import MetricSums
-from spmd_rl.train.on_policy import COMPARED, K1, K3, MAX_DLOGP, MEAN_DLOGP, MISMATCHED
+from spmd_rl.train.on_policy import COMPARED, DRAWN, K1, K3, MAX_DLOGP, MEAN_DLOGP, MISMATCHED
 
 REPEATS, WARMUPS = 9, 2
 BAR = 0.01
 RATIOS = ("ratio", "square_ratio")
-COUNTED = (COMPARED, MISMATCHED, "tokens", "made_tokens", MEAN_DLOGP, K1, K3, *RATIOS)
+COUNTED = (COMPARED, MISMATCHED, "tokens", DRAWN, MEAN_DLOGP, K1, K3, *RATIOS)
 
 
 class Watched:

@@ -22,7 +22,7 @@ from spmd_rl.algo.surrogates import ratio_of
 from spmd_rl.errors import ContractError
 
 # names of sums and metrics of the trainer, which a loss's measurements cannot have
-RESERVED = {"loss", "tokens", "made_tokens", "ratio", "square_ratio", "square_norm"}
+RESERVED = {"loss", "tokens", "ratio", "square_ratio", "square_norm"}
 RESERVED |= {f"train/{name}" for name in ("loss", "entropy", "grad_norm", "lr")}
 
 

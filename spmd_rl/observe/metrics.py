@@ -102,6 +102,18 @@ METRICS = (
         "tokens whose log-probs were compared",
     ),
     Metric(
+        "onpolicy/drawn_tokens",
+        "tokens",
+        "Tokens of the engine",
+        "tokens in training that an engine drew",
+    ),
+    Metric(
+        "onpolicy/compared_share",
+        "share",
+        "Share of tokens compared",
+        "share of the engine's tokens that the trainer's version drew, which are compared",
+    ),
+    Metric(
         "onpolicy/max_abs_dlogp",
         "nats",
         "Largest log-prob difference",

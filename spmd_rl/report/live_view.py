@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from spmd_rl.report.compared_tokens import NONE_COMPARED, percent
 from spmd_rl.report.main_scores import main_score
 from spmd_rl.report.progress import (
     Metrics,
@@ -223,8 +224,11 @@ def _mismatch(progress: RunProgress) -> Text | None:
     if "onpolicy/mismatched_tokens" not in progress.metrics:
         return None
     if not progress.compared_tokens:
-        return Text("no tokens compared: none was drawn by the weights in training", style="yellow")
+        return Text(NONE_COMPARED, style="yellow")
     counts = f"{progress.mismatched_tokens:,.0f} of {progress.compared_tokens:,.0f} tokens"
+    if progress.compared_tokens < progress.drawn_tokens:
+        share = percent(progress.compared_tokens / progress.drawn_tokens)
+        counts += f" ({share} of the engine's are compared)"
     if not progress.mismatched_tokens:
         return Text(f"{counts}: trainer and engine agree bit for bit", style="green")
     now = progress.metrics["onpolicy/mismatched_tokens"]

@@ -6,18 +6,17 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
+from spmd_rl.report.compared_tokens import mismatch_text
 from spmd_rl.report.progress import Metrics, RunProgress, duration, evaluation_text, number
 from spmd_rl.types.samples import Group
 
-_COMPARED = "onpolicy/compared_tokens"
+_REWARD = ("reward/mean", "reward {}", ".3f")
 _COLUMNS = (
-    (("reward/mean",), "reward {}", ".3f"),
-    (("onpolicy/mismatched_tokens", _COMPARED), "mismatched {} of {}", ",.0f"),
-    (("train/loss",), "loss {}", "+.4f"),
-    (("warmup/loss",), "loss {}", "+.4f"),
-    (("rollout/tokens_per_s",), "{} tok/s", ",.0f"),
-    (("time/step",), "{} s/step", ".2f"),
-    (("time/warmup",), "{} s/step", ".2f"),
+    ("train/loss", "loss {}", "+.4f"),
+    ("warmup/loss", "loss {}", "+.4f"),
+    ("rollout/tokens_per_s", "{} tok/s", ",.0f"),
+    ("time/step", "{} s/step", ".2f"),
+    ("time/warmup", "{} s/step", ".2f"),
 )
 
 
@@ -51,10 +50,8 @@ def step_line(progress: RunProgress) -> str:
 
 
 def _columns(metrics: Metrics) -> list[str]:
-    # without compared tokens, the mismatch column is left out
-    known = {name for name, value in metrics.items() if value or name != _COMPARED}
-    return [
-        form.format(*(number(metrics[name], spec) for name in names))
-        for names, form, spec in _COLUMNS
-        if known.issuperset(names)
-    ]
+    reward, *others = (
+        form.format(number(metrics[name], spec)) if name in metrics else ""
+        for name, form, spec in (_REWARD, *_COLUMNS)
+    )
+    return [text for text in (reward, mismatch_text(metrics), *others) if text]

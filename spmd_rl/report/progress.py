@@ -35,6 +35,7 @@ class RunProgress:
     step_times_s: list[float] = field(default_factory=list)
     mismatched_tokens: float = 0
     compared_tokens: float = 0
+    drawn_tokens: float = 0  # by engines
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     phase: str = ""
     phase_since: float = 0.0
@@ -66,6 +67,7 @@ class RunProgress:
         ]
         self.mismatched_tokens += metrics.get("onpolicy/mismatched_tokens", 0)
         self.compared_tokens += metrics.get("onpolicy/compared_tokens", 0)
+        self.drawn_tokens += metrics.get("onpolicy/drawn_tokens", 0)
 
     def record_evaluation(self, num_steps: int, metrics: Metrics) -> None:
         """Keep what an evaluation of the weights after `num_steps` steps found."""

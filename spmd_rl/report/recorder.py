@@ -180,9 +180,9 @@ class Recorder:
         """
         if self._monitor is not None:
             self._monitor.close()
-            if self._early_end:
-                print(self._early_end, flush=True)
             if self._steps_left <= 0:
+                for text in filter(None, (self._early_end, self._monitor.closing_text())):
+                    print(text, flush=True)
                 results = [name for name in RESULTS if has_content(self._folder.path / name)]
                 print(f"{self._folder.path} holds {', '.join(results)}", flush=True)
         else:

@@ -12,6 +12,7 @@ from spmd_rl.observe.metrics_log import MetricsLog, add_row, drop_steps_after, r
 from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.observe.sinks import Sinks
 from spmd_rl.report import write_report
+from spmd_rl.report.compared_tokens import closing_text
 from spmd_rl.report.curve_painter import CurvePainter
 from spmd_rl.report.plain_view import PlainView
 from spmd_rl.report.progress import RunProgress
@@ -150,6 +151,10 @@ class RunMonitor:
         self._sinks.write(self._rows[-1])
         if groups:
             self._run.write_samples(index, groups)
+
+    def closing_text(self) -> str:
+        """Return what the end of the run says of tokens that were not compared; "" if all were."""
+        return closing_text(self._rows)
 
     def leave_screen(self) -> None:
         """Stop drawing on the terminal. What is printed stays."""

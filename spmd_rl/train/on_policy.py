@@ -13,13 +13,15 @@ from spmd_rl.train.metric_sums import MetricSums
 from spmd_rl.train.microbatch import MicroBatch
 
 COMPARED = "onpolicy/compared_tokens"
+COMPARED_SHARE = "onpolicy/compared_share"  # of the tokens that an engine drew
 MISMATCHED = "onpolicy/mismatched_tokens"
 MAX_DLOGP = "onpolicy/max_abs_dlogp"
 MEAN_DLOGP = "onpolicy/mean_abs_dlogp"
 TOKEN_COUNT = "tokens"  # the sum that averages divide by
 K1, K3 = "onpolicy/k1", "onpolicy/k3"
-# sums for this module alone: over tokens that an engine drew, and of the ratio trainer / engine
-DRAWN, RATIO, SQUARE_RATIO = "made_tokens", "ratio", "square_ratio"
+DRAWN = "onpolicy/drawn_tokens"  # by an engine
+# sums for this module alone, of the ratio trainer / engine
+RATIO, SQUARE_RATIO = "ratio", "square_ratio"
 
 
 def compare_with_rollout(
@@ -64,6 +66,8 @@ def on_policy_metrics(totals: dict[str, float], max_dlogp: float) -> dict[str, f
         **{name: sums[name] / num_drawn for name in (MEAN_DLOGP, K1, K3)},
         **_ratio_metrics(sums[RATIO] / num_drawn, sums[SQUARE_RATIO] / num_drawn),
         **{name: sums[name] for name in (MISMATCHED, COMPARED)},
+        COMPARED_SHARE: sums[COMPARED] / num_drawn,
+        DRAWN: num_drawn,
         MAX_DLOGP: max_dlogp,
     }
 
