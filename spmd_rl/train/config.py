@@ -147,7 +147,8 @@ class TrainerConfig:
                 self.total_steps > self.warmup_steps,
                 "total_steps",
                 self.total_steps,
-                f"more than warmup_steps = {self.warmup_steps} for the schedule '{self.schedule}'",
+                f"more than warmup_steps = {self.warmup_steps} for the schedule '{self.schedule}', "
+                "such as the steps of the run times minibatches",
             )
 
     def _check_lora(self) -> None:
