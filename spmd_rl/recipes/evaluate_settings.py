@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from spmd_rl.config.load import read_toml
-from spmd_rl.controller.run.recipe import SHIPPED, shipped_recipes
+from spmd_rl.controller.run.recipe import load_recipe, shipped_recipes
 
 # where roles are, how large a step is and where results go is a matter of each command
 OF_EACH_RUN = ("split", "offload", "run", "data")
@@ -90,5 +89,5 @@ def _to_load(trainer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _keys_of_recipes() -> set[str]:
     """Return the keys of all shipped recipes."""
-    modules = [import_module(f"{SHIPPED}.{name}") for name in shipped_recipes()]
-    return {field.name for module in modules for field in fields(module.Config)}
+    configs = [load_recipe(name).config for name in shipped_recipes()]
+    return {field.name for config in configs for field in fields(config)}

@@ -43,6 +43,7 @@ _OTHERS = {
     "time/request_max": VIOLET,
     "onpolicy/mismatched_tokens": RED,
     "onpolicy/compared_tokens": GREEN,
+    "onpolicy/drawn_tokens": AMBER,
     "onpolicy/max_abs_dlogp": VIOLET,
     "onpolicy/mean_abs_dlogp": BLUE,
     "onpolicy/k1": AMBER,

@@ -99,6 +99,12 @@ const PANELS = [
     lines: [["onpolicy/mismatched_tokens", "tokens a step"]],
   },
   {
+    title: "Share of tokens compared",
+    unit: "share",
+    floor: 0,
+    lines: [["onpolicy/compared_share", "of the engine's tokens"]],
+  },
+  {
     title: "Trainer vs engine",
     unit: "nats",
     floor: 0,
@@ -201,6 +207,7 @@ const PANELS = [
     floor: 0,
     lines: [
       ["train/tokens", "trained"],
+      ["onpolicy/drawn_tokens", "of the engine"],
       ["onpolicy/compared_tokens", "compared"],
     ],
   },
