@@ -15,6 +15,7 @@ from spmd_rl.train.megatron.config import MegatronConfig
 # step of 0.6B on two H100s takes 1.57 times as long.
 WHOLE_MODEL_BYTES = 4 << 30
 Wrap = Literal["auto", "layer", "model"]
+OptimizerKind = Literal["adamw", "muon", "adamw8bit"]
 KIND_TO_OFFLOAD = (
     "'adamw' with backend.offload: its update is elementwise, so it can be streamed in chunks, "
     "whereas Muon updates whole matrices, and moments in 8 bits belong to torchao"
@@ -65,7 +66,7 @@ class OptimizerConfig:
     """Settings of the optimizer besides `lr`, `betas`, `eps` and `weight_decay` of the trainer."""
 
     # muon: Muon for the layers' matrices and AdamW for the rest; adamw8bit: moments in 8 bits
-    kind: Literal["adamw", "muon", "adamw8bit"] = "adamw"
+    kind: OptimizerKind = "adamw"
     momentum: float = 0.95  # Muon's
     # how Muon scales its rate by a matrix's shape; match_rms_adamw: to updates as large as AdamW's
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"

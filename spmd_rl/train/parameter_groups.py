@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Literal
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.spec import EMBEDDING, HEAD
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import OptimizerKind, TrainerConfig
 from spmd_rl.weights.layout import ITEM_BYTES, Dims, chunk_box
 
 FP32_BYTES = ITEM_BYTES["float32"]  # of master weights, gradients and moments
@@ -23,7 +22,7 @@ LEAST_8BIT_ELEMENTS = 4096  # a smaller shard keeps its moments in 32 bits
 class UpdateRule:
     """How the optimizer updates a parameter. Its rate is `lr_scale` times the schedule's."""
 
-    algorithm: Literal["adamw", "muon", "adamw8bit"]
+    algorithm: OptimizerKind
     lr_scale: float
     weight_decay: float
 
@@ -67,7 +66,7 @@ def moment_bytes(
 def _rule(name: str, shape: Dims, cfg: TrainerConfig, num_shards: int) -> UpdateRule:
     """Return the rule of one parameter."""
     kind = cfg.optimizer.kind
-    algorithm: Literal["adamw", "muon", "adamw8bit"] = "adamw"
+    algorithm: OptimizerKind = "adamw"
     if kind == "muon" and len(shape) == 2 and name.startswith("model.layers."):
         algorithm = "muon"
     elif kind == "adamw8bit" and _fits_blocks(shape, num_shards):

@@ -127,7 +127,7 @@ def _sequences(dump: Dump) -> list[tuple[int, NDArray[np.int64]]]:
     ]
 
 
-def _what_differs(dump: Dump, name: str, tokens: NDArray[np.int64]) -> str:
+def _what_differs(dump: Dump, name: str, tokens: NDArray[np.integer[Any]]) -> str:
     """Say that no sequence has these tokens, and where the most alike one differs."""
     position, other = max(
         ((_num_shared(tokens, other), other) for _, other in _sequences(dump)),
@@ -141,14 +141,14 @@ def _what_differs(dump: Dump, name: str, tokens: NDArray[np.int64]) -> str:
     )
 
 
-def _num_shared(tokens: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+def _num_shared(tokens: NDArray[np.integer[Any]], other: NDArray[np.int64]) -> int:
     """Return how many tokens the two have in common from their beginning."""
     length = min(len(tokens), len(other))
     unequal = np.flatnonzero(tokens[:length] != other[:length])
     return int(unequal[0]) if len(unequal) else length
 
 
-def _token(tokens: NDArray[np.int64], position: int) -> str:
+def _token(tokens: NDArray[np.integer[Any]], position: int) -> str:
     return f"token {tokens[position]}" if position < len(tokens) else "no token"
 
 

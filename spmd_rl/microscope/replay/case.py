@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +26,8 @@ class ReplaySequence:
     """
 
     name: str
-    prompt: NDArray[np.int64]
-    response: NDArray[np.int64]
+    prompt: NDArray[np.integer[Any]]
+    response: NDArray[np.integer[Any]]
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     drawn_as: tuple[int, int] | None = None
     text: str = ""
@@ -39,7 +40,7 @@ class ReplaySequence:
         return self.sampling.scored_temperature
 
     @property
-    def tokens(self) -> NDArray[np.int64]:
+    def tokens(self) -> NDArray[np.integer[Any]]:
         return np.concatenate([self.prompt, self.response])
 
 
@@ -70,7 +71,7 @@ class ReplayCase:
         return np.arange(self.num_rows) - np.repeat(self.offsets, self.lengths)
 
     @cached_property
-    def tokens(self) -> NDArray[np.int64]:
+    def tokens(self) -> NDArray[np.integer[Any]]:
         """The token of every row. Shape: [N]."""
         return np.concatenate([sequence.tokens for sequence in self.sequences])
 

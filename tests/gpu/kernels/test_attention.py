@@ -14,7 +14,8 @@ from spmd_rl.kernels import PagedAttention, contract
 from spmd_rl.kernels.attention.flash import flash_supports
 from spmd_rl.kernels.attention.flash_decode import decode_attention
 from spmd_rl.kernels.attention.flash_tile import BOX_ROWS
-from tests.gpu.kernels.paged_case import Paged, qkv
+from tests.gpu.kernels.gradients import gradient
+from tests.gpu.kernels.paged_case import Paged, each, padded, qkv, sequences
 from tests.unit.kernels.paged_case import Heads, oracle, packed
 
 DEVICE = torch.device("cuda")
@@ -172,21 +173,19 @@ def test_no_keys() -> None:
 def test_alone_and_padded_equal_packed(heads: Heads, unequal) -> None:
     data = qkv(sum(LENGTHS), heads)
     whole = packed(*data, LENGTHS, heads).split(LENGTHS)
-    for i, parts in enumerate(zip(*(x.split(LENGTHS) for x in data), strict=True)):
-        pad = -LENGTHS[i] % 16
-        padded = [torch.cat([x, x.new_full((pad, *x.shape[1:]), 7.0)]) for x in parts]
-        assert unequal(packed(*parts, [LENGTHS[i]], heads), whole[i]) == 0
-        assert unequal(packed(*padded, [LENGTHS[i]], heads)[: LENGTHS[i]], whole[i]) == 0
+    for length, alone, part in zip(LENGTHS, whole, sequences(data, LENGTHS), strict=True):
+        assert unequal(packed(*part, [length], heads), alone) == 0
+        assert unequal(packed(*padded(part), [length], heads)[:length], alone) == 0
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_against_float64(heads: Heads) -> None:
     lengths = [5, 130, 1, 64]
-    leaves = [x.requires_grad_() for x in qkv(sum(lengths) + 8, heads)]
-    wide = [x.detach().cpu().double().requires_grad_() for x in leaves]
+    leaves = each(qkv(sum(lengths) + 8, heads), Tensor.requires_grad_)
+    wide = each(leaves, lambda x: x.detach().cpu().double().requires_grad_())
     out, expected = (
         packed(*leaves, lengths, heads),
-        oracle(*(x[: sum(lengths)] for x in wide), lengths, heads),
+        oracle(*each(wide, lambda x: x[: sum(lengths)]), lengths, heads),
     )
     push = torch.randn(
         expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
@@ -194,11 +193,11 @@ def test_against_float64(heads: Heads) -> None:
     out[: sum(lengths)].backward(push.to(out))
     expected.backward(push)
     pairs = [(out[: sum(lengths)], expected)] + [
-        (x.grad, y.grad) for x, y in zip(leaves, wide, strict=True)
+        (gradient(x), gradient(y)) for x, y in zip(leaves, wide, strict=True)
     ]
     for actual, wanted in pairs:
         assert (actual.cpu().double() - wanted).norm() / wanted.norm() < 1e-2
-    assert all(torch.count_nonzero(x.grad[sum(lengths) :]) == 0 for x in leaves)
+    assert all(torch.count_nonzero(gradient(x)[sum(lengths) :]) == 0 for x in leaves)
 
 
 @pytest.mark.parametrize(
@@ -277,12 +276,12 @@ def test_gradients_in_splits(heads: Heads, padding: int) -> None:
     lengths = [700, 40, 260]
     grads = []
     for split in (SPLIT, 0):
-        leaves = [x.requires_grad_() for x in qkv(sum(lengths) + padding, heads)]
+        leaves = each(qkv(sum(lengths) + padding, heads), Tensor.requires_grad_)
         out = packed(*leaves, lengths, heads, split)
         push = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
         push[sum(lengths) :] = 0
         out.backward(push)
-        grads.append([x.grad.double() for x in leaves])
+        grads.append([gradient(x).double() for x in leaves])
     for cut, whole in zip(*grads, strict=True):
         assert (cut - whole).norm() / whole.norm() < 1e-2
 

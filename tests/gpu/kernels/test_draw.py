@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import pytest
 import torch
 from torch import Tensor
@@ -92,7 +94,7 @@ def test_greedy_ties_across_the_vocabulary() -> None:
     _check(_only(columns, torch.full(columns.shape, 2.0, device="cuda")), 1.0)
 
 
-FILTERS = {
+FILTERS: dict[str, dict[str, float]] = {
     "top-k": {"top_k": 50},
     "top-p": {"top_p": 0.9},
     "two": {"top_p": 0.3, "min_p": 1e-4},
@@ -101,23 +103,36 @@ FILTERS = {
 }
 
 
-def _rows(count: int, filters: dict[str, float]) -> dict[str, Tensor]:
+class Rows(TypedDict, total=False):
+    """The filters of each row, by the names that `sample_and_score` has for them."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+def _rows(count: int, filters: dict[str, float]) -> Rows:
     """Return filters that are off in every seventh row."""
     off = torch.arange(count, device="cuda") % 7 == 3
-    kinds = {"top_k": (0, torch.int64), "top_p": (1, torch.float32), "min_p": (0, torch.float32)}
-    return {
-        name: torch.full((count,), value, device="cuda", dtype=kinds[name][1]).masked_fill(
-            off, kinds[name][0]
-        )
-        for name, value in filters.items()
-    }
+
+    def column(name: str, nothing: int, dtype: torch.dtype) -> Tensor:
+        values = torch.full((count,), filters[name], device="cuda", dtype=dtype)
+        return values.masked_fill(off, nothing)
+
+    rows: Rows = {}
+    if "top_k" in filters:
+        rows["top_k"] = column("top_k", 0, torch.int64)
+    if "top_p" in filters:
+        rows["top_p"] = column("top_p", 1, torch.float32)
+    if "min_p" in filters:
+        rows["min_p"] = column("min_p", 0, torch.float32)
+    return rows
 
 
-def _sorted(logits: Tensor, scale: Tensor, filters: dict[str, Tensor]) -> Tensor:
+def _sorted(logits: Tensor, scale: Tensor, rows: Rows) -> Tensor:
     """Return what a sort leaves."""
-    return filter_scores_(
-        logits * scale[:, None], *(filters.get(name) for name in ("top_k", "top_p", "min_p"))
-    )
+    scores = logits * scale[:, None]
+    return filter_scores_(scores, rows.get("top_k"), rows.get("top_p"), rows.get("min_p"))
 
 
 @pytest.mark.parametrize("kind", ["normal", "levels", "equal", "peaked", "huge"])

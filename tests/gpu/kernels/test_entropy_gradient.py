@@ -17,6 +17,7 @@ import triton.language as tl
 from spmd_rl.kernels import Scores, head_logprobs, linear_fp32, token_logprobs, token_scores
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
 from spmd_rl.kernels.vocab.logprob_triton import logprob_forward
+from tests.gpu.kernels.gradients import gradient
 
 HIDDEN, LOGIT_ROWS, NUM_CANDIDATES, BLOCK = 256, 128, 20, 4096
 SHAPES = [(151936, 300), (5003, 700), (7, 40)]
@@ -69,7 +70,7 @@ class Inputs(NamedTuple):
             for field, out in zip(fields, outputs, strict=True)
         ]
         torch.autograd.backward(outputs, pushes)
-        return [leaf.grad for leaf in mine]
+        return [gradient(leaf) for leaf in mine]
 
 
 @pytest.fixture

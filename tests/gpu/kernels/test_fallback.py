@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 from spmd_rl.kernels.attention import blocked_triton
 from spmd_rl.kernels.attention.blocked_triton import BlockTile
 from spmd_rl.kernels.runtime.padding import padded_rows
-from tests.gpu.kernels.paged_case import Paged, qkv
-from tests.unit.kernels.paged_case import Heads, oracle, packed
+from tests.gpu.kernels.gradients import gradient
+from tests.gpu.kernels.paged_case import Paged, each, padded, qkv, sequences
+from tests.unit.kernels.paged_case import Data, Heads, oracle, packed
 
 LENGTHS = [1, 5, 16, 17, 40, 130]
 NUM_TOKENS = sum(LENGTHS)
@@ -41,9 +42,7 @@ def _without_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spmd_rl.kernels.attention.backend.flash_supports", lambda *_: False)
 
 
-def attend(
-    way: str, data: tuple[Tensor, Tensor, Tensor], heads: Heads, page_size: int = 16
-) -> Tensor:
+def attend(way: str, data: Data, heads: Heads, page_size: int = 16) -> Tensor:
     if way == "packed":
         return packed(*data, LENGTHS, heads)[:NUM_TOKENS]
     paged = Paged(LENGTHS, heads, page_size, dtype=data[0].dtype)
@@ -56,8 +55,8 @@ def distance(actual: Tensor, expected: Tensor) -> float:
     return float((actual.detach().cpu().double() - expected).norm() / expected.norm())
 
 
-def wide(data: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
-    return [x.detach().cpu().double() for x in data]
+def wide(data: Data) -> Data:
+    return each(data, lambda x: x.detach().cpu().double())
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
@@ -76,10 +75,10 @@ def test_pages_against_float64(heads: Heads, way: str, page_size: int, dtype: to
 @pytest.mark.parametrize("heads", HEADS)
 def test_packed_and_its_gradients_against_float64(heads: Heads, dtype: torch.dtype) -> None:
     """Rows of padding get no gradient."""
-    leaves = [x.requires_grad_() for x in qkv(padded_rows(NUM_TOKENS), heads, dtype=dtype)]
-    exact = [x.requires_grad_() for x in wide(leaves)]
+    leaves = each(qkv(padded_rows(NUM_TOKENS), heads, dtype=dtype), Tensor.requires_grad_)
+    exact = each(wide(leaves), Tensor.requires_grad_)
     out = packed(*leaves, LENGTHS, heads)[:NUM_TOKENS]
-    expected = oracle(*(x[:NUM_TOKENS] for x in exact), LENGTHS, heads)
+    expected = oracle(*each(exact, lambda x: x[:NUM_TOKENS]), LENGTHS, heads)
     push = torch.randn(
         expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
@@ -87,8 +86,8 @@ def test_packed_and_its_gradients_against_float64(heads: Heads, dtype: torch.dty
     expected.backward(push)
     assert distance(out, expected.detach()) < LIMITS[dtype]
     for leaf, wanted in zip(leaves, exact, strict=True):
-        assert distance(leaf.grad, wanted.grad) < 2 * LIMITS[dtype]
-        assert torch.count_nonzero(leaf.grad[NUM_TOKENS:]) == 0
+        assert distance(gradient(leaf), gradient(wanted)) < 2 * LIMITS[dtype]
+        assert torch.count_nonzero(gradient(leaf)[NUM_TOKENS:]) == 0
 
 
 @pytest.mark.parametrize("poison", [False, True])
@@ -118,12 +117,9 @@ def test_decoding_equals_packed(heads: Heads, dtype: torch.dtype, unequal: Unequ
 def test_alone_and_padded_equal_packed(heads: Heads, dtype: torch.dtype, unequal: Unequal) -> None:
     data = qkv(sum(LONG), heads, dtype=dtype)
     whole = packed(*data, LONG, heads).split(LONG)
-    for length, alone, parts in zip(
-        LONG, whole, zip(*(x.split(LONG) for x in data), strict=True), strict=True
-    ):
-        padded = [torch.cat([x, x.new_full((-length % 16, *x.shape[1:]), 7.0)]) for x in parts]
-        assert unequal(packed(*parts, [length], heads), alone) == 0
-        assert unequal(packed(*padded, [length], heads)[:length], alone) == 0
+    for length, alone, part in zip(LONG, whole, sequences(data, LONG), strict=True):
+        assert unequal(packed(*part, [length], heads), alone) == 0
+        assert unequal(packed(*padded(part), [length], heads)[:length], alone) == 0
 
 
 def test_more_sequences_than_a_grid_is_high(unequal: Unequal) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -36,6 +36,7 @@ from spmd_rl.kernels import (
     token_logprobs,
     write_kv,
 )
+from tests.gpu.kernels.gradients import gradient
 
 EPS = 1e-6
 NUM_TOKENS = 8192
@@ -80,14 +81,16 @@ class Joint:
     def parts(self, x: Tensor) -> list[Tensor]:
         return [part.unflatten(1, (-1, self.dim)) for part in x.split(self.widths, 1)]
 
-    def fused(self, x: Tensor, positions: Tensor, weights: list[Tensor] | None = None) -> Tensor:
+    def norm(self, weights: Sequence[Tensor] = ()) -> QkNorm:
+        q_weight, k_weight = weights or self.weights
+        return QkNorm(q_weight, k_weight, EPS)
+
+    def fused(self, x: Tensor, positions: Tensor, weights: Sequence[Tensor] = ()) -> Tensor:
         q, k, _ = self.parts(x)
-        turned = qk_norm_rope(
-            q, k, QkNorm(*(weights or self.weights), EPS), Rotary(positions, self.cos, self.sin)
-        )
+        turned = qk_norm_rope(q, k, self.norm(weights), Rotary(positions, self.cos, self.sin))
         return torch.cat([one.flatten(1) for one in turned], 1)
 
-    def apart(self, x: Tensor, positions: Tensor, weights: list[Tensor] | None = None) -> Tensor:
+    def apart(self, x: Tensor, positions: Tensor, weights: Sequence[Tensor] = ()) -> Tensor:
         pairs = zip(self.parts(x)[:2], weights or self.weights, strict=True)
         normed = [rms_norm(part.contiguous(), weight, EPS) for part, weight in pairs]
         return torch.cat(
@@ -124,7 +127,7 @@ def test_heads(
     assert unequal(whole, joint.apart(joint.x, joint.positions)) == 0
     assert unequal(whole, joint.fused(joint.x, joint.positions.int())) == 0
     q, k, _ = (part.contiguous() for part in joint.parts(joint.x))
-    dense = qk_norm_rope(q, k, QkNorm(*joint.weights, EPS), joint.rotary)
+    dense = qk_norm_rope(q, k, joint.norm(), joint.rotary)
     assert unequal(torch.cat([one.flatten(1) for one in dense], 1), whole) == 0
     assert (
         unequal_rows(
@@ -150,7 +153,7 @@ def _distance(x: Tensor, y: Tensor) -> float:
 def _gradients(op: Callable[..., Tensor], leaves: list[Tensor], push: Tensor) -> list[Tensor]:
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     op(*leaves).backward(push)
-    return [leaf.grad for leaf in leaves]
+    return [gradient(leaf) for leaf in leaves]
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
@@ -164,7 +167,7 @@ def test_gradients_of_heads(
     for weights in (joint.weights, []):
         found, expected = (
             _gradients(
-                lambda x, *w, op=op: op(x, joint.positions, list(w)), [joint.x, *weights], push
+                lambda x, *w, op=op: op(x, joint.positions, w), [joint.x, *weights], push
             )
             for op in (joint.fused, joint.apart)
         )
@@ -190,7 +193,7 @@ def test_gradients_of_a_normed_sum(
 
     found, expected = (
         _gradients(lambda *leaves, op=op: torch.cat(op(*leaves), 1), [x, beside, weight], push)
-        for op in (lambda *leaves: add_rms_norm(*leaves, EPS), apart)
+        for op in (lambda x, beside, weight: add_rms_norm(x, beside, weight, EPS), apart)
     )
     for one, other in zip(found, expected, strict=True):
         assert _distance(one, other) < bound
@@ -218,7 +221,8 @@ def test_keys_and_values_go_to_their_slots(heads: tuple[int, int, int], rows, un
     expected = cache.clone()
     for pages, new in zip(expected.flatten(1, 2), (k, v), strict=True):
         pages[slots[slots >= 0]] = new[:37][slots >= 0]
-    write_kv(*cache, slots, k, v)
+    keys, values = cache
+    write_kv(keys, values, slots, k, v)
     assert unequal(cache, expected) == 0
     assert int(cache.isnan().any(-1).any(-1).sum()) == 2 * (128 - 34)
 
@@ -237,10 +241,12 @@ def test_heads_go_to_their_pages(
     caches = torch.full(
         (2, 2, 125, 16, k.shape[1], k.shape[2]), torch.nan, dtype=torch.bfloat16, device="cuda"
     )
-    rest = QkNorm(*(joint.weights if normed else (None, None)), EPS), joint.rotary
-    turned, keys = qk_norm_rope(q, k, *rest)
-    write_kv(*caches[0], slots, keys, v)
-    assert unequal(qk_norm_rope_into(q, k, v, *rest, KvSlots(*caches[1], slots)), turned) == 0
+    (apart_keys, apart_values), (fused_keys, fused_values) = caches
+    norm = joint.norm() if normed else QkNorm(None, None, EPS)
+    turned, keys = qk_norm_rope(q, k, norm, joint.rotary)
+    write_kv(apart_keys, apart_values, slots, keys, v)
+    into = KvSlots(fused_keys, fused_values, slots)
+    assert unequal(qk_norm_rope_into(q, k, v, norm, joint.rotary, into), turned) == 0
     assert unequal(caches[1], caches[0]) == 0
     assert int(caches[1].isnan().all(-1).all(-1).sum()) == 2 * (2000 - num_tokens + 6)
 
@@ -420,7 +426,7 @@ def test_head_has_the_bits_and_gradients_of_its_parts(
     assert unequal(logprob, expected[0]) == unequal(entropy, expected[1]) == 0
     found = _gradients(lambda *leaves: head(*leaves)[0], [hidden, weight], push)
     wide = _gradients(
-        lambda *leaves: _head(*leaves, targets, scale), [hidden.float(), weight.float()], push
+        lambda x, w: _head(x, w, targets, scale), [hidden.float(), weight.float()], push
     )
     for one, other in zip(found, wide, strict=True):
         assert _distance(one, other) < 8e-3

@@ -84,7 +84,7 @@ def made(folder: Path | str) -> dict[str, int | str]:
 def test_a_second_process_compiles_nothing_and_has_equal_bits(tmp_path: Path) -> None:
     first, second = made(tmp_path / "cache"), made(tmp_path / "cache")
     # a product; attention packed, its gradient's three parts, paged, and twice for decoding
-    assert first["compiled"] >= 7
+    assert int(first["compiled"]) >= 7
     assert first["raced"] == 1
     assert second == {"compiled": 0, "raced": 0, "digest": first["digest"]}
     (next((tmp_path / "cache").glob("flash_attn_fwd-*"))).unlink()

@@ -24,6 +24,7 @@ from spmd_rl.kernels.vocab.kept_words import (
     read_rows,
     unpack_bits,
 )
+from tests.gpu.kernels.gradients import gradient
 
 VOCAB, NUM_ROWS = 151936, 64
 DEVICE = torch.device("cuda")
@@ -97,8 +98,8 @@ def test_a_draw_is_scored_over_what_the_filters_keep(name: str, spread: float, u
     tokens, logprobs = sample_and_score(logits, scale, ids, ids, kept=kept, **rest)
     plain, unmasked = sample_and_score(logits, scale, ids, ids, **rest)
     assert torch.equal(tokens, plain)
-    arguments = [given.get(one) for one in ("top_k", "top_p", "min_p")]
-    scores = filtered(logits, scale, None, *arguments)
+    top_k, top_p, min_p = (given.get(one) for one in ("top_k", "top_p", "min_p"))
+    scores = filtered(logits, scale, None, top_k, top_p, min_p)
     scores = torch.where(kept.replays.unsqueeze(1), scores, logits * scale.unsqueeze(1))
     assert torch.equal(unpack_bits(kept.words.cpu(), VOCAB).to(DEVICE), scores > -torch.inf)
     assert unequal(logprobs, token_logprobs(scores, tokens, torch.ones_like(scale))[0]) == 0
@@ -136,17 +137,18 @@ def test_a_head_over_sets_has_the_bits_and_gradients_of_its_parts(
     kept = KeptSets(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
 
     def gradients(hidden: Tensor, weight: Tensor, is_head: bool) -> tuple[Tensor, list[Tensor]]:
-        leaves = [one.detach().clone().requires_grad_() for one in (hidden, weight)]
+        hidden, weight = (one.detach().clone().requires_grad_() for one in (hidden, weight))
         if is_head:
             logprobs, entropy, _ = head_logprobs(
-                *leaves, lambda part: linear_fp32(part, leaves[1]), targets, scale, 24,
+                hidden, weight, lambda part: linear_fp32(part, weight), targets, scale, 24,
                 entropy_grad=entropy_grad, kept=kept,
             )  # fmt: skip
         else:
-            logprobs, entropy = token_logprobs(linear_fp32(*leaves), targets, scale, words_of(bits))
+            logits = linear_fp32(hidden, weight)
+            logprobs, entropy = token_logprobs(logits, targets, scale, words_of(bits))
         loss = logprobs + entropy if entropy_grad else logprobs
         (loss * push.to(DEVICE)).sum().backward()
-        return logprobs.detach(), [leaf.grad.double() for leaf in leaves]
+        return logprobs.detach(), [gradient(leaf).double() for leaf in (hidden, weight)]
 
     own, found = gradients(hidden, weight, True)
     parts_own, _ = gradients(hidden, weight, False)

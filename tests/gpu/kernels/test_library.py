@@ -44,6 +44,7 @@ SHAPES = [
 SMALL = 2.0**-16  # of a bias beside which the rounding of the chain is not lost
 Rows = Callable[..., Tensor]
 Unequal = Callable[[Tensor, Tensor], int]
+Choose = Callable[[Shape, int, Gemm], Gemm | None]
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -81,7 +82,8 @@ def test_verdicts_are_those_of_another_comparison(
     verdicts = set()
     for one in SHAPES:
         shape = Shape(*one, has_bias, dtype, DEVICE)
-        for way in (by_torch, *propose_algorithms(shape, (0, LENT_BYTES))):
+        ways: list[Gemm] = [by_torch, *propose_algorithms(shape, (0, LENT_BYTES))]
+        for way in ways:
             verdict = has_reference_bits(way, shape)
             assert verdict == (differing(way, shape, rows, unequal) == 0), f"{shape}"
             verdicts.add(verdict)
@@ -118,24 +120,28 @@ def test_ways_that_are_refused_are_those_that_say_they_cut_k(dtype: torch.dtype)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Record the shapes that the library multiplies, in a process that has chosen nothing yet.
-
-    Our own product is made slow.
-    """
+    """Record the shapes that the library multiplies, in a process that has chosen nothing yet."""
     seen: list[torch.Size] = []
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    monkeypatch.setattr(dispatch, "choose", choosing(seen))
+    return seen
+
+
+def choosing(seen: list[torch.Size]) -> Choose:
+    """Return a `choose` of the library's ways that record their shapes, where ours is slow."""
 
     def watched(shape: Shape, least_rows: int, ours: Gemm) -> Gemm | None:
         way = choose(shape, least_rows, _ten_times(ours))
+        if way is None:
+            return None
 
         def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             seen.append(x.shape)
             way(out, x, weight, bias)
 
-        return way and multiply
+        return multiply
 
-    monkeypatch.setattr(dispatch, "_chosen", {})
-    monkeypatch.setattr(dispatch, "choose", watched)
-    return seen
+    return watched
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -188,12 +194,17 @@ def test_refused_products_are_ours(
 def test_operands_at_odd_addresses_are_moved_first(
     calls: list[torch.Size], rows: Rows, unequal: Unequal
 ) -> None:
-    (n, k, m), odd = (6144, 1024, 512), []
-    for given in (rows("normal", m, k), rows("normal", n, k), rows("normal", 1, n)[0]):
-        odd.append(torch.empty(given.numel() + 1, dtype=BF16, device=DEVICE)[1:].view_as(given))
-        odd[-1].copy_(given)
-    assert unequal(matmul(*odd, BF16), reference(*(one.clone() for one in odd), BF16)) == 0
-    assert calls == [odd[0].shape]
+    n, k, m = 6144, 1024, 512
+
+    def at_an_odd_address(given: Tensor) -> Tensor:
+        odd = torch.empty(given.numel() + 1, dtype=BF16, device=DEVICE)[1:].view_as(given)
+        return odd.copy_(given)
+
+    given = rows("normal", m, k), rows("normal", n, k), rows("normal", 1, n)[0]
+    x, weight, bias = (at_an_odd_address(one) for one in given)
+    expected = reference(x.clone(), weight.clone(), bias.clone(), BF16)
+    assert unequal(matmul(x, weight, bias, BF16), expected) == 0
+    assert calls == [x.shape]
 
 
 @pytest.mark.parametrize("step", ["has_reference_bits", "fastest"])
@@ -228,7 +239,8 @@ def test_nothing_is_chosen_while_a_graph_is_recorded(
     monkeypatch: pytest.MonkeyPatch, calls: list[torch.Size], rows: Rows, unequal: Unequal
 ) -> None:
     """A graph recorded before has our product. The choice is made at the first call outside."""
-    (n, k, m), asked = (1024, 2048, 512), []
+    (n, k, m), watched = (1024, 2048, 512), choosing(calls)
+    asked: list[Shape] = []
     x, weight = rows("normal", m, k), rows("normal", n, k)
     expected = reference(x, weight, None, BF16)
 
@@ -246,7 +258,6 @@ def test_nothing_is_chosen_while_a_graph_is_recorded(
         graph.replay()
         return unequal(out, expected)
 
-    watched = dispatch.choose
     monkeypatch.setattr(dispatch, "choose", ask)
     own_matmul_into(torch.empty_like(expected), x, weight, None)  # compiles
     assert recorded() == 0
@@ -273,9 +284,9 @@ def test_other_operands_are_refused(k: int, bias: int, dtype: torch.dtype) -> No
 
 
 def _ten_times(way: Gemm) -> Gemm:
-    def slow(*given: Tensor | None) -> None:
+    def slow(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         for _ in range(10):
-            way(*given)
+            way(out, x, weight, bias)
 
     return slow
 

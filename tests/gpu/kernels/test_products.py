@@ -64,8 +64,8 @@ def test_joined_weights_give_the_bits_of_their_parts(
     for one, part in zip(project(x, None, *apart), together, strict=True):
         assert unequal(one, part) == 0
     accumulators = linear_fp32(x, joined.weight).split(joined.widths, dim=1)
-    for one, part in zip(apart, accumulators, strict=True):
-        assert unequal(linear_fp32(x, one.weight), part) == 0
+    for module, part in zip(apart, accumulators, strict=True):
+        assert unequal(linear_fp32(x, module.weight), part) == 0
     if what == "gate_up":
         with torch.no_grad():
             gated = project_gated(x, joined, *apart)

@@ -93,9 +93,7 @@ def test_the_drawing_op_is_seen_where_no_token_is_drawn_as_recorded(
     folder: Path, case: ReplayCase, trainer: TrainerPass
 ) -> None:
     path = mismatch.engine(folder)
-    path.sampler = lambda *rest, **filters: (lambda drawn, own: (drawn, own + 1))(
-        *sample_and_score(*rest, **filters)
-    )
+    path.sampler = _wrong
     comparison = compare(path, trainer, case)
     scored = sum(len(one.response) for one in case.sequences)
     assert [
@@ -202,10 +200,10 @@ def test_hashes_from_recorded_graphs_are_those_of_eager_steps(
     path, tables = mismatch.engine(folder), {}
     for graphs in (True, False):
         path.cfg = replace(path.cfg, cuda_graphs=graphs)
-        hashes = HashTap(case.num_rows)
-        path.run(case, hashes)
+        tap = HashTap(case.num_rows)
+        path.run(case, tap)
         assert (path.facts["recorded graphs"] >= 4) == graphs
-        tables[graphs] = hashes.table
+        tables[graphs] = tap.table
     # joined gate and up are to be seen where so many rows are computed that SiLU is another kernel
     assert len(tables[True]) == len(tables[False]) == 1 + 14 * mismatch.NUM_LAYERS + 3
     for point, hashes in tables[True].items():
@@ -279,6 +277,11 @@ def test_draws_of_the_replay_are_those_of_the_engine(folder: Path, trainer: Trai
         for one in comparison.results
         if one.num_unequal_rows
     ] == [("logprob", 6 * 40)]
+
+
+def _wrong(*rest: Any, **filters: Any) -> tuple[Tensor, Tensor]:
+    tokens, logprobs = sample_and_score(*rest, **filters)
+    return tokens, logprobs + 1
 
 
 def _wrong_when_drawn(

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from spmd_rl.offload.regions import Regions
 
@@ -21,7 +23,7 @@ WIDTH, DEPTH = 512, 4
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
     pytest.importorskip("torch_memory_saver")
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cuda", (1,))
     dist.destroy_process_group()
 
@@ -33,7 +35,9 @@ def layers() -> nn.Sequential:
 
 
 def local(model: nn.Module) -> list[Tensor]:
-    return [parameter.to_local() for parameter in model.parameters()]  # type: ignore[operator]
+    sharded = [one for one in model.parameters() if isinstance(one, DTensor)]
+    assert len(sharded) == len(list(model.parameters()))
+    return [one.to_local() for one in sharded]
 
 
 class Trainer:

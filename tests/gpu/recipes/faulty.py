@@ -15,16 +15,8 @@ __all__ = ["Config", "Faulty", "check", "main"]
 
 
 class Faulty(rl.Rollout):
-    def __init__(
-        self,
-        cfg: rl.NativeEngineConfig,
-        context: Any,
-        model: str,
-        reward: str = "",
-        seed: int = 0,
-        reserved_bytes: int = 0,
-    ) -> None:
-        super().__init__(cfg, context, model, reward, seed, reserved_bytes)
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
         from spmd_rl.microscope.diagnose.faults import split_k
 
         split_k(cast(Any, self.engine))  # it asks for no more than a model

@@ -16,13 +16,14 @@ T = TypeVar("T")
 
 # head size 64, four query heads a key-value head: without `deterministic`, their gradients are
 # added in any order
+HEAD_DIM = 64
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "head_dim": 64,
+    "head_dim": HEAD_DIM,
     "max_position_embeddings": 512,
     "initializer_range": 0.05,
 }

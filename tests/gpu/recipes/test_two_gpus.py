@@ -9,6 +9,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def done(folder: Path) -> dict[str, Any]:
         for mode, words in modes.items()
     }
     tasks: dict[str, Callable[[], Any]] = {name: run.finish for name, run in runs.items()}
-    tasks |= {how: lambda how=how: Hang(folder, how) for how in LIMITS}
+    tasks |= {how: partial(Hang, folder, how) for how in LIMITS}
     found = together(tasks)
     return {**found, "runs": runs} | together(
         {

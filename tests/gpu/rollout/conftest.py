@@ -4,12 +4,14 @@ give.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from spmd_rl.kernels.attention.flash import flash_supports
 from spmd_rl.model.network import CausalLM
-from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, new_model, workload
+from tests.gpu.rollout.graph_case import DEVICE, SPEC, USUAL, new_engine, new_model, workload
 from tests.samples import Samples, finish
 
 
@@ -27,4 +29,4 @@ def model() -> CausalLM:
 @pytest.fixture(scope="session")
 def alone(model: CausalLM) -> Samples:
     """Every sample decoded step by step, in batches of two."""
-    return finish(new_engine(model, cuda_graphs=False, max_batch=2), workload())
+    return finish(new_engine(model, replace(USUAL, cuda_graphs=False, max_batch=2)), workload())

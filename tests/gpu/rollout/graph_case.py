@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
@@ -11,6 +14,7 @@ from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.types.samples import Sample
 from tests.samples import Samples
 
 DEVICE = torch.device("cuda")
@@ -20,6 +24,10 @@ SPEC = ModelSpec(
     rope=RopeSpec(1e6), tie_embeddings=True, qkv_bias=False, out_bias=False, mlp_bias=False,
     qk_norm=True, init_std=0.06,
 )  # fmt: skip
+
+USUAL = NativeEngineConfig(
+    dtype="bfloat16", max_batch=24, page_size=128, max_step_tokens=256, num_pages=200
+)
 
 
 def new_model(seed: int = 0) -> CausalLM:
@@ -33,21 +41,19 @@ def workload() -> list[Request]:
     rng = np.random.default_rng(1)
     stem = rng.integers(2, SPEC.vocab_size, 400).astype(np.int32)
     kinds = [
-        {},
-        {"stop_ids": tuple(range(100, 160))},
-        {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
-        {"temperature": 0.0},
-        {"temperature": 1.4, "min_p": 0.01, "stop_ids": tuple(range(100))},
+        SamplingConfig(),
+        SamplingConfig(stop_ids=tuple(range(100, 160))),
+        SamplingConfig(temperature=0.7, top_k=50, top_p=0.9),
+        SamplingConfig(temperature=0.0),
+        SamplingConfig(temperature=1.4, min_p=0.01, stop_ids=tuple(range(100))),
     ]
     return [
         Request(
             uid,
             index,
             stem[: 1 + 37 * uid % 300],
-            SamplingConfig(
-                max_tokens=int(rng.integers(1, 200)),
-                ignore_eos=True,
-                **kinds[uid % len(kinds)],
+            replace(
+                kinds[uid % len(kinds)], max_tokens=int(rng.integers(1, 200)), ignore_eos=True
             ),
             seed=3,
         )
@@ -56,11 +62,16 @@ def workload() -> list[Request]:
     ]
 
 
-def new_engine(model: CausalLM, **cfg: object) -> NativeEngine:
-    settings = {"max_batch": 24, "page_size": 128, "max_step_tokens": 256, "num_pages": 200} | cfg
-    engine = NativeEngine(model, NativeEngineConfig(dtype="bfloat16", **settings), DEVICE)
+def new_engine(model: CausalLM, cfg: NativeEngineConfig = USUAL) -> NativeEngine:
+    engine = NativeEngine(model, cfg, DEVICE)
     engine.sink().commit(0)
     return engine
+
+
+def inverse_temperatures(sample: Sample) -> Tensor:
+    """Return what the logits of each token of a sample are multiplied with, in fp32."""
+    inverse = np.float32(1) / np.float32(sample.temperature)
+    return torch.full((len(sample.tokens),), float(inverse), device=DEVICE)
 
 
 def unequal(samples: Samples, expected: Samples) -> int:

@@ -15,26 +15,39 @@ import torch
 from spmd_rl.errors import SpmdError
 from spmd_rl.kernels import PackedAttention, token_logprobs
 from spmd_rl.model.network import CausalLM
+from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.decode_graphs import DecodeGraphs
 from spmd_rl.rollout.native.graph_inputs import GraphInputs
 from spmd_rl.rollout.native.sampled_tokens import SampledOnDevice
 from spmd_rl.types.kept_sets import decode_sets
-from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, new_model, unequal, workload
+from tests.gpu.rollout.graph_case import (
+    DEVICE,
+    SPEC,
+    USUAL,
+    inverse_temperatures,
+    new_engine,
+    new_model,
+    unequal,
+    workload,
+)
 from tests.samples import Samples, finish, words_of
 
 
 @pytest.mark.parametrize(
     "cfg",
     [
-        *({}, {"max_batch": 64}, {"max_batch": 5, "max_step_tokens": 33}),
-        *({"page_size": 16, "num_pages": 400}, {"page_size": 1, "num_pages": 6400}),
+        USUAL,
+        replace(USUAL, max_batch=64),
+        replace(USUAL, max_batch=5, max_step_tokens=33),
+        replace(USUAL, page_size=16, num_pages=400),
+        replace(USUAL, page_size=1, num_pages=6400),
     ],
     ids=["usual", "all at once", "few at a time", "small pages", "pages of one token"],
 )
 def test_graphs_give_the_samples_of_single_steps(
-    model: CausalLM, alone: Samples, cfg: dict
+    model: CausalLM, alone: Samples, cfg: NativeEngineConfig
 ) -> None:
-    engine = new_engine(model, **cfg)
+    engine = new_engine(model, cfg)
     assert unequal(finish(engine, workload()), alone) == 0
     assert {sample.status for sample in alone.values()} == {"completed", "truncated"}
     assert engine.stats()["num_graphs"] > 2
@@ -64,16 +77,10 @@ def test_attention_in_splits(model: CausalLM, alone: Samples) -> None:
     without splits.
     """
     split, requests = 128, workload()
-    samples = finish(new_engine(model, attention_split=split), requests)
-    assert (
-        unequal(
-            samples,
-            finish(
-                new_engine(model, attention_split=split, cuda_graphs=False, max_batch=2), requests
-            ),
-        )
-        == 0
-    )
+    cfg = replace(USUAL, attention_split=split)
+    samples = finish(new_engine(model, cfg), requests)
+    stepwise = new_engine(model, replace(cfg, cuda_graphs=False, max_batch=2))
+    assert unequal(samples, finish(stepwise, requests)) == 0
     assert unequal(samples, alone) > 0
     for request in requests:
         sample = samples[request.uid, request.index]
@@ -83,9 +90,7 @@ def test_attention_in_splits(model: CausalLM, alone: Samples) -> None:
         )
         scored = torch.arange(len(request.prompt) - 1, len(tokens) - 1, device=DEVICE)
         logits = model(tokens, torch.arange(len(tokens), device=DEVICE), attend, scored)
-        inverse = torch.full(
-            (len(scored),), np.float32(1) / np.float32(sample.temperature), device=DEVICE
-        )
+        inverse = inverse_temperatures(sample)
         words = words_of([sample], SPEC.vocab_size, DEVICE)
         logprobs, _ = token_logprobs(logits, tokens[scored + 1], inverse, words)
         assert logprobs.cpu().numpy().tobytes() == sample.logprobs.tobytes()
@@ -105,9 +110,7 @@ def test_filtered_samples_have_the_log_probs_of_a_training_forward_over_their_se
         )
         scored = torch.arange(len(request.prompt) - 1, len(tokens) - 1, device=DEVICE)
         logits = model(tokens, torch.arange(len(tokens), device=DEVICE), attend, scored)
-        inverse = torch.full(
-            (len(scored),), np.float32(1) / np.float32(sample.temperature), device=DEVICE
-        )
+        inverse = inverse_temperatures(sample)
         inputs = logits, tokens[scored + 1], inverse
         logprobs, _ = token_logprobs(*inputs, words_of([sample], SPEC.vocab_size, DEVICE))
         assert logprobs.cpu().numpy().tobytes() == sample.logprobs.tobytes()
@@ -119,7 +122,7 @@ def test_filtered_samples_have_the_log_probs_of_a_training_forward_over_their_se
 
 
 def test_preemption_changes_nothing(model: CausalLM, alone: Samples) -> None:
-    engine = new_engine(model, page_size=16, num_pages=70, prefix_cache=False)
+    engine = new_engine(model, replace(USUAL, page_size=16, num_pages=70, prefix_cache=False))
     assert unequal(finish(engine, workload()), alone) == 0
     assert engine.stats()["num_preemptions"] > 0
 
@@ -172,9 +175,9 @@ def test_what_fills_a_step_up_may_be_nan(
     assert sum(count > 0 for count in of_decoding) > 20
     assert sum(count > 0 for count in of_prompts) > 3
     torch.cuda.synchronize()
-    assert (
-        engine._runner._decode_graphs._output_buffers.logprobs.isnan().any()
-    )  # of rows that nobody has
+    graphs = engine._runner._decode_graphs
+    assert graphs is not None
+    assert graphs._output_buffers.logprobs.isnan().any()  # of rows that nobody has
 
 
 def test_control_a_sequence_may_not_be_nan(model: CausalLM, alone: Samples) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.decode_graphs import DecodeGraphs
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.rollout.native.model_runner import ModelRunner, SampledTokens
+from spmd_rl.rollout.native.model_runner import ModelRunner
 from spmd_rl.rollout.native.prefill_graphs import PrefillGraphs
-from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, unequal, workload
+from spmd_rl.rollout.native.sampled_tokens import SampledOnHost, SampledTokens
+from spmd_rl.rollout.native.step_plan import StepPlan
+from tests.gpu.rollout.graph_case import DEVICE, SPEC, USUAL, new_engine, unequal, workload
 from tests.samples import Samples, finish
 
 
@@ -30,9 +34,10 @@ def waiting_raises() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def decoding(model: CausalLM, num_rows: int, **cfg: object) -> NativeEngine:
+def decoding(model: CausalLM, num_rows: int, cuda_graphs: bool = True) -> NativeEngine:
     """An engine in the middle of so many answers, its graphs recorded."""
-    engine, rng = new_engine(model, page_size=16, num_pages=400, **cfg), np.random.default_rng(4)
+    cfg = replace(USUAL, page_size=16, num_pages=400, cuda_graphs=cuda_graphs)
+    engine, rng = new_engine(model, cfg), np.random.default_rng(4)
     sampling = SamplingConfig(max_tokens=150, ignore_eos=True)
     for uid in range(num_rows):
         engine.submit(
@@ -61,7 +66,8 @@ def test_steps_in_which_prompts_come_and_sequences_end_do_not_synchronize(
     """The second time, when all graphs are recorded. Half of the prompts wait until others stop or
     have all tokens.
     """
-    engine, samples = new_engine(model), {}
+    engine = new_engine(model)
+    samples: Samples = {}
     assert unequal(finish(engine, workload()), alone) == 0
     engine.sink().commit(1)  # nothing of the first time is found in the cache
     recorded = engine.stats()["num_graphs"]
@@ -89,18 +95,18 @@ def test_a_step_waits_for_the_one_before(
 ) -> None:
     """By an event; without graphs, for what it has just launched: the control."""
     engine, launch, arrays = (
-        decoding(model, 3, cuda_graphs=cuda_graphs),
+        decoding(model, 3, cuda_graphs),
         ModelRunner.launch,
         SampledTokens.wait,
     )
     launched: list[SampledTokens] = []
     waited_for_newest: list[bool] = []
 
-    def launches(steps: ModelRunner, *plan: object) -> SampledTokens:
-        launched.append(launch(steps, *plan))
+    def launches(steps: ModelRunner, plan: StepPlan, samples: NDArray[np.bool_]) -> SampledTokens:
+        launched.append(launch(steps, plan, samples))
         return launched[-1]
 
-    def waits(drawn: SampledTokens) -> tuple[np.ndarray, np.ndarray]:
+    def waits(drawn: SampledTokens) -> SampledOnHost:
         waited_for_newest.append(drawn is launched[-1])
         return arrays(drawn)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.split import RoleSplit, plan_split
@@ -27,7 +28,7 @@ SIZES = {
 @pytest.fixture(scope="module")
 def context() -> Iterator[RoleContext]:
     backends = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backends, store=HashStore(), rank=0, world_size=1)
     world = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="test", restart=0)
     meshes = Meshes(world)
     placement = plan_split({"train": RoleSplit()}, 1).train

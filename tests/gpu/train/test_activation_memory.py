@@ -15,6 +15,7 @@ from spmd_rl.kernels import PackedAttention, recomputing
 from spmd_rl.kernels.attention.flash import flash_supports
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.train.activation_memory import Recompute
 from spmd_rl.train.memory import layer_shape
 
 DEVICE, TOKENS = torch.device("cuda"), 4096
@@ -28,7 +29,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return ModelSpec.from_folder(folder)
 
 
-def kept_bytes(spec: ModelSpec, num_layers: int, recompute: str) -> int:
+def kept_bytes(spec: ModelSpec, num_layers: int, recompute: Recompute) -> int:
     """Memory that is allocated between a forward pass of some layers and its backward pass."""
     with torch.device(DEVICE):
         model = CausalLM(spec).bfloat16()
@@ -57,7 +58,7 @@ def kept_bytes(spec: ModelSpec, num_layers: int, recompute: str) -> int:
 
 
 @pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
-def test_a_layer_keeps_what_the_plan_counts(spec: ModelSpec, recompute: str) -> None:
+def test_a_layer_keeps_what_the_plan_counts(spec: ModelSpec, recompute: Recompute) -> None:
     """Of four more layers, so that what belongs to none cancels. The plan leaves out statistics of
     rows, which are fp32 and one or one a head.
     """

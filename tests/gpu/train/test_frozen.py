@@ -12,7 +12,7 @@ import torch
 from spmd_rl.algo.losses import ValueInput, grpo_loss
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.train.config import FrozenConfig, Fsdp2Config, TrainerConfig
+from spmd_rl.train.config import FrozenConfig, Fsdp2Config, TrainerConfig, Wrap
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.train.value_trainer import ValueTrainer
@@ -22,7 +22,7 @@ CONFIG = TrainerConfig(init="random", lr=1e-2, max_tokens=150)
 
 
 @pytest.mark.parametrize("wrap", ["layer", "model"])
-def test_log_probs_have_the_trainers_bits(context: RoleContext, model: Path, wrap: str) -> None:
+def test_log_probs_have_the_trainers_bits(context: RoleContext, model: Path, wrap: Wrap) -> None:
     cfg = replace(CONFIG, backend=Fsdp2Config(wrap=wrap))
     trainer, batch = Trainer(cfg, context, str(model)), make_batch()
     frozen = FrozenModel(replace(FrozenConfig.like(cfg), max_tokens=9999), context, str(model))

@@ -14,17 +14,20 @@ from spmd_rl.algo.packing import pack
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import fill
 from spmd_rl.model.lora import LoraConfig
+from spmd_rl.model.network import Mlp
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.phases import ALL, RoleSleep
 from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.build import build
 from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.train.activation_memory import Recompute
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group
 from tests.dist.train_case import make_batch
+from tests.gpu.train.backend import fsdp2
 from tests.gpu.train.test_sleep import SHARE, free_bytes, wide
 from tests.samples import finish
 
@@ -41,7 +44,7 @@ def new_trainer(context: RoleContext, model: Path, cfg: TrainerConfig) -> Traine
     trainer = Trainer(cfg, context, str(model))
     generator = torch.Generator().manual_seed(1)
     shapes = cfg.lora.shapes(ModelSpec.from_folder(model))
-    trainer.backend.fill(
+    fsdp2(trainer).fill(
         (name, torch.randn(shape, generator=generator) * 0.1) for name, shape in shapes.items()
     )
     return trainer
@@ -88,7 +91,9 @@ def test_an_engine_has_the_trainers_bits(
     trainer = new_trainer(context, model, cfg)
     engine = new_engine(trainer, cuda_graphs)
     assert engine.contract() == trainer.numeric_contract()
-    assert (engine.model.model.layers[0].mlp.joined is not None) == cuda_graphs
+    mlp = engine.model.model.layers[0].mlp
+    assert isinstance(mlp, Mlp)
+    assert (mlp.joined is not None) == cuda_graphs
     batch = drawn(engine)
     scores = trainer.learner.score(batch)
     differs = scores.view(np.uint32) != batch.rollout_logprobs.view(np.uint32)
@@ -96,7 +101,7 @@ def test_an_engine_has_the_trainers_bits(
     assert int((differs & batch.mask).sum()) == 0
     # without the adapters the log-probs are others
     shapes = cfg.lora.shapes(ModelSpec.from_folder(model))
-    trainer.backend.fill((name, torch.zeros(shape)) for name, shape in shapes.items())
+    fsdp2(trainer).fill((name, torch.zeros(shape)) for name, shape in shapes.items())
     others = trainer.learner.score(batch).view(np.uint32)
     differs = others != batch.rollout_logprobs.view(np.uint32)
     assert int((differs & batch.mask).sum()) > 1000
@@ -104,12 +109,12 @@ def test_an_engine_has_the_trainers_bits(
 
 @pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
 def test_the_bits_are_the_same_in_the_training_forward(
-    context: RoleContext, model: Path, recompute: str
+    context: RoleContext, model: Path, recompute: Recompute
 ) -> None:
     cfg = replace(CONFIG, backend=Fsdp2Config(recompute=recompute))
     trainer = new_trainer(context, model, cfg)
     batch = drawn(new_engine(trainer, cuda_graphs=True))
-    base = {name: trainer.backend.gather(name).clone() for name in trainer.backend.base}
+    base = {name: trainer.backend.gather(name).clone() for name in fsdp2(trainer).base}
     stats = trainer.train_step(batch, grpo_loss)
     assert stats["onpolicy/compared_tokens"] == batch.mask.sum()
     assert stats["onpolicy/mismatched_tokens"] == 0

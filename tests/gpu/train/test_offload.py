@@ -26,6 +26,7 @@ from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.batch import Batch
 from spmd_rl.weights.local_tensors import LocalTensors
 from tests.dist.train_case import make_batch
+from tests.gpu.train.backend import fsdp2
 
 DEVICE = torch.device("cuda")
 MIB = 1 << 20
@@ -154,7 +155,7 @@ def test_moments_and_master_weights_leave_the_gpu(context: RoleContext, deep: Pa
     usage(context, deep, make_batch())  # the first trainer's workspaces stay
     none, moments, master = (usage(context, deep, make_batch(), offload=one) for one in MODES)
     trainer = Trainer(config(), context, str(deep))
-    fp32 = 4 * sum(one.numel() for one in trainer.backend.local.values())
+    fp32 = 4 * sum(one.numel() for one in fsdp2(trainer).local.values())
     assert fp32 > 64 * MIB
     assert none.built - moments.built > 1.8 * fp32
     assert none.computing - moments.computing > 1.8 * fp32

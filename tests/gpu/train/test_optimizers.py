@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, TrainerConfig
+from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, OptimizerKind, TrainerConfig, Wrap
 from spmd_rl.train.optimizers import build_optimizer
 from spmd_rl.train.parameter_groups import update_rules
 from spmd_rl.train.trainer import Trainer
@@ -46,7 +46,7 @@ def changes(trainer: Trainer) -> dict[str, Tensor]:
 @pytest.mark.parametrize("wrap", ["layer", "model"])
 @pytest.mark.parametrize("freeze", FREEZES.values(), ids=FREEZES)
 def test_frozen_parameters_change_no_other_gradient(
-    context: RoleContext, model: Path, freeze: tuple[str, ...], wrap: str
+    context: RoleContext, model: Path, freeze: tuple[str, ...], wrap: Wrap
 ) -> None:
     """With a large epsilon, AdamW's first step is in proportion to the gradient."""
     free, frozen = (
@@ -74,7 +74,7 @@ def test_frozen_parameters_change_no_other_gradient(
             assert (change - free[name]).norm() <= 0.02 * free[name].norm(), name
 
 
-def steps(kind: str) -> tuple[Tensor, Tensor]:
+def steps(kind: OptimizerKind) -> tuple[Tensor, Tensor]:
     """A matrix after five steps by the trainer's optimizer, and by the library's own."""
     name, shape = "model.layers.0.mlp.up_proj.weight", (512, 256)
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -83,6 +83,7 @@ def steps(kind: str) -> tuple[Tensor, Tensor]:
     cfg = TrainerConfig(lr=1e-2, weight_decay=0.1, optimizer=OptimizerConfig(kind))
     shards = {name: LocalTensor(shape, Box((0, 0), shape), ours)}
     rules = update_rules({name: shape}, cfg, 1)
+    assert dist.group.WORLD is not None
     optimizer = build_optimizer(shards, rules, cfg, dist.group.WORLD)
     plain = library(kind, theirs)
     for grad in grads:
@@ -92,19 +93,23 @@ def steps(kind: str) -> tuple[Tensor, Tensor]:
     return ours.detach(), theirs.detach()
 
 
-def library(kind: str, parameter: nn.Parameter) -> torch.optim.Optimizer:
-    options = {"lr": 1e-2, "weight_decay": 0.1}
+def library(kind: OptimizerKind, parameter: nn.Parameter) -> torch.optim.Optimizer:
+    lr, weight_decay = 1e-2, 0.1
     if kind == "muon":
-        return torch.optim.Muon([parameter], adjust_lr_fn="match_rms_adamw", **options)
+        return torch.optim.Muon(
+            [parameter], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
     if kind == "adamw":
-        return torch.optim.AdamW([parameter], fused=True, **options)
+        return torch.optim.AdamW([parameter], lr=lr, weight_decay=weight_decay, fused=True)
     from torchao.optim import AdamW8bit
 
-    return AdamW8bit([parameter], **options)
+    return AdamW8bit([parameter], lr=lr, weight_decay=weight_decay)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adamw8bit"])
-def test_the_optimizers_are_the_libraries_bit_for_bit(context: RoleContext, kind: str) -> None:
+def test_the_optimizers_are_the_libraries_bit_for_bit(
+    context: RoleContext, kind: OptimizerKind
+) -> None:
     if kind == "adamw8bit" and importlib.util.find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
     ours, theirs = steps(kind)

@@ -15,10 +15,11 @@ from spmd_rl.errors import ResidencyError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.phases import ALL, RoleSleep
-from spmd_rl.train.config import FrozenConfig, OptimizerConfig, TrainerConfig
+from spmd_rl.train.config import FrozenConfig, OptimizerConfig, OptimizerKind, TrainerConfig
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import make_batch
+from tests.gpu.train.backend import fsdp2
 
 CONFIG = TrainerConfig(init="random", lr=1e-2, max_tokens=150, deterministic=True)
 PHASES = {"sync": ("master",), "rollout": (), "train": ALL}
@@ -46,12 +47,12 @@ def free_bytes() -> int:
 
 
 def weights_of(trainer: Trainer) -> list[torch.Tensor]:
-    return [one.local.detach().clone() for one in trainer.backend.local_weights().values()]
+    return [one.local.detach().clone() for one in fsdp2(trainer).local_weights().values()]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_trainer_gives_its_memory_back_and_learns_on(
-    context: RoleContext, wide: Path, kind: str
+    context: RoleContext, wide: Path, kind: OptimizerKind
 ) -> None:
     cfg, batch = replace(CONFIG, optimizer=OptimizerConfig(kind=kind)), make_batch()
     awake = Trainer(cfg, context, str(wide))
@@ -65,7 +66,7 @@ def test_a_trainer_gives_its_memory_back_and_learns_on(
     num_bytes = (1 + num_moments) * 4 * ModelSpec.from_folder(wide).num_parameters
     for number in range(3):
         trainer.train_step(batch, grpo_loss)
-        pointers = [one.local.data_ptr() for one in trainer.backend.local_weights().values()]
+        pointers = [one.local.data_ptr() for one in fsdp2(trainer).local_weights().values()]
         before = free_bytes()
         trainer.sleep()
         assert free_bytes() - before >= SHARE * num_bytes
@@ -74,7 +75,7 @@ def test_a_trainer_gives_its_memory_back_and_learns_on(
         trainer.wake(("master",))
         trainer.wake(("moments",))
         assert pointers == [
-            one.local.data_ptr() for one in trainer.backend.local_weights().values()
+            one.local.data_ptr() for one in fsdp2(trainer).local_weights().values()
         ], f"addresses change in step {number}"
     assert all(map(torch.equal, weights_of(trainer), expected))
 
