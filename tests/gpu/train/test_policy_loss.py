@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from spmd_rl.algo.losses import LossInput
-from spmd_rl.algo.policy_loss import policy_loss
+from spmd_rl.algo.policy_loss import Surrogate, policy_loss
 from spmd_rl.train.determinism import deterministic
 
 pytestmark = pytest.mark.gpu
 
 NUM_SEQUENCES, NUM_TOKENS = 300, 20_000
-TERMS = {
-    "dual_clip": 3.0,
-    "kl_coef": 0.1,
-    "kl_unbiased": True,
-    "entropy_coef": 0.01,
-    "opsm_delta": 0.001,
-    "correction": "clip",
-    "correction_level": "geometric",
-    "reject": "sequence",
-    "reject_high": 3.0,
-    "veto": 0.65,
-}
+every_term = partial(
+    policy_loss,
+    dual_clip=3.0,
+    kl_coef=0.1,
+    kl_unbiased=True,
+    entropy_coef=0.01,
+    opsm_delta=0.001,
+    correction="clip",
+    correction_level="geometric",
+    reject="sequence",
+    reject_high=3.0,
+    veto=0.65,
+)
 
 
 def draw(device: str) -> LossInput:
@@ -43,15 +46,15 @@ def draw(device: str) -> LossInput:
     )
 
 
-def loss_and_gradient(out: LossInput, surrogate: str) -> tuple[torch.Tensor, torch.Tensor]:
-    loss, _ = policy_loss(out, surrogate=surrogate, **TERMS)  # type: ignore[arg-type]
+def loss_and_gradient(out: LossInput, surrogate: Surrogate) -> tuple[torch.Tensor, torch.Tensor]:
+    loss, _ = every_term(out, surrogate=surrogate)
     loss.sum().backward()
     assert out.logprobs.grad is not None
     return loss.detach().cpu(), out.logprobs.grad.cpu()
 
 
 @pytest.mark.parametrize("surrogate", ["ppo", "gspo", "cispo"])
-def test_the_loss_is_that_of_a_cpu(surrogate: str) -> None:
+def test_the_loss_is_that_of_a_cpu(surrogate: Surrogate) -> None:
     with deterministic():
         first, again = (loss_and_gradient(draw("cuda"), surrogate) for _ in range(2))
     expected = loss_and_gradient(draw("cpu"), surrogate)
