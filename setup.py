@@ -51,7 +51,7 @@ setup(
         "te": ["transformer-engine[core-cu13,pytorch]==2.20.2"],
         "torchao": ["torchao>=0.14"],  # trainer.optimizer.kind = "adamw8bit"
         "log": ["tensorboard>=2.18", "wandb>=0.19"],
-        "data": ["pyarrow>=18"],  # .parquet files and Hugging Face datasets
+        "data": ["pyarrow>=21"],  # .parquet files and Hugging Face datasets
         # graders; of math-verify this one, because its patterns are used by name
         "rewards": ["httpx>=0.27,<1", "math-verify==0.9.0", "langdetect==1.0.9"],
         "docs": ["pdoc==16.0.0"],  # `make api`
@@ -62,7 +62,7 @@ setup(
             "langdetect==1.0.9",
             "math-verify==0.9.0",
             "mypy>=1.14",
-            "pyarrow>=18",
+            "pyarrow>=21",
             "pytest>=8.3",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

@@ -16,7 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.data.arrow_values import rows_of
 from spmd_rl.data.record import DataRecord, Records
+from spmd_rl.data.watched_records import WatchedRecords
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.jsonl import parse_json
 
@@ -60,15 +62,14 @@ class ArrowRecords(Records):
         of = np.searchsorted(self._starts, rows, side="right") - 1
         breaks = (np.diff(rows) != 1) | (np.diff(of) != 0)
         batches = self._open_batches()
+        places = [f"{self._path}:{number + 1}" for number in numbers]
         found: list[dict[str, Any]] = []
         for run in np.split(rows, np.flatnonzero(breaks) + 1):  # of rows that follow each other
             batch = int(of[len(found)])
             start = int(run[0] - self._starts[batch])
-            found += batches[batch].slice(start, len(run)).to_pylist()
-        return [
-            DataRecord(f"{self._path}:{number + 1}", row)
-            for number, row in zip(numbers, found, strict=True)
-        ]
+            of_run = places[len(found) : len(found) + len(run)]
+            found += rows_of(batches[batch].slice(start, len(run)), of_run)
+        return [DataRecord(place, row) for place, row in zip(places, found, strict=True)]
 
     def digest(self) -> str:
         """Return a digest of the files' bytes."""
@@ -143,7 +144,7 @@ def is_dataset(folder: Path) -> bool:
     return (folder / _STATE).is_file() or (folder / _SPLITS).is_file()
 
 
-def open_dataset(folder: Path) -> ArrowRecords:
+def open_dataset(folder: Path) -> Records:
     """Open a data set that `save_to_disk` has written.
 
     Raises: DataError when it is damaged or has several splits, ConfigError without pyarrow.
@@ -159,7 +160,12 @@ def open_dataset(folder: Path) -> ArrowRecords:
     if not files:
         raise DataError(str(folder / _STATE), "_data_files names no file")
     indices = _files(folder, state, "_indices_data_files")
+    return WatchedRecords(
+        [folder / _STATE, *files, *indices], lambda: _open_mapped(folder, files, indices)
+    )
 
+
+def _open_mapped(folder: Path, files: list[Path], indices: list[Path]) -> ArrowRecords:
     def open_batches() -> list[Any]:
         return [batch for file in files for batch in _mapped(file)]
 

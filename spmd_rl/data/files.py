@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from spmd_rl.data.arrow_records import is_dataset, open_dataset, open_parquet
@@ -16,10 +16,14 @@ from spmd_rl.data.json_records import read_json
 from spmd_rl.data.jsonl_records import JsonLines
 from spmd_rl.data.record import DataRecord as DataRecord
 from spmd_rl.data.record import ListedRecords, Records, SlicedRecords
+from spmd_rl.data.watched_records import WatchedRecords
 from spmd_rl.errors import ConfigError, DataError
 
 Listed = list[DataRecord | DataError]
 
+# OWNER/NAME, without the suffix of a file; Path makes one slash of two
+_HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-]+(\.\d[\w-]*)*)")
+_HUB_URL = re.compile(r"(hf:/+|https:/+huggingface\.co/)datasets/(?P<name>[\w.-]+/[\w.-]+)")
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 
 
@@ -72,16 +76,35 @@ def _open(path: str, openers: dict[str, Callable[[Path], Records]]) -> Records:
 def _opened(file: Path, openers: dict[str, Callable[[Path], Records]]) -> Records:
     if file.is_dir():
         if not is_dataset(file):
-            raise DataError(str(file), "this is a folder, not a file or a data set of save_to_disk")
+            raise DataError(str(file), _not_a_dataset(file, openers))
         return open_dataset(file)
     if not file.is_file():
-        raise DataError(str(file), "no such file")
+        raise DataError(str(file), _missing(str(file)))
     if file.suffix in _COMPRESSED or _begins_with(file, _GZIP):
         raise DataError(str(file), "the file is compressed: unpack it first")
     if file.suffix not in openers:
         *others, last = openers
         raise ConfigError(f"{file}: data files end in {', '.join(others)} or {last}")
-    return openers[file.suffix](file)
+    return WatchedRecords([file], lambda: openers[file.suffix](file))
+
+
+def _not_a_dataset(folder: Path, openers: Iterable[str]) -> str:
+    problem = "this is a folder, not a file or a data set of save_to_disk"
+    inside = (file for file in sorted(folder.rglob("*")) if file.suffix in openers)
+    example = next(inside, None)
+    return f"{problem}: name a file in it, such as {example}" if example else problem
+
+
+def _missing(path: str) -> str:
+    """Return what is wrong with a path where nothing is, which may be a name of the Hub."""
+    found = _HUB_URL.match(path) or _HUB_NAME.fullmatch(path)
+    if not found:
+        return "no such file"
+    name = found["name"]
+    return (
+        "no such file; data is read from disk: for a data set of the Hub, run `hf download "
+        f"--repo-type dataset {name} --local-dir {name.rpartition('/')[2]}` and name a file of it"
+    )
 
 
 def _begins_with(file: Path, magic: bytes) -> bool:

@@ -26,7 +26,7 @@ _BLANKS = np.frombuffer(b" \t\n\r\v\f", np.uint8)
 
 
 class JsonLines(Records):
-    """The lines of a .jsonl file that are not blank.
+    """The lines of a .jsonl file that are not blank. The file must stay as it is.
 
     Raises: DataError for a file that is one list.
     """
@@ -34,24 +34,20 @@ class JsonLines(Records):
     def __init__(self, file: Path) -> None:
         self._file = file
         with file.open("rb") as content:
-            self._state = _state(content)
             self._index = index_lines(content)
             content.seek(self._index.starts[0] if len(self) else 0)
             if content.read(1) == b"[":
                 problem = "expected a JSON object a line; a file that is one list is called .json"
                 raise DataError(str(file), problem)
-        self.num_bytes = self._state[0]
+            self.num_bytes = os.fstat(content.fileno()).st_size
 
     def __len__(self) -> int:
         return len(self._index.starts)
 
     def read(self, numbers: Sequence[int]) -> list[DataRecord]:
-        """Return these records.
-
-        Raises: DataError for a malformed line, and when the file has changed since it was opened.
-        """
+        """Return these records. Raises: DataError for a malformed line."""
         index = self._index
-        with self._open() as content:
+        with self._file.open("rb") as content:
             lines = [
                 os.pread(content.fileno(), int(index.stops[n] - index.starts[n]), index.starts[n])
                 for n in numbers
@@ -62,21 +58,9 @@ class JsonLines(Records):
         ]
 
     def digest(self) -> str:
-        """Return a digest of the file's bytes. Raises: DataError when the file has changed."""
-        with self._open() as content:
+        """Return a digest of the file's bytes."""
+        with self._file.open("rb") as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
-
-    def _open(self) -> BufferedReader:
-        try:
-            content = self._file.open("rb")
-        except OSError as error:
-            raise DataError(str(self._file), f"the file cannot be read: {error}") from error
-        if _state(content) != self._state:
-            content.close()
-            raise DataError(
-                str(self._file), "the file has changed since the run opened it: restore it"
-            )
-        return content
 
 
 @dataclass(frozen=True)
@@ -116,9 +100,3 @@ def json_record(where: str, line: bytes) -> DataRecord:
     if not isinstance(row, dict):
         raise DataError(where, f"expected a JSON object, got {short(row)}")
     return DataRecord(where, row)
-
-
-def _state(content: BufferedReader) -> tuple[int, int]:
-    """Return what changes with a file: its size and its time."""
-    status = os.fstat(content.fileno())
-    return status.st_size, status.st_mtime_ns

@@ -31,7 +31,9 @@ def sound(records: list[DataRecord | DataError]) -> list[DataRecord]:
     return ListedRecords(records, 0, "").read(range(len(records)))
 
 
-def write_dataset(folder: Path, rows: Sequence[dict[str, Any]], order: Sequence[int] = ()) -> Path:
+def write_dataset(
+    folder: Path, rows: Sequence[dict[str, Any]], order: Sequence[int] = (), schema: Any = None
+) -> Path:
     """Write what `save_to_disk` writes: two Arrow files, and their names in state.json."""
     pyarrow = pytest.importorskip("pyarrow")
     folder.mkdir()
@@ -41,7 +43,7 @@ def write_dataset(folder: Path, rows: Sequence[dict[str, Any]], order: Sequence[
             stream.write_table(table)
         return {"filename": name}
 
-    table, half = pyarrow.Table.from_pylist(list(rows)), len(rows) // 2
+    table, half = pyarrow.Table.from_pylist(list(rows), schema), len(rows) // 2
     state: dict[str, Any] = {
         "_data_files": [
             write("data-0.arrow", table.slice(0, half)),

@@ -116,5 +116,31 @@ def test_parquet_without_pyarrow_names_the_extra(
 
 
 def test_a_folder_is_called_one(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="this is a folder, not a file"):
+    with pytest.raises(DataError, match="this is a folder, not a file .* save_to_disk$"):
         read_records(str(tmp_path))
+    (tmp_path / "main").mkdir()
+    (tmp_path / "main/train.parquet").touch()
+    with pytest.raises(DataError, match=r"name a file in it, such as .*main/train\.parquet$"):
+        read_records(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("openai/gsm8k", "openai/gsm8k"),
+        ("openai/gsm8k@[:100]", "openai/gsm8k"),
+        ("some-one/Math_v1.1", "some-one/Math_v1.1"),
+        ("hf://datasets/openai/gsm8k/main/train.parquet", "openai/gsm8k"),
+        ("https://huggingface.co/datasets/openai/gsm8k", "openai/gsm8k"),
+        ("data/train.jsonl", None),
+        ("/data/train", None),
+        ("a/b/c", None),
+        ("../a/b", None),
+    ],
+)
+def test_a_name_of_the_hub_is_told_how_it_comes_to_disk(path: str, name: str | None) -> None:
+    with pytest.raises(DataError, match="no such file") as raised:
+        read_records(path)
+    hint = f"`hf download --repo-type dataset {name} --local-dir {Path(name or '').name}`"
+    assert (hint in str(raised.value)) == (name is not None)
+    assert ("hf download" in str(raised.value)) == (name is not None)
