@@ -98,7 +98,8 @@ def read_tests(prompt: Prompt) -> list[CodeTest]:
     Raises: DataError when there are none, or they have none of the known forms.
     """
     where = f"prompt {prompt.uid} of {prompt.source or 'the data'}: tests"
-    tests: Any = prompt.meta.get(TEST_KEY, prompt.answer)
+    own = prompt.meta.get(TEST_KEY)
+    tests: Any = prompt.answer if own is None else own
     try:
         if isinstance(tests, str):
             tests = json.loads(tests)

@@ -52,7 +52,8 @@ def rubric_of(cfg: JudgeConfig, prompt: Prompt) -> Rubric:
     Raises: DataError for a rubric of the record that cannot be used, or where there is none.
     """
     where = f"prompt {prompt.uid} of {prompt.source or 'the data'}: "
-    text = prompt.meta.get(RUBRIC_KEY, cfg.rubric)
+    own_text = prompt.meta.get(RUBRIC_KEY)
+    text = cfg.rubric if own_text is None else own_text
     if not isinstance(text, str):
         raise DataError(where + RUBRIC_KEY, f"expected a text, got a {type(text).__name__}")
     criteria = list(cfg.checklist)
@@ -61,7 +62,7 @@ def rubric_of(cfg: JudgeConfig, prompt: Prompt) -> Rubric:
             criteria = _criteria(own)
         except (ConfigError, TypeError, ValueError) as error:
             raise DataError(where + CHECKLIST_KEY, str(error)) from error
-    elif RUBRIC_KEY in prompt.meta:
+    elif own_text is not None:
         criteria = []
     if not criteria and not text.strip():
         raise DataError(where + RUBRIC_KEY, "there is none, neither here nor in graders.judge")
@@ -70,7 +71,10 @@ def rubric_of(cfg: JudgeConfig, prompt: Prompt) -> Rubric:
 
 
 def _criteria(checklist: Any) -> list[Criterion]:
-    """Return the criteria of a record: texts, or tables with `text`, and `name` and `weight`."""
+    """Return the criteria of a record: texts, or tables with `text`, and `name` and `weight`.
+
+    A null is a key that is not there.
+    """
     if not isinstance(checklist, list):
         raise TypeError(f"expected a list, got a {type(checklist).__name__}")
     made = []
@@ -78,10 +82,11 @@ def _criteria(checklist: Any) -> list[Criterion]:
         table = {"text": entry} if isinstance(entry, str) else entry
         if not isinstance(table, Mapping) or not isinstance(table.get("text"), str):
             raise TypeError(f"entry {number}: expected a text, or a table with a text")
-        if unknown := table.keys() - {"name", "text", "weight"}:
+        given = {key: value for key, value in table.items() if value is not None}
+        if unknown := given.keys() - {"name", "text", "weight"}:
             raise ValueError(f"entry {number}: unknown key {min(unknown)!r}")
-        name, weight = str(table.get("name", f"criterion_{number}")), table.get("weight", 1.0)
-        made.append(Criterion(name, table["text"], float(weight)))
+        name, weight = str(given.get("name", f"criterion_{number}")), given.get("weight", 1.0)
+        made.append(Criterion(name, given["text"], float(weight)))
     names = [criterion.name for criterion in made]
     if len(names) != len(set(names)):
         raise ValueError("two entries have the same name")

@@ -63,7 +63,8 @@ def answers_of(prompt: Prompt) -> Iterator[str]:
 
     Raises: ValueError if that is no list of texts.
     """
-    more = prompt.meta.get(ANSWERS, [])
+    more = prompt.meta.get(ANSWERS)
+    more = [] if more is None else more
     if not isinstance(more, list) or not all(isinstance(answer, str) for answer in more):
         raise ValueError(f"{ANSWERS!r} of this record is no list of texts")
     if prompt.answer or not more:

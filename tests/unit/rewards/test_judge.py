@@ -220,6 +220,27 @@ def test_a_record_may_have_a_rubric_or_checklist_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
+    ("meta", "criteria"),
+    [
+        ({"checklist": [{"text": "A.", "name": "a", "weight": None}]}, [("a", "A.", 1.0)]),
+        (
+            {"checklist": [{"text": t, "name": None, "weight": 2} for t in ("A.", "B.")]},
+            [("criterion_1", "A.", 2.0), ("criterion_2", "B.", 2.0)],
+        ),
+        ({"rubric": None, "checklist": ["A."]}, [("criterion_1", "A.", 1.0)]),
+        ({"rubric": None, "checklist": None}, [("kind", "It is kind.", 1.0)]),
+        ({"checklist": [{"text": "A.", "other": None}]}, [("criterion_1", "A.", 1.0)]),
+    ],
+)
+def test_a_null_is_a_key_that_is_not_there(
+    meta: dict[str, Any], criteria: list[tuple[str, str, float]]
+) -> None:
+    cfg = JudgeConfig(rubric="Be kind.", checklist=(Criterion("kind", "It is kind."),))
+    own = rubric_of(cfg, make_prompt(meta))
+    assert (own.text, own.criteria) == ("Be kind.", criteria)
+
+
+@pytest.mark.parametrize(
     ("meta", "problem"),
     [
         ({}, "rubric: there is none, neither here nor in graders.judge"),

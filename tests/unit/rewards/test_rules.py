@@ -248,6 +248,12 @@ def test_squad(answers: list[str], said: str, exact: float, score: float) -> Non
         assert f1(ask("", answers=answers), say(said)) == pytest.approx(score)
 
 
+def test_no_more_answers_than_that_of_the_record() -> None:
+    """A null, as a table has it, says that there are none."""
+    assert exact_match(ask("x", answers=None), say("x")) == 1.0
+    assert f1(ask("x", answers=None), say("y")) == 0.0
+
+
 def test_answers_that_are_no_list_of_texts_are_an_error() -> None:
     with pytest.raises(ValueError, match="'answers' of this record is no list of texts"):
         f1(ask("x", answers="y"), say("x"))
