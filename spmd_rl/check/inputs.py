@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from spmd_rl.check.golds import check_golds
+from spmd_rl.check.vocabulary import check_vocabulary
 from spmd_rl.data.documents import DocumentConfig, check_documents
 from spmd_rl.data.files import open_records
 from spmd_rl.data.mixture import data_weights
@@ -99,12 +100,15 @@ def check_inputs(
 def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpec:
     """Check a model's folder, and with `trainer` that it has what training starts from.
 
+    The model must have a row for each token of its tokenizer.
+
     Raises: ConfigError or DataError, which names the first thing to correct.
     """
     if not model:
         raise ConfigError("--model is missing: name a Hugging Face folder")
     spec = spec_to_train(model, trainer)
     check_has_tokenizer(model)
+    check_vocabulary(model, spec.vocab_size)
     if trainer:
         update_rules(trainer.lora.trained_shapes(spec), trainer, num_shards=1)
         if trainer.init == "folder":

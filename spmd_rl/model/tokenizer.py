@@ -48,13 +48,16 @@ class FolderTokenizer:
         return None if text is None else self._rust.token_to_id(text)
 
     @cached_property
-    def chat_template(self) -> str | None:
+    def chat_template(self) -> Any:
+        """The text of the template, or several texts by name; None without any."""
         file = self.folder / "chat_template.jinja"
-        return (
-            file.read_text(encoding="utf-8")
-            if file.is_file()
-            else self._config.get("chat_template")
-        )
+        others = sorted(self.folder.glob("additional_chat_templates/*.jinja"))
+        files = {"default": file} if file.is_file() else {}
+        named = files | {one.stem: one for one in others}
+        texts = {name: one.read_text(encoding="utf-8") for name, one in named.items()}
+        if not texts:
+            return self._config.get("chat_template")
+        return texts if others else texts["default"]
 
     def __call__(
         self, text: list[str], *, add_special_tokens: bool = True
@@ -62,7 +65,7 @@ class FolderTokenizer:
         encodings = self._rust.encode_batch(text, add_special_tokens=add_special_tokens)
         return {"input_ids": [encoding.ids for encoding in encodings]}
 
-    def vocabulary(self) -> dict[str, int]:
+    def get_vocab(self) -> dict[str, int]:
         """Return the id of every token, special ones included."""
         return dict(self._rust.get_vocab(with_added_tokens=True))
 

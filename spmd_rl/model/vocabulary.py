@@ -8,7 +8,7 @@ from spmd_rl.model.tokenizer import load_tokenizer
 
 def check_same_vocabulary(model: str, other: str) -> None:
     """Raise ConfigError, with the first difference, unless both folders have one vocabulary."""
-    own, its = load_tokenizer(model).vocabulary(), load_tokenizer(other).vocabulary()
+    own, its = load_tokenizer(model).get_vocab(), load_tokenizer(other).get_vocab()
     if own == its:
         return
     first = min(

@@ -193,7 +193,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("models")
     for name, family in {"dense": "qwen3", "mixture": "qwen3_moe"}.items():
         shutil.copytree(EXAMPLE / "model", base / name)
-        (base / name / "config.json").write_text(json.dumps(SIZES | FAMILIES[family]))
+        config = SIZES | FAMILIES[family] | {"vocab_size": 104}  # as many as the tokenizer has
+        (base / name / "config.json").write_text(json.dumps(config))
     return base
 
 
