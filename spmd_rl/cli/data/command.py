@@ -15,6 +15,7 @@ from spmd_rl.cli.data.inspect import (
     first_record,
     stats_lines,
 )
+from spmd_rl.cli.data.problems import problem_lines
 from spmd_rl.cli.data.view import RECIPES, View, view_of
 from spmd_rl.config.load import load
 from spmd_rl.data.files import open_records
@@ -128,7 +129,8 @@ def _check(options: argparse.Namespace, settings: list[str]) -> int:
                     "settings": _words(view.deduced),
                     "records": found.num_records,
                     "dropped": found.num_dropped,
-                    "problems": found.problems,
+                    "problems": [str(problem) for problem in found.problems],
+                    "notes": found.notes,
                 }
             )
         )
@@ -144,14 +146,13 @@ def _lines(options: argparse.Namespace, view: View, found: Checked) -> Iterator[
     yield f"{options.path} is checked as {view.recipe} reads it"
     if view.deduced:
         yield f"give that run {' '.join(_words(view.deduced))}"
-    yield from found.problems[: options.show]
-    if len(found.problems) > options.show:
-        yield f"... and {len(found.problems) - options.show} more"
+    yield from problem_lines(found.problems, found.num_records, view.cfg, options.show)
     if found.num_dropped:
         yield f"{found.num_dropped} records {found.defect}: the run leaves them out"
     if found.num_split:
         num_sound = found.num_records - len(found.problems) - found.num_dropped
         yield split_note(options.path, found.num_split, num_sound, found.num_sequences)
+    yield from found.notes
     if not options.model:
         yield "--model FOLDER also checks lengths and the chat template"
     summary = f"{found.num_records} records, {len(found.problems)} problems"

@@ -14,13 +14,17 @@ import numpy as np
 
 from spmd_rl.check.golds import check_golds
 from spmd_rl.check.inputs import check_record
+from spmd_rl.check.vocabulary import check_vocabulary
+from spmd_rl.cli.data.problems import Problem, problem_of
 from spmd_rl.cli.data.view import View
 from spmd_rl.data.files import open_records
 from spmd_rl.data.preparer import Preparer
-from spmd_rl.data.prompt_format import encode_prompts, is_too_long
+from spmd_rl.data.prompt_format import PromptEncoder, is_too_long
 from spmd_rl.data.prompt_records import PromptConfig
 from spmd_rl.data.record import DataRecord, Records
 from spmd_rl.errors import DataError
+from spmd_rl.model.moe_spec import read_spec
+from spmd_rl.model.spec import model_folder
 from spmd_rl.model.tokenizer import load_tokenizer
 
 _GROUP = 512  # records that are tokenised together
@@ -34,11 +38,13 @@ class Checked:
     """What a check of a file found: a sentence for each record that a run would refuse.
 
     `num_dropped` counts those that it would leave out, which `defect` describes. Of conversations,
-    `num_split` are learned in several sequences, `num_sequences` together.
+    `num_split` are learned in several sequences, `num_sequences` together. `notes` are sentences of
+    what the run does, which a user may not expect.
     """
 
     num_records: int = 0
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     num_dropped: int = 0
     defect: str = ""
     num_split: int = 0
@@ -62,25 +68,36 @@ def check_records(
     The file may be larger than memory. With a model, the records are tokenised as in the run.
     Raises: ConfigError for a model or settings that cannot be used at all.
     """
-    preparer = view.preparer(load_tokenizer(model)) if model else None
+    preparer = None
+    if model:
+        check_vocabulary(model, read_spec(model_folder(model)).vocab_size)
+        preparer = view.preparer(load_tokenizer(model))
     found = Checked(defect=preparer.defect if preparer else "")
     for group in _groups(records):
         num_before = found.num_records
         found.num_records += len(group)
-        problems: dict[int, DataError] = {}  # by the place in the group
+        problems: dict[int, Problem] = {}  # by the place in the group
         sound: dict[int, DataRecord] = {}
         for place, record in enumerate(group):
             try:
                 sound[place] = _checked(record, view)
                 if num_before + place < MAX_GRADED and isinstance(view.cfg, PromptConfig):
                     check_golds([sound[place]], view.cfg, rewards)
-            except DataError as problem:
-                problems[place] = problem
+            except DataError as error:
+                problems[place] = _problem(error, record, view)
                 sound.pop(place, None)
         if preparer is not None and sound:
-            problems |= _prepare(sound, preparer, found)
-        found.problems += [str(problems[place]) for place in sorted(problems)]
+            refused = _prepare(sound, preparer, found)
+            problems |= {n: _problem(error, sound[n], view) for n, error in refused.items()}
+        found.problems += [problems[place] for place in sorted(problems)]
+    found.notes = preparer.notes() if preparer else []
     return found
+
+
+def _problem(error: DataError, record: DataRecord | DataError, view: View) -> Problem:
+    if isinstance(record, DataError):
+        return Problem(error.where, str(error).removeprefix(f"{error.where}: "))
+    return problem_of(error, record, view.cfg)
 
 
 def _checked(record: DataRecord | DataError, view: View) -> DataRecord:
@@ -129,7 +146,7 @@ class _Tally:
 
     def __init__(self, cfg: PromptConfig, tokenizer: Any) -> None:
         self._cfg = cfg
-        self._tokenizer = tokenizer
+        self._encoder = PromptEncoder(cfg, tokenizer) if tokenizer else None
         self._counts: Counter[str] = Counter()
         self._fields: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._lengths: defaultdict[str, list[int]] = defaultdict(list)
@@ -159,9 +176,9 @@ class _Tally:
         self._counts["duplicate_prompts"] += digest in self._seen
         self._seen.add(digest)
         self._lengths["characters"].append(_num_characters(prompt))
-        if self._tokenizer is None:
+        if self._encoder is None:
             return
-        num_tokens = _num_tokens(record, self._cfg, self._tokenizer)
+        num_tokens = _num_tokens(record, self._encoder)
         if num_tokens is not None:
             self._lengths["tokens"].append(num_tokens)
             self._counts["too_long"] += is_too_long(self._cfg, num_tokens)
@@ -199,9 +216,9 @@ def _num_characters(prompt: Any) -> int:
     return sum(len(str(item.get("content") or "")) for item in items if isinstance(item, dict))
 
 
-def _num_tokens(record: DataRecord, cfg: PromptConfig, tokenizer: Any) -> int | None:
+def _num_tokens(record: DataRecord, encoder: PromptEncoder) -> int | None:
     try:
-        return len(encode_prompts([record], cfg, tokenizer)[0][1])
+        return len(encoder.encode([record])[0][1])
     except DataError:
         return None
 

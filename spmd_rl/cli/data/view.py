@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_rl.config.load import load
+from spmd_rl.data.messages import written_messages
 from spmd_rl.data.pairs import PairConfig, pair_preparer
 from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.prompt_format import PromptFormat, Tokenizer
@@ -13,7 +14,7 @@ from spmd_rl.data.prompt_records import PromptConfig, PromptPreparer
 from spmd_rl.data.record import DataRecord
 from spmd_rl.data.sft import sft_preparer
 from spmd_rl.data.turns import Learn
-from spmd_rl.errors import ConfigError
+from spmd_rl.errors import ConfigError, DataError
 
 PAIRS = ("dpo", "reward_model")
 PROMPTS = ("grpo", "grpo_async", "grpo_fully_async", "rlhf", "distill", "collect")
@@ -75,7 +76,7 @@ def _deduced(
     row = first.row if first else {}
     if {"chosen_key", "rejected_key"} & given.keys() or row.keys() >= {"chosen", "rejected"}:
         keys = [given.get(f"{name}_key", name) for name in ("prompt", "chosen", "rejected")]
-        prompt, *answers = (row.get(key) for key in keys)
+        prompt, *answers = (_listed(row.get(key)) for key in keys)
         # one message alone is an answer in any data
         chat = isinstance(prompt, list) or any(
             isinstance(answer, list) and len(answer) > 1 for answer in answers
@@ -83,15 +84,26 @@ def _deduced(
         return "dpo", _without_given([_CHAT] if chat else [], given)
     key = given.get("prompt_key", "prompt")
     wanted = []
-    if key not in row and "prompt_key" not in given and isinstance(row.get("messages"), list):
+    if key not in row and "prompt_key" not in given and isinstance(
+        _listed(row.get("messages")), list
+    ):
         key, wanted = "messages", [_MESSAGES]
-    prompt = row.get(key)
+    prompt = _listed(row.get(key))
     wanted += [_CHAT] if isinstance(prompt, list) else []
     if learn or _ends_with_assistant(prompt):
         answered = given.get("answer_key", "answer") in row
         wanted += [] if answered else ["answer_key="]
         return "sft", _without_given(wanted, given)
     return "grpo", _without_given(wanted, given)
+
+
+def _listed(value: Any) -> Any:
+    """Return messages that are written as JSON text as a list, and anything else as it is."""
+    try:
+        messages = written_messages("", value)
+    except DataError:
+        return value
+    return value if messages is None else messages
 
 
 def _without_given(wanted: list[str], given: dict[str, str]) -> list[str]:

@@ -188,6 +188,119 @@ def test_every_problem_of_a_large_file_by_its_line(
     assert (found["records"], len(found["problems"])) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    ("row", "settings", "line"),
+    [
+        (
+            {"prompt": "q", "label": "a"},
+            [],
+            "50 of 50 records lack 'answer'; they have 'label': give --prompts.answer_key=label",
+        ),
+        (
+            {"prompt": "q", "id": 3, "solution": "a"},
+            [],
+            "50 of 50 records lack 'answer'; they have 'id', 'solution': give "
+            "--prompts.answer_key=solution",
+        ),
+        (
+            {"prompt": "q", "x": "1", "y": "2"},
+            [],
+            "50 of 50 records lack 'answer'; they have 'x', 'y': give --prompts.answer_key=KEY",
+        ),
+        (
+            {"prompt": "q", "reward_model": {"ground_truth": "a", "style": "rule"}},
+            [],
+            "50 of 50 records lack 'answer'; they have 'reward_model.ground_truth', "
+            "'reward_model.style': give --prompts.answer_key=reward_model.ground_truth",
+        ),
+        (
+            {"question": "q", "answer": "a"},
+            [],
+            "50 of 50 records lack 'prompt'; they have 'question': give "
+            "--prompts.prompt_key=question",
+        ),
+        (
+            {"prompt": "q", "answer": "a"},
+            ["--prompts.answer_key=gold"],
+            "50 of 50 records lack 'gold'; they have 'answer': give --prompts.answer_key=answer",
+        ),
+        ({"prompt": "q"}, [], "50 of 50 records lack 'answer': give --prompts.answer_key=KEY"),
+        (
+            {"prompt": "q", "answer": [1]},
+            [],
+            "PATH:1: answer: expected a string or a finite number, got [1] (so it is with 50 of 50 "
+            "records)",
+        ),
+    ],
+)
+def test_what_all_records_lack_is_said_once(
+    row: Any, settings: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "p.jsonl", *[row] * 50)
+    assert main(["check", path, *settings]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1:-2] == [line.replace("PATH", path)]
+    assert shown[-1] == "50 records, 50 problems"
+    assert main(["check", path, "--json", *settings]) == 1
+    assert len(json.loads(capsys.readouterr().out)["problems"]) == 50
+
+
+def test_problems_beyond_those_shown_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "q"}] * 3 + [{"prompt": 3, "answer": ""}, {"prompt": 4, "answer": ""}]
+    assert main(["check", write(tmp_path / "p.jsonl", *rows), "--show", "1"]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].startswith("3 of 5 records lack 'answer'")
+    assert (shown[2], shown[-1]) == ("... and 2 more", "5 records, 5 problems")
+
+
+def test_a_model_without_a_row_for_each_token(tmp_path: Path, model: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "1", "answer": "2"})
+    assert main(["check", path, "--model", str(model)]) == 0
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 90}))
+    with pytest.raises(ConfigError, match="ids up to 97, .* has a vocab_size of 90"):
+        main(["check", path, "--model", str(model)])
+
+
+def test_what_a_user_may_not_expect_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A template without a generation prompt where it writes a role, and empty turns."""
+    without = CHATML.replace("{% if add_generation_prompt %}<assistant>{% endif %}", "")
+    bare = str(with_template(tmp_path / "bare", without))
+    path = write(tmp_path / "c.jsonl", chat("q", ""), chat("q", "a"))
+    assert main(["check", path, "--model", bare]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[2:-1] == [
+        "this model's chat template has no generation prompt: the model itself must write "
+        "'<assistant>' before each answer",
+        "1 of 2 assistant messages are empty: the model learns to end at once there",
+    ]
+    answers = CHATML.replace("<{{ m.role }}>", "{% if m.role == 'user' %}[]{% endif %}").replace(
+        "{% if add_generation_prompt %}<assistant>{% endif %}", ""
+    )
+    plain = str(with_template(tmp_path / "answers", answers))
+    assert main(["check", path, "--model", plain, "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert len(notes) == 1, "an answer that follows the prompt needs no generation prompt"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": json.dumps(chat("q", "a")["messages"])},
+        {"messages": json.dumps(chat("q")["messages"])},
+        {"prompt": json.dumps(chat("q")["messages"])},
+    ],
+)
+def test_messages_as_text_are_seen_as_messages(row: Any) -> None:
+    listed = {key: json.loads(text) for key, text in row.items()}
+    views = [view_of(None, [], None, DataRecord("f:1", one)) for one in (row, listed)]
+    assert views[0] == views[1]
+
+
 def test_what_cannot_be_checked_at_all(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "1", "answer": "2"})
     with pytest.raises(DataError, match="the slice is empty"):

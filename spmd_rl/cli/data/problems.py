@@ -1,0 +1,88 @@
+"""Problems of a data file's records as lines: what many records have in common is said once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from spmd_rl.data.prompt_format import PromptFormat
+from spmd_rl.data.record import DataRecord
+
+_SETTINGS = ("prompt_key", "answer_key", "chosen_key", "rejected_key")
+# how files of others call a prompt and its answer
+_OFTEN = {
+    "prompt_key": ("question", "problem", "instruction", "query", "input"),
+    "answer_key": (
+        *("label", "solution", "target", "response", "output", "completion", "ground_truth"),
+        "reward_model.ground_truth",
+    ),
+}
+
+
+class Problem(NamedTuple):
+    """What a run would refuse of a record: where it stands, and a sentence.
+
+    `lacks` is the setting whose key the record has not, or "", and `has` the keys that could be it.
+    """
+
+    where: str
+    sentence: str
+    lacks: str = ""
+    has: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.sentence}"
+
+
+def problem_of(error: Exception, record: DataRecord, cfg: PromptFormat) -> Problem:
+    """Return the problem of a record that a run with these settings refuses."""
+    sentence = str(error).removeprefix(f"{record.where}: ")
+    keys = {name: getattr(cfg, name, "") for name in _SETTINGS}
+    lacks = next((name for name, key in keys.items() if key and not record.has(key)), "")
+    if not lacks:
+        return Problem(record.where, sentence)
+    return Problem(record.where, sentence, lacks, tuple(_candidates(record, lacks, cfg)))
+
+
+def _candidates(record: DataRecord, setting: str, cfg: PromptFormat) -> Iterator[str]:
+    kinds = (str, list) if setting == "prompt_key" else (str, int, float)
+    for key in record.key_names():
+        value = record.get(key)
+        if key not in cfg.used_keys and isinstance(value, kinds) and not isinstance(value, bool):
+            yield key
+
+
+def problem_lines(
+    problems: Sequence[Problem], num_records: int, cfg: PromptFormat, show: int
+) -> Iterator[str]:
+    """Yield at most `show` lines on the problems, and one on those that are left."""
+    groups: dict[tuple[str, str], list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault((problem.lacks, "" if problem.lacks else problem.sentence), []).append(
+            problem
+        )
+    shown = [*groups.values()][:show]
+    for group in shown:
+        if len(group) == 1:
+            yield str(group[0])
+        elif group[0].lacks:
+            yield _lacking(group, num_records, cfg)
+        else:
+            yield f"{group[0]} (so it is with {len(group)} of {num_records} records)"
+    if num_left := len(problems) - sum(map(len, shown)):
+        yield f"... and {num_left} more"
+
+
+def _lacking(group: Sequence[Problem], num_records: int, cfg: PromptFormat) -> str:
+    """Return a line on records that lack the same key, and which of their keys may be meant."""
+    setting = group[0].lacks
+    counts = Counter(key for problem in group for key in problem.has)
+    common = [key for key, count in counts.items() if count == len(group)]
+    often = [key for key in _OFTEN.get(setting, ()) if key in common] or common
+    meant = often[0] if len(often) == 1 else "KEY"
+    have = f"; they have {', '.join(map(repr, common))}" if common else ""
+    return (
+        f"{len(group)} of {num_records} records lack {getattr(cfg, setting)!r}{have}: give "
+        f"--prompts.{setting}={meant}"
+    )
