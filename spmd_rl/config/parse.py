@@ -12,16 +12,21 @@ from typing import Any, Literal
 
 from spmd_rl.config.dump import toml_text
 
+_TRUTH = {"True": True, "False": False}
+
 
 def parse(text: str, hint: Any) -> Any:
     """Return the value that `text` spells, for a field of type `hint`.
 
-    Text that spells none is returned as it is, so that the type check can refuse it.
+    Text that spells none is returned as it is, so that the type check can refuse it. A field of any
+    type takes the truth values of Python too.
     """
     if hint is str or (typing.get_origin(hint) is Literal and text in typing.get_args(hint)):
         return str(text)
     if hint is bool:
         return {"true": True, "false": False}.get(text.lower(), str(text))
+    if hint is Any and text in _TRUTH:
+        return _TRUTH[text]
     if hint is float:
         try:
             return float(text)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from spmd_rl.data.files import DataRecord
-from spmd_rl.data.messages import Message, begins_with_system, messages_of, object_of, tools_of
+from spmd_rl.data.messages import (
+    Message,
+    begins_with_system,
+    messages_of,
+    object_of,
+    tools_of,
+    written_messages,
+)
+from spmd_rl.data.template_arguments import misread
 from spmd_rl.errors import ConfigError, DataError, SpmdError
 
 # arguments of transformers' `apply_chat_template` that this package gives
@@ -49,6 +56,8 @@ class ChatFormat:
                     raise ConfigError(f"prompts.{name} needs prompts.chat_template = true")
         if given := sorted(_GIVEN & self.template_kwargs.keys()):
             raise ConfigError(f"prompts.template_kwargs cannot have {given[0]!r}")
+        if problem := misread(self.template_kwargs):
+            raise ConfigError(f"prompts.template_kwargs: {problem}")
 
     @property
     def chat_keys(self) -> set[str]:
@@ -61,12 +70,20 @@ class ChatFormat:
 
 @dataclass(frozen=True)
 class Chat:
-    """What a chat template gets for one record. `where` names file, line and field."""
+    """What a chat template gets for one record. `where` names file, line and field.
+
+    The first `num_added` messages are not the record's own.
+    """
 
     where: str
     messages: list[Message]
     tools: list[dict[str, Any]]
     template_kwargs: dict[str, Any]
+    num_added: int = 0
+
+    def place(self, number: int) -> str:
+        """Return where a message of the chat stands."""
+        return f"{self.where}[{own}]" if (own := number - self.num_added) >= 0 else self.where
 
     def as_data(self) -> dict[str, Any]:
         """Return it as `Prompt.chat`, without what is empty."""
@@ -78,13 +95,16 @@ class Chat:
 def chat_of(record: DataRecord, cfg: ChatFormat) -> Chat | None:
     """Return the chat of a record, whose prompt is a text or messages; None without a template.
 
+    Messages and tools may be written as JSON text.
+
     Raises: DataError for messages or tools without a template, and for what has another form.
     """
     where = f"{record.where}: {cfg.prompt_key}"
     tools_where = f"{record.where}: {cfg.tools_key}"
     prompt, tools = record.value(cfg.prompt_key), _optional(record, cfg.tools_key)
+    given = written_messages(where, prompt)
     if not cfg.chat_template:
-        if isinstance(prompt, list):
+        if given is not None:
             raise DataError(where, "a list of messages needs chat_template = true")
         if tools and tools != "[]":
             raise DataError(
@@ -92,13 +112,15 @@ def chat_of(record: DataRecord, cfg: ChatFormat) -> Chat | None:
                 'tools need prompts.chat_template = true; --prompts.tools_key="" ignores them',
             )
         return None
-    if isinstance(prompt, list):
-        messages = messages_of(where, prompt)
-    else:
+    if given is None:
         messages = [{"role": "user", "content": record.text(cfg.prompt_key)}]
+    else:
+        messages = messages_of(where, given)
     kwargs = cfg.template_kwargs | _own_kwargs(record, cfg.template_kwargs_key)
-    messages = _with_system(messages, record, cfg)
-    return Chat(where, messages, tools_of(tools_where, tools), kwargs)
+    system = _system(messages, record, cfg)
+    return Chat(
+        where, [*system, *messages], tools_of(tools_where, tools), kwargs, num_added=len(system)
+    )
 
 
 def render(
@@ -128,65 +150,20 @@ def render(
     return text
 
 
-def refuse_ignored(chats: Sequence[Chat], template: Template) -> None:
-    """Refuse chats of which the template does not show tools, tool calls or the system prompt.
-
-    The first chat that has such a thing tells it for all.
-    Raises: DataError.
-    """
-    changes = {
-        "tools": _without_tools,
-        "tool calls": _without_tool_calls,
-        "system prompt": _with_another_system_prompt,
-    }
-    for name, change in changes.items():
-        changed = ((chat, other) for chat in chats if (other := change(chat)))
-        chat, other = next(changed, (None, None))
-        if chat and other and _is_same(chat, other, template):
-            raise DataError(chat.where, f"this model's chat template ignores the {name}")
-
-
-def _without_tools(chat: Chat) -> Chat | None:
-    return replace(chat, tools=[]) if chat.tools else None
-
-
-def _without_tool_calls(chat: Chat) -> Chat | None:
-    if not any(message.get("tool_calls") for message in chat.messages):
-        return None
-    messages = [{k: m[k] for k in m if k != "tool_calls"} for m in chat.messages]
-    return replace(chat, messages=messages)
-
-
-def _with_another_system_prompt(chat: Chat) -> Chat | None:
-    first, *others = chat.messages
-    if not begins_with_system(chat.messages):
-        return None
-    return replace(chat, messages=[first | {"content": first["content"] + "."}, *others])
-
-
-def _is_same(chat: Chat, changed: Chat, template: Template) -> bool:
-    """Whether the template makes the same text of both; a chat that it refuses is another."""
-    text = render(chat, template, generation_prompt=True)
-    try:
-        return render(changed, template, generation_prompt=True) == text
-    except DataError:
-        return False
-
-
-def _with_system(messages: list[Message], record: DataRecord, cfg: ChatFormat) -> list[Message]:
-    """Return the messages with the system prompt in front that they lack."""
+def _system(messages: list[Message], record: DataRecord, cfg: ChatFormat) -> list[Message]:
+    """Return the system prompt that the messages lack, as one message or none."""
     own = ""
     if cfg.system_key and _optional(record, cfg.system_key) is not None:
         own = record.text(cfg.system_key)
     if not begins_with_system(messages):
         system = own or cfg.system
-        return [{"role": "system", "content": system}, *messages] if system else messages
+        return [{"role": "system", "content": system}] if system else []
     if own:
         raise DataError(
             f"{record.where}: {cfg.system_key}",
             "this record has a second system prompt: its messages begin with one",
         )
-    return messages
+    return []
 
 
 def _own_kwargs(record: DataRecord, key: str) -> dict[str, Any]:
@@ -194,6 +171,8 @@ def _own_kwargs(record: DataRecord, key: str) -> dict[str, Any]:
     kwargs = object_of(where, _optional(record, key))
     if given := sorted(_GIVEN & kwargs.keys()):
         raise DataError(where, f"template arguments cannot have {given[0]!r}")
+    if problem := misread(kwargs):
+        raise DataError(where, problem)
     return {name: value for name, value in kwargs.items() if value is not None}
 
 

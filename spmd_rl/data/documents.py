@@ -16,6 +16,7 @@ from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.prompt_format import Tokenizer
 from spmd_rl.data.record import DataRecord
 from spmd_rl.data.sft import learned_eos
+from spmd_rl.data.special_tokens import beginning, begun_once
 from spmd_rl.data.stream import RecordStream
 from spmd_rl.errors import ConfigError
 from spmd_rl.types.sft_pair import SftPair
@@ -62,6 +63,7 @@ class Documents:
         self._max_tokens = cfg.max_tokens
         self._tokenizer = tokenizer
         self._eos = learned_eos(tokenizer)
+        self._beginning = beginning(tokenizer)
         # the document that is being read: its tokens, its source, and the position in it: the
         # tokens before are in earlier sequences
         self._document, self._source = np.zeros(0, np.int32), ""
@@ -146,7 +148,8 @@ class Documents:
 
     def _tokens(self, document: Document) -> NDArray[np.int32]:
         """Return the tokens of a document, with a first one if the tokenizer has one."""
-        (tokens,) = self._tokenizer([document.text], add_special_tokens=True)["input_ids"]
+        (encoded,) = self._tokenizer([document.text], add_special_tokens=True)["input_ids"]
+        tokens = begun_once(encoded, self._beginning)
         without_end = tokens[:-1] if tokens and tokens[-1] == self._eos else tokens
         return np.array([*without_end, self._eos], np.int32)
 

@@ -7,6 +7,7 @@ tool call are an object. OpenAI writes arguments as JSON text, and content as a 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from spmd_rl.errors import DataError
@@ -15,11 +16,48 @@ Message = dict[str, Any]
 SYSTEM_ROLES = ("system", "developer")
 _FORM = "expected a message with 'role' and 'content'"
 
+# how the text of an object or a list of objects begins, as JSON or as Python prints it
+_BEGINS = re.compile(r"""(array\(\s*)?\[?\s*\{\s*["']\w+["']\s*:""")
+_HAS_ROLE = re.compile(r"""["'](role|from)["']\s*:""")
+
+
+def written_messages(where: str, value: Any) -> list[Any] | None:
+    """Return messages that are a list, or one as JSON text; None for any other value.
+
+    What looks like messages must be JSON, and nothing else may follow it, or it is a text.
+    Raises: DataError for messages in another notation, and for a single message as text.
+    """
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, str):
+        return None
+    text = value.strip()
+    if text == "[]":
+        return []
+    if not _BEGINS.match(text) or not _HAS_ROLE.search(text):
+        return None
+    try:
+        found, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        problem = f"this text looks like messages, but it is not JSON: {error}"
+        raise DataError(where, problem) from error
+    if end < len(text):
+        return None
+    if _is_message(found):
+        raise DataError(where, "this text is one message: write a list of messages")
+    is_chat = isinstance(found, list) and bool(found) and all(map(_is_message, found))
+    return found if is_chat else None
+
+
+def _is_message(value: Any) -> bool:
+    """Whether a value has the keys of a message, in the form of OpenAI or of ShareGPT."""
+    return isinstance(value, dict) and ("role" in value or value.keys() >= {"from", "value"})
+
 
 def messages_of(where: str, value: Any) -> list[Message]:
     """Return checked chat messages, at least one. `where` names file, line and field.
 
-    Fields that are null are left out: a parquet file has them for each field of another message.
+    Fields that are null are left out.
     Raises: DataError that names the message.
     """
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):

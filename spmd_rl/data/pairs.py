@@ -12,18 +12,22 @@ from numpy.typing import NDArray
 from spmd_rl.data.answer_end import assistant
 from spmd_rl.data.chat import chat_of, render
 from spmd_rl.data.files import DataRecord
+from spmd_rl.data.messages import written_messages
 from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.prompt_format import (
+    PromptEncoder,
     PromptFormat,
     Tokenizer,
-    encode_prompts,
     is_too_long,
     report_numeric_answers,
 )
-from spmd_rl.data.sft import encode_answers, fitting, join, learned_eos
+from spmd_rl.data.sft import AnswerEncoder, fitting, join
 from spmd_rl.data.stream import RecordStream
 from spmd_rl.errors import DataError
 from spmd_rl.types.sft_pair import SftPair
+
+# fields of an answer's message: its text, and those that say nothing
+_ANSWER_FIELDS = {"role", "content", "id", "weight"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +84,16 @@ class PairPreparer(Preparer[PreferencePair]):
     def __init__(self, cfg: PairConfig, tokenizer: Tokenizer) -> None:
         self.defect = f"have a prompt of more than {cfg.max_prompt_tokens} tokens"
         self._cfg, self._tokenizer = cfg, tokenizer
-        self._eos = learned_eos(tokenizer)
+        self._prompts, self._answers = PromptEncoder(cfg, tokenizer), AnswerEncoder(tokenizer)
 
     def make(self, records: Sequence[DataRecord], source: str) -> list[PreferencePair | None]:
         """Return the pair of each record; None where the prompt is too long. Raises: DataError."""
-        cfg, tokenizer = self._cfg, self._tokenizer
-        prompts = [tokens for _, tokens in encode_prompts(records, cfg, tokenizer)]
+        cfg = self._cfg
+        prompts = [tokens for _, tokens in self._prompts.encode(records)]
         fit = [not is_too_long(cfg, len(prompt)) for prompt in prompts]
         chosen, rejected = (
             self._sequences(records, prompts, fit, key, source)
-            for key in (cfg.chosen_key, cfg.rejected_key)
+            for key in cfg.answer_keys
         )
         return [
             PreferencePair(better, worse) if better and worse else None
@@ -106,7 +110,7 @@ class PairPreparer(Preparer[PreferencePair]):
     ) -> list[SftPair | None]:
         """Return each prompt with the answer under `key`; None for a prompt that does not fit."""
         texts = [answer_text(record, key, self._cfg.prompt_key) for record in records]
-        answers = encode_answers(texts, self._tokenizer, self._eos)
+        answers = self._answers.encode(records, key, texts)
         return [
             join(record, prompt, answer, self._tokenizer, source) if fits else None
             for record, prompt, answer, fits in zip(records, prompts, answers, fit, strict=True)
@@ -115,6 +119,10 @@ class PairPreparer(Preparer[PreferencePair]):
     def encoded(self, prepared: PreferencePair) -> bytes:
         """Return tokens and masks of both answers."""
         return b"".join(sequence.encoded() for sequence in prepared)
+
+    def notes(self) -> list[str]:
+        """Return what the chat template does to prompts, and how many answers are empty."""
+        return self._prompts.notes() + self._answers.notes()
 
     def report(
         self, path: str, records: Sequence[DataRecord], prepared: Sequence[PreferencePair]
@@ -167,30 +175,34 @@ def answer_text(record: DataRecord, key: str, prompt_key: str) -> str:
     Before the message of the assistant, the messages of the prompt may stand again.
     Raises: DataError for anything else.
     """
-    value = record.value(key)
-    if not isinstance(value, list):
-        return record.text_or_number(key)
     where = f"{record.where}: {key}"
-    if not value or not _is_assistant_message(value[-1]):
+    messages = written_messages(where, record.value(key))
+    if messages is None:
+        return record.text_or_number(key)
+    if not messages or not _is_assistant_message(messages[-1]):
         raise DataError(where, "expected a text, or messages of which an assistant's is the last")
-    if value[-1].get("tool_calls"):
+    *before, answer = messages
+    if answer.get("tool_calls"):
         raise DataError(where, "an answer of a preference pair cannot call tools")
-    if len(value) > 1 and _messages(value[:-1]) != _messages(record.value(prompt_key)):
+    if others := [name for name in answer if name not in _ANSWER_FIELDS and answer[name]]:
+        raise DataError(f"{where}[{len(before)}]", f"nothing is learned of {others[0]!r}")
+    if before and _messages(where, before) != _messages(where, record.value(prompt_key)):
         raise DataError(
             where, f"the messages before the answer are not those of the prompt, {prompt_key!r}"
         )
-    return DataRecord(where, value[-1]).text("content")
+    return DataRecord(where, answer).text("content")
 
 
-def _messages(prompt: Any) -> list[Any]:
+def _messages(where: str, prompt: Any) -> list[Any]:
     """Return a prompt as messages without nulls: a text is one of the user."""
-    if not isinstance(prompt, list):
+    messages = written_messages(where, prompt)
+    if messages is None:
         return [{"role": "user", "content": prompt}]
     return [
         {key: value for key, value in message.items() if value is not None}
         if isinstance(message, dict)
         else message
-        for message in prompt
+        for message in messages
     ]
 
 

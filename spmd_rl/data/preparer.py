@@ -31,6 +31,10 @@ class Preparer(ABC, Generic[T]):
     def encoded(self, prepared: T) -> bytes:
         """Return all that a run may use of it, for a digest that tells whether the data changed."""
 
+    def notes(self) -> list[str]:
+        """Return sentences on what a user may not expect of all that was made so far."""
+        return []
+
     def report(self, path: str, records: Sequence[DataRecord], prepared: Sequence[T]) -> None:
         """Print what a user should know of the records that a run reads at its start."""
         return

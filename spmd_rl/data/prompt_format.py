@@ -10,10 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.config.rules import at_least
-from spmd_rl.data.chat import ChatFormat, Template, chat_of, refuse_ignored, render
+from spmd_rl.data.chat import ChatFormat, Template, chat_of, render
+from spmd_rl.data.chat_reader import ChatReader, require_template
 from spmd_rl.data.eos import EosIds
 from spmd_rl.data.files import DataRecord
-from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.data.special_tokens import beginning, begun_once
+from spmd_rl.errors import DataError
 
 # limits of `check_prompts`, which then takes about 0.1 s
 CHECKED_PROMPTS, CHECKED_CHARACTERS = 1000, 1 << 18
@@ -68,26 +70,38 @@ class PromptFormat(ChatFormat):
         return self.chat_keys.union(self.answer_keys)
 
 
-def encode_prompts(
-    records: Sequence[DataRecord], cfg: PromptFormat, tokenizer: Tokenizer
-) -> list[tuple[str, NDArray[np.int32]]]:
-    """Return text and tokens of every record's prompt, as the model sees them."""
-    if cfg.chat_template:
-        require_template(tokenizer)
-    chats = [chat_of(record, cfg) for record in records]
-    refuse_ignored([chat for chat in chats if chat], tokenizer)
-    texts = [
-        render(chat, tokenizer, generation_prompt=True) if chat else record.text(cfg.prompt_key)
-        for record, chat in zip(records, chats, strict=True)
-    ]
-    # a chat template writes its own special tokens: the tokenizer must not add a second BOS
-    encoded = tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]
-    for record, tokens in zip(records, encoded, strict=True):
-        _check_length(record, cfg, len(tokens), tokenizer.context)
-    return [
-        (text, np.array(tokens, dtype=np.int32))
-        for text, tokens in zip(texts, encoded, strict=True)
-    ]
+class PromptEncoder:
+    """Makes text and tokens of prompts, as the model sees them.
+
+    Raises: as `ChatReader`.
+    """
+
+    def __init__(self, cfg: PromptFormat, tokenizer: Tokenizer) -> None:
+        self._cfg, self._tokenizer = cfg, tokenizer
+        self._reader = ChatReader(cfg, tokenizer)
+        self._beginning = beginning(tokenizer)
+
+    def encode(self, records: Sequence[DataRecord]) -> list[tuple[str, NDArray[np.int32]]]:
+        """Return text and tokens of every record's prompt. Raises: DataError."""
+        cfg, tokenizer = self._cfg, self._tokenizer
+        texts = [
+            render(chat, tokenizer, generation_prompt=True) if chat else record.text(cfg.prompt_key)
+            for record, chat in zip(records, self._reader.read(records), strict=True)
+        ]
+        # a chat template writes its own special tokens
+        encoded = tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]
+        if not cfg.chat_template:
+            encoded = [begun_once(tokens, self._beginning) for tokens in encoded]
+        for record, tokens in zip(records, encoded, strict=True):
+            _check_length(record, cfg, len(tokens), tokenizer.context)
+        return [
+            (text, np.array(tokens, dtype=np.int32))
+            for text, tokens in zip(texts, encoded, strict=True)
+        ]
+
+    def notes(self) -> list[str]:
+        """Return sentences on what the template does to the prompts so far."""
+        return self._reader.notes()
 
 
 def check_prompts(
@@ -99,8 +113,8 @@ def check_prompts(
     if they need a chat template or there is no tokenizer.
     Raises: DataError, ConfigError.
     """
-    if cfg.chat_template and tokenizer is not None:
-        require_template(tokenizer)
+    if tokenizer is not None:
+        require_template(cfg, tokenizer)
     for record in records:
         if chat_of(record, cfg) is None:
             record.text(cfg.prompt_key)
@@ -128,11 +142,6 @@ def report_numeric_answers(path: str, key: str, records: Sequence[DataRecord]) -
             f"they are used as text, such as {example!r}",
             flush=True,
         )
-
-
-def require_template(tokenizer: Tokenizer | LightTokenizer) -> None:
-    if not tokenizer.chat_template:
-        raise ConfigError("chat_template is true, but this model's tokenizer has no chat template")
 
 
 def _check_length(record: DataRecord, cfg: PromptFormat, num_tokens: int, context: int) -> None:

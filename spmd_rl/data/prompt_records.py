@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from spmd_rl.data.chat import chat_of
 from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.prompt_format import (
+    PromptEncoder,
     PromptFormat,
     Tokenizer,
-    encode_prompts,
     is_too_long,
     report_numeric_answers,
 )
@@ -47,11 +47,11 @@ class PromptPreparer(Preparer[Prompt]):
 
     def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
         self.defect = f"have more than {cfg.max_prompt_tokens} tokens"
-        self._cfg, self._tokenizer = cfg, tokenizer
+        self._cfg, self._encoder = cfg, PromptEncoder(cfg, tokenizer)
 
     def make(self, records: Sequence[DataRecord], source: str) -> list[Prompt | None]:
         """Return a prompt for each record; None for one that is too long. Raises: DataError."""
-        encoded = encode_prompts(records, self._cfg, self._tokenizer)
+        encoded = self._encoder.encode(records)
         return [
             self._prompt(record, text, tokens, source)
             for record, (text, tokens) in zip(records, encoded, strict=True)
@@ -65,6 +65,10 @@ class PromptPreparer(Preparer[Prompt]):
         ).encode()
         parts = prepared.tokens.tobytes(), texts
         return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+    def notes(self) -> list[str]:
+        """Return what the chat template does to prompts."""
+        return self._encoder.notes()
 
     def report(self, path: str, records: Sequence[DataRecord], prepared: Sequence[Prompt]) -> None:
         """Print how many answers are numbers, and how many prompts hold an answer already."""

@@ -48,9 +48,16 @@ class DataRecord:
     def value(self, key: str) -> Any:
         """Return the value under `key`. Raises: DataError that lists the keys there are."""
         if not self.has(key):
-            have = ", ".join(map(repr, _keys(self.row))) or "none"
+            have = ", ".join(map(repr, self.key_names())) or "none"
             raise DataError(f"{self.where}: {key}", f"no such key in this record (it has {have})")
         return self.get(key)
+
+    def key_names(self) -> Iterator[str]:
+        """Yield the keys of the row, and of the objects in it."""
+        for key, value in self.row.items():
+            yield key
+            if isinstance(value, dict):
+                yield from (f"{key}.{inner}" for inner in value)
 
     def has(self, key: str) -> bool:
         """Whether there is a field of this name."""
@@ -166,14 +173,6 @@ def _holder(row: dict[str, Any], key: str) -> tuple[dict[str, Any], str] | None:
             return None
         row = inner
     return row, key
-
-
-def _keys(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the keys of a row, and of the objects in it."""
-    for key, value in row.items():
-        yield key
-        if isinstance(value, dict):
-            yield from (f"{key}.{inner}" for inner in value)
 
 
 def _sound(record: DataRecord | DataError) -> DataRecord:

@@ -58,6 +58,8 @@ def open_store(path: str, records: Records, preparer: Preparer[T], source: str) 
     prepared = preparer.make(first, source)
     kept = [one for one in prepared if one is not None]
     preparer.report(path, first, kept)
+    for note in preparer.notes():
+        print(f"{path}: {note}", flush=True)
     if is_small:
         return HeldRecords(path, preparer, kept, len(records))
     return ReadRecords(path, preparer, kept, records, source)

@@ -8,20 +8,21 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.data.chat import Chat, chat_of, refuse_ignored
+from spmd_rl.data.chat import Chat, chat_of
+from spmd_rl.data.chat_reader import ChatReader
 from spmd_rl.data.eos import eos_disagreement, eos_ids
 from spmd_rl.data.files import DataRecord
+from spmd_rl.data.messages import written_messages
 from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.prompt_format import (
+    PromptEncoder,
     Tokenizer,
-    encode_prompts,
     is_too_long,
     report_numeric_answers,
-    require_template,
 )
 from spmd_rl.data.prompt_records import PromptConfig
 from spmd_rl.data.stream import RecordStream
-from spmd_rl.data.turns import Learn, encode_turns, learned_turns
+from spmd_rl.data.turns import Learn, encode_turns, ends_early, is_empty, learned_turns
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.types.sft_pair import SftPair
 
@@ -70,7 +71,6 @@ class SftPreparer(Preparer[list[SftPair]]):
 
     def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
         self.cfg, self.tokenizer = cfg, tokenizer
-        self.eos = learned_eos(tokenizer)
 
     def encoded(self, prepared: list[SftPair]) -> bytes:
         """Return tokens and masks."""
@@ -84,20 +84,25 @@ class AnswerPreparer(SftPreparer):
 
     def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
         super().__init__(cfg, tokenizer)
+        self._prompts, self._answers = PromptEncoder(cfg, tokenizer), AnswerEncoder(tokenizer)
         self.defect = f"have a prompt of more than {cfg.max_prompt_tokens} tokens"
 
     def make(self, records: Sequence[DataRecord], source: str) -> list[list[SftPair] | None]:
         """Return the sequence of each record; None where the prompt is too long."""
         cfg = self.cfg
-        prompts = [tokens for _, tokens in encode_prompts(records, cfg, self.tokenizer)]
-        texts = [record.text_or_number(cfg.answer_key) for record in records]
-        answers = encode_answers(texts, self.tokenizer, self.eos)
+        prompts = [tokens for _, tokens in self._prompts.encode(records)]
+        texts = [_answer_text(record, cfg.answer_key) for record in records]
+        answers = self._answers.encode(records, cfg.answer_key, texts)
         return [
             None
             if is_too_long(cfg, len(prompt))
             else [join(record, prompt, answer, self.tokenizer, source)]
             for record, prompt, answer in zip(records, prompts, answers, strict=True)
         ]
+
+    def notes(self) -> list[str]:
+        """Return what the chat template does to prompts, and how many answers are empty."""
+        return self._prompts.notes() + self._answers.notes()
 
     def report(
         self, path: str, records: Sequence[DataRecord], prepared: Sequence[list[SftPair]]
@@ -115,17 +120,25 @@ class ConversationPreparer(SftPreparer):
         super().__init__(cfg, tokenizer)
         self.defect = f"have more than {cfg.max_prompt_tokens} tokens before an answer"
         self._learn: Learn = learn
+        self._reader, self._eos = ChatReader(_with_template(cfg), tokenizer), learned_eos(tokenizer)
+        self._num_turns, self._num_empty = 0, 0
 
     def make(self, records: Sequence[DataRecord], source: str) -> list[list[SftPair] | None]:
         """Return the sequences of each conversation; None where a prompt is too long."""
-        chats = [conversation(record, self.cfg) for record in records]
-        require_template(self.tokenizer)
-        refuse_ignored(chats, self.tokenizer)
-        encoded = encode_turns(chats, self._learn, self.tokenizer, self.eos)
+        chats = [chat for chat in self._reader.read(records) if chat]
+        encoded = encode_turns(chats, self._learn, self.tokenizer, self._eos)
+        turns = [chat.messages[n] for chat in chats for n in learned_turns(chat, self._learn)]
+        self._num_turns += len(turns)
+        self._num_empty += sum(map(is_empty, turns))
         return [
             self._fitting(record, [sequence._replace(source=source) for sequence in sequences])
             for record, sequences in zip(records, encoded, strict=True)
         ]
+
+    def notes(self) -> list[str]:
+        """Return what the chat template does to prompts, and how many turns are empty."""
+        empty = _of_empty("assistant messages", self._num_empty, self._num_turns)
+        return self._reader.notes() + empty
 
     def report(
         self, path: str, records: Sequence[DataRecord], prepared: Sequence[list[SftPair]]
@@ -163,7 +176,7 @@ def check_sft(records: Iterable[DataRecord], cfg: PromptConfig, learn: Learn) ->
                     f"--prompts.chat_template=true --prompts.prompt_key={key} "
                     "--prompts.answer_key=",
                 )
-            record.text_or_number(cfg.answer_key)
+            _answer_text(record, cfg.answer_key)
         else:
             learned_turns(conversation(record, cfg), learn)
 
@@ -171,8 +184,8 @@ def check_sft(records: Iterable[DataRecord], cfg: PromptConfig, learn: Learn) ->
 def _conversation_key(record: DataRecord, cfg: PromptConfig) -> str:
     """Return the key of messages of which an assistant's are the last, or "" without any."""
     for key in (cfg.prompt_key, "messages"):
-        messages = record.get(key)
-        last = messages[-1] if isinstance(messages, list) and messages else None
+        messages = written_messages(f"{record.where}: {key}", record.get(key))
+        last = messages[-1] if messages else None
         if isinstance(last, dict) and last.get("role") == "assistant":
             return key
     return ""
@@ -180,13 +193,32 @@ def _conversation_key(record: DataRecord, cfg: PromptConfig) -> str:
 
 def conversation(record: DataRecord, cfg: PromptConfig) -> Chat:
     """Return the chat of a record. Raises: DataError, ConfigError without a chat template."""
-    chat = chat_of(record, cfg)
-    if chat is None:
+    chat = chat_of(record, _with_template(cfg))
+    assert chat
+    return chat
+
+
+def _with_template(cfg: PromptConfig) -> PromptConfig:
+    """Return settings of conversations. Raises: ConfigError without a chat template."""
+    if not cfg.chat_template:
         raise ConfigError(
             "supervised pairs need an answer_key: set it to the key of the answers, or set "
             "prompts.chat_template = true to learn the assistant messages of conversations"
         )
-    return chat
+    return cfg
+
+
+def _answer_text(record: DataRecord, key: str) -> str:
+    """Return the answer under `key`. Raises: DataError for messages, as a list or as JSON text."""
+    where = f"{record.where}: {key}"
+    messages = written_messages(where, record.value(key))
+    if messages and all(isinstance(m, dict) and m.get("role") == "assistant" for m in messages):
+        raise DataError(
+            where,
+            "the answer of a prompt is a text, and these are messages: write their content, or "
+            "join them to those of the prompt and give --prompts.answer_key=",
+        )
+    return record.text_or_number(key)
 
 
 def learned_eos(tokenizer: Tokenizer) -> int:
@@ -201,10 +233,42 @@ def learned_eos(tokenizer: Tokenizer) -> int:
     return eos
 
 
-def encode_answers(texts: Sequence[str], tokenizer: Tokenizer, eos: int) -> list[list[int]]:
-    """Return the tokens of answers, each with the end-of-text token at its end."""
-    encoded: list[list[int]] = tokenizer([*texts], add_special_tokens=False)["input_ids"]
-    return [[*tokens, eos] for tokens in encoded]
+class AnswerEncoder:
+    """Makes tokens of answers, each with the end-of-text token at its end.
+
+    Raises: ConfigError for a tokenizer without one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._eos = tokenizer, learned_eos(tokenizer)
+        self._ends = {self._eos, *eos_ids(tokenizer)}
+        self._num_answers, self._num_empty = 0, 0
+
+    def encode(
+        self, records: Sequence[DataRecord], key: str, texts: Sequence[str]
+    ) -> list[list[int]]:
+        """Return the tokens of the texts, which the records have under `key`.
+
+        Raises: DataError for a text that holds an end-of-text token.
+        """
+        encoded: list[list[int]] = self._tokenizer([*texts], add_special_tokens=False)["input_ids"]
+        for record, tokens in zip(records, encoded, strict=True):
+            if found := self._ends.intersection(tokens):
+                end = self._tokenizer.decode([min(found)])
+                raise DataError(f"{record.where}: {key}", ends_early(end))
+        self._num_answers += len(texts)
+        self._num_empty += texts.count("")
+        return [[*tokens, self._eos] for tokens in encoded]
+
+    def notes(self) -> list[str]:
+        """Return how many answers are empty, if any is."""
+        return _of_empty("answers", self._num_empty, self._num_answers)
+
+
+def _of_empty(noun: str, num_empty: int, num_all: int) -> list[str]:
+    if not num_empty:
+        return []
+    return [f"{num_empty} of {num_all} {noun} are empty: the model learns to end at once there"]
 
 
 def join(

@@ -8,9 +8,9 @@ sequence so far, because the template rewrites earlier turns, another sequence b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,26 @@ def learned_turns(chat: Chat, learn: Learn) -> list[int]:
     learned = [number for number in turns if _weight(chat, number, number in chosen)]
     if not learned:
         raise DataError(chat.where, "every assistant message of this conversation has weight 0")
+    if learned[0] == 0:
+        raise DataError(
+            chat.place(0),
+            "the conversation begins with the assistant, so no prompt stands before this: give it "
+            "weight 0, or put a message before it",
+        )
     return learned
+
+
+def is_empty(message: Message) -> bool:
+    """Whether an assistant message says nothing: it has no text and calls no tool."""
+    return not any(value for key, value in message.items() if key not in ("role", "weight", "id"))
+
+
+def ends_early(end: str) -> str:
+    """Return a sentence on a text that holds `end`, an end-of-text token of the model."""
+    return (
+        f"this text holds {end!r}, which ends a text of this model, so that nothing after it could "
+        "be learned: take it out"
+    )
 
 
 def encode_turns(
@@ -107,13 +126,19 @@ def _sequences(
     return sequences
 
 
-def _turn(chat: Chat, number: int, tokenizer: Tokenizer, ends: Iterable[str]) -> _Turn:
-    """Return the turn of an assistant message. Raises: DataError when it is no continuation."""
+def _turn(chat: Chat, number: int, tokenizer: Tokenizer, ends: list[str]) -> _Turn:
+    """Return the turn of an assistant message.
+
+    Raises: DataError when it is no continuation, or its own words hold an end-of-text token.
+    """
+    words = _words(chat.messages[number])
+    if early := next((end for end in ends if any(end in text for text in words)), None):
+        raise DataError(chat.place(number), ends_early(early))
     prompt = render(chat, tokenizer, number, generation_prompt=True)
     whole = render(chat, tokenizer, number + 1, generation_prompt=False)
     if not whole.startswith(prompt):
         raise DataError(
-            f"{chat.where}[{number}]",
+            chat.place(number),
             "the chat template does not render this turn after its generation prompt, so it "
             "cannot be learned here: give it weight 0, or make it the answer of a prompt",
         )
@@ -126,8 +151,17 @@ def _turn(chat: Chat, number: int, tokenizer: Tokenizer, ends: Iterable[str]) ->
 def _weight(chat: Chat, number: int, default: bool) -> bool:
     weight = chat.messages[number].get("weight", default)
     if weight not in (0, 1):
-        raise DataError(f"{chat.where}[{number}].weight", f"expected 0 or 1, got {weight!r}")
+        raise DataError(f"{chat.place(number)}.weight", f"expected 0 or 1, got {weight!r}")
     return bool(weight)
+
+
+def _words(value: Any) -> list[str]:
+    """Return all texts in a message."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return _words([*value.keys(), *value.values()])
+    return [text for one in value for text in _words(one)] if isinstance(value, list) else []
 
 
 def _without_weight(message: Message) -> Message:

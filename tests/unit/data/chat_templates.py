@@ -17,6 +17,7 @@ CALLS = "{%- for call in m.tool_calls or [] %}{{ '<call>' + (call.function | toj
 # A block for transformers' mask of assistant tokens is around what an engine would draw.
 CHATML = (
     "{%- if tools %}{{ '<|start|>tools\n' + (tools | tojson) + '<|end|>\n' }}{% endif %}"
+    "{%- if language %}{{ '<|start|>' + language + '<|end|>\n' }}{% endif %}"
     "{%- for m in messages %}{{ '<|start|>' + m.role + '\n' }}"
     "{%- if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     + CALLS

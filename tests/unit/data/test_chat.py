@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.data.chat import ChatFormat, chat_of, refuse_ignored, render
+from spmd_rl.data.chat import ChatFormat, chat_of, render
 from spmd_rl.data.files import DataRecord
 from spmd_rl.data.messages import messages_of
 from spmd_rl.data.prompts import PromptConfig, Prompts
 from spmd_rl.data.sft import SftPairs
+from spmd_rl.data.shown import ShownParts
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.recipes import rejection_sampling
 from spmd_rl.types.prompts import Prompt
@@ -82,11 +83,11 @@ def test_a_system_prompt_that_the_template_ignores() -> None:
     tokenizer = tokenizer_of(LLAMA)
     chat = chat_of(DataRecord("f:1", {"prompt": [SYSTEM, USER]}), ChatFormat(chat_template=True))
     assert chat
-    refuse_ignored([chat], tokenizer)
+    ShownParts(tokenizer).require([chat])
     tokenizer.chat_template = blind
     try:
-        with pytest.raises(DataError, match="f:1: prompt: this model's chat template ignores the"):
-            refuse_ignored([chat], tokenizer)
+        with pytest.raises(DataError, match=r"f:1: prompt\[0\]: .* ignores the system prompt"):
+            ShownParts(tokenizer).require([chat])
     finally:
         tokenizer.chat_template = LLAMA
 
@@ -96,9 +97,9 @@ def test_tool_calls_that_the_template_ignores() -> None:
     messages = [USER, {"role": "assistant", "tool_calls": [call]}]
     chat = chat_of(DataRecord("f:1", {"prompt": messages}), ChatFormat(chat_template=True))
     assert chat
-    refuse_ignored([chat], tokenizer_of(CHATML))
-    with pytest.raises(DataError, match="f:1: prompt: .* ignores the tool calls"):
-        refuse_ignored([chat], tokenizer_of(LLAMA))
+    ShownParts(tokenizer_of(CHATML)).require([chat])
+    with pytest.raises(DataError, match=r"f:1: prompt\[1\]: .* ignores the tool calls"):
+        ShownParts(tokenizer_of(LLAMA)).require([chat])
 
 
 def test_arguments_of_a_record_go_before_those_for_all() -> None:
@@ -176,7 +177,8 @@ def test_a_message_of_another_form_is_named(message: dict[str, Any], sentence: s
 
 
 def test_a_prompt_carries_its_chat_once(jsonl: Jsonl) -> None:
-    row = {"messages": [USER], "tools": json.dumps([TOOL]), "sys": "s", "args": {"x": 1}, "id": 7}
+    row = {"messages": [USER], "tools": json.dumps([TOOL]), "sys": "s", "id": 7}
+    row["args"] = {"language": "fr"}
     cfg = PromptConfig(
         chat_template=True,
         prompt_key="messages",
@@ -189,7 +191,7 @@ def test_a_prompt_carries_its_chat_once(jsonl: Jsonl) -> None:
     assert prompt.chat == {
         "messages": [{"role": "system", "content": "s"}, USER],
         "tools": [TOOL],
-        "template_kwargs": {"x": 1},
+        "template_kwargs": {"language": "fr"},
     }
     assert prompt.text.startswith("<|start|>tools\n")
     (back,) = Prompt.to_columns([prompt]).rows()
@@ -205,7 +207,7 @@ def test_no_second_bos(jsonl: Jsonl) -> None:
 
 
 def test_answers_of_rejection_sampling_are_learned_after_the_same_prompt(jsonl: Jsonl) -> None:
-    row = {"prompt": "hi", "answer": "a", "tools": [TOOL], "args": {"x": 1}, "id": 7}
+    row = {"prompt": "hi", "answer": "a", "tools": [TOOL], "args": {"language": "fr"}, "id": 7}
     tokenizer = tokenizer_of(CHATML)
     cfg = PromptConfig(chat_template=True, system="s", template_kwargs_key="args")
     (prompt,) = Prompts(jsonl(json.dumps(row)), cfg, tokenizer).take(1)

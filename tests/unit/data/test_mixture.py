@@ -74,6 +74,26 @@ def test_weights_by_step() -> None:
     assert late.places([9000]) == [mixture.places(range(9001))[-1]]
 
 
+def test_a_source_of_weight_0_is_never_drawn() -> None:
+    """Not at a draw that falls exactly on the bound of its share either."""
+    mixture = Mixture(named([1, 1]), seed=0, pick=lambda step, sources: {"s1": 1.0})
+    mixture._offset = np.uint64(0)  # the first draw falls on 0
+    assert mixture.places(range(3)) == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_the_last_two_blocks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws that go on, with some given back just behind them, place no block again."""
+    mixture, made = Mixture(named([1, 2]), seed=0), []
+    sources = mixture._sources
+    monkeypatch.setattr(mixture, "_sources", lambda block: made.append(block) or sources(block))
+    size = 4096
+    for block in range(4):
+        mixture.places([block * size])
+        made.clear()
+        mixture.places([draw for draw in (block * size - 1, block * size + 1) if draw >= 0])
+        assert made == []
+
+
 @pytest.mark.parametrize("answer", [{}, {"s0": 0.0}, {"s9": 1.0}, {"s0": -1}, {"s0": "1"}, None, 3])
 def test_weights_by_step_that_cannot_be_used(answer: Any) -> None:
     mixture = Mixture(named([1, 1]), seed=0, pick=lambda step, sources: answer)

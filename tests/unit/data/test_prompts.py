@@ -185,10 +185,10 @@ def test_an_answer_that_is_a_number_is_its_text_and_this_is_said(
 
 
 def test_an_empty_prompt_is_refused(jsonl: Jsonl, tokenizer: Any) -> None:
-    tokenizer.chat_template = "x"
+    empty = json.dumps({"prompt": [{"role": "user", "content": ""}], "answer": "a"})
     tokenizer.apply_chat_template = lambda *_, **__: ""
     with pytest.raises(DataError, match="the prompt is empty"):
-        Prompts(jsonl(*lines(1)), PromptConfig(chat_template=True), tokenizer)
+        Prompts(jsonl(empty), PromptConfig(chat_template=True), tokenizer)
 
 
 def test_a_saved_position_continues_and_knows_its_data(jsonl: Jsonl, tokenizer: Any) -> None:

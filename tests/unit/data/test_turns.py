@@ -225,12 +225,48 @@ def test_tool_calls_are_learned() -> None:
     assert said == ['<call>{"name": "add", "arguments": {"a": 1}}<|end|>', "It is 2.<|end|>"]
 
 
-def test_an_answer_ends_at_the_first_end_of_text_token() -> None:
-    (one,) = encode(talk("q", "a<|end|>b", "r", "c"), "chatml")
+@pytest.mark.parametrize("ends", ["<|end|></s>", "</s><|end|>"])
+def test_an_answer_ends_at_the_first_end_of_text_token(ends: str) -> None:
+    """Of several with which the template ends a turn, an engine stops at the first."""
     tokenizer = tokenizer_of(CHATML)
+    first, second = (tokenizer.convert_tokens_to_ids(end) for end in ("<|end|>", "</s>"))
+    tokenizer.config_eos_ids = (first, second)
+    tokenizer.chat_template = CHATML.replace("'<|end|>' }}{% endgen", f"'{ends}' }}}}{{% endgen")
+    try:
+        (one,) = encode(talk("q", "a", "r", "c"), "chatml")
+    finally:
+        tokenizer.chat_template, tokenizer.config_eos_ids = CHATML, (first,)
     said = [tokenizer.decode(one.tokens[start:stop]) for start, stop in runs(one)]
-    assert said == ["a<|end|>", "c<|end|>"]
-    assert "a<|end|>b<|end|>\n<|start|>user" in tokenizer.decode(one.tokens)
+    assert said == [f"a{ends[: ends.index('>') + 1]}", f"c{ends[: ends.index('>') + 1]}"]
+    assert f"a{ends}\n<|start|>user" in tokenizer.decode(one.tokens)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"content": "a<|end|>b"},
+        {"content": "a<|end|>"},
+        {"content": "a", "reasoning_content": "<|end|>"},
+        {"content": "", "tool_calls": [{"name": "f", "arguments": {"a": ["<|end|>"]}}]},
+    ],
+)
+def test_words_after_an_end_of_text_token_are_not_cut_silently(fields: dict[str, Any]) -> None:
+    messages = [*talk("<|end|>", "b", "q"), {"role": "assistant"} | fields]
+    with pytest.raises(DataError, match=r"^f:1: messages\[3\]: this text holds '<\|end\|>', which"):
+        encode(messages, "qwen")
+    messages[-1]["weight"] = 0
+    assert encode(messages, "chatml"), "what is not learned may hold it, and so may a question"
+
+
+def test_a_conversation_that_begins_with_the_assistant() -> None:
+    messages = talk("hello", "hi", "what?", "that")
+    messages = [{"role": "assistant", "content": "Hello!"}, *messages]
+    with pytest.raises(DataError, match=r"^f:1: messages\[0\]: the conversation begins with the"):
+        encode(messages, "chatml")
+    messages[0]["weight"] = 0
+    (one,) = encode(messages, "chatml")
+    assert len(runs(one)) == 2
+    assert encode([{"role": "system", "content": "s"}, *messages], "chatml")
 
 
 def test_a_turn_that_is_no_continuation_is_refused(jsonl: Any) -> None:
