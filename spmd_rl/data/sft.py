@@ -120,12 +120,12 @@ class ConversationPreparer(SftPreparer):
         super().__init__(cfg, tokenizer)
         self.defect = f"have more than {cfg.max_prompt_tokens} tokens before an answer"
         self._learn: Learn = learn
-        self._reader, self._eos = ChatReader(_with_template(cfg), tokenizer), learned_eos(tokenizer)
+        self._reader, self._eos = ChatReader(cfg, tokenizer), learned_eos(tokenizer)
         self._num_turns, self._num_empty = 0, 0
 
     def make(self, records: Sequence[DataRecord], source: str) -> list[list[SftPair] | None]:
         """Return the sequences of each conversation; None where a prompt is too long."""
-        chats = [chat for chat in self._reader.read(records) if chat]
+        chats = [_required(chat) for chat in self._reader.read(records)]
         encoded = encode_turns(chats, self._learn, self.tokenizer, self._eos)
         turns = [chat.messages[n] for chat in chats for n in learned_turns(chat, self._learn)]
         self._num_turns += len(turns)
@@ -193,19 +193,17 @@ def _conversation_key(record: DataRecord, cfg: PromptConfig) -> str:
 
 def conversation(record: DataRecord, cfg: PromptConfig) -> Chat:
     """Return the chat of a record. Raises: DataError, ConfigError without a chat template."""
-    chat = chat_of(record, _with_template(cfg))
-    assert chat
-    return chat
+    return _required(chat_of(record, cfg))
 
 
-def _with_template(cfg: PromptConfig) -> PromptConfig:
-    """Return settings of conversations. Raises: ConfigError without a chat template."""
-    if not cfg.chat_template:
+def _required(chat: Chat | None) -> Chat:
+    """Return the chat of a conversation. Raises: ConfigError without a chat template."""
+    if chat is None:
         raise ConfigError(
             "supervised pairs need an answer_key: set it to the key of the answers, or set "
             "prompts.chat_template = true to learn the assistant messages of conversations"
         )
-    return cfg
+    return chat
 
 
 def _answer_text(record: DataRecord, key: str) -> str:

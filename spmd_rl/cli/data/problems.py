@@ -9,6 +9,7 @@ from typing import NamedTuple
 from spmd_rl.data.prompt_format import PromptFormat
 from spmd_rl.data.record import DataRecord
 
+_FEW = 3  # records with the same problem, which have a line each
 _SETTINGS = ("prompt_key", "answer_key", "chosen_key", "rejected_key")
 # how files of others call a prompt and its answer
 _OFTEN = {
@@ -59,19 +60,29 @@ def problem_lines(
     """Yield at most `show` lines on the problems, and one on those that are left."""
     groups: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems:
-        groups.setdefault((problem.lacks, "" if problem.lacks else problem.sentence), []).append(
-            problem
-        )
-    shown = [*groups.values()][:show]
-    for group in shown:
-        if len(group) == 1:
-            yield str(group[0])
-        elif group[0].lacks:
+        groups.setdefault(_kind(problem), []).append(problem)
+    num_lines = num_said = 0
+    for problem in problems:
+        group = groups[_kind(problem)]
+        is_said_once = len(group) > _FEW
+        if is_said_once and problem is not group[0]:
+            continue
+        if num_lines == show:
+            break
+        num_lines, num_said = num_lines + 1, num_said + (len(group) if is_said_once else 1)
+        if not is_said_once:
+            yield str(problem)
+        elif problem.lacks:
             yield _lacking(group, num_records, cfg)
         else:
-            yield f"{group[0]} (so it is with {len(group)} of {num_records} records)"
-    if num_left := len(problems) - sum(map(len, shown)):
+            yield f"{problem} (so it is with {len(group)} of {num_records} records)"
+    if num_left := len(problems) - num_said:
         yield f"... and {num_left} more"
+
+
+def _kind(problem: Problem) -> tuple[str, str]:
+    """Return what equal problems have in common."""
+    return problem.lacks, "" if problem.lacks else problem.sentence
 
 
 def _lacking(group: Sequence[Problem], num_records: int, cfg: PromptFormat) -> str:

@@ -248,11 +248,14 @@ def test_what_all_records_lack_is_said_once(
 def test_problems_beyond_those_shown_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"prompt": "q"}] * 3 + [{"prompt": 3, "answer": ""}, {"prompt": 4, "answer": ""}]
+    rows = [{"prompt": "q"}] * 4 + [{"prompt": 3, "answer": ""}] * 2
     assert main(["check", write(tmp_path / "p.jsonl", *rows), "--show", "1"]) == 1
     shown = capsys.readouterr().out.splitlines()
-    assert shown[1].startswith("3 of 5 records lack 'answer'")
-    assert (shown[2], shown[-1]) == ("... and 2 more", "5 records, 5 problems")
+    assert shown[1].startswith("4 of 6 records lack 'answer'")
+    assert (shown[2], shown[-1]) == ("... and 2 more", "6 records, 6 problems")
+    assert main(["check", str(tmp_path / "p.jsonl")]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[0][-2:] for line in shown[2:4]] == [":5", ":6"], "a few by their lines"
 
 
 def test_a_model_without_a_row_for_each_token(tmp_path: Path, model: Path) -> None:

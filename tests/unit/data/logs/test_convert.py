@@ -75,7 +75,7 @@ def test_check_finds_all_problems_at_once(
     path = write(tmp_path / "p.jsonl", lines)
     found = check_records(open_records(str(path)), View("grpo", PromptConfig(), None, []), None)
     assert found.num_records == 4
-    assert [line.split(":")[1] for line in found.problems] == ["2", "3", "4"]
+    assert [str(line).split(":")[1] for line in found.problems] == ["2", "3", "4"]
     assert main(["check", str(path), "--show", "1"]) == 1
     assert "... and 2 more" in capsys.readouterr().out
     assert main(["check", str(write(path, lines[:1])), "--prompts.answer_key="]) == 0
