@@ -107,7 +107,7 @@ class PromptEncoder:
 def check_prompts(
     records: Sequence[DataRecord], cfg: PromptFormat, tokenizer: LightTokenizer | None
 ) -> None:
-    """Refuse prompts that `encode_prompts` would refuse, as far as a quick check can tell.
+    """Refuse prompts that `PromptEncoder` would refuse, as far as a quick check can tell.
 
     It checks the form of every prompt. It counts the tokens of the first prompts only, and of none
     if they need a chat template or there is no tokenizer.
