@@ -75,7 +75,7 @@ def _print_fewest(search: fewest.Search, world_size: int | None) -> int:
     best = tried[-1]
     if best.why_not or best.plan is None:
         raise PlanError(fewest.why_none(tried, search.room))
-    if best.num_waiting:
+    if best.lacks_pages:
         print(f"{'':12}{best.plan.queue}")
         if world_size is None and (more := search.without_waiting(best)):
             print(f"{fewest.gpus(more):>10}  no sequence waits: {fewest.flags_of(more)}")

@@ -39,10 +39,14 @@ class Queue:
     def num_waiting(self) -> int:
         return self.num_asked - min(self.num_held, self.running.num_sequences)
 
+    @property
+    def lacks_pages(self) -> bool:
+        """Whether the pages hold fewer sequences than may run at once."""
+        return self.num_held < self.running.num_sequences
+
     def __str__(self) -> str:
         asked, tokens = self.num_asked, self.running.num_tokens
-        is_full = self.num_held < self.running.num_sequences
-        limit = "its pages hold" if is_full else "engine.max_batch lets run"
+        limit = "its pages hold" if self.lacks_pages else "engine.max_batch lets run"
         return (
             f"{self.num_waiting:,} of the {asked:,} sequences that a step asks of an engine wait: "
             f"{limit} {asked - self.num_waiting:,} at once, of {tokens:,} tokens each"

@@ -54,9 +54,9 @@ class Attempt:
         return max(ledger.peak_bytes() for ledger in self.plan.ledgers.values())
 
     @property
-    def num_waiting(self) -> int:
-        """How many sequences of an engine wait in a step."""
-        return self.plan.queue.num_waiting if self.plan and self.plan.queue else 0
+    def lacks_pages(self) -> bool:
+        """Whether sequences of a step wait because an engine's pages cannot hold them."""
+        return self.plan is not None and self.plan.queue is not None and self.plan.queue.lacks_pages
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Search:
                     if not saver:
                         break  # the recipe does not have this layout, or the model cannot be cut so
                     continue
-                if not attempt.why_not and attempt.num_waiting and not may_wait:
-                    attempt = replace(attempt, why_not=f"{attempt.num_waiting:,} sequences wait")
+                if not attempt.why_not and attempt.lacks_pages and not may_wait:
+                    attempt = replace(attempt, why_not="sequences wait")
                 if not attempt.why_not:
                     return attempt
                 failed.append(attempt)

@@ -53,7 +53,8 @@ def check_httpx() -> None:
         import httpx  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "the rewards 'remote' and 'judge' need httpx: pip install 'spmd-rl[rewards]'"
+            "the rewards 'remote' and 'judge' need httpx: pip install -e '.[rewards]' in the "
+            "repository of spmd_rl"
         ) from error
 
 

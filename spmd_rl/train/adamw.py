@@ -118,7 +118,8 @@ def require_torchao() -> None:
     except ImportError as error:
         raise ConfigError(
             "trainer.optimizer.kind = 'adamw8bit' needs torchao, which cannot be imported "
-            f"({error}): pip install 'spmd-rl[torchao]', or set the kind to 'adamw'"
+            f"({error}): pip install -e '.[torchao]' in the repository of spmd_rl, or set the kind "
+            "to 'adamw'"
         ) from error
 
 

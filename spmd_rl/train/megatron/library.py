@@ -34,7 +34,8 @@ def prepare_megatron() -> str:
     except ImportError as error:
         raise ConfigError(
             "trainer.backend.kind = 'megatron' needs megatron-core, which cannot be imported "
-            f"({error}): pip install 'spmd-rl[megatron]', which is megatron-core {VERSION}"
+            f"({error}): pip install -e '.[megatron]' in the repository of spmd_rl, which is "
+            f"megatron-core {VERSION}"
         ) from error
     _silence_warnings()
     parallel_state._set_global_memory_buffer()  # sequence parallelism gathers into it
@@ -55,7 +56,8 @@ def require_transformer_engine(device: torch.device) -> str:
     except ImportError as error:
         raise ConfigError(
             f"{setting} needs transformer-engine, which cannot be imported ({error}): "
-            "pip install --no-build-isolation 'spmd-rl[te]', or set it to 'local'"
+            "pip install --no-build-isolation -e '.[te]' in the repository of spmd_rl, or set it to "
+            "'local'"
         ) from error
     if not HAVE_TE:
         raise ConfigError(f"{setting}: Megatron-core does not find transformer-engine")

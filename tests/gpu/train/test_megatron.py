@@ -17,7 +17,7 @@ from tests.backends.megatron_case import make_batch, write_model
 from tests.dist.torchrun import torchrun
 
 pytestmark = pytest.mark.skipif(
-    find_spec("megatron") is None, reason="pip install 'spmd-rl[megatron]'"
+    find_spec("megatron") is None, reason="pip install -e '.[megatron]'"
 )
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -80,7 +80,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
 @pytest.mark.parametrize("name", [name for name in CASES if name != "fsdp2"])
 def test_steps_are_close_to_those_of_fsdp2(run: Callable[[str], Found], name: str) -> None:
     if name.startswith("engine") and find_spec("transformer_engine") is None:
-        pytest.skip("transformer-engine is not installed: pip install 'spmd-rl[te]'")
+        pytest.skip("transformer-engine is not installed: pip install -e '.[te]'")
     if CASES[name].num_ranks > torch.cuda.device_count():
         pytest.skip(f"needs {CASES[name].num_ranks} GPUs")
     (report, tensors), (expected, expected_tensors) = run(name), run("fsdp2")

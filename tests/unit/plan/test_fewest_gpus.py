@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from benchmarks.shapes import config
+from spmd_rl.config.load import load
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.plan import main
+from spmd_rl.plan.resolve import resolve
+from spmd_rl.recipes.grpo import Config
 from tests.unit.plan.test_megatron import QWEN3_30B_A3B
 
 H200 = "139.8"  # GiB that CUDA reports of its 141 GB
@@ -173,12 +176,34 @@ def test_sequences_that_find_no_room_are_counted(
 def test_a_batch_that_is_too_small_for_a_step_is_counted(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--prompts_per_step=64", "--engine.max_batch=32"]
-    out = said(capsys, asked(models / "0.6B", f"--gpu-gib={H200}", *words, "--world=2"))
-    assert out[1].strip() == (
-        "224 of the 256 sequences that a step asks of an engine wait: "
+    words = ["--prompts_per_step=64", "--engine.max_batch=32", f"--gpu-gib={H200}"]
+    given = ["grpo", f"--model={models / '0.6B'}", "--data=x.jsonl", "--world=2"]
+    assert (
+        "waiting      224 of the 256 sequences that a step asks of an engine wait: "
         "engine.max_batch lets run 32 at once, of 1,152 tokens each"
+    ) in said(capsys, [*given, *words])
+    out = said(capsys, asked(models / "0.6B", *words, "--world=2"))
+    assert out[1] == ""
+
+
+def test_ranks_that_share_an_engine_share_its_keys_and_values(models: Path) -> None:
+    """Two ranks hold half of the heads each, and run the samples of twice as many prompts."""
+    given = [f"model={models / '8B'}", "data=x", "engine.kind=sglang", "run.exact=false"]
+    one, two = (
+        resolve(load(Config, None, [*given, f"split.infer.tp={tp}"]), 8, 80 << 30) for tp in (1, 2)
     )
+    assert one.queue is not None and two.queue is not None
+    assert two.queue.num_asked == 2 * one.queue.num_asked
+    kv = [
+        next(entry.num_bytes for entry in plan.ledgers[0].entries if entry.tag == "kv")
+        for plan in (one, two)
+    ]
+    of_a_sequence = [
+        size / plan.queue.num_held
+        for size, plan in zip(kv, (one, two), strict=True)
+        if plan.queue is not None
+    ]
+    assert of_a_sequence[0] == pytest.approx(2 * of_a_sequence[1], rel=0.05)
 
 
 def test_the_size_that_a_gpu_is_sold_by_is_no_room(

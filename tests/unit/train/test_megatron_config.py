@@ -155,7 +155,7 @@ def test_a_missing_package_is_an_error_that_says_what_to_install() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "needs megatron-core" in done.stdout
-    assert "pip install 'spmd-rl[megatron]'" in done.stdout
+    assert "pip install -e '.[megatron]'" in done.stdout
 
 
 def test_the_start_of_a_run_names_the_layers() -> None:
