@@ -95,8 +95,8 @@ def _saver() -> Any:
     except ImportError as error:
         raise ConfigError(
             "roles that sleep on a GPU need torch_memory_saver, which cannot be imported "
-            f"({error}): pip install -e '.[gpu]' in the repository of spmd_rl, or set offload.sleep "
-            "= 'never'"
+            f"({error}): pip install -e '.[gpu]' in the repository of spmd_rl, or set "
+            "offload.sleep = 'never'"
         ) from error
     torch_memory_saver.hook_mode = "torch"
     # It stays until the process is gone. Else Python would free its pools on exit, outside a

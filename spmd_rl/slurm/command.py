@@ -13,10 +13,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from spmd_rl.config.dump import dump_toml
+from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.split import plan_split
+from spmd_rl.observe.metrics_log import read_metrics
+from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.plan.axes import check_axes
 from spmd_rl.slurm.script import Job, render
 
@@ -37,6 +42,8 @@ def main(words: list[str]) -> int:
         _parser().print_help()
         return 0 if args.help else 2
     job = plan_job(args, run_words)
+    if job.note:
+        print(job.note, file=sys.stderr)
     script = render(job)
     if args.dry_run:
         print(script, end="")
@@ -75,7 +82,29 @@ def plan_job(args: argparse.Namespace, run_words: list[str]) -> Job:
         nproc=nproc,
         max_restarts=args.max_restarts,
         options={"job-name": run.path.name, **_options(args)},
+        note=_note(cfg, run),
     )
+
+
+def _note(cfg: Any, run: RunConfig) -> str:
+    """Return what the job will find in the run's folder, in a sentence; "" for a new run.
+
+    Raises: ConfigError where the run cannot go on in the folder.
+    """
+    folder = RunFolder(run.path)
+    folder.check_reusable(dump_toml(cfg), run.resume)
+    rows = read_metrics(folder.metrics)
+    done = rows[-1]["step"] if rows else 0
+    if done < 1:  # a run that stopped in its warm-up begins again
+        return ""
+    num_steps = getattr(cfg, "steps", 0)
+    found = f"{run.path} holds this run up to step {done}"
+    if not getattr(cfg, "epochs", 0) and 0 < num_steps <= done:
+        return (
+            f"{found}, which is its last: the job would train nothing; add --run.name for another "
+            "run, or raise --steps"
+        )
+    return f"{found}: the job goes on from its newest checkpoint"
 
 
 def _check_counts(args: argparse.Namespace) -> None:

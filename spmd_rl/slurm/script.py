@@ -27,6 +27,7 @@ class Job:
     nproc: int  # ranks on each node; 0 means one a GPU, or one without GPUs
     max_restarts: int  # of all ranks, within one attempt of the job
     options: dict[str, str | None]
+    note: str = ""  # what the job will find in the run's folder
 
 
 def render(job: Job) -> str:

@@ -56,8 +56,8 @@ def require_transformer_engine(device: torch.device) -> str:
     except ImportError as error:
         raise ConfigError(
             f"{setting} needs transformer-engine, which cannot be imported ({error}): "
-            "pip install --no-build-isolation -e '.[te]' in the repository of spmd_rl, or set it to "
-            "'local'"
+            "pip install --no-build-isolation -e '.[te]' in the repository of spmd_rl, or set "
+            "it to 'local'"
         ) from error
     if not HAVE_TE:
         raise ConfigError(f"{setting}: Megatron-core does not find transformer-engine")

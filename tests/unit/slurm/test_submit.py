@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmd_rl.config.dump import dump_toml
+from spmd_rl.controller.run.recipe import Invocation, load_recipe
 from spmd_rl.errors import ConfigError, DataError, PlanError
 from spmd_rl.slurm.command import _parser, main
 
@@ -69,6 +71,34 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(
 def test_ranks_a_node(words: list[str], nproc: str, capsys: pytest.CaptureFixture[str]) -> None:
     main([RECIPE, "--dry-run", *words])
     assert f"\nnproc={nproc}\n" in capsys.readouterr().out
+
+
+def test_a_folder_with_a_run_is_told(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, data = EXAMPLE / "model", EXAMPLE / "train.jsonl"
+    words = ["grpo", f"--model={model}", f"--data={data}", "--trainer.init=random", "--dry-run"]
+    assert main([*words, "--steps=3"]) == 0
+    assert capsys.readouterr().err == ""
+    invocation = Invocation.parse([*words[:-1], "--steps=3"])
+    folder = elsewhere / "runs/grpo"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(dump_toml(load_recipe("grpo").configure(invocation)))
+    rows = ['{"step": 1, "unix_s": 1.0}\n', '{"step": 2, "unix_s": 2.0}\n']
+    (folder / "metrics.jsonl").write_text("".join(rows))
+    assert main([*words, "--steps=3"]) == 0
+    told = capsys.readouterr()
+    goes_on = "runs/grpo holds this run up to step 2: the job goes on from its newest checkpoint\n"
+    assert told.err == goes_on
+    assert told.out.startswith("#!")
+    (folder / "metrics.jsonl").write_text("".join([*rows, '{"step": 3, "unix_s": 3.0}\n']))
+    assert main([*words, "--steps=3"]) == 0
+    told = capsys.readouterr()
+    assert told.err.startswith(
+        "runs/grpo holds this run up to step 3, which is its last: the job would train nothing; add"
+    )
+    with pytest.raises(ConfigError, match="holds a run with another configuration"):
+        main([*words, "--steps=3", "--trainer.lr=1"])
 
 
 def test_what_slurm_gets_is_the_dry_run(
