@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from statistics import fmean
 
@@ -69,12 +70,16 @@ def _by_source(groups: list[Group]) -> dict[str, float]:
 def _reward_metrics(columns: GroupColumns) -> dict[str, float]:
     rewards = columns.samples.reward
     firsts = columns.offsets[:-1][columns.lengths > 0]  # of each group that has samples
-    return {
+    metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/solve_none": float(np.logical_and.reduceat(rewards <= 0, firsts).mean()),
         "reward/solve_all": float(np.logical_and.reduceat(rewards >= 1, firsts).mean()),
     }
+    if len(firsts) > 1:  # a prompt's samples are alike, so the error is that over the prompts
+        means = np.add.reduceat(rewards, firsts) / columns.lengths[columns.lengths > 0]
+        metrics["reward/mean_error"] = float(means.std(ddof=1) / math.sqrt(len(means)))
+    return metrics
 
 
 def _version_lags(versions: NDArray[np.int32], version: int) -> dict[str, float]:

@@ -77,7 +77,12 @@ def _print_start(num_ranks: int) -> None:
     """Tell a terminal that ranks start: importing torch and meeting takes them some seconds."""
     if sys.stdout.isatty():
         ranks = "rank" if num_ranks == 1 else "ranks"
-        print(f"starting {num_ranks or 'the'} {ranks} ...", flush=True)
+        took = "they import" if num_ranks != 1 else "it imports"
+        print(
+            f"starting {num_ranks or 'the'} {ranks}: {took} torch and the model code, which takes "
+            "up to half a minute on a busy machine ...",
+            flush=True,
+        )
 
 
 def _end_before_launch(number: int, frame: FrameType | None) -> None:

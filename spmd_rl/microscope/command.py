@@ -23,7 +23,12 @@ from spmd_rl.microscope.page.report_data import write_report
 from spmd_rl.microscope.replay import inputs
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.inputs import RecordedSample
-from spmd_rl.microscope.replay.weights import ReplayWeights, final_weights, sampling_weights
+from spmd_rl.microscope.replay.weights import (
+    ReplayWeights,
+    final_weights,
+    sampling_weights,
+    step_to_confirm,
+)
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.observe.run_folder import refuse_links
 
@@ -167,6 +172,7 @@ def _setup(
         planted=options.plant,
         weights=weights.description,
         drew_samples=weights.drew_samples,
+        other_step=step_to_confirm(loaded.run) if loaded.run and not options.prompts else None,
         command=shlex.join(["spmd-rl", "mismatch", *words]),
         run=loaded.run_name,
         notes=notes,

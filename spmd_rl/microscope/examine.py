@@ -27,7 +27,8 @@ from spmd_rl.model.spec import ModelSpec
 class ReplaySetup:
     """Which passes are compared, and on what.
 
-    `weights` describes the weights, and `drew_samples` is set if they drew the samples. `notes` are
+    `weights` describes the weights, and `drew_samples` is set if they drew the samples; if not,
+    `other_step` is a step of the run whose samples can be replayed under theirs. `notes` are
     sentences on what is replayed. `doubt` is said if all bits agree. Differences on the same input
     of up to `tolerance`, as a share of the row's largest output, count as rounding; None: none do.
     """
@@ -39,6 +40,7 @@ class ReplaySetup:
     planted: str | None = None
     weights: str = ""
     drew_samples: bool = False
+    other_step: int | None = None
     command: str = ""
     run: str = ""
     notes: tuple[str, ...] = ()
@@ -114,12 +116,20 @@ def recorded_logprobs(setup: ReplaySetup, comparison: Comparison) -> RecordedLog
         return None
     engine = (logprobs.left, logprobs.right)[setup.names.index("engine")]
     num_equal = int((engine == recorded)[is_recorded].sum())
-    only = "" if setup.drew_samples else "; it says something only under the weights that drew them"
-    return RecordedLogprobs(
-        num_equal,
-        num_recorded,
-        f"Of the {num_recorded:,} log-probs recorded with the samples, "
-        f"the engine gives {num_equal:,} again{only}.",
+    return RecordedLogprobs(num_equal, num_recorded, _on_recorded(setup, num_equal, num_recorded))
+
+
+def _on_recorded(setup: ReplaySetup, num_equal: int, num_recorded: int) -> str:
+    """Say what this replay can tell of the log-probs that were recorded with the samples."""
+    if setup.drew_samples:
+        return (
+            f"Of the {num_recorded:,} log-probs recorded with the samples, "
+            f"the engine gives {num_equal:,} again."
+        )
+    other = "" if setup.other_step is None else f"; --step {setup.other_step} replays some that can"
+    return (
+        f"The {num_recorded:,} log-probs recorded with the samples cannot be confirmed here: only "
+        f"the weights that drew them give them again, and others were replayed{other}."
     )
 
 

@@ -14,6 +14,12 @@ from spmd_rl.observe.recipe_metrics import RECIPE_METRICS
 # reason. eval/SET/SCORE is a score of one evaluation set.
 METRICS = (
     Metric("reward/mean", "", "Reward", "mean reward of the step's samples"),
+    Metric(
+        "reward/mean_error",
+        "",
+        "Standard error of the reward",
+        "standard error of the step's mean reward, over its prompts",
+    ),
     Metric("reward/std", "", "Spread of rewards", "standard deviation of the step's rewards"),
     Metric(
         "reward/solve_none",

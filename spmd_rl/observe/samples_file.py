@@ -20,15 +20,15 @@ from spmd_rl.errors import DataError
 from spmd_rl.observe.jsonl import numbered_lines, parse_json
 from spmd_rl.observe.request_times import TIMES
 from spmd_rl.types.columns import split_at
-from spmd_rl.types.prompts import Prompt, PromptColumns
+from spmd_rl.types.prompts import Prompt, PromptColumns, question_of
 from spmd_rl.types.samples import NO_VERSION, Group, Sample, SampleColumns, SampleStatus
 
 
 class _SampleRow(msgspec.Struct, omit_defaults=True):
     """One line of the file. The names of the fields are its keys.
 
-    `prompt`, `answer`, `source`, `meta` and `prompt_tokens` are those of the prompt. `kept` is in
-    base64. `mask` is there if it is not that of all tokens with a version.
+    `prompt`, `answer`, `source`, `meta`, `prompt_tokens` and `question` are those of the prompt.
+    `kept` is in base64. `mask` is there if it is not that of all tokens with a version.
     """
 
     prompt_uid: int
@@ -50,6 +50,7 @@ class _SampleRow(msgspec.Struct, omit_defaults=True):
     source: str = ""
     meta: dict[str, Any] = {}
     mask: list[bool] | None = None
+    question: str = ""
 
 
 # what plain data may hold and JSON lacks is written as Python shows it
@@ -125,6 +126,9 @@ def _rows(
         _repeat(prompts.meta, counts),
     )
     rows = list(map(_SampleRow, *columns_of_rows))
+    questions = _repeat(list(map(question_of, prompts.chat)), counts)
+    for row, question in zip(rows, questions, strict=True):
+        row.question = question
     if len(samples.mask):
         _add_masks(rows, samples)
     return rows

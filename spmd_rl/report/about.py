@@ -18,7 +18,10 @@ def read_provenance(run: Path) -> dict[str, Any]:
 
 
 def about(run: Path, config: Mapping[str, Any], plan: Any, facts: Mapping[str, Any]) -> Texts:
-    """Return the known facts by label. Raises: DataError when contract.json does not parse."""
+    """Return the known facts by label, from settings by dotted key.
+
+    Raises: DataError when contract.json does not parse.
+    """
     contract = _contract(run)
     ranks = plan.get("world_size") if isinstance(plan, dict) else None
     device = contract.get("gpu") or contract.get("device")
@@ -26,9 +29,10 @@ def about(run: Path, config: Mapping[str, Any], plan: Any, facts: Mapping[str, A
     known = {
         "model": config.get("model"),
         "parameters": f"{parameters:,}" if isinstance(parameters, int) else None,
-        "data": _data(config.get("data")),
-        "reward": config.get("reward"),
-        "trainer": _trainer(config.get("trainer")),
+        "trained": _trained(facts.get("trained_parameters"), config),
+        "data": _one_or_table(config, "data"),
+        "reward": _one_or_table(config, "reward"),
+        "trainer": _trainer(config),
         "ranks": ranks,
         "device": device,
         "host": facts.get("host"),
@@ -46,20 +50,25 @@ def without_command(known: Texts) -> Texts:
     return {label: text for label, text in known.items() if label != "command"}
 
 
-def _data(data: Any) -> Any:
-    """Return the path of the data, or those of a mixture with their weights."""
-    if not isinstance(data, Mapping):
-        return data
-    return ", ".join(f"{path}: {weight}" for path, weight in data.items())
+def _trained(trained: Any, config: Mapping[str, Any]) -> str | None:
+    """Return the number of parameters that learn if not all do, with the rank of adapters."""
+    rank = config.get("trainer.lora.rank")
+    number = f"{trained:,} parameters" if isinstance(trained, int) else ""
+    adapters = f"LoRA of rank {rank}" if rank else ""
+    return ", ".join(filter(None, [number, adapters])) or None
 
 
-def _trainer(trainer: Any) -> str | None:
+def _one_or_table(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a setting, or the entries of its table, such as files with weights."""
+    table = {name: value for name, value in config.items() if name.startswith(f"{key}.")}
+    listed = ", ".join(f"{name.removeprefix(f'{key}.')}: {value}" for name, value in table.items())
+    return config.get(key) or listed
+
+
+def _trainer(config: Mapping[str, Any]) -> str | None:
     """Return the backend of a trainer, with the layers that it is made of if it names any."""
-    backend = trainer.get("backend") if isinstance(trainer, Mapping) else None
-    if not isinstance(backend, Mapping) or not backend.get("kind"):
-        return None
-    kind, layers = backend["kind"], backend.get("layers")
-    return f"{kind}, {layers} layers" if layers else str(kind)
+    kind, layers = (config.get(f"trainer.backend.{name}") for name in ("kind", "layers"))
+    return f"{kind}, {layers} layers" if kind and layers else kind
 
 
 def _with_commit(facts: Mapping[str, Any]) -> str:

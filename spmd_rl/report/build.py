@@ -13,17 +13,21 @@ from spmd_rl.observe.metrics import METRICS
 from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.report.about import about, read_provenance, without_command
 from spmd_rl.report.changes import what_changed
-from spmd_rl.report.colours import PARTS, PHASES, colour_of
+from spmd_rl.report.charts import charts
+from spmd_rl.report.colours import PHASES
+from spmd_rl.report.findings import Setup
+from spmd_rl.report.means import num_latest
 from spmd_rl.report.page import render
 from spmd_rl.report.progress import weights_text
+from spmd_rl.report.run_differences import run_differences
 from spmd_rl.report.samples import PageBudget, read_samples
 from spmd_rl.report.series import (
     KEY_FIGURES,
     MAX_POINTS,
+    Figure,
     Row,
     curves,
     key_figures,
-    num_latest,
     winner,
 )
 from spmd_rl.report.settings import as_text, differences, read_config, read_plan
@@ -37,7 +41,8 @@ MAX_RUNS = 8
 def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     """Write the page of one run, or the comparison of several, and return its path.
 
-    It is `report.html` in the run's folder, or `compare.html` beside the first run.
+    It is `report.html` in the run's folder, or `compare.html` in the folder that holds the first
+    run's folder.
     Raises: ConfigError when a path is not a run folder, DataError when one of its files is damaged.
     """
     page = out or (runs[0] / "report.html" if len(runs) == 1 else runs[0].parent / "compare.html")
@@ -52,30 +57,27 @@ def gather(runs: Sequence[Path], *, small: bool = False) -> dict[str, Any]:
     shown = [
         _run(run, name, len(runs), small) for run, name in zip(runs, _names(runs), strict=True)
     ]
+    rows_of = {run["name"]: run.pop("rows") for run in shown}
     return {
         "title": " · ".join(run["name"] for run in shown),
         "made_unix_s": int(time.time()),
-        "metrics": _metrics(),
+        "metrics": {metric.name: vars(metric) for metric in METRICS},
         "phase_colours": {name: colour.variable for name, colour in PHASES.items()},
-        "part_colours": [colour.variable for colour in PARTS],
+        **charts(shown),
         "figures": _figures(shown),
         "differences": _differences(shown),
+        "comparisons": run_differences(rows_of) if len(runs) > 1 else [],
         "runs": shown,
-    }
-
-
-def _metrics() -> dict[str, dict[str, Any]]:
-    """Return the known metrics by name, each with the colour of its curve."""
-    return {
-        metric.name: vars(metric) | {"colour": colour_of(metric.name).variable}
-        for metric in METRICS
     }
 
 
 def _figures(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the key figures, each with the index of the run that is best in it, if any."""
     values = zip(KEY_FIGURES, *(run["figures"] for run in runs), strict=True)
-    return [vars(figure) | {"winner": winner(figure, of_runs)} for figure, *of_runs in values]
+    return [
+        vars(figure) | {"winner": winner(figure, [one and Figure(**one) for one in of_runs])}
+        for figure, *of_runs in values
+    ]
 
 
 def _differences(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str | None]]]:
@@ -95,20 +97,29 @@ def _run(run: Path, name: str, num_runs: int, small: bool) -> dict[str, Any]:
     plan, facts, budget = read_plan(run), read_provenance(run), PageBudget().share(num_runs)
     return {
         "name": name,
+        "rows": rows,
         "folder": str(facts.get("folder", "")),
         "about": about(run, config, plan, facts) | _weights(rows),
         "before": seconds_before_step_1(rows),
         "wall_s": wall_s(rows),
         "num_latest": num_latest(len(training_rows(rows))),
-        "figures": key_figures(rows),
-        "changes": what_changed(rows),
+        "figures": [figure and figure._asdict() for figure in key_figures(rows)],
+        "changes": what_changed(rows, Setup(config, run)),
         "turned": [] if small else turned_prompts(run, small=num_runs > 1),
         "curves": curves(rows, MAX_POINTS // min(num_runs, 3)),
         "settings": {key: as_text(value) for key, value in config.items()},
+        "defaults": _defaults(facts.get("defaults")),
         "plan": plan,
         "samples": {"steps": [], "num_steps": 0} if small else read_samples(run, config, budget),
         "timeline": None if small else read_timeline(run, max_spans=MAX_SPANS // num_runs),
     }
+
+
+def _defaults(found: Any) -> dict[str, str | None] | None:
+    """Return the defaults of the settings that differ from them; None in runs without that fact."""
+    if not isinstance(found, dict):
+        return None
+    return {key: None if value is None else as_text(value) for key, value in found.items()}
 
 
 def _weights(rows: Sequence[Row]) -> dict[str, str]:

@@ -11,7 +11,8 @@ USAGE = """\
 usage: spmd-rl report RUN [RUN ...] [--out FILE]
 
 Write a page with the curves, samples and timeline of a run to RUN/report.html. With several runs,
-write compare.html beside the first one, and print where they differ and how they ended.
+write compare.html into the folder that holds the first run's folder (runs/compare.html for runs/a),
+and print where they differ and how they ended.
 
   --out FILE    write the page to this file instead"""
 

@@ -1,4 +1,4 @@
-"""Comparison of runs in a terminal: the settings that differ, and the key figures."""
+"""Comparison of runs in a terminal: the settings that differ, the key figures, who is ahead."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from rich.text import Text
 
 
 def print_comparison(data: dict[str, Any]) -> None:
-    """Print the settings that differ and the key figures of the runs that `gather` returned."""
+    """Print what `gather` returned of the runs: settings that differ, figures, and who is ahead."""
     console = Console()
     if data["differences"]:
         console.print(_settings_table(data))
     else:
         console.print("All runs have the same settings.")
     console.print(_figures_table(data))
+    for finding in data["comparisons"]:
+        console.print(Text(finding["text"]))
 
 
 def _settings_table(data: dict[str, Any]) -> Table:
@@ -51,8 +53,12 @@ def as_number(value: float | None) -> str:
     return f"{value:,.4g}" if abs(value) >= 0.001 else f"{value:.2e}"
 
 
-def _with_unit(value: float | None, unit: str) -> str:
-    return as_number(value) if value is None or not unit else f"{as_number(value)} {unit}"
+def _with_unit(figure: dict[str, float | None] | None, unit: str) -> str:
+    """Return the value of a figure with its standard error, if that is known, and its unit."""
+    if figure is None:
+        return as_number(None)
+    error = "" if figure["error"] is None else f"± {figure['error']:.2g}"
+    return " ".join(filter(None, [as_number(figure["value"]), error, unit]))
 
 
 def _table(what: str, runs: list[dict[str, Any]]) -> Table:

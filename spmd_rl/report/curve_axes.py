@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.report.colours import colour_of
+from spmd_rl.report.panels import colour_of
 
 Rows = Sequence[dict[str, Any]]
 
 INK, GRID = "#22303c", "#e3e8ec"
 HEADROOM = 1.1  # the top of a scale, relative to the highest value
-TITLE_PAD = 20  # points between title and frame, where the legend goes
+TITLE_PAD = 20  # points between title and frame, where a legend of one row goes
+LINE_HEIGHT = 11  # points of each further row of a legend
+LEGEND_POINTS, HANDLE_POINTS, LETTER_POINTS = 265, 20, 4.7  # widths: of all names, and of one
+MAX_LABEL = 50  # characters of a name in one line
 
 
 def colour_code(metric: str) -> str:
@@ -40,8 +44,13 @@ def style_axes(axes: Any, steps: NDArray[Any]) -> None:
     axes.locator_params(axis="x", integer=True)
 
 
-def set_title(axes: Any, text: str) -> None:
-    axes.set_title(text, fontsize=10, fontweight="bold", color=INK, loc="left", pad=TITLE_PAD)
+def set_title(axes: Any, text: str, pad: int = TITLE_PAD) -> None:
+    axes.set_title(text, fontsize=10, fontweight="bold", color=INK, loc="left", pad=pad)
+
+
+def set_note(axes: Any, text: str, pad: int = TITLE_PAD) -> None:
+    """Put a few words at the right end of the title's line."""
+    axes.set_title(text, fontsize=8, color=INK, loc="right", pad=pad)
 
 
 def start_at_zero(axes: Any) -> None:
@@ -78,12 +87,11 @@ def plot_line(
         steps,
         values,
         color=colour,
-        linewidth=1.4,
         label=label,
         clip_on=False,  # or the frame would cut lines on it
         marker="o" if num_known == 1 else "",  # a single value makes no line
         markersize=4,
-        **style,
+        **{"linewidth": 1.4} | style,
     )
 
 
@@ -110,24 +118,53 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
 
 
 def add_legend(*all_axes: Any) -> None:
-    """Put the legend between title and frame, where it hides no line."""
+    """Put the legend between title and frame, where it hides no line, in as few rows as it takes.
+
+    Titles move up to make room for the rows.
+    """
     named = [
         pair for axes in all_axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)
     ]
-    if named:
-        handles, labels = zip(*named, strict=True)
-        all_axes[0].legend(
-            handles,
-            labels,
-            loc="lower left",
-            bbox_to_anchor=(0, 1),
-            ncols=len(named),
-            fontsize=8,
-            frameon=False,
-            labelcolor=INK,
-            borderpad=0,
-            borderaxespad=0.4,
-            handlelength=1.2,
-            handletextpad=0.4,
-            columnspacing=1.0,
-        )
+    if not named:
+        return
+    axes = all_axes[0]
+    handles = [handle for handle, _ in named]
+    labels = [textwrap.fill(label, MAX_LABEL) for _, label in named]
+    ncols = _legend_columns(labels)
+    rows = [labels[i :: -(-len(labels) // ncols)] for i in range(-(-len(labels) // ncols))]
+    num_lines = sum(max(label.count("\n") + 1 for label in row) for row in rows)
+    pad = TITLE_PAD + LINE_HEIGHT * (num_lines - 1)
+    set_title(axes, axes.get_title("left"), pad)
+    set_note(axes, axes.get_title("right"), pad)
+    axes.legend(
+        handles,
+        labels,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=ncols,
+        fontsize=8,
+        frameon=False,
+        labelcolor=INK,
+        borderpad=0,
+        borderaxespad=0.4,
+        labelspacing=0.2,
+        handlelength=1.2,
+        handletextpad=0.4,
+        columnspacing=1.0,
+    )
+
+
+def _legend_columns(labels: Sequence[str]) -> int:
+    """Return the most columns in which the names are no wider than a panel."""
+    for ncols in range(len(labels), 1, -1):
+        num_rows = -(-len(labels) // ncols)
+        columns = [labels[i : i + num_rows] for i in range(0, len(labels), num_rows)]
+        widest = [max(map(_width, column)) for column in columns]
+        if sum(widest) <= LEGEND_POINTS:
+            return ncols
+    return 1
+
+
+def _width(label: str) -> float:
+    """Return the points that a name with its handle takes, at the most."""
+    return HANDLE_POINTS + LETTER_POINTS * max(map(len, label.split("\n")))

@@ -1,4 +1,4 @@
-"""Background drawing of `curves.png` in a low-priority process, so that no step waits for it."""
+"""Background drawing of picture and page, at so low a priority that no step waits for it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ LEAST_S = 10.0  # between two drawings, each of which takes a processor for a se
 
 
 class CurvePainter:
-    """Draws the curves in a background process. A request during a drawing, or soon after the last
-    one began, is dropped.
+    """Draws the curves and writes the page in a background process.
+
+    A request during a drawing, or soon after the last one began, is dropped.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class CurvePainter:
         if not is_drawing and (now_s := self._clock()) >= self._next_s:
             self._next_s = now_s + LEAST_S
             arguments = [str(self._metrics), str(self._path), self._title]
-            command = [sys.executable, "-m", "spmd_rl.report.curves", *arguments]
+            command = [sys.executable, "-m", "spmd_rl.report.redraw", *arguments]
             null = subprocess.DEVNULL  # errors are reported when `finish` draws again
             self._process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null)
             os.setpriority(os.PRIO_PROCESS, self._process.pid, LOWEST_PRIORITY)
@@ -47,6 +48,7 @@ class CurvePainter:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            for part in self._path.parent.glob(f"{self._path.name}.*.part"):
-                part.unlink()  # it was killed while it wrote
+            for name in (self._path.name, "report.html"):
+                for part in self._path.parent.glob(f"{name}.*.part"):
+                    part.unlink()  # it was killed while it wrote
         draw(rows, self._path, self._title)

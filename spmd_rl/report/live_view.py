@@ -26,6 +26,7 @@ from spmd_rl.report.progress import (
 )
 from spmd_rl.types import samples
 
+PAGE_HINT = "report.html in this folder shows more, from step 1 on"
 _LABEL_WIDTH = 9
 _SIDE_WIDTH = _LABEL_WIDTH + 6  # of a row besides its content: label, frame and space between
 _ECHO_WIDTH = 2  # free columns behind the frame, where a terminal echoes ^C
@@ -92,7 +93,13 @@ class LiveView:
         rows = self._rows(frame - _SIDE_WIDTH)
         content = Group(_progress_bar(self._progress), Text(), rows)
         return Panel(
-            content, title=self._title, title_align="left", border_style="blue", width=frame
+            content,
+            title=self._title,
+            title_align="left",
+            subtitle=PAGE_HINT,
+            subtitle_align="left",
+            border_style="blue",
+            width=frame,
         )
 
     def _rows(self, width: int) -> Table:
@@ -268,8 +275,9 @@ def _sample(group: samples.Group, width: int) -> Text:
     sample = group.samples[0]
     reward = f"  reward {sample.reward:g}"
     text_width = max(20, width - len(reward) - 3)  # two fifths of it for the prompt
+    asked = group.prompt.question or group.prompt.text
     return Text.assemble(
-        (_one_line(group.prompt.text, min(40, text_width * 2 // 5)), "bright_black"),
+        (_one_line(asked, min(40, text_width * 2 // 5)), "bright_black"),
         " → ",
         (_one_line(sample.text, min(60, text_width * 3 // 5)), "bold"),
         (reward, "green" if sample.reward > 0 else "red"),

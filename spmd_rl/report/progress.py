@@ -143,9 +143,12 @@ def evaluation_text(metrics: Metrics) -> str:
             scores.setdefault(one, {})[score] = value
     texts = []
     for one, found in scores.items():
-        last = list(found.items())[-1]
-        shown = {"reward": found["reward"], last[0]: last[1]} if "reward" in found else found
-        listed = "  ".join(f"{score} {number(value, '.3f')}" for score, value in shown.items())
+        last, value = list(found.items())[-1]
+        if "reward" in found:
+            reward = {"reward": found["reward"]}
+            # pass@1 of rewards of 0 and 1 is the same number
+            found = reward if value == found["reward"] else reward | {last: value}
+        listed = "  ".join(f"{score} {number(value, '.3f')}" for score, value in found.items())
         texts.append(f"{one}: {listed}")
     return "  ".join(texts) or "all samples failed"
 

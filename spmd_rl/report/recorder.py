@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from spmd_rl.algo.group_metrics import group_metrics, rewards_are_equal
+from spmd_rl.config.defaults import changed_defaults
 from spmd_rl.config.dump import dump_toml
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.run.steps import LoopStep
@@ -24,6 +25,8 @@ from spmd_rl.report.reward_warnings import RewardWarnings
 from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.memory import num_trained_parameters
 from spmd_rl.types.samples import Group, error_of
 
 RESULTS = (
@@ -56,6 +59,7 @@ class Recorder:
         settings = tomllib.loads(config)
         self._start_unix_s = start_unix_s()
         facts = provenance(words, self._start_unix_s) | _parameters(cfg)
+        facts["defaults"] = changed_defaults(cfg)
         write_atomically(run.path / PROVENANCE_FILE, json.dumps(facts, indent=1) + "\n")
         self._sinks = Sinks(run.sinks, run.path, settings)
         self._reward_warnings = RewardWarnings(settings, self._folder.path / "samples")
@@ -190,14 +194,21 @@ class Recorder:
 
 
 def _parameters(cfg: Any) -> dict[str, int]:
-    """Return the number of parameters of the config's model, if it can be read here."""
-    model = getattr(cfg, "model", None)
+    """Return the numbers of parameters of the config's model, if it can be read here.
+
+    The number of those that are trained is there if not all are.
+    """
+    model, trainer = getattr(cfg, "model", None), getattr(cfg, "trainer", None)
     if not isinstance(model, str):
         return {}
     try:
-        return {"parameters": read_spec(model).num_parameters}
+        spec = read_spec(model)
+        found = {"parameters": spec.num_parameters}
+        if isinstance(trainer, TrainerConfig) and (trainer.lora.rank or trainer.freeze):
+            found["trained_parameters"] = num_trained_parameters(spec, trainer)
     except SpmdError:
         return {}
+    return found
 
 
 def _resolved(cfg: Any, world_size: int) -> dict[str, Any]:

@@ -45,7 +45,8 @@ class RunMonitor:
     finished step, are dropped. `before_s` holds the seconds of phases that have ended already.
 
     `tty` chooses between the live view and plain lines; None means live if stdout is a terminal.
-    Curves are drawn every `plot_every_steps` in a background process, and once at the end.
+    Curves and page are made after step 1 and every `plot_every_steps` in a background process, and
+    once at the end.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class RunMonitor:
         drop_steps_after(run.metrics, resume_at)
         self._rows = read_metrics(run.metrics)
         self._log = MetricsLog(run.metrics)
-        self._painter = CurvePainter(run.metrics, run.curves, title=str(run.path))
+        self._painter = CurvePainter(run.metrics, run.curves, title=run.path.name)
         elapsed_s = 0.0 if start_unix_s is None else time.time() - start_unix_s
         self._progress = RunProgress(0, clock, index=resume_at, elapsed_before_s=elapsed_s)
         self._before_metrics: dict[str, float] = {}
@@ -129,7 +130,7 @@ class RunMonitor:
         self._write(step.number, metrics, step.groups)
         self._progress.record_step(step.number, metrics)
         self._view.show(step.groups)
-        if step.number > 0 and step.number % self._plot_every_steps == 0:
+        if step.number == 1 or (step.number > 0 and step.number % self._plot_every_steps == 0):
             self._painter.request()
 
     def on_evaluation(

@@ -10,6 +10,7 @@ import msgspec
 
 from spmd_rl.errors import DataError
 from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json
+from spmd_rl.report.prompt_names import prompt_name
 from spmd_rl.report.token_texts import find_tokenizer, token_texts
 from spmd_rl.types.samples import NO_VERSION
 
@@ -22,6 +23,7 @@ class _Row(msgspec.Struct):
     prompt_uid: int | str | None = None
     index: int | None = None
     prompt: str = ""
+    question: str = ""
     answer: str = ""
     text: str = ""
     reward: float | None = None
@@ -103,7 +105,9 @@ def _read_step(path: Path, tokenizer: Any, budget: PageBudget, num_tokens: int) 
         if uid not in groups:
             if full := taken >= num_tokens and bool(groups):
                 continue
-            groups[uid] = {"uid": uid, "prompt": row.prompt, "answer": row.answer, "samples": []}
+            name = prompt_name(row.prompt, row.question)
+            groups[uid] = {"uid": uid, "name": name, "prompt": row.prompt, "answer": row.answer}
+            groups[uid]["samples"] = []
         sample = _sample(row, tokenizer, budget.tokens_per_sample)
         groups[uid]["samples"].append(sample)
         taken += len(sample["pieces"]) + OVERHEAD_TOKENS

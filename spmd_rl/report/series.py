@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd_rl.observe.metrics import METRIC_OF_NAME
+from spmd_rl.report.means import MIN_STANDARD_ERRORS, Mean, evaluation_mean, latest_mean, num_latest
 from spmd_rl.report.time_axes import BEFORE, is_number, part_ends, training_rows
 
 Row = dict[str, Any]
@@ -29,14 +31,22 @@ class KeyFigure:
     better: int = 0
 
 
+class Figure(NamedTuple):
+    """The value of a key figure, and its standard error where that is known."""
+
+    value: float
+    error: float | None
+
+
+LATEST, LAST = "last fifth", "last"
 KEY_FIGURES = (
-    KeyFigure("reward", "reward/mean", "mean of last 5 %", 1),
-    KeyFigure("reward in evaluation", "eval/reward", "last", 1),
-    KeyFigure("loss in evaluation", "eval/loss", "last", -1),
-    KeyFigure("accuracy in evaluation", "eval/accuracy", "last", 1),
-    KeyFigure("prompts without reward", "reward/solve_none", "mean of last 5 %"),
-    KeyFigure("response tokens", "rollout/response_tokens_mean", "mean of last 5 %"),
-    KeyFigure("entropy", "train/entropy", "mean of last 5 %"),
+    KeyFigure("reward", "reward/mean", LATEST, 1),
+    KeyFigure("reward in evaluation", "eval/reward", LAST, 1),
+    KeyFigure("loss in evaluation", "eval/loss", LAST, -1),
+    KeyFigure("accuracy in evaluation", "eval/accuracy", LAST, 1),
+    KeyFigure("prompts without reward", "reward/solve_none", LATEST),
+    KeyFigure("response tokens", "rollout/response_tokens_mean", LATEST),
+    KeyFigure("entropy", "train/entropy", LATEST),
     KeyFigure("mismatched tokens", "onpolicy/mismatched_tokens", "total", -1),
     KeyFigure("compared tokens", "onpolicy/compared_tokens", "total"),
     KeyFigure("max |Δ log-prob|", "onpolicy/max_abs_dlogp", "largest", -1),
@@ -70,7 +80,23 @@ def curves(rows: Sequence[Row], max_points: int = MAX_POINTS) -> dict[str, Any]:
         "last": [part[-1]["step"] for part in parts],
         "ends": part_ends(parts),
         "columns": {name: _column(parts, name) for name in metric_names(rows)},
+        "latest": _latest(rows),
     }
+
+
+def _latest(rows: Sequence[Row]) -> dict[str, float]:
+    """Return each metric's mean over the last fifth of the steps, which a legend shows.
+
+    A metric that some steps lack is left out, unless it is a time, of which they took none.
+    """
+    steps = training_rows(rows)
+    latest = steps[-num_latest(len(steps)) :]
+    means = {}
+    for name in metric_names(steps):
+        values = [row[name] for row in latest if _is_known(row, name)]
+        if len(values) == len(latest) or name.startswith("time/"):
+            means[name] = _rounded(math.fsum(values) / len(latest))
+    return means
 
 
 def _equal_parts(rows: Sequence[Row], max_parts: int) -> list[Sequence[Row]]:
@@ -91,51 +117,60 @@ def metric_names(rows: Iterable[Row]) -> list[str]:
     )
 
 
-def key_figures(rows: Sequence[Row]) -> list[float | None]:
+def key_figures(rows: Sequence[Row]) -> list[Figure | None]:
     """Return the run's value for each of KEY_FIGURES, None if it has none."""
     return [_figure(rows, figure) for figure in KEY_FIGURES]
 
 
-def winner(figure: KeyFigure, values: Sequence[float | None]) -> int | None:
-    """Return which run has a value that is better than all others by `MIN_MARGIN`, if any."""
-    scores = [(figure.better * value, i) for i, value in enumerate(values) if value is not None]
-    if not figure.better or len(scores) < 2:
+def winner(figure: KeyFigure, values: Sequence[Figure | None]) -> int | None:
+    """Return which run has a value that is better than all others, if any.
+
+    It is better by `MIN_MARGIN`, and by more than the noise that is known.
+    """
+    known = [(i, value) for i, value in enumerate(values) if value is not None]
+    if not figure.better or len(known) < 2:
         return None
-    (best, index), (second, _) = sorted(scores, reverse=True)[:2]
-    return index if best - second >= MIN_MARGIN * max(abs(best), abs(second)) > 0 else None
-
-
-def num_latest(num_steps: int) -> int:
-    """Return the number of steps in the last twentieth of a run."""
-    return max(1, num_steps // 20)
-
-
-def _latest(values: list[float]) -> float:
-    return statistics.fmean(values[-num_latest(len(values)) :])
+    known.sort(key=lambda one: figure.better * one[1].value, reverse=True)
+    (index, best), (_, second) = known[:2]
+    margin, largest = abs(best.value - second.value), max(abs(best.value), abs(second.value))
+    noise = math.hypot(best.error or 0.0, second.error or 0.0)
+    is_clear = margin >= MIN_MARGIN * largest > 0 and margin > MIN_STANDARD_ERRORS * noise
+    return index if is_clear else None
 
 
 _AGGREGATES: dict[str, Callable[[list[float]], float]] = {
-    "mean of last 5 %": _latest,
-    "last": lambda values: values[-1],
     "total": sum,
     "largest": max,
     "median": statistics.median,
 }
 
 
-def _figure(rows: Sequence[Row], figure: KeyFigure) -> float | None:
+def _figure(rows: Sequence[Row], figure: KeyFigure) -> Figure | None:
     # an evaluation before the first step counts too
-    figure_rows = rows if figure.how == "last" else training_rows(rows)
-    values = [row[figure.metric] for row in figure_rows if _is_known(row, figure.metric)]
-    return _rounded(_AGGREGATES[figure.how](values)) if values else None
+    figure_rows = rows if figure.how == LAST else training_rows(rows)
+    known = [row for row in figure_rows if _is_known(row, figure.metric)]
+    if not known:
+        return None
+    if figure.how == LATEST:
+        return _with_error(latest_mean(known, figure.metric))
+    if figure.how == LAST:
+        return _with_error(evaluation_mean(known[-1], figure.metric))
+    values = [row[figure.metric] for row in known]
+    return Figure(_rounded(_AGGREGATES[figure.how](values)), None)
+
+
+def _with_error(mean: Mean | None) -> Figure | None:
+    if mean is None:
+        return None
+    return Figure(_rounded(mean.value), None if math.isnan(mean.error) else _rounded(mean.error))
 
 
 def _column(parts: list[Sequence[Row]], name: str) -> dict[str, list[float | None]]:
     known = [[row[name] for row in part if _is_known(row, name)] for part in parts]
     column = {"mean": [_rounded(statistics.fmean(values)) if values else None for values in known]}
     if any(len(part) > 1 for part in parts):
-        column["low"] = [_rounded(min(values, default=None)) for values in known]
-        column["high"] = [_rounded(max(values, default=None)) for values in known]
+        column["low"] = [_rounded(min(values)) if values else None for values in known]
+        column["high"] = [_rounded(max(values)) if values else None for values in known]
     return column
 
 
@@ -143,8 +178,6 @@ def _is_known(row: Row, name: str) -> bool:
     return is_number(row.get(name)) and row.get(DENOMINATORS.get(name, "")) != 0
 
 
-def _rounded(value: float | None) -> float | None:
+def _rounded(value: float) -> float:
     """Round to seven significant digits, which is more than the page shows."""
-    if value is None or float(value).is_integer():
-        return value if value is None else int(value)
-    return float(f"{value:.7g}")
+    return int(value) if float(value).is_integer() else float(f"{value:.7g}")

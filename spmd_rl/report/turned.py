@@ -12,6 +12,7 @@ import msgspec
 
 from spmd_rl.errors import DataError
 from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json
+from spmd_rl.report.prompt_names import user_text
 
 MAX_EXAMPLES = 5  # of each set and direction
 MAX_CHARACTERS = 300  # of a text that the page shows
@@ -24,6 +25,7 @@ class _Row(msgspec.Struct):
 
     prompt_uid: int
     prompt: str = ""
+    question: str = ""
     answer: str = ""
     text: str = ""
     reward: float | None = None
@@ -65,7 +67,7 @@ def _turned(
 
 
 def _example(before: _Row, after: _Row, change: float) -> dict[str, Any]:
-    texts = before.prompt, before.answer, before.text, after.text
+    texts = user_text(before.prompt, before.question), before.answer, before.text, after.text
     prompt, answer, first, last = (text[-MAX_CHARACTERS:] for text in texts)
     return {"prompt": prompt, "answer": answer, "before": first, "after": last, "change": change}
 

@@ -67,6 +67,14 @@ def trainer_memory(
     return [TagBytes("pushed_base", base, "save", changes=False), merge, *step]
 
 
+def num_trained_parameters(spec: ModelSpec, cfg: TrainerConfig) -> int:
+    """Return how many parameters learn: those of the adapters, or those that are not frozen."""
+    if cfg.lora.rank:
+        return num_adapted(spec, cfg.lora)
+    shapes = spec.parameter_shapes()
+    return sum(prod(shapes[name]) for name in update_rules(shapes, cfg, 1))
+
+
 def step_sizes(
     spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head = "lm"
 ) -> StepSizes:

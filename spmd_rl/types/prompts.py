@@ -22,6 +22,15 @@ def construct(cls: type[T], values: dict[str, Any]) -> T:
     return instance
 
 
+def question_of(chat: dict[str, Any]) -> str:
+    """Return the text of the last message of the user in a chat; "" without one."""
+    contents = [one.get("content") for one in chat.get("messages", ()) if one.get("role") == "user"]
+    last = contents[-1] if contents else ""
+    if isinstance(last, list):  # parts, of which some are text
+        return "\n".join(str(part.get("text", "")) for part in last if isinstance(part, dict))
+    return last if isinstance(last, str) else ""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One tokenised prompt.
@@ -41,6 +50,11 @@ class Prompt:
     meta: dict[str, Any] = field(default_factory=dict)
     reward: dict[str, float] = field(default_factory=dict)
     chat: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def question(self) -> str:
+        """The text of the last message of the user; "" without a chat."""
+        return question_of(self.chat)
 
     def replace(self, **values: Any) -> Prompt:
         """Return a copy with these fields changed, five times as fast as `dataclasses.replace`."""

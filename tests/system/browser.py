@@ -77,16 +77,22 @@ class Browser:
     def resize(self, width: int, height: int) -> None:
         self._post("window/rect", {"width": width, "height": height})
 
+    def emulate_width(self, width: int, height: int) -> None:
+        """Show pages as a screen of this size does, which may be narrower than a window can be."""
+        params = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._execute("Emulation.setDeviceMetricsOverride", params)
+
+    def end_emulation(self) -> None:
+        """Show pages in the window's own size again."""
+        self._execute("Emulation.clearDeviceMetricsOverride", {})
+
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(_ask("GET", f"{self._url}/screenshot")))
 
     def emulate(self, scheme: str) -> None:
         """Prefer "light" or "dark" colours."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self._post(
-            "goog/cdp/execute",
-            {"cmd": "Emulation.setEmulatedMedia", "params": {"features": features}},
-        )
+        self._execute("Emulation.setEmulatedMedia", {"features": features})
 
     def errors(self) -> list[str]:
         """Return the console messages of level warning and above since the last call."""
@@ -107,6 +113,10 @@ class Browser:
         ]
         urls = [ask["request"]["url"] for ask in asked if ask["documentURL"].startswith("file:")]
         return [url for url in urls if not url.startswith("data:")]
+
+    def _execute(self, command: str, parameters: dict[str, Any]) -> None:
+        """Run a command of Chromium's DevTools."""
+        self._post("goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def _log(self, kind: str) -> list[dict[str, Any]]:
         return self._post("se/log", {"type": kind})

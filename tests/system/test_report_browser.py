@@ -59,15 +59,14 @@ def curve(browser: Browser, metric: str) -> list[list[float]]:
 def test_curves_are_drawn(browser: Browser, demo: Path) -> None:
     page = opened(browser, demo)
     titles = browser.each(".chart .title")
-    assert {"Reward", "Response length", "Entropy", "Clip fraction", "Tokens per step"} <= set(
-        titles
-    )
+    assert {"Reward", "Response length", "Entropy", "Clip fraction"} <= set(titles)
     assert {"Time per step", "Speed", "Device memory", "eval/gsm8k"} <= set(titles)
     assert not {"Mismatched tokens", "Trainer vs engine"} & set(titles)
-    assert browser.each(".zeros") == [
-        "These were 0 throughout: mismatched tokens, trainer vs engine."
-    ]
-    mean, solve_all, solve_none = curve(browser, "reward/mean")
+    (constant,) = browser.each(".constant")
+    assert "mismatched tokens 0 · trainer vs engine 0" in constant
+    assert "tokens per step 5,120" in constant
+    (mean,) = curve(browser, "reward/mean")
+    solve_all, solve_none = curve(browser, "reward/solve_none")
     assert len(mean) == 2 * 120
     assert mean[0::2] == sorted(mean[0::2])  # steps go to the right
     assert mean[1] > mean[-1]  # reward grows, and the axis goes up
@@ -121,7 +120,7 @@ def warmed(folder: Path) -> Path:
 
 def ticks(browser: Browser, metric: str) -> list[float]:
     return [
-        float(text) for text in browser.each(f"[data-metrics~='{metric}'] text[text-anchor=middle]")
+        float(text) for text in browser.each(f"[data-metrics~='{metric}'] text.tick")
     ]
 
 
@@ -138,6 +137,10 @@ def test_the_charts_have_steps_minutes_or_tokens_across(browser: Browser, tmp_pa
     )
     assert (min(ticks(browser, "reward/mean")), max(ticks(browser, "reward/mean"))) == (5, 20)
     assert max(ticks(browser, "warmup/loss")) <= 0
+    assert browser.each("[data-metrics~='reward/mean'] .xlabel") == ["step"]
+    assert browser.each("[data-metrics~='warmup/loss'] .xlabel") == [
+        "step of the warm-up, which ends at 0"
+    ]
     left = curve(browser, "reward/mean")[0][0]
     browser.run(ACROSS, "minutes")
     for metric in ("reward/mean", "warmup/loss"):  # from the beginning of the run to its end
@@ -191,7 +194,148 @@ def test_links_lead_to_what_is_there(browser: Browser, demo: Path, tmp_path: Pat
 
 
 def last_tick(browser: Browser) -> int:
-    return max(map(int, browser.each("[data-metrics~='train/loss'] text[text-anchor=middle]")))
+    return max(map(int, browser.each("[data-metrics~='train/loss'] text.tick")))
+
+
+def test_each_line_of_a_chart_has_its_own_colour(browser: Browser, tmp_path: Path) -> None:
+    """The colours that the browser computes, in the light and the dark scheme."""
+    names = ("dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward", "train/kl", "train/ppo_kl")
+    rows = [
+        {"step": step} | {name: i * step for i, name in enumerate(names)} for step in range(1, 9)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    opened(browser, tmp_path)
+    for scheme in ("light", "dark"):
+        browser.emulate(scheme)
+        for metric, count in (("dpo/margin", 3), ("train/kl", 2)):
+            chart = f"[data-metrics~='{metric}']"
+            colours = browser.each(f"{chart} path.curve", "getComputedStyle(e).stroke")
+            keys = browser.each(f"{chart} .key", "getComputedStyle(e, '::before').backgroundColor")
+            assert len(colours) == len(set(colours)) == count
+            assert keys == colours
+    browser.emulate("light")
+
+
+FIRST_SCREEN = "e.getBoundingClientRect().bottom <= innerHeight"
+
+
+def troubled(folder: Path) -> Path:
+    """Write a run that rose and fell, with a long chat prompt, long names and every warning."""
+    run = make_run(folder, num_steps=40, num_ranks=1, text="<|im_start|>user\n" + 90 * "how? ")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        step = row["step"]
+        row |= {"reward/mean": 0.9 if 10 < step < 20 else 0.1, "reward/mean_error": 0.01}
+        row |= {"rollout/truncated": 0.5, "reward/solve_none": 0.75, "train/kl": step / 10}
+        row |= {f"reward/{'a_long_name_' * 5}{i}": step / (9 + i) for i in range(3)}
+        score = {10: 0.2, 20: 0.8, 40: 0.4}.get(step)
+        if score:
+            row |= {"eval/held_out/reward": score, "eval/held_out/reward_error": 0.02}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+def test_the_first_screen_says_what_improved_what_did_not_and_what_to_do(
+    browser: Browser, tmp_path: Path
+) -> None:
+    page = opened(browser, troubled(tmp_path / "run"))
+    browser.resize(1400, 900)
+    assert browser.each(".finding h2") == ["What improved", "What did not", "What to do next"]
+    assert all(browser.each(".finding li", FIRST_SCREEN))
+    (improved,) = browser.each(".finding:first-child li")
+    assert "it rose; down from its best, 0.800 ± 0.02 at step 20" in improved
+    assert "taught nothing" in "".join(browser.each(".finding:nth-child(2) li"))
+    assert "sampling.max_tokens" in "".join(browser.each(".finding:nth-child(3) li"))
+    check_quiet(browser, page)
+
+
+WIDE = """
+const scrolled = (e) => e.closest('.scroll, .timeline, .settings, .notes, svg, .text');
+return [...document.body.querySelectorAll('*')]
+    .filter((e) => e.getBoundingClientRect().right > innerWidth + 1 && !scrolled(e))
+    .map((e) => `${e.tagName}.${e.className}`);
+"""
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_phone_shows_the_whole_width(
+    browser: Browser, tmp_path: Path, several: bool
+) -> None:
+    runs = [troubled(tmp_path / "a_run_with_quite_a_long_name")]
+    runs += [troubled(tmp_path / "another_run_with_a_longer_name_still")] if several else []
+    page = opened(browser, *runs)
+    browser.emulate_width(420, 900)
+    try:
+        browser.open(page)
+        assert browser.run("return innerWidth") == 420
+        assert browser.run("return document.documentElement.scrollWidth") <= 420
+        assert browser.run(WIDE) == []
+        links = browser.each("nav a", "[e.textContent, e.getBoundingClientRect().width > 0]")
+        assert links == [["Curves", True], ["Timeline", True], ["Samples", True], ["Config", True]]
+        if not several:
+            check_folded(browser)
+    finally:
+        browser.end_emulation()
+
+
+def check_folded(browser: Browser) -> None:
+    shown = "return [...document.querySelectorAll('.chart')].filter((e) => e.clientHeight).length"
+    height = browser.run("return document.body.scrollHeight")
+    assert browser.run(shown) == 6
+    browser.click(".more")
+    assert browser.run(shown) == len(browser.each(".chart")) > 6
+    assert browser.run("return document.body.scrollHeight") > height
+    assert height < 10_000
+
+
+def test_legends_are_whole(browser: Browser, tmp_path: Path) -> None:
+    opened(browser, troubled(tmp_path / "run"))
+    for width in (1400, 700):
+        browser.resize(width, 900)
+        cut = browser.each(
+            ".legend .key > span", "e.scrollWidth > e.clientWidth + 1 ? e.textContent : ''"
+        )
+        assert not any(cut)
+
+
+def test_nothing_is_smoothed_unless_asked_and_no_peak_decays(
+    browser: Browser, tmp_path: Path
+) -> None:
+    rows = [{"step": step, "train/tokens": 1000, "x": 0.0} for step in range(-49, 101)]
+    for row in rows[50:]:
+        row |= {"train/tokens": 4000, "x": 1.0 if row["step"] == 50 else 0.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    opened(browser, tmp_path)
+    (raw,) = curve(browser, "train/tokens")
+    assert len(set(raw[1::2])) == 2, "1,000 to step 0 and 4,000 from step 1 on"
+    (spike,) = curve(browser, "x")
+    assert len(set(spike[1::2])) == 2
+    browser.run(
+        """
+        const slider = document.querySelector("input[type=range]");
+        slider.value = 5;
+        slider.dispatchEvent(new Event("input"));
+        """
+    )
+    (smooth,) = curve(browser, "train/tokens")
+    assert smooth == raw, "the warm-up is no neighbour of step 1"
+    (spread,) = curve(browser, "x")
+    raised = [i for i, y in enumerate(spread[1::2]) if y != spread[1]]
+    peak = spike[1::2].index(min(spike[1::2]))
+    assert raised == list(range(peak - 5, peak + 6)), "as much before a peak as after it"
+
+
+def test_settings_that_were_set_stand_before_all(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=2, settings="lr = 3e-4")
+    (run / "run.json").write_text(json.dumps({"defaults": {"lr": 1e-6, "model": None}}))
+    opened(browser, run)
+    first = browser.each(".settings > table tbody tr", "e.innerText.replaceAll('\\t', ' ')")
+    assert first == ["model models/tiny –", "lr 0.0003 1e-06"]
+    everything = browser.each(".settings details tr[data-key] th")
+    assert {"steps", "lr", "run.seed"} <= set(everything)
+    marked = browser.each(".settings details tr.set th")
+    assert marked == ["model", "lr"]
+    assert not browser.each(".settings", "e.scrollHeight > e.clientHeight + 1")[0]
 
 
 def test_dragging_zooms_all_charts_and_a_button_ends_it(browser: Browser, demo: Path) -> None:

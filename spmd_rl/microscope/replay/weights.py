@@ -9,6 +9,7 @@ from typing import Any
 
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.errors import ConfigError
+from spmd_rl.microscope.replay.inputs import find_samples
 from spmd_rl.model.weight_files import has_weights
 from spmd_rl.train.checkpoint_index import INDEX_FILE, read_index
 from spmd_rl.train.export import export_saved
@@ -56,6 +57,17 @@ def sampling_weights(
     export_saved(saved, like, folder)
     description = f"the weights that drew the samples, {names}, from {saved}"
     return ReplayWeights(folder, description, drew_samples=True)
+
+
+def step_to_confirm(run: Path) -> int | None:
+    """Return the last step with samples whose weights a checkpoint still has; None if none does."""
+    for record in reversed(Checkpoints(run / "checkpoints", 1, 0).complete().values()):
+        step = record.next_step + 1  # samples of a step are of the version before it, or older
+        if (run / "samples" / f"step_{step:05d}.jsonl").is_file():
+            drawn = find_samples(run, [], step)
+            if all(sample.versions == {record.next_step} for sample in drawn):
+                return step
+    return None
 
 
 def _list_versions(versions: Set[int]) -> str:

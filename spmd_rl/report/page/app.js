@@ -2,7 +2,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const several = data.runs.length > 1;
-const view = new View(Math.max(...data.runs.map((run) => run.curves.num_steps)));
+const view = new View(data.runs.map((run) => run.num_latest));
 const timeline = timelineSection(data),
   samples = samplesSection(data);
 
@@ -34,7 +34,7 @@ function topBar() {
     "nav",
     {},
     el("b", {}, data.title),
-    links.map(([id, text]) => el("a", { href: `#${id}` }, text)),
+    el("div", {}, links.map(([id, text]) => el("a", { href: `#${id}` }, text))),
     button,
   );
 }
@@ -67,9 +67,14 @@ function facts(run) {
   const known = Object.entries(run.about);
   if (!known.length) return null;
   return el(
-    "dl",
-    { class: "facts" },
-    known.map(([label, text]) => el("div", {}, el("dt", {}, label), el("dd", {}, text))),
+    "section",
+    { class: "section" },
+    el("div", { class: "head" }, el("h2", {}, "The run")),
+    el(
+      "dl",
+      { class: "facts" },
+      known.map(([label, text]) => el("div", {}, el("dt", {}, label), el("dd", {}, text))),
+    ),
   );
 }
 
@@ -78,14 +83,15 @@ function head() {
     return [
       el("h1", {}, data.runs[0].name),
       el("p", { class: "sub" }, summary(data.runs[0])),
-      facts(data.runs[0]),
-      figureCards(data, data.runs[0]),
       changesSection(data.runs[0]),
+      figureCards(data, data.runs[0]),
+      facts(data.runs[0]),
     ];
   return [
     el("h1", {}, `${data.runs.length} runs`),
     el("p", { class: "sub" }, data.title),
-    el("div", { class: "two" }, figuresTable(data), differencesTable(data)),
+    comparisonSection(data),
+    el("div", { class: "two section" }, figuresTable(data), differencesTable(data)),
   ];
 }
 

@@ -1,10 +1,20 @@
 // The x axis of the charts: steps, minutes since the run started, or trained tokens.
 
 const AXES = {
-  steps: { title: "steps", text: () => "" },
-  minutes: { title: "wall-clock minutes", text: (value) => `${number(value, 3)} min` },
-  tokens: { title: "trained tokens", text: (value) => `${short(value)} tokens` },
+  steps: { title: "steps", label: stepLabel, text: () => "" },
+  minutes: {
+    title: "wall-clock minutes",
+    label: () => "minutes since the run started",
+    text: (value) => `${number(value, 3)} min`,
+  },
+  tokens: { title: "trained tokens", label: () => "trained tokens", text: (value) => `${short(value)} tokens` },
 };
+
+// What the steps from `first` to `last` are; those of a warm-up count up to 0.
+function stepLabel(first, last) {
+  if (last < 1 && first < 0) return "step of the warm-up, which ends at 0";
+  return first < 0 ? "step (up to 0: warm-up)" : "step";
+}
 
 // The axes that every run has values for.
 function axesOf(data) {

@@ -1,24 +1,51 @@
-// What changed in a run: sentences, and evaluation prompts that turned right or wrong.
+// The first screen: what improved, what did not, and what to do next. Below: prompts that turned right or wrong.
 
 function changesSection(run) {
-  if (!run.changes.length && !run.turned.length) return null;
+  const of = (...moods) => run.changes.filter(({ mood, text }) => text && moods.includes(mood));
+  const advice = [...new Set(run.changes.flatMap((one) => one.advice))];
+  const notes = [...of(""), ...run.turned.map(turnedNote)];
   return el(
     "section",
-    { id: "changes", class: "section" },
-    el("h2", {}, "What changed"),
+    { id: "changes" },
     el(
-      "ul",
-      {},
-      run.changes.map(({ mood, text }) => el("li", { class: mood }, text)),
-      run.turned.map(turnedItem),
+      "div",
+      { class: "answers-first" },
+      answerCard("What improved", of("good", "mixed"), "Nothing rose beyond its noise, or nothing was measured twice."),
+      answerCard("What did not", of("bad", "flat"), "Nothing fell, stood still or asks for a look."),
+      answerCard(
+        "What to do next",
+        advice.map((text) => ({ mood: "", text })),
+        "Nothing: no score or warning asks for a change.",
+      ),
     ),
-    run.turned.some(({ examples }) => examples.length) ? examplesTable(run.turned) : null,
+    notes.length
+      ? el(
+          "details",
+          { class: "notes" },
+          el("summary", {}, `Also: ${notes[0].text}${notes.length > 1 ? `, and ${notes.length - 1} more` : ""}`),
+          notes.length > 1 ? findingList(notes.slice(1)) : null,
+          run.turned.some(({ examples }) => examples.length) ? examplesTable(run.turned) : null,
+        )
+      : null,
   );
 }
 
-function turnedItem({ set, first, last, num_prompts, num_right, num_wrong }) {
+function answerCard(title, findings, otherwise) {
+  return el(
+    "div",
+    { class: "card finding" },
+    el("h2", {}, title),
+    findings.length ? findingList(findings) : el("p", { class: "sub" }, otherwise),
+  );
+}
+
+function findingList(findings) {
+  return el("ul", {}, findings.map(({ mood, text }) => el("li", { class: mood }, text)));
+}
+
+function turnedNote({ set, first, last, num_prompts, num_right, num_wrong }) {
   const counts = `${number(num_right)} of ${number(num_prompts)} prompts turned right, and ${number(num_wrong)} turned wrong`;
-  return el("li", {}, `Evaluation ${set}, from step ${first} to ${last}: ${counts}`);
+  return { mood: "", text: `Evaluation ${set}, from step ${first} to ${last}: ${counts}` };
 }
 
 function examplesTable(turned) {
@@ -35,11 +62,5 @@ function examplesTable(turned) {
       ),
     ),
   );
-  const titles = ["set", "prompt", "answer", "first evaluation", "last evaluation"];
-  return el(
-    "details",
-    {},
-    el("summary", {}, "Prompts that turned"),
-    el("table", {}, el("tr", {}, titles.map((title) => el("th", {}, title))), rows),
-  );
+  return table("", ["set", "prompt", "answer", "first evaluation", "last evaluation"], rows);
 }

@@ -3,11 +3,11 @@
 // A panel has a title, a unit and series. A series has a label, a colour and points. Point i covers the steps `first[i]`
 // to `last[i]`, has their `mean`, and also `low` and `high` if it covers several. `ends` are its ends on the other axes.
 
-const HEIGHT = 170,
+const HEIGHT = 184,
   LEFT = 46,
   RIGHT = 8,
   TOP = 8,
-  BOTTOM = 20;
+  BOTTOM = 34;
 
 class Chart {
   constructor(panel, view) {
@@ -52,7 +52,7 @@ class Chart {
       x: positionsOn(this.view.axis, s),
       ends: endsOn(this.view.axis, s),
       extent: extentOn(this.view.axis, s),
-      smooth: smoothed(s.mean, this.panel.stacked || s.sparse ? 0 : this.view.smoothing),
+      smooth: smoothed(s.mean, s.last, this.panel.stacked || s.sparse ? 0 : this.view.smoothing),
     }));
     if (this.panel.stacked) stack(this.lines);
     this.scale();
@@ -89,7 +89,7 @@ class Chart {
     );
     let [low, high] = values.length ? (this.panel.whole ? span : spanWithoutOutliers)(values) : [0, 1];
     this.beyond = values.length && span(values)[1] > high ? span(values)[1] : null;
-    if (this.panel.floor !== undefined) low = Math.min(low, this.panel.floor);
+    if (this.panel.floor !== null) low = Math.min(low, this.panel.floor);
     if (this.panel.share && low >= 0 && high <= 1 && high > 0.5) [low, high] = [0, 1];
     else if (low === high) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
     else [low, high] = [low === this.panel.floor ? low : low - (high - low) * 0.06, high + (high - low) * 0.06];
@@ -112,11 +112,13 @@ class Chart {
       .map((v) =>
         svg(
           "text",
-          { x: Math.min(this.x(v), this.width - RIGHT - 8), y: HEIGHT - 5, "text-anchor": "middle" },
+          { class: "tick", x: Math.min(this.x(v), this.width - RIGHT - 8), y: HEIGHT - 20, "text-anchor": "middle" },
           short(v),
         ),
       );
-    return [...across.flat(), ...down];
+    const middle = LEFT + (this.width - LEFT - RIGHT) / 2,
+      label = AXES[this.view.axis].label(this.a, this.b);
+    return [...across.flat(), ...down, svg("text", { class: "xlabel", x: middle, y: HEIGHT - 4, "text-anchor": "middle" }, label)];
   }
 
   marks(line) {
@@ -127,7 +129,6 @@ class Chart {
       strokeWidth: alone ? "5" : "1.7",
       strokeLinejoin: "round",
       strokeLinecap: "round",
-      strokeDasharray: line.dashed ? "4 3" : "",
     };
     if (line.top) {
       return [
@@ -184,19 +185,22 @@ class Chart {
   point() {
     const at = this.view.at,
       keys = [];
-    let covered = null;
+    let covered = null,
+      isLatest = false;
     this.dots.replaceChildren();
     for (const line of this.lines) {
       const i = at === null ? lastKnown(line.mean) : at < line.extent[0] ? -1 : line.ends.findIndex((end) => at <= end);
-      const value = i < 0 ? null : line.mean[i];
+      const latest = at === null && line.latest !== null && !line.sparse;
+      const value = latest ? line.latest : i < 0 ? null : line.mean[i];
+      isLatest = isLatest || latest;
       const extent =
-        i >= 0 && line.low && line.low[i] !== line.high[i] && this.lines.length < 3
+        !latest && i >= 0 && line.low && line.low[i] !== line.high[i] && this.lines.length < 3
           ? ` ${number(line.low[i])} … ${number(line.high[i])}`
           : "";
       keys.push(
         el(
           "span",
-          { class: line.dashed ? "key dashed" : "key", title: line.label, "--key": `var(${line.colour})` },
+          { class: "key", "--key": `var(${line.colour})` },
           el("span", {}, line.label),
           el("b", {}, number(value, this.lines.length > 2 ? 3 : 4)),
           el("i", {}, extent),
@@ -210,7 +214,6 @@ class Chart {
           );
       }
     }
-    this.legend.className = keys.length > 2 ? "legend" : "legend few";
     this.legend.replaceChildren(...keys);
     this.at.textContent = covered
       ? [
@@ -219,14 +222,22 @@ class Chart {
         ]
           .filter(Boolean)
           .join(" · ")
-      : this.beyond === null
-        ? ""
-        : `▲ up to ${number(this.beyond)}`;
+      : [this.beyond === null ? "" : `▲ up to ${number(this.beyond)}`, isLatest ? this.latestText() : ""]
+          .filter(Boolean)
+          .join(" · ");
     this.cross.setAttribute("visibility", covered ? "visible" : "hidden");
     if (covered) {
       this.cross.setAttribute("x1", covered[2]);
       this.cross.setAttribute("x2", covered[2]);
     }
+  }
+
+  // Which steps the values of the legend are the mean of.
+  latestText() {
+    const counts = new Set(this.lines.map((line) => this.view.latest[line.run]));
+    if (counts.size > 1) return "last fifth";
+    const [count] = counts;
+    return count > 1 ? `last ${number(count)} steps` : "last step";
   }
 
   positionOf(event) {

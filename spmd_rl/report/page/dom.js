@@ -52,6 +52,11 @@ function short(value) {
   return String(Number(value.toPrecision(4)));
 }
 
+// A number of things, such as "1 sample" and "8 samples".
+function count(size, thing) {
+  return `${number(size)} ${thing}${size === 1 ? "" : "s"}`;
+}
+
 function duration(seconds) {
   if (seconds === null) return "–";
   if (seconds < 100) return `${number(Number(seconds.toPrecision(3)))} s`;

@@ -127,7 +127,7 @@ function samplesSection(data) {
         ),
         picker(
           "prompt",
-          chosen.groups.map((g, i) => [i, `${i + 1}: ${g.prompt.trim().slice(-40) || g.uid}`]),
+          chosen.groups.map((g, i) => [i, `${i + 1}: ${g.name || g.uid}`]),
           state.group,
           (group) => show({ group }),
         ),
@@ -170,7 +170,7 @@ function overview(groups, chosen, onPick) {
         {
           "aria-pressed": String(i === chosen),
           "aria-label": `prompt ${i + 1}`,
-          title: group.prompt.trim().slice(-200),
+          title: group.name,
           click: () => onPick(i),
         },
         group.samples.map((sample) => el("i", { "--tone": rewardColour(sample.reward, low, high) })),
@@ -200,7 +200,7 @@ function groupNodes(group, order) {
         {},
         el("div", { class: "label" }, "reference answer"),
         el("div", { class: "text", dir: "auto" }, group.answer || "–"),
-        el("div", { class: "label" }, `mean reward ${number(mean(rewards))} of ${group.samples.length}`),
+        el("div", { class: "label" }, `mean reward ${number(mean(rewards))} over ${count(rewards.length, "sample")}`),
       ),
       el(
         "div",

@@ -21,17 +21,25 @@ function lastKnown(values) {
   return values.findLastIndex((v) => v !== null);
 }
 
-// Exponential moving average, with bias correction.
-function smoothed(values, weight) {
-  if (!weight) return values;
-  let sum = 0,
-    total = 0;
-  return values.map((v) => {
+// The mean of each value and its neighbours on both sides. A missing value, and the end of a warm-up, end a stretch.
+function smoothed(values, last, width) {
+  if (!width) return values;
+  return values.map((v, i) => {
     if (v === null) return null;
-    sum = sum * weight + v;
-    total = total * weight + 1;
-    return sum / total;
+    let sum = v,
+      count = 1;
+    const side = last[i] < 1;
+    for (const way of [-1, 1])
+      for (let j = i + way; Math.abs(j - i) <= width && (last[j] ?? NaN) < 1 === side && known(values, j); j += way) {
+        sum += values[j];
+        count++;
+      }
+    return sum / count;
   });
+}
+
+function known(values, i) {
+  return i >= 0 && i < values.length && values[i] !== null;
 }
 
 function stack(lines) {

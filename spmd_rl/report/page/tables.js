@@ -12,7 +12,13 @@ const MISMATCHED = "onpolicy/mismatched_tokens",
   COMPARED = "onpolicy/compared_tokens";
 
 function figureText(figure, value) {
-  return (FORMATS[figure.metric] || number)(value);
+  return (FORMATS[figure.metric] || number)(value === null ? null : value.value);
+}
+
+// The standard error of a figure, where it is known.
+function errorText(figure, value) {
+  if (value === null || value.error === null) return "";
+  return ` ± ${(FORMATS[figure.metric] || number)(Number(value.error.toPrecision(2)))}`;
 }
 
 function unitOf(data, figure) {
@@ -20,14 +26,14 @@ function unitOf(data, figure) {
 }
 
 function howText(figure, run) {
-  if (figure.how === "mean of last 5 %")
+  if (figure.how === "last fifth")
     return run.num_latest > 1 ? `mean of the last ${number(run.num_latest)} steps` : "last step";
   return { total: "over all steps", largest: "largest of all steps", median: "median step", last: "last evaluation" }[figure.how];
 }
 
 // A card has room for seven digits.
 function cardText(figure, value) {
-  return FORMATS[figure.metric] || Math.abs(value) < 1e7 ? figureText(figure, value) : short(value);
+  return FORMATS[figure.metric] || Math.abs(value.value) < 1e7 ? figureText(figure, value) : short(value.value);
 }
 
 function figureCards(data, run) {
@@ -35,13 +41,13 @@ function figureCards(data, run) {
   const cards = data.figures.map((figure, i) => {
     const value = run.figures[i],
       isProof = figure.metric === MISMATCHED;
-    if (value === null) return isProof && compared === 0 ? card(figure, value, "", "no tokens compared") : null;
-    const exact = isProof && compared > 0 && value === 0,
-      mood = exact ? "good" : isProof && value > 0 ? "bad" : "";
+    if (value === null) return isProof && compared && compared.value === 0 ? card(figure, value, "", "no tokens compared") : null;
+    const exact = isProof && compared && compared.value > 0 && value.value === 0,
+      mood = exact ? "good" : isProof && value.value > 0 ? "bad" : "";
     const how = exact ? "trainer and engine agree bit for bit" : howText(figure, run);
-    return card(figure, value, unitOf(data, figure), how, mood);
+    return card(figure, value, `${errorText(figure, value)} ${unitOf(data, figure)}`.trim(), how, mood);
   });
-  return el("div", { class: "cards" }, cards);
+  return el("div", { class: "cards section" }, cards);
 }
 
 function card(figure, value, unit, how, mood = "") {
@@ -49,8 +55,28 @@ function card(figure, value, unit, how, mood = "") {
     "div",
     { class: "card figure", title: `${figure.metric}: ${figureText(figure, value)}` },
     el("div", { class: "label" }, figure.label),
-    el("div", { class: `value ${mood}` }, el("span", {}, cardText(figure, value)), el("small", {}, unit)),
+    el("div", { class: `value ${mood}` }, el("span", {}, value === null ? "–" : cardText(figure, value)), el("small", {}, unit)),
     el("div", { class: "how" }, how),
+  );
+}
+
+// What became of each run, and which differ beyond their noise.
+function comparisonSection(data) {
+  return el(
+    "section",
+    { id: "changes" },
+    el(
+      "div",
+      { class: "answers-first" },
+      answerCard("How the runs differ", data.comparisons, "No score that two of the runs have was measured with its noise."),
+      data.runs.map((run) =>
+        answerCard(
+          `What changed in ${run.name}`,
+          run.changes.filter(({ text, mood }) => text && mood),
+          "Nothing rose or fell beyond its noise.",
+        ),
+      ),
+    ),
   );
 }
 
@@ -67,7 +93,7 @@ function figuresTable(data) {
         el(
           "td",
           { class: run === figure.winner ? "good" : "" },
-          `${figureText(figure, value)} ${value === null ? "" : unitOf(data, figure)}`,
+          `${figureText(figure, value)}${errorText(figure, value)} ${value === null ? "" : unitOf(data, figure)}`,
         ),
       ),
     );
@@ -124,44 +150,55 @@ function table(kind, titles, rows) {
   );
 }
 
+// The settings of each run: those that differ from their defaults first, then all.
 function settingsSection(data) {
   const search = el("input", {
     type: "search",
     placeholder: "find a setting",
     "aria-label": "find a setting",
     input: () => {
-      for (const row of body.querySelectorAll("[data-key]"))
-        row.hidden = !row.dataset.key.includes(search.value.toLowerCase());
+      const word = search.value.toLowerCase();
+      for (const row of body.querySelectorAll("[data-key]")) row.hidden = !row.dataset.key.includes(word);
+      if (word) for (const all of body.querySelectorAll("details.all")) all.open = true;
     },
   });
-  const body = el(
-    "div",
-    { class: "two" },
-    data.runs
-      .map((run) => {
-        const rows = Object.entries(run.settings).map(([key, value]) =>
-          el(
-            "tr",
-            { "data-key": `${key} ${value}`.toLowerCase() },
-            el("th", { class: "mono" }, key),
-            el("td", { class: "mono" }, value),
-          ),
-        );
-        const config = rows.length
-          ? table("", [data.runs.length > 1 ? run.name : "config.toml", ""], rows)
-          : empty("config.toml sets nothing.");
-        return [
-          config,
-          el(
-            "div",
-            { class: "card tree" },
-            tree(data.runs.length > 1 ? `plan of ${run.name}` : "plan.json", run.plan, true),
-          ),
-        ];
-      })
-      .flat(),
+  const body = el("div", { class: "two" }, data.runs.map((run) => runSettings(run, data.runs.length > 1)).flat());
+  return section("settings", "Config and plan", "what was set, all settings, and the plan as resolved", [search], body);
+}
+
+function runSettings(run, isOneOfSeveral) {
+  const of = isOneOfSeveral ? ` of ${run.name}` : "",
+    all = Object.entries(run.settings),
+    set = run.defaults ? all.filter(([key]) => key in run.defaults) : [];
+  const config = all.length
+    ? el(
+        "div",
+        { class: "card settings" },
+        set.length ? el("h3", {}, `Set for this run${of}`) : null,
+        set.length ? settingsTable(["setting", "value", "default"], set, run.defaults) : null,
+        el(
+          "details",
+          { class: "all" },
+          el("summary", {}, `all ${all.length} settings of config.toml${of}`),
+          settingsTable(["setting", "value"], all, null, run.defaults || {}),
+        ),
+      )
+    : empty("config.toml sets nothing.");
+  if (all.length && !set.length) config.querySelector("details").open = innerWidth > 640;
+  return [config, el("div", { class: "card tree" }, tree(`${isOneOfSeveral ? "plan" : "plan.json"}${of}`, run.plan, true))];
+}
+
+function settingsTable(titles, entries, defaults, marked = {}) {
+  const rows = entries.map(([key, value]) =>
+    el(
+      "tr",
+      { "data-key": `${key} ${value}`.toLowerCase(), class: key in marked ? "set" : "" },
+      el("th", { class: "mono" }, key),
+      el("td", { class: "mono" }, value),
+      defaults ? el("td", { class: "mono default" }, defaults[key] ?? "–") : null,
+    ),
   );
-  return section("settings", "Config and plan", "as given, and as resolved", [search], body);
+  return el("table", {}, el("thead", {}, el("tr", {}, titles.map((title) => el("th", {}, title)))), el("tbody", {}, rows));
 }
 
 // Nested data as a tree that can be unfolded.

@@ -1,11 +1,12 @@
 // State that all charts share: axis, visible range, pointer position, smoothing, hidden runs.
 
 class View {
-  constructor(numSteps) {
+  constructor(latest) {
+    this.latest = latest; // how many steps of each run are its latest
     this.axis = "steps";
     this.range = null;
     this.at = null;
-    this.smoothing = numSteps > 60 ? 0.6 : 0;
+    this.smoothing = 0; // points on each side that a smoothed line takes the mean of
     this.hidden = new Set();
     this.charts = [];
     this.onPick = () => {};

@@ -18,6 +18,7 @@ def test_by_hand(make_group) -> None:
         "reward/failed_samples": 0.0,
         "reward/failed_groups": 0.0,
         "reward/mean": 0.5,
+        "reward/mean_error": pytest.approx(0.5 / 3**0.5),  # of the means 1, 0 and 0.5
         "reward/std": 0.5,
         "reward/solve_none": pytest.approx(1 / 3),
         "reward/solve_all": pytest.approx(1 / 3),

@@ -187,12 +187,17 @@ def test_threads_that_wait_give_their_core_away(given: dict[str, str], spins: st
     assert done.stdout.strip() == str(spins)
 
 
+STARTING = (
+    "starting {} torch and the model code, which takes up to half a minute on a busy machine ...\n"
+)
+
+
 @pytest.mark.parametrize(
     ("terminal", "words", "said"),
     [
-        (True, ["--nproc=2"], "starting 2 ranks ...\n"),
-        (True, ["--nproc=1"], "starting 1 rank ...\n"),
-        (True, [], "starting the ranks ...\n"),
+        (True, ["--nproc=2"], STARTING.format("2 ranks: they import")),
+        (True, ["--nproc=1"], STARTING.format("1 rank: it imports")),
+        (True, [], STARTING.format("the ranks: they import")),
         (False, ["--nproc=2"], ""),
     ],
 )

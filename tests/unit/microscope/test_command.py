@@ -451,12 +451,17 @@ def test_a_step_is_replayed_under_the_weights_that_drew_it(
         assert (
             rest[0] == "Of the 12 log-probs recorded with the samples, the engine gives 12 again."
         )
+        assert mismatch(run) == 0  # under the weights with which the run ended
+        assert replayed(run)["recorded"]["says"].endswith("; --step 2 replays some that can.")
     else:
         assert note.endswith(
             "the samples were drawn by version 0, of which there is no checkpoint."
         )
         assert recorded["equal"] < 12
-        assert "only under the weights that drew them" in recorded["says"]
+        assert recorded["says"] == (
+            "The 12 log-probs recorded with the samples cannot be confirmed here: only the weights "
+            "that drew them give them again, and others were replayed."
+        )
         assert len(rest) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,21 @@ import pytest
 
 from spmd_rl.errors import DataError
 from spmd_rl.report.changes import what_changed
+from spmd_rl.report.findings import Setup
+from spmd_rl.report.means import Mean, evaluation_mean, fifths, latest_mean, mean_of, num_latest
 from spmd_rl.report.turned import turned_prompts
+
+NOWHERE = Setup({}, Path("nowhere"))
+SETTINGS = {
+    "steps": 20,
+    "trainer.lr": 0.01,
+    "prompts_per_step": 16,
+    "sampling.max_tokens": 3,
+    "sampling.num_samples": 8,
+    "kl.coef": 0.01,
+    "eval.every": 5,
+}
+KNOWN = Setup(SETTINGS, Path("nowhere"))
 
 
 def evaluation(step: int, reward: float, error: float | None = 0.02) -> dict[str, Any]:
@@ -26,27 +41,83 @@ def steps(**columns: Any) -> list[dict[str, Any]]:
     ]
 
 
+def findings(rows: list[dict[str, Any]], setup: Setup = NOWHERE) -> dict[str, str]:
+    """The sentences with their moods."""
+    return {one["text"]: one["mood"] for one in what_changed(rows, setup) if one["text"]}
+
+
+def advice(rows: list[dict[str, Any]], setup: Setup = KNOWN) -> str:
+    return "\n".join(said for one in what_changed(rows, setup) for said in one["advice"])
+
+
 @pytest.mark.parametrize(
-    ("last", "mood", "words"),
+    ("rewards", "mood", "words"),
     [
-        (0.9, "good", "reward 0.5 ± 0.02 → 0.9 ± 0.02: it rose"),
-        (0.1, "bad", "reward 0.5 ± 0.02 → 0.1 ± 0.02: it fell"),
-        (0.55, "", "reward 0.5 ± 0.02 → 0.55 ± 0.02: no change beyond 2 standard errors"),
+        (
+            [0.5, 0.0, 0.9],
+            "good",
+            "reward 0.500 ± 0.02 → 0.900 ± 0.02: it rose, and is at its best",
+        ),
+        ([0.5, 0.0, 0.1], "bad", "reward 0.500 ± 0.02 → 0.100 ± 0.02: it fell"),
+        (
+            [0.5, 0.0, 0.55],
+            "flat",
+            "reward 0.500 ± 0.02 → 0.550 ± 0.02: no change beyond 2 standard errors",
+        ),
+        (
+            [0.5, 0.95, 0.7],
+            "mixed",
+            "reward 0.500 ± 0.02 → 0.700 ± 0.02: it rose; down from its best, 0.950 ± 0.02 "
+            "at step 10 (no checkpoint of it is kept)",
+        ),
+        (
+            [0.5, 0.92, 0.9],
+            "good",
+            "reward 0.500 ± 0.02 → 0.900 ± 0.02: it rose; down from its best, 0.920 ± 0.02 "
+            "at step 10 (no checkpoint of it is kept), within the noise",
+        ),
+        (
+            [0.5, 0.9, 0.5],
+            "bad",
+            "reward 0.500 ± 0.02 → 0.500 ± 0.02: no change; down from its best, 0.900 ± 0.02 "
+            "at step 10 (no checkpoint of it is kept)",
+        ),
     ],
 )
-def test_evaluations_are_compared_with_their_noise(last: float, mood: str, words: str) -> None:
-    (found,) = what_changed([evaluation(0, 0.5), evaluation(10, 0.0), evaluation(20, last)])
-    assert found == {"mood": mood, "text": f"Evaluation gsm, from step 0 to 20: {words}"}
+def test_evaluations_are_compared_with_their_noise_and_their_best(
+    rewards: list[float], mood: str, words: str
+) -> None:
+    rows = [evaluation(10 * i, reward) for i, reward in enumerate(rewards)]
+    assert findings(rows) == {f"Evaluation gsm, from step 0 to 20: {words}": mood}
+
+
+def test_much_of_a_gain_lost_is_told_though_the_noise_is_large() -> None:
+    """A run that ended at 0.312 after 0.425 had not simply risen."""
+    rewards = {0: 0.163, 15: 0.425, 25: 0.288, 30: 0.312}
+    ((text, mood),) = findings([evaluation(*one, error=0.05) for one in rewards.items()]).items()
+    assert mood == "mixed"
+    assert "it rose; down from its best, 0.425 ± 0.05 at step 15" in text
+    assert text.endswith("within the noise")
+
+
+def test_the_checkpoint_of_the_best_is_named_if_it_is_kept(tmp_path: Path) -> None:
+    rows = [evaluation(0, 0.2), evaluation(15, 0.8), evaluation(30, 0.4)]
+    assert 'Set run.best = "eval/gsm/reward"' in advice(rows)
+    (tmp_path / "checkpoints/step_000015").mkdir(parents=True)
+    kept = Setup(SETTINGS, tmp_path)
+    (text,) = findings([*rows], Setup({}, tmp_path))
+    assert text.endswith("at step 15 (checkpoints/step_000015)")
+    assert "Use checkpoints/step_000015" in advice(rows, kept)
+    assert "Set run.best" not in advice(rows, kept)
 
 
 @pytest.mark.parametrize(
     ("score", "last", "mood", "words"),
     [
-        ("loss", 0.5, "good", "loss 1 ± 0.02 → 0.5 ± 0.02: it fell"),
-        ("loss", 1.5, "bad", "loss 1 ± 0.02 → 1.5 ± 0.02: it rose"),
-        ("token_accuracy", 0.5, "bad", "token accuracy 1 ± 0.02 → 0.5 ± 0.02: it fell"),
-        ("accuracy", 2.0, "good", "accuracy 1 ± 0.02 → 2 ± 0.02: it rose"),
-        ("margin", 2.0, "good", "margin 1 ± 0.02 → 2 ± 0.02: it rose"),
+        ("loss", 0.5, "good", "loss 1.000 ± 0.02 → 0.500 ± 0.02: it fell, and is at its best"),
+        ("loss", 1.5, "bad", "loss 1.000 ± 0.02 → 1.500 ± 0.02: it rose"),
+        ("token_accuracy", 0.5, "bad", "token accuracy 1.000 ± 0.02 → 0.500 ± 0.02: it fell"),
+        ("margin", 2.0, "good", "margin 1.000 ± 0.02 → 2.000 ± 0.02: it rose, and is at its best"),
     ],
 )
 def test_held_out_scores_are_compared_by_what_is_better(
@@ -56,15 +127,25 @@ def test_held_out_scores_are_compared_by_what_is_better(
     rows = [
         {"step": step, name: value, f"{name}_error": 0.02} for step, value in ((0, 1.0), (9, last))
     ]
-    (found,) = what_changed(rows)
-    assert found == {"mood": mood, "text": f"Evaluation text, from step 0 to 9: {words}"}
+    assert findings(rows) == {f"Evaluation text, from step 0 to 9: {words}": mood}
+
+
+def test_a_loss_that_rises_again_is_up_from_its_best() -> None:
+    name = "eval/text/loss"
+    rows = [
+        {"step": step, name: value, f"{name}_error": 0.02}
+        for step, value in ((0, 2.0), (5, 1.0), (9, 1.5))
+    ]
+    ((text, mood),) = findings(rows).items()
+    assert mood == "mixed"
+    assert "it fell; up from its best, 1.000 ± 0.02 at step 5" in text
 
 
 def test_no_change_is_told_without_two_evaluations_or_their_noise() -> None:
-    assert what_changed([evaluation(0, 0.5)]) == []
-    (found,) = what_changed([evaluation(0, 0.5, None), evaluation(9, 0.9, None)])
-    assert found["mood"] == ""
-    assert found["text"].endswith("0.5 → 0.9; the noise is not known")
+    assert findings([evaluation(0, 0.5)]) == {}
+    ((text, mood),) = findings([evaluation(0, 0.5, None), evaluation(9, 0.9, None)]).items()
+    assert mood == ""
+    assert text.endswith("0.5 → 0.9; the noise is not known")
 
 
 def test_rewards_and_their_parts_are_compared() -> None:
@@ -73,12 +154,49 @@ def test_rewards_and_their_parts_are_compared() -> None:
         reward__format=lambda i: 1 - i / 20,
         reward__std=lambda i: i,
     )
-    total, part = what_changed(rows)
-    assert (total["mood"], part["mood"]) == ("good", "")
-    assert total["text"].startswith("Reward in training: 0.08")
-    assert part["text"].startswith("Reward part format: 0.925")
-    assert part["text"].endswith("it fell")
-    assert what_changed(rows[:9]) == [], "too few steps"
+    found = findings(rows)
+    total, part = found
+    assert (found[total], found[part]) == ("good", "")
+    assert total.startswith("Reward in training: 0.080 ± 0.034 → 0.880")
+    assert part.startswith("Reward part format: 0.925")
+    assert part.endswith("it fell")
+
+
+def test_a_short_run_has_the_errors_of_its_steps() -> None:
+    rows = [
+        {"step": step, "reward/mean": reward, "reward/mean_error": 0.05}
+        for step, reward in ((1, 0.2), (2, 0.3), (3, 0.8))
+    ]
+    assert findings(rows) == {
+        "Reward in training: 0.200 ± 0.05 → 0.800 ± 0.05: it rose, and is at its best": "good"
+    }
+    without = [{"step": row["step"], "reward/mean": row["reward/mean"]} for row in rows]
+    assert findings(without) == {"Reward in training: 0.2 → 0.8; the noise is not known": ""}
+
+
+def test_a_reward_that_collapsed_is_told_from_its_best() -> None:
+    rows = steps(reward__mean=lambda i: [0.1, 0.5, 0.9, 0.5, 0.3][i // 4] + i % 2 / 100)
+    ((text, mood),) = findings(rows).items()
+    assert mood == "mixed"
+    assert "it rose; down from its best, 0.9050 ± 0.0029 in steps 9 to 12" in text
+    assert "Divide trainer.lr (now 0.01) by three, or raise prompts_per_step (now 16)" in (
+        advice(rows)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "moves"),
+    [
+        ("dpo/accuracy", "Pairs ranked as labelled in training", lambda i: 0.5 + i / 50),
+        ("distill/kl", "KL to the teacher in training", lambda i: 2 - i / 20),
+        ("train/loss", "Loss in training", lambda i: 3 - i / 10),
+    ],
+)
+def test_recipes_without_rewards_have_a_score_too(name: str, says: str, moves: Any) -> None:
+    rows = [{"step": i + 1, name: moves(i), "train/loss": moves(i)} for i in range(20)]
+    ((text, mood),) = findings(rows).items()
+    assert text.startswith(says)
+    assert mood == "good"
 
 
 def test_lengths_and_what_was_left_out_are_warned_of() -> None:
@@ -89,13 +207,93 @@ def test_lengths_and_what_was_left_out_are_warned_of() -> None:
         rollout__rejected_long=lambda i: 0,
         reward__failed_samples=lambda i: i % 2,
     )
-    found = {one["text"]: one["mood"] for one in what_changed(rows)}
-    assert found == {
+    assert findings(rows) == {
         "44% of the last responses were cut at sampling.max_tokens, 4% of the first": "bad",
         "Responses went from 13 to 45 tokens": "bad",
         "Rejected groups by reason: 40 equal": "",
         "10 samples failed, and nothing was learned from them": "bad",
     }
+    assert "Raise sampling.max_tokens (now 3)" in advice(rows)
+    assert "docs/failures.md" in advice(rows)
+
+
+def test_prompts_that_teach_nothing_are_told_with_what_to_do() -> None:
+    solved = steps(reward__mean=lambda i: 0.95, reward__solve_all=lambda i: 0.73)
+    said = findings(solved)
+    assert said["73% of the last prompts had rewards of 1 only, and taught nothing"] == "flat"
+    assert "Take harder prompts" in advice(solved)
+    assert "Multiply trainer.lr" not in advice(solved)
+    hard = steps(reward__mean=lambda i: 0.05, reward__solve_none=lambda i: 0.75)
+    said = findings(hard)
+    assert said["75% of the last prompts had no reward above 0, and taught nothing"] == "bad"
+    assert "sampling.num_samples (now 8)" in advice(hard)
+    beyond = steps(reward__mean=lambda i: 7.0, reward__solve_all=lambda i: 1.0)
+    assert len(findings(beyond)) == 1, "of rewards beyond 0 to 1 the shares say nothing"
+
+
+def test_a_reward_that_stands_still_is_advised_by_the_page_on_it() -> None:
+    flat = steps(reward__mean=lambda i: 0.5 + i % 2 / 100)
+    assert "Multiply trainer.lr (now 0.01) by three" in advice(flat)
+    assert "docs/hyperparameters.md#the-reward-does-not-move" in advice(flat)
+
+
+def test_a_policy_far_from_its_reference_is_told() -> None:
+    rows = steps(train__kl=lambda i: i / 8)
+    (text,) = findings(rows)
+    assert text == "The policy is 2.19 nats per token away from its reference"
+    assert "Raise kl.coef (now 0.01)" in advice(rows)
+
+
+def test_mismatched_tokens_lead_to_the_microscope() -> None:
+    rows = steps(onpolicy__mismatched_tokens=lambda i: 1, onpolicy__compared_tokens=lambda i: 10)
+    (text,) = findings(rows)
+    assert text == "20 of 200 tokens differ between trainer and engine"
+    assert "spmd-rl mismatch nowhere" in advice(rows)
+
+
+def test_every_run_is_told_what_to_do_next() -> None:
+    risen = steps(reward__mean=lambda i: i / 20 + i % 2 / 100)
+    assert "raise steps (now 20)" in advice(risen)
+    assert "Name held-out data in eval.data" in advice(risen)
+    assert "Name held-out data" not in advice([evaluation(0, 0.5), *risen])
+    assert "10 of 20 steps are done" in findings(risen[:10], KNOWN)
+
+
+def test_no_setting_is_named_that_the_recipe_does_not_have() -> None:
+    rows = steps(reward__mean=lambda i: 1 - i / 20 + i % 2 / 100, rollout__truncated=lambda i: 1)
+    assert "trainer.lr" not in advice(rows, NOWHERE)
+    assert "None" not in advice(rows, NOWHERE)
+
+
+def test_settings_in_advice_have_a_row_in_the_docs_that_it_names() -> None:
+    page = (Path(__file__).parents[3] / "docs/hyperparameters.md").read_text(encoding="utf-8")
+    assert "## The reward does not move" in page
+    for key in ("trainer.lr", "prompts_per_step", "sampling.num_samples", "sampling.max_tokens"):
+        assert f"`{key}`" in page
+
+
+def test_means_of_steps_have_the_error_that_is_known() -> None:
+    rows = [{"step": i, "reward/mean": float(i % 2)} for i in range(1, 13)]
+    assert mean_of(rows, "reward/mean") == Mean(0.5, pytest.approx((3 / 11 / 12) ** 0.5))
+    within = [row | {"reward/mean_error": 0.3} for row in rows[:9]]
+    assert mean_of(within, "reward/mean").error == pytest.approx(0.1)
+    assert [num_latest(count) for count in (1, 9, 10, 24, 120)] == [1, 1, 2, 4, 24]
+    parts = fifths(rows, "reward/mean")
+    assert [len(part) for part in parts] == [2] * 6
+    assert [*chain(*fifths(rows[:11], "reward/mean"))] == rows[:11]
+    assert latest_mean(rows, "missing") is None
+
+
+def test_the_error_of_several_sets_comes_from_all() -> None:
+    row = {
+        "eval/reward": 0.5,
+        "eval/a/reward": 0.4,
+        "eval/a/reward_error": 0.03,
+        "eval/b/reward": 0.6,
+        "eval/b/reward_error": 0.04,
+    }
+    assert evaluation_mean(row, "eval/reward") == Mean(0.5, pytest.approx(0.025))
+    assert evaluation_mean(row, "eval/b/reward") == Mean(0.6, 0.04)
 
 
 def samples(run: Path, step: int, rewards: dict[int, list[float | None]]) -> Path:

@@ -66,7 +66,7 @@ def test_an_evaluation_belongs_to_the_step_before_it(
     names = {path.name for path in folder.samples.iterdir()}
     assert names == {"eval_gsm_step_00000.jsonl", "eval_gsm_step_00002.jsonl"}
     figure = [one.metric for one in KEY_FIGURES].index("eval/reward")
-    assert key_figures(rows)[figure] == key_figures(rows[:1])[figure] == 0.25
+    assert key_figures(rows)[figure] == key_figures(rows[:1])[figure] == (0.25, None)
     axes = picture(rows, "run").axes
     assert "reward in evaluation" in [one.get_title(loc="left") for one in axes]
 
@@ -95,6 +95,13 @@ def test_the_live_view_shows_the_last_evaluation() -> None:
         console.print(view.render())
     text = captured.get()
     assert "gsm: reward 0.500  pass@4 0.750  after 7 steps  reward from 0.250" in text
+
+
+def test_one_number_is_not_shown_twice() -> None:
+    once = {"eval/gsm/reward": 0.25, "eval/gsm/avg@1": 0.25, "eval/gsm/pass@1": 0.25}
+    assert evaluation_text(once) == "gsm: reward 0.250"
+    graded = once | {"eval/gsm/pass@1": 0.5}
+    assert evaluation_text(graded) == "gsm: reward 0.250  pass@1 0.500"
 
 
 def test_an_evaluation_whose_samples_all_failed_has_words() -> None:

@@ -19,6 +19,7 @@ from spmd_rl.report.build import gather
 from spmd_rl.report.command import main
 from spmd_rl.report.comparison import as_number
 from spmd_rl.report.page import as_json
+from spmd_rl.report.panels import PANEL_OF_METRIC, colour_of
 from spmd_rl.report.settings import differences
 from tests.unit.report.synthetic import HOSTILE, make_run
 
@@ -196,20 +197,19 @@ def test_final_figures_are_what_their_words_say() -> None:
             strict=True,
         )
     )
-    assert values["reward/mean"] == pytest.approx(0.98)  # the mean of the last five
-    assert values["onpolicy/mismatched_tokens"] == 200
-    assert values["time/step"] == 1.0
+    reward = values["reward/mean"]
+    assert reward is not None
+    assert reward.value == pytest.approx(0.905)  # the mean of the last fifth
+    assert reward.error == pytest.approx((35 / 20) ** 0.5 / 100)  # 20 steps: variance 20 * 21 / 12
+    assert values["onpolicy/mismatched_tokens"] == (200, None)
+    assert values["time/step"] == (1.0, None)
     assert values["perf/mfu"] is None
 
 
 def figure_of(rows: list[dict[str, Any]], metric: str) -> float | None:
-    return dict(
-        zip(
-            [figure.metric for figure in figures.KEY_FIGURES],
-            figures.key_figures(rows),
-            strict=True,
-        )
-    )[metric]
+    metrics = [figure.metric for figure in figures.KEY_FIGURES]
+    found = dict(zip(metrics, figures.key_figures(rows), strict=True))[metric]
+    return found and found.value
 
 
 def test_no_mismatches_are_counted_where_nothing_was_compared() -> None:
@@ -245,7 +245,14 @@ def test_no_mismatches_are_counted_where_nothing_was_compared() -> None:
 def test_a_winner_is_clearly_better_than_the_next(
     better: int, values: list[float | None], winner: int | None
 ) -> None:
-    assert figures.winner(figures.KeyFigure("", "", "total", better), values) == winner
+    found = [None if value is None else figures.Figure(value, None) for value in values]
+    assert figures.winner(figures.KeyFigure("", "", "total", better), found) == winner
+
+
+@pytest.mark.parametrize(("error", "winner"), [(0.02, 1), (0.05, None)])
+def test_a_winner_is_better_by_more_than_the_noise(error: float, winner: int | None) -> None:
+    values = [figures.Figure(0.5, error), figures.Figure(0.6, error)]
+    assert figures.winner(figures.KeyFigure("", "", "total", 1), values) == winner
 
 
 def test_winners_are_named_in_the_page_and_only_of_qualities(tmp_path: Path) -> None:
@@ -275,9 +282,10 @@ def test_a_comparison_has_the_figures_of_the_single_pages_in_one_format(
     alone = [json.loads(page_of(run).data)["runs"][0] for run in runs]
     assert main([*map(str, runs)]) == 0
     said = capsys.readouterr().out
-    rewards = [f"{run['figures'][0]:.4g}" for run in alone]
-    assert re.search(rf"reward \(mean of last 5 %\) +{rewards[0]} +{rewards[1]} *\n", said)
-    assert [run["num_latest"] for run in alone] == [5, 5]
+    rewards = [run["figures"][0] for run in alone]
+    shown = [rf"{reward['value']:.4g} ± {reward['error']:.2g}" for reward in rewards]
+    assert re.search(rf"reward \(last fifth\) +{shown[0]} +{shown[1]} *\n", said)
+    assert [run["num_latest"] for run in alone] == [20, 20]
     assert re.search(r"compared tokens \(total\) +512,000 +512,000 *\n", said)
     assert re.search(r"time per step \(median\) +[\d.]+ s +[\d.]+ s *\n", said)
 
@@ -454,28 +462,22 @@ def test_axes_that_a_run_knows_nothing_of_are_left_out() -> None:
 
 def test_page_and_picture_have_the_same_colours(tmp_path: Path) -> None:
     style = (PAGE / "style.css").read_text(encoding="utf-8")
-    every = [*colours.PHASES.values(), *colours.PARTS, *map(colours.colour_of, METRIC_OF_NAME)]
+    every = [*colours.PHASES.values(), *colours.LINES, *map(colour_of, METRIC_OF_NAME)]
     for colour in every:
         assert f"{colour.variable}: light-dark({colour.code}," in style
-    data = gather([make_run(tmp_path / "run", num_steps=1, num_ranks=1)])
-    assert data["metrics"]["reward/solve_all"]["colour"] == colours.GREEN.variable
-    assert (
-        data["phase_colours"]["rollout"]
-        == data["metrics"]["time/rollout"]["colour"]
-        == colours.BLUE.variable
-    )
+    data = gather([make_run(tmp_path / "run", num_steps=2, num_ranks=1)])
+    drawn = {line["metric"]: line["colour"] for chart in data["charts"] for line in chart["lines"]}
+    for metric in set(drawn) & set(METRIC_OF_NAME):
+        assert drawn[metric] == colour_of(metric).variable
+    assert data["phase_colours"]["rollout"] == drawn["time/rollout"] == colours.BLUE.variable
     script = "".join(path.read_text(encoding="utf-8") for path in PAGE.glob("panels.js"))
     assert not re.findall(r"--c[1-9]", script), "a colour of its own"
 
 
 def test_every_metric_of_ours_has_a_chart_in_words(tmp_path: Path) -> None:
-    script = (PAGE / "panels.js").read_text(encoding="utf-8")
-    drawn = (
-        set(re.findall(r'\["([\w/@]+)", "', script))
-        | {f"time/{name}" for name in colours.PHASES}
-        | {"time/step"}
-    )
-    assert set(METRIC_OF_NAME) - drawn == set()
+    unseen = {name for name in METRIC_OF_NAME if name.startswith("eval/")}  # one for each set
+    unseen |= {"time/step", "reward/mean_error"}  # the top of a stack, and ± beside a number
+    assert set(METRIC_OF_NAME) - PANEL_OF_METRIC.keys() == unseen
     assert all(
         metric.label and "/" not in metric.label and "_" not in metric.label for metric in METRICS
     )
@@ -625,11 +627,21 @@ def test_a_page_of_ten_thousand_steps_stays_small(tmp_path: Path) -> None:
 
 
 def test_the_facts_name_the_trainer_and_its_layers(tmp_path: Path) -> None:
-    backend = {"kind": "megatron", "layers": "local"}
-    assert about(tmp_path, {"trainer": {"backend": backend}}, None, {})["trainer"] == (
-        "megatron, local layers"
-    )
-    assert about(tmp_path, {"trainer": {"backend": {"kind": "fsdp2"}}}, None, {}) == {
-        "trainer": "fsdp2"
-    }
+    kind = "trainer.backend.kind"
+    layers = {kind: "megatron", "trainer.backend.layers": "local"}
+    assert about(tmp_path, layers, None, {})["trainer"] == "megatron, local layers"
+    assert about(tmp_path, {kind: "fsdp2"}, None, {}) == {"trainer": "fsdp2"}
     assert "trainer" not in about(tmp_path, {}, None, {})
+
+
+def test_the_head_names_mixtures_and_what_is_trained(tmp_path: Path) -> None:
+    mixture = {"data.a.jsonl": 3, "data.b.jsonl": 1, "reward.m:f": 1.0}
+    known = about(tmp_path, mixture, None, {})
+    assert known == {"data": "a.jsonl: 3, b.jsonl: 1", "reward": "m:f: 1.0"}
+    adapters = {"trainer.lora.rank": 8}
+    assert about(tmp_path, adapters, None, {"trained_parameters": 29184})["trained"] == (
+        "29,184 parameters, LoRA of rank 8"
+    )
+    frozen = about(tmp_path, {"trainer.lora.rank": 0}, None, {"trained_parameters": 100})
+    assert frozen["trained"] == "100 parameters"
+    assert "trained" not in about(tmp_path, {"trainer.lora.rank": 0}, None, {})

@@ -140,6 +140,7 @@ def test_the_live_view_shows_what_matters() -> None:
     text = rendered(state, group())
     for expected in (
         "runs/demo",
+        "report.html in this folder shows more",
         "step 4/10",
         "0:03 left",
         "train",
@@ -417,7 +418,7 @@ def test_a_plot_is_asked_for_every_so_many_steps(
     for index in range(1, 8):
         watch.on_step(index, {})
     watch.close()
-    assert asked == [3, 6]
+    assert asked == [1, 3, 6]
 
 
 def test_curves_are_drawn_whatever_is_missing(tmp_path: Path) -> None:
@@ -466,7 +467,8 @@ def test_a_picture_is_drawn_by_a_process_of_its_own(tmp_path: Path) -> None:
     assert painter._process is child, "one drawing at a time"
     assert child.wait() == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "curves.png"}
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == {"metrics.jsonl", "curves.png", "report.html"}
     painter.request()
     assert painter._process is not child
     following = painter._process
@@ -490,6 +492,7 @@ def test_a_drawing_that_is_killed_leaves_no_file_behind(tmp_path: Path) -> None:
     metrics.write_text('{"step": 1, "reward/mean": 0.5}\n')
     painter = CurvePainter(metrics, picture, "run")
     painter.request()
-    (tmp_path / "curves.png.0123456789abcdef.part").touch()  # as if the process had begun to write
+    for name in ("curves.png", "report.html"):  # as if the process had begun to write
+        (tmp_path / f"{name}.0123456789abcdef.part").touch()
     painter.finish([{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}])
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "curves.png"}

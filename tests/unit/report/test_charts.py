@@ -1,0 +1,260 @@
+"""Charts of the report page: their lines, colours and units, and what needs no chart."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from spmd_rl.observe.metrics import METRIC_OF_NAME
+from spmd_rl.report.build import gather
+from spmd_rl.report.charts import charts
+from spmd_rl.report.colours import LINES
+from spmd_rl.report.panels import PANELS
+from spmd_rl.report.series import curves
+from tests.unit.report.synthetic import make_run
+
+STYLE = Path(__file__).parents[3] / "spmd_rl/report/page/style.css"
+
+
+def run_of(columns: dict[str, list[float]], name: str = "run") -> dict[str, Any]:
+    """A run as `gather` has it, with these values from step 1 on."""
+    count = len(next(iter(columns.values())))
+    rows = [{"step": i + 1} | {key: own[i] for key, own in columns.items()} for i in range(count)]
+    return {"name": name, "curves": curves(rows)}
+
+
+def drawn(*runs: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """The charts by title, each with the labels of its lines and their metrics."""
+    return {
+        chart["title"]: {line["label"]: line["metric"] for line in chart["lines"]}
+        for chart in charts(runs)["charts"]
+    }
+
+
+DPO = {
+    "dpo/margin": [0.0, 0.5],
+    "dpo/chosen_reward": [0.0, 0.25],
+    "dpo/rejected_reward": [0.0, -0.25],
+    "dpo/chosen_logprob": [-9.0, -8.0],
+    "dpo/rejected_logprob": [-9.0, -10.0],
+    "train/kl": [0.0, 0.5],
+    "train/ppo_kl": [0.0, 0.25],
+    "eval/pairs/accuracy": [0.5, 0.75],
+    "eval/pairs/margin": [0.0, 1.5],
+    "eval/accuracy": [0.5, 0.75],
+    "eval/margin": [0.0, 1.5],
+}
+
+
+def test_no_two_lines_of_a_chart_have_one_colour() -> None:
+    for chart in charts([run_of(DPO)])["charts"]:
+        colours = [line["colour"] for line in chart["lines"]]
+        assert len(set(colours)) == len(colours), chart["title"]
+    for panel in PANELS:
+        places = [panel.colour(place) for place in range(len(panel.lines))]
+        assert len(set(places)) == len(places), panel.title
+
+
+def test_the_lines_of_a_chart_have_one_unit() -> None:
+    for panel in PANELS:
+        metrics = [line.metric for line in panel.lines if line.metric in METRIC_OF_NAME]
+        assert {METRIC_OF_NAME[metric].unit for metric in metrics} == {panel.unit}, panel.title
+    shown = drawn(run_of(DPO))
+    assert shown["Evaluation: share of pairs ranked as labelled"] == {
+        "pairs": "eval/pairs/accuracy"
+    }
+    margin = shown["Evaluation: reward of chosen minus rejected answers"]
+    assert margin == {"pairs": "eval/pairs/margin"}
+
+
+# Machado, Oliveira and Fernandes (2009), severity 1, for linear RGB
+VISIONS = {
+    "normal": np.eye(3),
+    "protanopia": np.array(
+        [
+            [0.152286, 1.052583, -0.204868],
+            [0.114503, 0.786281, 0.099216],
+            [-0.003882, -0.048116, 1.051998],
+        ]
+    ),
+    "deuteranopia": np.array(
+        [
+            [0.367322, 0.860646, -0.227968],
+            [0.280085, 0.672501, 0.047413],
+            [-0.011820, 0.042940, 0.968881],
+        ]
+    ),
+}
+TO_XYZ = np.array(
+    [
+        [0.4124564, 0.3575761, 0.1804375],
+        [0.2126729, 0.7151522, 0.0721750],
+        [0.0193339, 0.1191920, 0.9503041],
+    ]
+)
+
+
+def linear(code: str) -> NDArray[Any]:
+    values = np.array([int(code[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def lab(colour: NDArray[Any]) -> NDArray[Any]:
+    """CIELAB of a linear RGB colour, where a distance of 10 is seen at a glance."""
+    xyz = TO_XYZ @ np.clip(colour, 0, 1) / np.array([0.95047, 1, 1.08883])
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def contrast(code: str, ground: str) -> float:
+    high, low = sorted((float((TO_XYZ @ linear(one))[1]) for one in (code, ground)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def codes(scheme: int) -> list[str]:
+    """The colours of lines in the style sheet: 0 the light ones, 1 the dark ones."""
+    style = STYLE.read_text(encoding="utf-8")
+    pairs = [style.partition(f"{one.variable}: light-dark(")[2].partition(")")[0] for one in LINES]
+    return [pair.split(", ")[scheme] for pair in pairs]
+
+
+@pytest.mark.parametrize(("scheme", "ground"), [(0, "#ffffff"), (1, "#191f26")])
+def test_lines_are_told_apart_by_colour_blind_people_too(scheme: int, ground: str) -> None:
+    every = codes(scheme)
+    assert min(contrast(code, ground) for code in every) >= 3  # WCAG 2.1, of graphics
+    for vision, matrix in VISIONS.items():
+        for one, other in combinations(every, 2):
+            distance = np.linalg.norm(lab(matrix @ linear(one)) - lab(matrix @ linear(other)))
+            assert distance > 15, (vision, one, other)
+
+
+def test_the_check_for_colour_blindness_can_fail() -> None:
+    green, red = (lab(VISIONS["deuteranopia"] @ linear(code)) for code in ("#2a9d6f", "#a08060"))
+    assert np.linalg.norm(green - red) < 30
+    assert contrast("#d9d9d9", "#ffffff") < 3
+
+
+def test_one_set_has_one_curve_for_each_thing() -> None:
+    once = {
+        "eval/reward": [0.25, 0.5],
+        "eval/pass@1": [0.25, 0.5],
+        "eval/gsm/reward": [0.25, 0.5],
+        "eval/gsm/avg@1": [0.25, 0.5],
+        "eval/gsm/pass@1": [0.25, 0.5],
+    }
+    assert drawn(run_of(once)) == {"Evaluation: mean reward": {"gsm": "eval/gsm/reward"}}
+    assert drawn(run_of(once), run_of(once, "b")) == {
+        "Evaluation: mean reward, gsm": {"run": "eval/gsm/reward", "b": "eval/gsm/reward"}
+    }
+    graded = once | {"eval/gsm/avg@1": [0.125, 0.25]}
+    assert set(drawn(run_of(graded))) == {"Evaluation: mean reward", "Evaluation: avg@1"}
+
+
+def test_several_sets_share_a_chart_with_their_mean() -> None:
+    sets = {f"eval/{name}/reward": [0.1 * i, 0.5] for i, name in enumerate("abc")}
+    shown = drawn(run_of({"eval/reward": [0.1, 0.5], **sets}))
+    assert list(shown["Evaluation: mean reward"]) == ["a", "b", "c", "all sets"]
+    many = {f"eval/{i:02d}/reward": [0.01 * i, 0.5] for i in range(20)}
+    charts_of_many = charts([run_of(many)])["charts"]
+    assert [len(chart["lines"]) for chart in charts_of_many] == [8, 8, 4]
+
+
+def test_what_never_changes_is_one_line_of_text() -> None:
+    found = charts(
+        [
+            run_of(
+                {
+                    "train/lr": [1e-3, 1e-3],
+                    "onpolicy/mismatched_tokens": [0, 0],
+                    "sync/tensors": [70, 70],
+                    "sync/verified_tensors": [70, 70],
+                    "sync/shared_tensors": [0, 0],
+                    "rollout/response_tokens_mean": [3.0, 3.004],
+                    "onpolicy/ess": [1.0, 1.0],
+                    "train/entropy": [1.0, 0.5],
+                }
+            )
+        ]
+    )
+    assert [chart["title"] for chart in found["charts"]] == ["Entropy"]
+    assert found["constant"] == [
+        "response length 3 to 3.004",
+        "mismatched tokens 0",
+        "effective sample size, trainer / engine 1",
+        "learning rate 0.001",
+        "weights of the engine 70 (pushed), 70 (equal to the trainer's), 0 (the trainer's memory)",
+    ]
+
+
+def test_a_value_known_once_is_drawn_and_a_spike_too() -> None:
+    assert drawn(run_of({"train/lr": [1e-3]})) == {"Learning rate": {"rate": "train/lr"}}
+    spike = [0.0] * 5000
+    spike[77] = 1.0
+    assert drawn(run_of({"onpolicy/mismatched_tokens": spike}))
+
+
+def test_differences_between_trainer_and_engine_keep_their_chart() -> None:
+    assert "Mismatched tokens" in drawn(run_of({"onpolicy/mismatched_tokens": [3, 3]}))
+
+
+def test_rounding_around_zero_is_no_signal() -> None:
+    noise = {"train/loss": [-1e-8, 5e-9, 0.0], "train/ppo_kl": [0.0, -2e-9, 1e-9]}
+    found = charts([run_of(noise)])
+    assert found["charts"] == []
+    assert found["constant"] == [
+        "KL divergences of the policy 0 within rounding, at most 2e-09",
+        "loss 0 within rounding, at most 1e-08",
+    ]
+    assert "Learning rate" in drawn(run_of({"train/lr": [1e-8, 2e-8]})), "a small rate is a rate"
+    assert "Loss" in drawn(run_of({"train/loss": [-1e-8, 1e-3]}))
+
+
+def test_numbers_of_the_first_screen_are_those_of_the_legends(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=120, num_ranks=1, sample_steps=[])
+    (found,) = gather([run])["runs"]
+    latest = found["curves"]["latest"]["reward/mean"]
+    assert found["figures"][0]["value"] == latest
+    (said,) = [one["text"] for one in found["changes"] if one["text"].startswith("Reward in")]
+    assert f"→ {latest:.4f} ±" in said
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert latest == pytest.approx(np.mean([row["reward/mean"] for row in rows[-24:]]), rel=1e-6)
+    assert found["num_latest"] == 24
+
+
+def test_a_time_that_some_steps_lack_counts_as_none_there() -> None:
+    rows = [{"step": i + 1, "time/step": 1.0} for i in range(10)]
+    rows[9]["time/eval"] = 3.0
+    assert curves(rows)["latest"] == {"time/step": 1, "time/eval": 1.5}
+
+
+def test_runs_are_compared_with_their_noise(tmp_path: Path) -> None:
+    for name, last in (("a", 0.5), ("b", 0.8)):
+        folder = tmp_path / name
+        folder.mkdir()
+        rows = [
+            {"step": 0, "eval/gsm/reward": 0.4, "eval/gsm/reward_error": 0.05},
+            {"step": 9, "eval/gsm/reward": last, "eval/gsm/reward_error": 0.05},
+            {"step": 10, "reward/mean": 0.5 if name == "a" else 0.52, "reward/mean_error": 0.05},
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = gather([tmp_path / "a", tmp_path / "b"])
+    assert [(one["mood"], one["text"]) for one in found["comparisons"]] == [
+        (
+            "good",
+            "Last evaluation gsm: reward b 0.800 ± 0.05, a 0.500 ± 0.05: b is ahead of a beyond "
+            "the noise",
+        ),
+        (
+            "flat",
+            "Reward in training, last fifth of the steps: b 0.520 ± 0.05, a 0.500 ± 0.05: "
+            "no difference beyond 2 standard errors between b and a",
+        ),
+    ]
+    assert found["runs"][1]["changes"][0]["mood"] == "good"
+    assert gather([tmp_path / "a"])["comparisons"] == []
