@@ -57,7 +57,7 @@ def _is_message(value: Any) -> bool:
 def messages_of(where: str, value: Any) -> list[Message]:
     """Return checked chat messages, at least one. `where` names file, line and field.
 
-    Fields that are null are left out.
+    Fields that are null are left out, and so are tool calls that are none.
     Raises: DataError that names the message.
     """
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
@@ -100,8 +100,9 @@ def _message(where: str, given: dict[Any, Any]) -> Message:
     message = {key: value for key, value in given.items() if value is not None}
     if not isinstance(message.get("role"), str):
         raise DataError(where, _FORM)
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = _tool_calls(f"{where}.tool_calls", calls)
+    calls_where = f"{where}.tool_calls"
+    if calls := _parsed(calls_where, message.pop("tool_calls", None)):
+        message["tool_calls"] = _tool_calls(calls_where, calls)
     if "content" not in message and not calls:
         raise DataError(where, _FORM)
     message["content"] = _content(f"{where}.content", message.get("content", ""))
@@ -109,15 +110,27 @@ def _message(where: str, given: dict[Any, Any]) -> Message:
 
 
 def _content(where: str, content: Any) -> str:
-    """Return the content as one text: parts are joined by line breaks."""
+    """Return the content as one text: parts, or their JSON text, are joined by line breaks."""
     if isinstance(content, str):
-        return content
+        return "\n".join(_texts_of_parts(content)) or content
     if not isinstance(content, list):
         raise DataError(where, f"expected a text or a list of text parts, got {content!r:.80}")
     texts = [part.get("text") for part in content if _is_text(part)]
     if len(texts) < len(content):
         raise DataError(where, "a part of a message must have type 'text' and a text")
     return "\n".join(texts)
+
+
+def _texts_of_parts(text: str) -> list[str]:
+    """Return the texts of parts that are written as JSON text; none of any other text."""
+    if not _BEGINS.match(text.strip()):
+        return []
+    try:
+        parts = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    is_parts = isinstance(parts, list) and all(map(_is_text, parts))
+    return [part["text"] for part in parts] if is_parts else []
 
 
 def _is_text(part: Any) -> bool:

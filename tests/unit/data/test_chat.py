@@ -151,6 +151,22 @@ def test_messages_in_the_form_of_openai_and_of_parquet() -> None:
     assert given[1]["content"] is None, "the record stays as it was"
 
 
+def test_parts_and_calls_that_are_json_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    given = [
+        {"role": "user", "content": json.dumps(parts)},
+        {"role": "assistant", "content": "", "tool_calls": json.dumps([call])},
+        {"role": "user", "content": json.dumps([TOOL])},
+        {"role": "assistant", "content": "x", "tool_calls": ""},
+    ]
+    first, second, third, fourth = messages_of("f:1: prompt", given)
+    assert first["content"] == "a\nb"
+    assert second["tool_calls"] == [call]
+    assert third["content"] == json.dumps([TOOL]), "what is no part is what a user says"
+    assert fourth == {"role": "assistant", "content": "x"}
+
+
 @pytest.mark.parametrize(
     ("message", "sentence"),
     [
@@ -159,7 +175,9 @@ def test_messages_in_the_form_of_openai_and_of_parquet() -> None:
         ({"role": 1, "content": "x"}, r": expected a message"),
         ({"role": "user", "content": {}}, r".content: expected a text or a list"),
         ({"role": "user", "content": [{"type": "image_url"}]}, r".content: a part"),
-        ({"role": "assistant", "tool_calls": "x"}, r".tool_calls: expected a list"),
+        ({"role": "assistant", "tool_calls": "x"}, r".tool_calls: this text is not JSON"),
+        ({"role": "assistant", "tool_calls": "{}1"}, r".tool_calls: this text is not JSON"),
+        ({"role": "assistant", "tool_calls": '{"a": 1}'}, r".tool_calls: expected a list"),
         ({"role": "assistant", "tool_calls": [{}]}, r"tool_calls\[0\]: a tool call needs the"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
