@@ -19,7 +19,8 @@ from spmd_rl.data.turns import Learn
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.signatures import check_hooks, load_reward, reward_weights
-from spmd_rl.model.spec import ModelSpec, head_of
+from spmd_rl.model.moe_spec import read_spec
+from spmd_rl.model.spec import ModelSpec, head_of, model_folder
 from spmd_rl.model.stored_adapters import stored_adapters
 from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer
 from spmd_rl.model.vocabulary import check_same_vocabulary
@@ -72,6 +73,7 @@ def check_inputs(
     tokenizer = light_tokenizer(Path(model))
     for other in filter(None, (teacher, reward_model)):
         check_same_vocabulary(model, other)
+        check_vocabulary(other, read_spec(model_folder(other)).vocab_size)
     if reward_model and head_of(reward_model) != "value":
         raise ConfigError(
             f"{reward_model} is no reward model: its config.json names no architecture for "
