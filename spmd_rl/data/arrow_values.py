@@ -33,15 +33,16 @@ def rows_of(batch: Any, places: Sequence[str]) -> list[dict[str, Any]]:
 
 def _column(column: Any, name: str, places: Sequence[str]) -> list[Any]:
     read = _reader(column.type, f"{places[0]}: {name}")
-    values: list[Any] = column.to_pylist()
-    if read is None:
-        return values
-    found = []
-    for value, place in zip(values, places, strict=True):
-        try:
+    found: list[Any] = []
+    try:
+        values: list[Any] = column.to_pylist()
+        if read is None:
+            return values
+        for value in values:
             found.append(None if value is None else read(value))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{place}: {name}", f"this value cannot be read: {error}") from error
+    except (ValueError, OverflowError, RecursionError) as error:
+        where = f"{places[len(found)]}: {name}"
+        raise DataError(where, f"this value cannot be read: {error}") from error
     return found
 
 

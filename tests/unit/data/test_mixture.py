@@ -79,6 +79,9 @@ def test_a_source_of_weight_0_is_never_drawn() -> None:
     mixture = Mixture(named([1, 1]), seed=0, pick=lambda step, sources: {"s1": 1.0})
     mixture._offset = np.uint64(0)  # the first draw falls on 0
     assert mixture.places(range(3)) == [(1, 0), (1, 1), (1, 2)]
+    halves = Mixture(named([1, 1]), seed=0)
+    halves._offset = np.uint64(1 << 63)  # on one half, where the second source begins
+    assert halves.places([0]) == [(1, 0)]
 
 
 def test_the_last_two_blocks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

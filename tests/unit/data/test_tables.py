@@ -190,6 +190,12 @@ def test_text_of_the_type_json_that_is_none_is_named(tmp_path: Path) -> None:
         read_records(str(tmp_path / "x.parquet"))
 
 
+def test_a_value_that_python_cannot_hold_is_named() -> None:
+    times = pyarrow.array([10**15], pyarrow.timestamp("s"))
+    with pytest.raises(DataError, match="x:1: at: this value cannot be read"):
+        of_arrays(at=times)
+
+
 def of_arrays(**arrays: Any) -> Rows:
     (batch,) = pyarrow.table(arrays).to_batches()
     return rows_of(batch, [f"x:{row + 1}" for row in range(batch.num_rows)])
