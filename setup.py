@@ -18,6 +18,7 @@ setup(
     packages=find_packages(include=["spmd_rl", "spmd_rl.*"]),
     package_data={
         "spmd_rl": ["py.typed"],
+        "spmd_rl.kernels.runtime": ["*.cu"],
         "spmd_rl.microscope": ["*.css"],
         "spmd_rl.report.page": ["*.html", "*.css", "*.js"],
         "spmd_rl.slurm": ["*.sbatch"],
@@ -39,6 +40,7 @@ setup(
             "quack-kernels==0.6.3",
             "nvidia-cutlass-dsl==4.6.0",
             "torch_memory_saver==0.0.10",  # roles that sleep
+            "cupy-cuda13x==14.2.0",  # kernels of pushes
         ],
         # in an environment of the child's own, which engine.python names (docs/sglang.md)
         "sglang": ["sglang==0.5.16"],

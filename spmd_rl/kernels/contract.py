@@ -21,7 +21,9 @@ from spmd_rl.kernels.vocab.sampling import RANDOM_SCHEME
 CONTRACT_VERSION = 2
 # the packages of cuBLAS that torch's wheels bring: for CUDA 13, and before
 CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")
-SOURCES = tuple(sorted(Path(__file__).parent.rglob("*.py")))
+SOURCES = tuple(
+    sorted(path for path in Path(__file__).parent.rglob("*") if path.suffix in (".py", ".cu"))
+)
 
 
 def contract(

@@ -40,12 +40,12 @@ class Copies:
 
     def _add_masters(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Have our kernel copy the pairs that it takes; return the others."""
-        from spmd_rl.kernels.runtime import copy_triton
+        from spmd_rl.kernels.runtime import run_copies
 
-        fits = [copy_triton.can_copy(*pair) for pair in pairs]
+        fits = [run_copies.can_copy(*pair) for pair in pairs]
         if any(fits):
             masters = [pair for pair, fit in zip(pairs, fits, strict=True) if fit]
-            self._runs.append(copy_triton.MasterCopies(masters).run)
+            self._runs.append(run_copies.MasterCopies(masters).run)
         return [pair for pair, fit in zip(pairs, fits, strict=True) if not fit]
 
 

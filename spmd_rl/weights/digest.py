@@ -87,9 +87,9 @@ class BoxSums:
 
     def _prepare(self, numbers: Sequence[int], dtype: torch.dtype, target: torch.dtype) -> bool:
         """Have one launch add the digests of these boxes; return False if it cannot read them."""
-        from spmd_rl.kernels.runtime.digest_triton import RowDigests, Rows, can_cast
+        from spmd_rl.kernels.runtime.row_digests import RowDigests, Rows, can_digest
 
-        if not can_cast(dtype, target):
+        if not can_digest(dtype, target):
             return False
         rows = []
         for number in numbers:

@@ -98,18 +98,18 @@ class BucketCopies:
             copy_all(*((parts, tensors) if self._to_buffer else (tensors, parts)))
 
     def _add_kernels(self) -> None:
-        from spmd_rl.kernels.runtime import copy_triton
+        from spmd_rl.kernels.runtime import run_copies
 
         lists: dict[tuple[torch.dtype, torch.dtype], list[int]] = defaultdict(list)
         for index, tensor in self._rest.items():
             dtype = self._bucket.dtype(index)
-            if copy_triton.can_use_buffer(tensor, dtype, self._to_buffer):
+            if run_copies.can_use_buffer(tensor, dtype, self._to_buffer):
                 lists[dtype, tensor.dtype].append(index)
         for (dtype, _), indices in lists.items():
             tensors = [self._rest.pop(index) for index in indices]
             starts = [self._bucket.start(index) for index in indices]
-            programs = copy_triton.programs_beside_nccl(tensors[0].device)
-            copies = copy_triton.BufferCopies(tensors, starts, dtype, self._to_buffer, programs)
+            programs = run_copies.programs_beside_nccl(tensors[0].device)
+            copies = run_copies.BufferCopies(tensors, starts, dtype, self._to_buffer, programs)
             self._runs.append(copies.run)
 
 

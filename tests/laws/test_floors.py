@@ -36,6 +36,7 @@ HEAVY = {
     "megatron": "train",
     "transformer_engine": "train",
     "triton": "kernels",
+    "cupy": "kernels",
     "flash_attn": "kernels",
     "cutlass": "kernels",
     "quack": "kernels",

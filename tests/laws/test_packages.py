@@ -18,6 +18,7 @@ from tests.laws.test_floors import HEAVY
 
 IMPORTED_AS = {
     "pyzmq": "zmq",
+    "cupy-cuda13x": "cupy",
     "flash-attn-4": "flash_attn",
     "quack-kernels": "quack",
     "nvidia-cutlass-dsl": "cutlass",

@@ -4,6 +4,7 @@ does not.
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -15,8 +16,9 @@ __all__ = ["Config", "Faulty", "check", "main"]
 
 
 class Faulty(rl.Rollout):
-    def __init__(self, *given: Any, **settings: Any) -> None:
-        super().__init__(*given, **settings)
+    @wraps(rl.Rollout.__init__)  # with whatever settings a recipe gives an engine
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
         from spmd_rl.microscope.diagnose.faults import split_k
 
         split_k(cast(Any, self.engine))  # it asks for no more than a model

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.runtime.row_digests import RowDigests
 from spmd_rl.weights.copies import copy_all
 from spmd_rl.weights.digest import box_sums
 from spmd_rl.weights.ends import LocalEnds
@@ -22,9 +23,7 @@ from spmd_rl.weights.verdict import Verification
 from spmd_rl.weights.verification import Verifier
 from tests.gpu.rollout.graph_case import DEVICE, new_engine, new_model
 
-pytest.importorskip("triton")
-
-from spmd_rl.kernels.runtime import digest_triton
+pytest.importorskip("cupy")
 
 CASTS = [
     (torch.float32, "float32"),
@@ -88,13 +87,13 @@ def test_columns_that_do_not_lie_side_by_side_are_summed_too() -> None:
 
 def test_all_boxes_of_two_dtypes_are_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[int] = []
-    add = digest_triton.RowDigests.add_to
+    add = RowDigests.add_to
 
-    def counted(rows: digest_triton.RowDigests, sums: Tensor) -> None:
+    def counted(rows: RowDigests, sums: Tensor) -> None:
         launches.append(len(rows._table))
         add(rows, sums)
 
-    monkeypatch.setattr(digest_triton.RowDigests, "add_to", counted)
+    monkeypatch.setattr(RowDigests, "add_to", counted)
     tensors = [torch.randn(5, 5, device=DEVICE) for _ in range(300)]
     whole = list(LocalTensors.whole({str(i): one for i, one in enumerate(tensors)}).values())
     box_sums(whole, ["bfloat16"] * 150 + ["float32"] * 150)

@@ -236,24 +236,28 @@ def test_a_key_without_a_stable_text_has_no_name() -> None:
         cache_name("kind", (1, object()))
 
 
-def test_triton_keeps_its_kernels_in_the_private_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("library", "variable"), preload.CACHES.items())
+def test_libraries_keep_their_kernels_in_the_private_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, variable: str
 ) -> None:
-    for folder, expected in ((tmp_path / "mine", str(tmp_path / "mine" / "triton")), ("", None)):
-        monkeypatch.delenv(preload.TRITON_CACHE_ENV, raising=False)
+    for folder, expected in ((tmp_path / "mine", str(tmp_path / "mine" / library)), ("", None)):
+        for one in preload.CACHES.values():
+            monkeypatch.delenv(one, raising=False)
         monkeypatch.setenv(FOLDER_ENV, str(folder))
         user_cache.cache_clear()
-        preload.keep_triton_cache_private()
-        assert os.environ.get(preload.TRITON_CACHE_ENV) == expected
+        preload.keep_caches_private()
+        assert os.environ.get(variable) == expected
     user_cache.cache_clear()
 
 
-def test_triton_keeps_its_kernels_where_the_user_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("variable", preload.CACHES.values())
+def test_libraries_keep_their_kernels_where_the_user_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(FOLDER_ENV, str(tmp_path / "mine"))
-    monkeypatch.setenv(preload.TRITON_CACHE_ENV, "elsewhere")
+    for one in preload.CACHES.values():
+        monkeypatch.setenv(one, "elsewhere")
     user_cache.cache_clear()
-    preload.keep_triton_cache_private()
-    assert os.environ[preload.TRITON_CACHE_ENV] == "elsewhere"
+    preload.keep_caches_private()
+    assert os.environ[variable] == "elsewhere"
     user_cache.cache_clear()

@@ -1,28 +1,34 @@
-"""The GPU kernels of a push in Triton's interpreter: the bits of the sums and copies of torch."""
+"""The CUDA kernels of a push, as C++ on the CPU: the bits of the sums and copies of torch."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.runtime.row_digests import RowDigests, Rows
+from spmd_rl.kernels.runtime.run_copies import BufferCopies, copy_all, programs_beside_nccl
 from spmd_rl.weights.digest import box_sums
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor
+from spmd_rl.weights.memory_rows import memory_rows
+from tests.unit.weights.push_on_host import COMPILER, SIZES, HostKernels
 
-pytest.importorskip("triton")
-
-from tests.unit.kernels.interpreted import Calls, results
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is installed")
 
 WHOLE = torch.randn(7, 6, 20, generator=torch.Generator().manual_seed(3))
-SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-40, 3.4e38, 1.0039062, 1.0117188])
+# ties to even, both ways; subnormal numbers; what rounds up to infinity
+SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-40, 3.4e38, 1.00390625, 1.01171875])
+SIZES_OF_TENSORS = (1, 16, 47, 48, 49, 97, 840)
 CASTS = {
     "float32": (torch.float32, "float32"),
     "float32 to bfloat16": (torch.float32, "bfloat16"),
     "bfloat16": (torch.bfloat16, "bfloat16"),
+    "float16": (torch.float16, "float16"),
     "uint8": (torch.uint8, "uint8"),
+    "int64": (torch.int64, "int64"),
 }
 # views of WHOLE, with the offset and the shape of the tensor that each is a box of
 BOXES: dict[str, tuple[tuple[slice | int, ...], tuple[int, ...], tuple[int, ...]]] = {
@@ -30,6 +36,7 @@ BOXES: dict[str, tuple[tuple[slice | int, ...], tuple[int, ...], tuple[int, ...]
     "rows": ((slice(2, 5),), (7, 6, 20), (2, 0, 0)),
     "middle": ((slice(None), slice(1, 4)), (7, 6, 20), (0, 1, 0)),
     "columns": ((slice(1, 6), slice(2, 5), slice(3, 19)), (7, 6, 20), (1, 2, 3)),
+    "aligned columns": ((slice(1, 6), slice(0, 6), slice(0, 16)), (7, 6, 20), (1, 0, 0)),
     "matrix": ((0, slice(1, 5), slice(5, 9)), (9, 30), (4, 11)),
     "one column": ((0, slice(None), slice(5, 6)), (6, 20), (0, 5)),
     "vector": ((0, 0, slice(3, 17)), (100,), (71,)),
@@ -37,53 +44,60 @@ BOXES: dict[str, tuple[tuple[slice | int, ...], tuple[int, ...], tuple[int, ...]
 }
 
 
-def views(cast: str) -> list[Tensor]:
-    """Boxes of the first dtype. Those that are cast need no rounding, as the interpreter cuts off
-    the bits; tests/gpu rounds.
-    """
-    dtype, to = CASTS[cast]
-    whole, special = WHOLE, SPECIAL
-    if dtype == torch.uint8:
-        whole, special = (WHOLE * 20).abs(), SPECIAL.abs().clamp(0, 9)
-    elif to == "bfloat16":
-        whole, special = WHOLE.bfloat16(), SPECIAL.where(SPECIAL.abs() != 1e-40, 0.5).bfloat16()
-    whole, special = whole.to(dtype), special.to(dtype)
-    return [*(whole[index] for index, _, _ in BOXES.values()), special]
-
-
 @pytest.fixture(scope="module")
-def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    shapes = [*(shape for _, shape, _ in BOXES.values()), (8,)]
-    offsets = [*(offset for _, _, offset in BOXES.values()), (0,)]
-    arguments = [(views(cast), shapes, offsets, to) for cast, (_, to) in CASTS.items()]
-    calls = Calls("tests.unit.weights.kernel_case", "kernel_sums", {}, arguments)
-    found = results(calls, tmp_path_factory.mktemp("digests"))
-    return dict(zip(CASTS, found, strict=True))
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return HostKernels(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(autouse=True)
+def _on_host(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.use(monkeypatch)
+
+
+def boxes(cast: str) -> list[LocalTensor]:
+    dtype, _ = CASTS[cast]
+    whole, special = WHOLE, SPECIAL
+    if not dtype.is_floating_point:
+        whole, special = (WHOLE * 20).abs(), SPECIAL.abs().clamp(0, 9)
+    whole, special = whole.to(dtype), special.to(dtype)
+    made = [
+        LocalTensor(shape, Box(offset, tuple(whole[index].shape)), whole[index])
+        for index, shape, offset in BOXES.values()
+    ]
+    return [*made, LocalTensor((8,), Box((0,), (8,)), special)]
 
 
 @pytest.mark.parametrize("cast", CASTS)
-def test_the_kernel_adds_up_the_same_sums(sums: dict[str, Tensor], cast: str) -> None:
-    boxes = [
-        LocalTensor(shape, Box(offset, tuple(view.shape)), view)
-        for view, (_, shape, offset) in zip(views(cast), BOXES.values(), strict=False)
+def test_the_kernel_adds_up_the_same_sums(cast: str) -> None:
+    found, to = boxes(cast), CASTS[cast][1]
+    sums = torch.zeros(len(found), dtype=torch.int64)
+    rows = [
+        Rows(*row) for number, box in enumerate(found) for row in memory_rows(box, number) or ()
     ]
-    boxes.append(LocalTensor((8,), Box((0,), (8,)), views(cast)[-1]))
-    expected = box_sums(boxes, [CASTS[cast][1]] * len(boxes))
-    for name, found, value in zip([*BOXES, "special"], sums[cast], expected, strict=True):
-        assert found == value, name
-    assert len(set(expected.tolist())) == len(boxes)
+    RowDigests(rows, CASTS[cast][0], getattr(torch, to), sums.device).add_to(sums)
+    expected = box_sums(found, [to] * len(found))
+    assert sums.tolist() == expected.tolist()
+    assert len(set(expected.tolist())) == len(found)
 
 
-def test_a_copy_of_many_tensors_writes_them_and_nothing_else(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    tensors = [WHOLE.bfloat16().float().view(-1)[:size] for size in (1, 16, 47, 48, 49, 97, 840)]
-    calls = Calls("tests.unit.weights.kernel_case", "copied", {}, [(tensors,)])
-    (found,) = results(calls, tmp_path_factory.mktemp("copies"))
-    for tensor, wide in zip(tensors, found, strict=True):
-        assert torch.equal(wide[8:-8], tensor.bfloat16())
-        assert (wide[:8] == 7).all()
-        assert (wide[-8:] == 7).all()
+def between_guards(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return room for a tensor that begins where wide stores can, and has 16 bytes beside it."""
+    return torch.full((tensor.numel() + 32 // dtype.itemsize,), 7.0, dtype=dtype)
+
+
+def inside(wide: Tensor) -> Tensor:
+    """Return the room without its guards, and check that nothing was written to these."""
+    guard = 16 // wide.element_size()
+    assert (wide[:guard] == 7).all() and (wide[-guard:] == 7).all()
+    return wide[guard:-guard]
+
+
+def test_a_copy_of_many_tensors_writes_them_and_nothing_else() -> None:
+    tensors = [WHOLE.view(-1)[:size].clone() for size in SIZES_OF_TENSORS] + [SPECIAL]
+    wide = [between_guards(one, torch.bfloat16) for one in tensors]
+    copy_all([(inside(one), tensor) for one, tensor in zip(wide, tensors, strict=True)])
+    for tensor, one in zip(tensors, wide, strict=True):
+        assert torch.equal(inside(one), tensor.bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -95,19 +109,45 @@ def test_a_copy_of_many_tensors_writes_them_and_nothing_else(
     ],
 )
 def test_a_buffer_takes_many_tensors_and_gives_them_back(
-    tmp_path: Path, held: torch.dtype, dtype: torch.dtype
+    held: torch.dtype, dtype: torch.dtype
 ) -> None:
-    sizes = (1, 16, 47, 48, 49, 97, 840)
-    tensors = [WHOLE.bfloat16().to(held).view(-1)[:size] for size in sizes]
-    calls = Calls("tests.unit.weights.kernel_case", "through_buffer", {}, [(tensors, dtype)])
-    ((buffer, found),) = results(calls, tmp_path)
-    start = 16
-    for tensor, wide in zip(tensors, found, strict=True):
+    """The copies are prepared once for two buffers, with fewer blocks than chunks."""
+    tensors = [WHOLE.to(held).view(-1)[:size].clone() for size in SIZES_OF_TENSORS]
+    starts, size = [], 16
+    for one in tensors:
+        starts.append(size)
+        size += -(-one.numel() * dtype.itemsize // 16) * 16
+    buffers = [torch.full((size + 16,), 7, dtype=torch.uint8) for _ in range(2)]
+    packing = BufferCopies(tensors, starts, dtype, to_buffer=True, max_programs=4)
+    for buffer in buffers:
+        packing.run(buffer)
+    wide = [between_guards(one, dtype) for one in tensors]
+    targets = [inside(one) for one in wide]
+    BufferCopies(targets, starts, dtype, to_buffer=False, max_programs=100).run(buffers[1])
+    buffer, written = buffers[0], torch.zeros(size + 16, dtype=torch.bool)
+    for tensor, start, one in zip(tensors, starts, wide, strict=True):
         num_bytes = tensor.numel() * dtype.itemsize
-        part, end = buffer[start : start + num_bytes], start + -(-num_bytes // 16) * 16
-        assert torch.equal(part.view(dtype), tensor.to(dtype))
-        assert (buffer[start + num_bytes : end] == 7).all()
-        assert torch.equal(wide[8:-8], tensor.to(dtype))
-        assert (wide[:8] == 7).all() and (wide[-8:] == 7).all()
-        start = end
-    assert (buffer[:16] == 7).all() and (buffer[start:] == 7).all()
+        written[start : start + num_bytes] = True
+        assert torch.equal(buffer[start : start + num_bytes].view(dtype), tensor.to(dtype))
+        assert torch.equal(inside(one), tensor.to(dtype))
+    assert (buffer[~written] == 7).all()
+
+
+@pytest.mark.parametrize(("count", "programs"), [(132, 100), (40, 20)])
+def test_a_copy_beside_nccl_leaves_multiprocessors(
+    monkeypatch: pytest.MonkeyPatch, count: int, programs: int
+) -> None:
+    facts = SimpleNamespace(multi_processor_count=count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    assert programs_beside_nccl(torch.device("cuda")) == programs
+
+
+@pytest.mark.parametrize(("limit", "num_blocks"), [(2, 2), (9, 3)])
+def test_a_launch_has_no_more_blocks_than_it_may(
+    kernels: HostKernels, limit: int, num_blocks: int
+) -> None:
+    chunk = SIZES["COPY_CHUNK"]
+    tensors = [torch.zeros(2 * chunk, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16)]
+    copies = BufferCopies(tensors, [0, 4 * chunk], torch.bfloat16, True, limit)
+    copies.run(torch.zeros(4 * chunk + 16, dtype=torch.uint8))
+    assert kernels.num_blocks[-1] == num_blocks

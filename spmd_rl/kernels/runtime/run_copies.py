@@ -3,35 +3,27 @@
 Each element is read and written once. torch's `_foreach_copy_` takes a launch for every 320 blocks.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-decorators
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels.runtime import cuda_kernels
 from spmd_rl.kernels.runtime.chunks import chunks_of
 from spmd_rl.kernels.runtime.upload import upload
 
-BLOCK = 2048  # elements at once
-BLOCKS = 8  # of a chunk, which one program copies
 ALIGN_BYTES = 16
 NCCL_BLOCKS = 32  # of a transfer, at most; each takes a multiprocessor
-_ELEMENTS = {  # of a copy, by the dtypes of its target and of its tensor
-    (torch.bfloat16, torch.float32): (tl.bfloat16, tl.float32),
-    (torch.bfloat16, torch.bfloat16): (tl.int16, tl.int16),
-    (torch.float32, torch.float32): (tl.int32, tl.int32),
-}
 
 
 def can_copy(target: Tensor, tensor: Tensor) -> bool:
     """Whether `MasterCopies` takes this pair."""
     return (
-        (target.dtype, tensor.dtype) == (torch.bfloat16, torch.float32)
+        cuda_kernels.has_cupy()
+        and (target.dtype, tensor.dtype) == (torch.bfloat16, torch.float32)
         and target.device == tensor.device
         and target.shape == tensor.shape
         and _is_run(target)
@@ -68,7 +60,8 @@ def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 def can_use_buffer(tensor: Tensor, dtype: torch.dtype, to_buffer: bool) -> bool:
     """Whether `BufferCopies` takes this tensor, for a buffer that holds it as `dtype`."""
     return (
-        (dtype, tensor.dtype) in _ELEMENTS
+        cuda_kernels.has_cupy()
+        and (dtype, tensor.dtype) in cuda_kernels.COPIES
         and (to_buffer or dtype == tensor.dtype)
         and _is_run(tensor)
     )
@@ -129,46 +122,15 @@ class _Runs:
         max_programs: int | None = None,
     ) -> None:
         table = np.array(runs, dtype=np.int64)
-        chunks = chunks_of(table[:, 2], BLOCK * BLOCKS)
+        chunks = chunks_of(table[:, 2], cuda_kernels.COPY_CHUNK)
         self._num_chunks = len(chunks)
         self._num_programs = min(len(chunks), max_programs or len(chunks))
         self._table, self._chunks = upload(table, device), upload(chunks, device)
-        self._elements = _ELEMENTS[dtypes]
+        self._kernel = cuda_kernels.COPIES[dtypes]
 
     def copy(self, target_base: int, tensor_base: int) -> None:
         """Copy all runs. Their ends are addresses from these bases, in bytes."""
         if self._num_programs:
-            tables, bases = (self._table, self._chunks), (target_base, tensor_base)
-            _copy[(self._num_programs,)](
-                *tables, self._num_chunks, *bases, *self._elements, BLOCK, BLOCKS, num_warps=8
-            )
-
-
-@triton.jit(do_not_specialize=["num_chunks"])
-def _copy(
-    table,
-    chunks,
-    num_chunks,
-    target_base,
-    tensor_base,
-    TARGET: tl.constexpr,
-    TENSOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-) -> None:
-    for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
-        run = table + tl.load(chunks + 2 * chunk) * 3
-        begin = tl.load(chunks + 2 * chunk + 1) * (BLOCK * BLOCKS)
-        target = tl.load(run) + target_base
-        target = tl.multiple_of(target.to(tl.pointer_type(TARGET)), 16)
-        tensor = tl.load(run + 1) + tensor_base
-        tensor = tl.multiple_of(tensor.to(tl.pointer_type(TENSOR)), 16)
-        size = tl.load(run + 2)
-        for step in range(BLOCKS):
-            start = begin + step * BLOCK
-            at = start + tl.arange(0, BLOCK)
-            if start + BLOCK <= size:  # without a mask, loads and stores are wide
-                tl.store(target + at, tl.load(tensor + at).to(TARGET))
-            elif start < size:
-                values = tl.load(tensor + at, mask=at < size, other=0)
-                tl.store(target + at, values.to(TARGET), mask=at < size)
+            numbers = self._num_chunks, target_base, tensor_base
+            tables = self._table, self._chunks
+            cuda_kernels.launch(self._kernel, self._num_programs, tables, numbers)
