@@ -4,7 +4,7 @@ does not.
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import update_wrapper
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -16,12 +16,14 @@ __all__ = ["Config", "Faulty", "check", "main"]
 
 
 class Faulty(rl.Rollout):
-    @wraps(rl.Rollout.__init__)  # with whatever settings a recipe gives an engine
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
         from spmd_rl.microscope.diagnose.faults import split_k
 
         split_k(cast(Any, self.engine))  # it asks for no more than a model
+
+
+update_wrapper(Faulty.__init__, rl.Rollout.__init__)  # a recipe finds the settings of an engine
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

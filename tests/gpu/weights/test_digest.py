@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.runtime.cuda_kernels import has_cupy
 from spmd_rl.kernels.runtime.row_digests import RowDigests
 from spmd_rl.weights.copies import copy_all
 from spmd_rl.weights.digest import box_sums
@@ -23,7 +24,7 @@ from spmd_rl.weights.verdict import Verification
 from spmd_rl.weights.verification import Verifier
 from tests.gpu.rollout.graph_case import DEVICE, new_engine, new_model
 
-pytest.importorskip("cupy")
+pytestmark = pytest.mark.skipif(not has_cupy(), reason="pip install 'spmd-rl[gpu]'")
 
 CASTS = [
     (torch.float32, "float32"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from spmd_rl.kernels.runtime.cuda_kernels import has_cupy
 from spmd_rl.weights.delivery import Delivery
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.packing import PackedBucket
@@ -13,7 +14,7 @@ from spmd_rl.weights.tensor_ends import TensorSource
 from tests.gpu.rollout.graph_case import DEVICE
 from tests.unit.weights.ends_case import sink_of, whole
 
-pytest.importorskip("cupy")
+pytestmark = pytest.mark.skipif(not has_cupy(), reason="pip install 'spmd-rl[gpu]'")
 
 SHAPES = [(7, 5), (4096,), (3, 1111), (100_000,), (), (3_000_001,), (0, 4)]
 
