@@ -110,6 +110,7 @@ if TYPE_CHECKING:
     from spmd_rl.mesh.split import SeparateSplit as SeparateSplit
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.lora import LoraConfig as LoraConfig
+    from spmd_rl.model.tokenizer import has_tokenizer as has_tokenizer
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
     from spmd_rl.observe.samples_file import read_groups as read_groups
     from spmd_rl.offload.config import OffloadConfig as OffloadConfig
@@ -228,7 +229,7 @@ _HOMES = {
     "mesh.role_context": ("RoleContext",),
     "mesh.split": ("PolicySplit", "RoleSplit", "SeparateSplit", "Split"),
     "model.lora": ("LoraConfig",),
-    "model.tokenizer": ("load_tokenizer",),
+    "model.tokenizer": ("has_tokenizer", "load_tokenizer"),
     "offload.config": ("OffloadConfig",),
     "offload.ledger": ("TagBytes",),
     "offload.phases": ("ALL", "COLOCATED", "CONCURRENT", "Phases"),

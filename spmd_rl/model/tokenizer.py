@@ -123,9 +123,14 @@ def light_tokenizer(folder: Path) -> FolderTokenizer | None:
     return FolderTokenizer(folder, rust, config) if as_written else None
 
 
+def has_tokenizer(folder: str | Path) -> bool:
+    """Return whether the folder has a file with a vocabulary."""
+    return any(found for pattern in VOCABULARIES for found in Path(folder).glob(pattern))
+
+
 def check_has_tokenizer(folder: str | Path) -> None:
     """Raise ConfigError when the folder has no vocabulary: transformers would invent one."""
-    if not any(found for pattern in VOCABULARIES for found in Path(folder).glob(pattern)):
+    if not has_tokenizer(folder):
         raise ConfigError(
             f"{folder} holds no tokenizer: "
             "there is no tokenizer.json, nor any other file with a vocabulary"

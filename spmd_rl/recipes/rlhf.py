@@ -95,10 +95,15 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
 
 
 def answer_end(cfg: Config) -> rl.AnswerEnd | None:
-    """Return how the reward model's chat template ends an answer; None without templates."""
+    """Return how the reward model's chat template ends an answer; None without templates.
+
+    A reward model's folder without a tokenizer has the policy's.
+    """
     if not cfg.prompts.chat_template:
         return None
-    return rl.AnswerEnd.of(rl.load_tokenizer(cfg.reward_model), rl.load_tokenizer(cfg.model))
+    policy = rl.load_tokenizer(cfg.model)
+    judge = rl.load_tokenizer(cfg.reward_model) if rl.has_tokenizer(cfg.reward_model) else policy
+    return rl.AnswerEnd.of(judge, policy)
 
 
 def graded(

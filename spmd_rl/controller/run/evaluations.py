@@ -55,10 +55,12 @@ class Evaluations:
                 f"{', '.join(sets)}"
             )
 
-    def load(self) -> None:
-        """Read the evaluations before this start, once the lines of later steps are dropped.
+    def load(self, num_steps: int) -> None:
+        """Read the evaluations before this start of a run of `num_steps` steps, once the lines of
+        later steps are dropped.
 
-        Raises: ConfigError where `run.best` is set and the run has no evaluations.
+        Raises: ConfigError where `run.best` is set and the run has no evaluations, or
+        `run.patience` is and it has none after its first step.
         """
         if not self._metric:
             return
@@ -66,6 +68,12 @@ class Evaluations:
             raise ConfigError(
                 f"run.best = {self._metric!r} goes by evaluations, and this run has none: set "
                 "eval.data and eval.every"
+            )
+        is_planned = self._schedule.is_planned
+        if self._patience and num_steps > 1 and not any(map(is_planned, range(1, num_steps))):
+            raise ConfigError(
+                f"run.patience = {self._patience} counts evaluations between the first step and "
+                "the last, and there are none: set eval.every"
             )
         self._scores = _scores(self._file, self._metric)
 

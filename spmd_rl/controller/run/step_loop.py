@@ -99,7 +99,7 @@ class StepLoop:
         if self._observer is not None:
             self._observer.on_steps(start, num_steps)
             calls.on_long_wait = self._observer.catch_up
-        self.evaluations.load()
+        self.evaluations.load(num_steps)
         self.num_done = start
         termination.grace_s = grace_s if self._parts else 0.0
         # a step begins where the one before it ended

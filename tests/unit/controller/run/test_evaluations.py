@@ -204,7 +204,7 @@ def test_less_is_better_for_a_loss(
 @pytest.mark.parametrize(
     ("act", "problem"),
     [
-        (lambda one: one.load(), "goes by evaluations, and this run has none"),
+        (lambda one: one.load(9), "goes by evaluations, and this run has none"),
         (lambda one: one.plan(one, ["code"]), "no evaluation set 'test', only code"),
         (lambda one: one.add(0, {"eval/test/loss": 1.0}), "is no metric of the evaluation, which"),
     ],
@@ -214,6 +214,12 @@ def test_what_no_evaluation_finds_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         act(Evaluations(RunConfig(folder=str(tmp_path), best=REWARD)))
+
+
+def test_a_patience_without_evaluations_in_the_run_is_refused(tmp_path: Path) -> None:
+    started = Started(tmp_path, RISING, every=100, patience=2)
+    with pytest.raises(ConfigError, match="patience = 2 counts evaluations between .* eval.every"):
+        started.run()
 
 
 @pytest.mark.parametrize(
