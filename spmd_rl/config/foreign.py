@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 PROGRAMS = ("TRL", "slime", "verl")
 PREFIX = "actor_rollout_ref."  # of verl's names
+TABLES = {"actor_rollout_ref", "actor", "rollout", "ref"}  # of verl's, which no recipe of ours has
 MISSPELT = 0.88  # least likeness, of 1, of a name to that of another program
 
 TABLE = """
@@ -26,6 +27,7 @@ eval.every | eval_steps eval_strategy | eval_interval | trainer.test_freq |
 eval.before | eval_on_start | | trainer.val_before_train |
 eval.num_samples | num_generations_eval | n_samples_per_eval_prompt | rollout.val_kwargs.n |
 eval.sampling | | eval_temperature eval_top_p | rollout.val_kwargs.temperature |
+eval.sampling | | eval_max_response_len | rollout.val_kwargs.top_p rollout.val_kwargs.do_sample |
 prompts.prompt_key | | input_key | data.prompt_key |
 prompts.answer_key | | label_key | |
 prompts.reward_key | | metadata_key | |
@@ -37,6 +39,7 @@ prompts.max_prompt_tokens | max_prompt_length | rollout_max_prompt_len | data.ma
 prompts.max_prompt_tokens | | | data.filter_overlong_prompts |
 prompts.shuffle | shuffle_dataset | rollout_shuffle | data.shuffle |
 prompts.seed | data_seed | | data.seed |
+run.seed | | rollout_seed | |
 learn | assistant_only_loss completion_only_loss | | |
 documents.text_key | dataset_text_field | | |
 reward | reward_funcs | rm_type custom_rm_path | |
@@ -86,6 +89,7 @@ trainer.max_tokens | | | rollout.log_prob_micro_batch_size_per_gpu |
 trainer.max_tokens | | | ref.log_prob_micro_batch_size_per_gpu |
 trainer.backend.kind | | train_backend | actor.strategy |
 trainer.backend.recompute | gradient_checkpointing | recompute_granularity | |
+trainer.backend.recompute | gradient_checkpointing_kwargs | | |
 trainer.backend.recompute | | | model.enable_gradient_checkpointing |
 trainer.backend.offload | | optimizer_cpu_offload | actor.fsdp_config.optimizer_offload |
 trainer.backend.offload | | | actor.fsdp_config.param_offload |
@@ -105,7 +109,7 @@ entropy_coef | | | actor.entropy_coeff |
 kl.coef | beta | kl_loss_coef use_kl_loss kl_coef | actor.kl_loss_coef actor.use_kl_loss |
 kl.coef | | | algorithm.kl_ctrl.kl_coef |
 kl.place | | | algorithm.use_kl_in_reward |
-kl.estimator | | kl_loss_type | actor.kl_loss_type |
+kl.estimator | | kl_loss_type | actor.kl_loss_type algorithm.kl_penalty |
 kl.unbiased | use_bias_correction_kl | use_unbiased_kl | |
 kl.reference reference | ref_model | ref_load | |
 kl.refresh_every | sync_ref_model ref_model_sync_steps | ref_update_interval | |
@@ -145,16 +149,28 @@ split.train.fsdp | fsdp | | actor.fsdp_config.fsdp_size |
 split.train.tp | | tensor_model_parallel_size | actor.megatron.tensor_model_parallel_size |
 split.train.pp | | pipeline_model_parallel_size | actor.megatron.pipeline_model_parallel_size |
 split.train.cp | | context_parallel_size | actor.megatron.context_parallel_size |
+split.train.cp | | | actor.ulysses_sequence_parallel_size |
 split.train.ep | | expert_model_parallel_size | actor.megatron.expert_model_parallel_size |
---nproc | num_processes | actor_num_gpus_per_node | trainer.n_gpus_per_node |
+--nproc | num_processes nproc_per_node | actor_num_gpus_per_node | trainer.n_gpus_per_node |
 --nproc | | actor_num_nodes | trainer.nnodes | \
 for one node; `spmd-rl submit RECIPE --nodes N` starts several
 run.save_every | save_steps save_strategy | save_interval | trainer.save_freq |
 run.keep_checkpoints | save_total_limit | | trainer.max_actor_ckpt_to_keep |
-run.folder | output_dir | save | trainer.default_local_dir |
+run.best | load_best_model_at_end metric_for_best_model | | |
+run.patience | early_stopping_patience | | |
+run.folder | output_dir logging_dir | save | trainer.default_local_dir |
 run.name | run_name | | trainer.experiment_name |
 run.sinks | report_to | use_wandb use_tensorboard | trainer.logger |
 | resume_from_checkpoint | load | trainer.resume_mode | the same command again resumes a run
+| | colocate | | trainer and engine share all ranks unless split.* says otherwise
+| | debug_rollout_only | | `spmd-rl run collect` generates alone
+| | debug_train_only | | `spmd-rl run replay` trains alone
+| | partial_rollout | | `spmd-rl run grpo_fully_async` goes on with samples under new weights
+| do_eval | | trainer.val_only | `spmd-rl eval` scores a model or a checkpoint
+| trust_remote_code | | model.trust_remote_code | no code of a model folder is run
+| | sglang_context_length | rollout.max_model_len | the context is that of the model's config.json
+| repetition_penalty | | rollout.repetition_penalty | samples are drawn from the policy as it is
+| top_entropy_quantile | | | every token of an answer is learned from
 | logging_steps logging_strategy | | | every step is logged
 | log_completions | | trainer.rollout_data_dir | samples of every step are in the run's folder
 | gradient_accumulation_steps | | | micro-batches follow from trainer.max_tokens
@@ -165,7 +181,8 @@ run.sinks | report_to | use_wandb use_tensorboard | trainer.logger |
 | lora_dropout | | | adapters have no dropout
 | load_in_4bit load_in_8bit | | | adapters have their base in bfloat16
 | deepspeed | | | FSDP2 shards the trainer (split.train.fsdp)
-| attn_implementation use_liger_kernel | | model.use_liger | the kernels are those of the engine
+| attn_implementation use_liger_kernel torch_compile | | model.use_liger \
+actor.use_torch_compile | the kernels are those of the engine
 | remove_unused_columns | | | a record keeps all its fields, and a reward reads them in prompt.meta
 | chat_template_path | | | the template is that of the model's folder
 | vllm_server_host vllm_server_port | | | engines live in the ranks of the run
@@ -225,6 +242,13 @@ def misspelt(name: str, known: Collection[str]) -> Foreign | None:
     last = [_last(one.name) for one in here]
     near = difflib.get_close_matches(_last(_spelt(name)), last, 1, MISSPELT)
     return here[last.index(near[0])] if near else None
+
+
+def no_counterpart(name: str) -> str:
+    """Return the end of a sentence about a name that is in no table of ours; "" if it may be."""
+    if name.lstrip("+~-").replace("-", "_").partition(".")[0] not in TABLES:
+        return ""
+    return "; it has the form of verl's settings, and docs/coming-from.md lists those that are here"
 
 
 def is_here(found: Foreign, known: Collection[str]) -> bool:

@@ -46,7 +46,7 @@ def nearest_key(name: str, root: type) -> str:
     if nearest := nearest or _alike(name, keys):
         return f"; the nearest known key is {nearest!r}"
     alike = foreign.misspelt(name, docs)
-    return foreign.answer(alike, docs) if alike else ""
+    return foreign.answer(alike, docs) if alike else foreign.no_counterpart(name)
 
 
 def refuse_foreign(name: str, root: type) -> None:
@@ -62,17 +62,18 @@ def refuse_foreign(name: str, root: type) -> None:
 
 
 def leaf_of(name: str, value: Any, root: type) -> str:
-    """Return the name of the first value in an unknown table `name`, if that says what is meant.
+    """Return the name of the first value in an unknown table `name`.
 
-    Else it is `name` itself, which may be a table of ours that is misspelt.
+    It is `name` itself where that is a table of ours, misspelt, and the value says no better.
     """
     leaf = name
     while isinstance(value, dict) and value:
         key, value = next(iter(value.items()))
         leaf += f".{key}"
-    docs = {key.name: key.doc for key in describe(root)}
+    keys = describe(root)
+    docs = {key.name: key.doc for key in keys}
     is_meant = foreign.by_ending(leaf, docs) or any(_ends_alike(leaf, key) for key in docs)
-    return leaf if is_meant else name
+    return leaf if is_meant or not _alike(name, keys) else name
 
 
 def _with_ending(name: str, keys: list[str]) -> list[str]:

@@ -72,6 +72,12 @@ def test_a_setting_that_we_do_not_have_is_said_so(word: str, why: str) -> None:
     assert f" is no setting here: {why}" in refused(grpo.Config, word)
 
 
+def test_a_setting_of_verl_without_a_counterpart_is_said_so() -> None:
+    for name in ("rollout.load_format", "actor_rollout_ref.actor.fsdp_config.forward_prefetch"):
+        said = refused(grpo.Config, f"--{name}=x")
+        assert said.startswith(f"unknown key '{name}'; it has the form of verl's settings, and docs")
+
+
 def test_what_a_name_means_depends_on_the_recipe() -> None:
     assert "is 'pairs_per_step' here" in refused(sft.Config, "--train_batch_size=8")
     assert "is 'kl.coef' in other recipes, and this one has no such" in refused(
