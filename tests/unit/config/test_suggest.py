@@ -75,7 +75,7 @@ def test_a_setting_that_we_do_not_have_is_said_so(word: str, why: str) -> None:
 def test_a_setting_of_verl_without_a_counterpart_is_said_so() -> None:
     for name in ("rollout.load_format", "actor_rollout_ref.actor.fsdp_config.forward_prefetch"):
         said = refused(grpo.Config, f"--{name}=x")
-        assert said.startswith(f"unknown key '{name}'; it has the form of verl's settings, and docs")
+        assert said.startswith(f"unknown key '{name}'; it has the form of verl's settings, and")
 
 
 def test_what_a_name_means_depends_on_the_recipe() -> None:
