@@ -42,7 +42,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     tokenizer = rl.load_tokenizer(cfg.model)
     pairs = rl.SftPairs(cfg.warmup_data or cfg.data, cfg.prompts, tokenizer)
     prompts = rl.Prompts(cfg.data, cfg.prompts, tokenizer, cfg.sampling)
-    num_steps = rl.num_steps(cfg, prompts)
+    num_steps = rl.num_steps(cfg, prompts, before=cfg.warmup_steps)
     evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
 
     start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)

@@ -81,11 +81,12 @@ def rate_warnings(cfg: Any, num_steps: int) -> list[str]:
     return sentences
 
 
-def num_steps(cfg: Any, data: Sized | int, per_step: int | None = None) -> int:
+def num_steps(cfg: Any, data: Sized | int, per_step: int | None = None, *, before: int = 0) -> int:
     """Return how many steps a run takes, and print what its learning rate leaves undone.
 
     `data` is one pass over the data, or its size. A step takes `per_step` of the data, or else
-    `cfg.prompts_per_step`. A last step that epochs fill in part is whole.
+    `cfg.prompts_per_step`. A last step that epochs fill in part is whole. `before` counts the train
+    steps that the recipe takes ahead of these.
     Raises: ConfigError, as `check_schedule` does.
     """
     steps = int(cfg.steps)
@@ -94,8 +95,8 @@ def num_steps(cfg: Any, data: Sized | int, per_step: int | None = None) -> int:
         # a share such as 0.1 is no binary fraction: a step more than it says must not come of that
         wanted = round(cfg.epochs * size / (per_step or cfg.prompts_per_step), 9)
         steps = max(1, math.ceil(wanted))
-        check_schedule(cfg, steps)
-    for sentence in rate_warnings(cfg, steps):
+        check_schedule(cfg, steps + before)
+    for sentence in rate_warnings(cfg, steps + before):
         print(sentence, flush=True)
     return steps
 

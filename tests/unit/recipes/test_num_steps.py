@@ -121,6 +121,14 @@ def test_what_the_rate_leaves_undone_is_said(
     assert capsys.readouterr().out == sentence
 
 
+def test_supervised_steps_before_the_others_raise_the_rate_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cfg = load(grpo.Config, overrides=[*NEEDED, "steps=3", "trainer.warmup_steps=12"])
+    assert num_steps(cfg, 100, before=9) == 3
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("recipe", [sft, dpo, reward_model, pretrain, distill])
 def test_every_recipe_with_steps_is_checked(recipe: Any) -> None:
     needed = {
