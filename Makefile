@@ -25,6 +25,7 @@ demo: $(VENV)/.demo
 
 test: lint
 	$(TESTS) -n 3 -m "not gpu and not system and not backends"
+	@$(BIN)/python -m benchmarks.since_gpu_tests
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
