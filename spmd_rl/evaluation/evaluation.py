@@ -14,11 +14,9 @@ from spmd_rl.evaluation.scores import metrics_of_sets, scores
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.rollout.rollout import Rollout
 from spmd_rl.train.trainer import Trainer
-from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.prompts import FIRST_EVALUATED, Prompt
 from spmd_rl.types.samples import Group
 
-# prompts of evaluations count from here, so that an engine may have training prompts beside them
-FIRST_UID = 1 << 48
 SAMPLES_PER_CALL = 2048  # what engines are given at once
 
 Grade = Callable[[list[Group]], list[Group]]
@@ -105,7 +103,7 @@ def prompts_of(one: ResolvedSet, tokenizer: Any) -> list[Prompt]:
     """
     prompts = Prompts(one.data, one.prompts, tokenizer, one.sampling)
     return [
-        prompt.replace(uid=FIRST_UID + number, reward=prompt.reward or one.reward)
+        prompt.replace(uid=FIRST_EVALUATED + number, reward=prompt.reward or one.reward)
         for number, prompt in enumerate(prompts.take(len(prompts)))
     ]
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from spmd_rl.observe.metrics import METRIC_OF_NAME
-from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.prompts import Prompt, prompt_name
 from spmd_rl.types.samples import Sample
 
 MAX_PREVIEW = 200  # characters
@@ -85,15 +85,16 @@ def describe(prompt: Prompt, samples: Sequence[Sample]) -> str:
     """Return the prompt and the sample or samples that a hook was called on."""
     texts = f"prompt {preview(prompt.text)}, answer {preview(prompt.answer)}"
     if len(samples) != 1:
-        return f"prompt {prompt.uid} ({texts}, {len(samples)} samples)"
+        return f"{prompt_name(prompt.uid)} ({texts}, {len(samples)} samples)"
     (sample,) = samples
-    return f"prompt {prompt.uid} sample {sample.index} ({texts}, response {preview(sample.text)})"
+    texts += f", response {preview(sample.text)}"
+    return f"{prompt_name(prompt.uid)} sample {sample.index} ({texts})"
 
 
 def describe_episode(prompt: Prompt, index: int) -> str:
     """Return the prompt that `generate` was called on, and which sample of it."""
     texts = f"prompt {preview(prompt.text)}, answer {preview(prompt.answer)}"
-    return f"prompt {prompt.uid} sample {index} ({texts})"
+    return f"{prompt_name(prompt.uid)} sample {index} ({texts})"
 
 
 def _number(value: Any, key: str) -> float:

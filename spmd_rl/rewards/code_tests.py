@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from spmd_rl.errors import DataError
 from spmd_rl.rewards.code_drivers import ASSERT, CALL
 from spmd_rl.rewards.sandbox import Outcome
-from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.prompts import Prompt, prompt_name
 
 CLOSE = 1e-6  # relative or absolute, of numbers that a function returns
 TEST_KEY, FUNCTION_KEYS = "tests", ("fn_name", "func_name")
@@ -97,7 +97,7 @@ def read_tests(prompt: Prompt) -> list[CodeTest]:
 
     Raises: DataError when there are none, or they have none of the known forms.
     """
-    where = f"prompt {prompt.uid} of {prompt.source or 'the data'}: tests"
+    where = f"{prompt_name(prompt.uid)} of {prompt.source or 'the data'}: tests"
     own = prompt.meta.get(TEST_KEY)
     tests: Any = prompt.answer if own is None else own
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.signatures import part_name
 from spmd_rl.rewards.names import canonical_name
-from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.prompts import Prompt, prompt_name
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class GraderChoice:
             if missing := [name for name in prompt.reward if name not in self._numbers]:
                 loaded = ", ".join(self._numbers) or "none"
                 raise DataError(
-                    f"prompt {prompt.uid} of {prompt.source or 'the data'}",
+                    f"{prompt_name(prompt.uid)} of {prompt.source or 'the data'}",
                     f"it names the reward {missing[0]!r}, but only these are loaded: {loaded}: "
                     "add it to hooks.extra_rewards",
                 )

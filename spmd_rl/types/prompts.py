@@ -12,6 +12,9 @@ from spmd_rl.types.columns import Columns, concatenate, split_at
 
 T = TypeVar("T")
 
+# prompts of evaluations count from here, so that an engine may have training prompts beside them
+FIRST_EVALUATED = 1 << 48
+
 _new, _set = object.__new__, object.__setattr__
 
 
@@ -29,6 +32,13 @@ def question_of(chat: dict[str, Any]) -> str:
     if isinstance(last, list):  # parts, of which some are text
         return "\n".join(str(part.get("text", "")) for part in last if isinstance(part, dict))
     return last if isinstance(last, str) else ""
+
+
+def prompt_name(uid: int) -> str:
+    """Return what errors call a prompt: its number among the draws, or in its evaluation set."""
+    if uid < FIRST_EVALUATED:
+        return f"prompt {uid}"
+    return f"evaluation prompt {uid - FIRST_EVALUATED}"
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.native.step_budget import PrefillBound
 from spmd_rl.rollout.native.step_plan import StepPlan
 from spmd_rl.rollout.native.stop_checker import StopChecker
+from spmd_rl.types.prompts import prompt_name
 from spmd_rl.types.samples import Sample, SampleStatus
 from spmd_rl.weights.digest import base_fact, digest
 from spmd_rl.weights.local_tensors import LocalTensors
@@ -282,7 +283,8 @@ class NativeEngine:
         if len(nan_rows):
             row, table = nan_rows[0], self.table
             position = table.host_length(nan_rows)[0] - table.prompt_length[row]
-            where = f"prompt {table.uid[row]}, sample {table.index[row]}, response token {position}"
+            name = prompt_name(table.uid[row])
+            where = f"{name}, sample {table.index[row]}, response token {position}"
             raise SpmdError(f"weights version {self.version} give NaN logits: {where}")
 
     def _finish(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> list[Sample]:

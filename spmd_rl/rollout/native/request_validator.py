@@ -5,6 +5,7 @@ from __future__ import annotations
 from spmd_rl.errors import DataError
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import Request, check_stop_ids
+from spmd_rl.types.prompts import prompt_name
 
 
 class RequestValidator:
@@ -31,19 +32,19 @@ class RequestValidator:
         max_length = min(prompt_length + request.sampling.max_tokens, self._spec.max_positions)
         if request.num_tokens >= max_length:
             raise DataError(
-                f"prompt {request.uid}",
+                prompt_name(request.uid),
                 f"sample {request.index} already has all {max_length - prompt_length} tokens "
                 "that it may have",
             )
         if max_length - 1 > self._max_kv_tokens:
             raise DataError(
-                f"prompt {request.uid}",
+                prompt_name(request.uid),
                 f"and its answer may need {max_length - 1} tokens of KV memory; "
                 f"the pages hold {self._max_kv_tokens}",
             )
 
     def _check_prompt(self, request: Request) -> None:
-        where, length = f"prompt {request.uid}", len(request.prompt)
+        where, length = prompt_name(request.uid), len(request.prompt)
         context, vocab_size = self._spec.max_positions, self._spec.vocab_size
         if not length:
             raise DataError(where, "has no tokens")

@@ -12,6 +12,7 @@ from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.native.stop_strings import StopStringMatcher
+from spmd_rl.types.prompts import prompt_name
 
 DECODE_CACHE_SIZE = 1 << 16
 
@@ -35,7 +36,7 @@ class StopChecker:
         """Raises: SpmdError if (uid, index) is in the engine; ConfigError without a tokenizer."""
         if (request.uid, request.index) in self._matchers:
             raise SpmdError(
-                f"prompt {request.uid}, sample {request.index} is in the engine already"
+                f"{prompt_name(request.uid)}, sample {request.index} is in the engine already"
             )
         self._matchers[request.uid, request.index] = self._new_matcher(request)
 

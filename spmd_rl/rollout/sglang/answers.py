@@ -18,6 +18,7 @@ from spmd_rl.rollout.sglang.structs import (
     SchedulerMessage,
     token_ids,
 )
+from spmd_rl.types.prompts import prompt_name
 from spmd_rl.types.samples import Sample, SampleStatus
 
 
@@ -163,7 +164,7 @@ class AnswerCollector:
 
 def _check(one: OpenRequest, delta: Delta, version: int) -> None:
     """Raises: SpmdError if a token has no log-prob, or one that is NaN."""
-    where = f"prompt {one.request.uid}, sample {one.request.index}"
+    where = f"{prompt_name(one.request.uid)}, sample {one.request.index}"
     if len(delta.tokens) != len(delta.logprobs):
         counts = f"{len(delta.logprobs)} log-probs of {len(delta.tokens)} tokens"
         raise SpmdError(f"SGLang's scheduler sent {counts}: {where}")

@@ -26,6 +26,7 @@ from spmd_rl.rollout.sglang.structs import (
     TokenizedGenerateReqInput,
     token_array,
 )
+from spmd_rl.types.prompts import prompt_name
 from spmd_rl.types.samples import SampleStatus
 
 Key = tuple[int, int]  # uid and index
@@ -135,7 +136,7 @@ class RequestTable:
         key = request.uid, request.index
         if key in self._open:
             raise SpmdError(
-                f"prompt {request.uid}, sample {request.index} is in the engine already"
+                f"{prompt_name(request.uid)}, sample {request.index} is in the engine already"
             )
         sampling = request.sampling
         stop_ids = frozenset(sampling.stop_ids if sampling.ignore_eos else ())
@@ -242,14 +243,14 @@ def status_of(reason: dict[str, Any], request: Request) -> SampleStatus:
     kind = reason.get("type")
     if isinstance(reason.get("matched"), str):  # no stop string was given to the scheduler
         raise SpmdError(
-            f"the weights give NaN logits: prompt {request.uid}, sample {request.index}"
+            f"the weights give NaN logits: {prompt_name(request.uid)}, sample {request.index}"
         )
     if kind == "stop":
         return "completed"
     if kind == "length":
         return "truncated"
     message = reason.get("message") or f"SGLang ended it: {kind}"
-    raise DataError(f"prompt {request.uid}, sample {request.index}", str(message))
+    raise DataError(f"{prompt_name(request.uid)}, sample {request.index}", str(message))
 
 
 def joined(parts: Iterable[NDArray[Any]], dtype: type) -> NDArray[Any]:

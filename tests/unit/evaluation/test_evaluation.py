@@ -17,11 +17,11 @@ from spmd_rl.controller.controller import Controller
 from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.evaluation import evaluation
 from spmd_rl.evaluation.config import EvalConfig, EvalSet
-from spmd_rl.evaluation.evaluation import FIRST_UID, Evaluation
+from spmd_rl.evaluation.evaluation import Evaluation
 from spmd_rl.observe.metrics_log import MetricsLog, read_metrics
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.rollout import Rollout
-from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.prompts import FIRST_EVALUATED, Prompt
 from spmd_rl.types.samples import Group, Sample
 
 
@@ -147,7 +147,7 @@ def test_the_draws_are_the_same_in_every_evaluation_and_not_those_of_training(ru
     loop(run, made(run, every=2, seed=5, num_samples=3))
     (first, sampling, words), *others = run.asked
     assert [prompt.text for prompt in first] == [f"{n}+1=" for n in range(5)]
-    assert [prompt.uid for prompt in first] == [FIRST_UID + n for n in range(5)]
+    assert [prompt.uid for prompt in first] == [FIRST_EVALUATED + n for n in range(5)]
     assert sampling == SamplingConfig(num_samples=3, max_tokens=3, replay_filters=False)
     assert words == {"seed": 5, "step": 0, "evaluation": True}
     for again, same, later in others:
