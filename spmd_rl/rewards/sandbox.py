@@ -26,6 +26,7 @@ from spmd_rl.rewards.sandbox_command import program_command, sandbox_command
 from spmd_rl.rewards.sandbox_filter import filter_program
 
 START_S = 30.0  # for bubblewrap to make its namespaces
+SIGNALS = 256  # that wait, and timers; each has memory of the kernel
 REAP_S = 10.0  # for bubblewrap to end once its program has ended
 HOW_TO_GET_IT = (
     "install bubblewrap (apt-get install bubblewrap) and allow user namespaces "
@@ -233,6 +234,9 @@ def _limit(cfg: CodeConfig, pid: int) -> None:
         resource.RLIMIT_FSIZE: cfg.file_mb << 20,
         resource.RLIMIT_NOFILE: cfg.open_files,
         resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_SIGPENDING: SIGNALS,
     }
     with suppress(ProcessLookupError):  # what it said on its stderr is told later
         for kind, value in limits.items():

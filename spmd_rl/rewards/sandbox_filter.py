@@ -1,8 +1,10 @@
 """System calls that a program in the sandbox may not make, as a filter for seccomp.
 
 Namespaces do not hold for all: sockets between virtual machines, keys of the kernel, and io_uring,
-which opens sockets by itself. Other calls are refused because programs do not need them, and faults
-of the kernel were often found in them. A refused call returns an error; the program goes on.
+which opens sockets by itself. Limits of a process do not hold for memory that no process has
+mapped: segments, queues and semaphores of System V, files in memory, large pipes, and pages that a
+pipe keeps. Other calls are refused because programs do not need them, and faults of the kernel were
+often found in them. A refused call returns an error; the program goes on.
 """
 
 from __future__ import annotations
@@ -14,19 +16,29 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 ALLOWED_SOCKETS = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
+SET_PIPE_SIZE = 1031  # F_SETPIPE_SZ, a command of fcntl
 NEW_USER = 0x10000000  # the flag of clone for a user namespace
 _REFUSED = (
     "add_key",
     "bpf",
+    "io_setup",
     "io_uring_setup",
     "keyctl",
+    "memfd_create",
+    "memfd_secret",
     "mount",
+    "mq_open",
+    "msgget",
     "perf_event_open",
     "ptrace",
     "request_key",
+    "semget",
     "setns",
+    "shmat",
+    "shmget",
     "unshare",
     "userfaultfd",
+    "vmsplice",
 )
 
 
@@ -40,32 +52,52 @@ _X86_64 = {
     "bpf": 321,
     "clone": 56,
     "clone3": 435,
+    "fcntl": 72,
+    "io_setup": 206,
     "io_uring_setup": 425,
     "keyctl": 250,
+    "memfd_create": 319,
+    "memfd_secret": 447,
     "mount": 165,
+    "mq_open": 240,
+    "msgget": 68,
     "perf_event_open": 298,
     "ptrace": 101,
     "request_key": 249,
+    "semget": 64,
     "setns": 308,
+    "shmat": 30,
+    "shmget": 29,
     "socket": 41,
     "unshare": 272,
     "userfaultfd": 323,
+    "vmsplice": 278,
 }
 _ARM_64 = {
     "add_key": 217,
     "bpf": 280,
     "clone": 220,
     "clone3": 435,
+    "fcntl": 25,
+    "io_setup": 0,
     "io_uring_setup": 425,
     "keyctl": 219,
+    "memfd_create": 279,
+    "memfd_secret": 447,
     "mount": 40,
+    "mq_open": 180,
+    "msgget": 186,
     "perf_event_open": 241,
     "ptrace": 117,
     "request_key": 218,
+    "semget": 190,
     "setns": 268,
+    "shmat": 196,
+    "shmget": 194,
     "socket": 198,
     "unshare": 97,
     "userfaultfd": 282,
+    "vmsplice": 75,
 }
 _MACHINES = {
     "x86_64": _Machine(0xC000003E, _X86_64),
@@ -75,7 +107,7 @@ _MACHINES = {
 # instructions of classic BPF, as in linux/bpf_common.h
 _LOAD, _IF_EQUAL, _IF_LEAST, _IF_ANY, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 # offsets in struct seccomp_data
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
 _KILL, _ERROR, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000  # answers of a filter
 _FOREIGN = 0x40000000  # first number of the calls of x32, which are the same under other numbers
 
@@ -97,6 +129,11 @@ def filter_program(machine: str = "") -> bytes:
         program += _refused(known.calls[name], errno.EPERM)
     program += _refused(known.calls["clone3"], errno.ENOSYS)  # libraries then use clone
     program += [
+        _step(_IF_EQUAL, known.calls["fcntl"], 0, 4),
+        _step(_LOAD, _SECOND_ARGUMENT),
+        _step(_IF_EQUAL, SET_PIPE_SIZE, 0, 1),
+        _step(_RETURN, _ERROR | errno.EPERM),
+        _step(_RETURN, _ALLOW),
         _step(_IF_EQUAL, known.calls["clone"], 0, 4),
         _step(_LOAD, _FIRST_ARGUMENT),
         _step(_IF_ANY, NEW_USER, 0, 1),

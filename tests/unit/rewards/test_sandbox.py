@@ -140,6 +140,13 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 """
 
 
+REFUSED = set(
+    "add_key bpf io_setup io_uring_setup keyctl memfd_create memfd_secret mount mq_open msgget "
+    "perf_event_open ptrace request_key semget setns shmat shmget unshare userfaultfd "
+    "vmsplice".split()
+)
+
+
 @needs_sandbox
 @pytest.mark.skipif(not filter_program(), reason="there is no filter for this machine")
 def test_calls_that_namespaces_do_not_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +160,7 @@ def test_calls_that_namespaces_do_not_hold_are_refused(monkeypatch: pytest.Monke
     first, second, third = Marked().run(program).output.decode().splitlines()
     assert first.split() == ["EPERM"] * len(sandbox_filter._REFUSED)
     assert (second, third) == ("EPERM EAFNOSUPPORT", "connected")
+    assert set(sandbox_filter._REFUSED) == REFUSED
 
     # the control: without the filter some of them are not refused so
     monkeypatch.setattr(sandbox, "filter_program", lambda: b"")
@@ -192,6 +200,112 @@ def test_limits_hold(kind: str, printed: str) -> None:
         f"{printed}\n".encode()
     )
     assert marked.processes() == []
+
+
+HOLDS = """
+import ctypes, fcntl, itertools, mmap, os
+libc = ctypes.CDLL(None, use_errno=True)
+MIB = 1 << 20
+def checked(result):
+    if result in (-1, 2 ** 64 - 1):
+        raise OSError(ctypes.get_errno(), "refused")
+    return result
+def system_v(kept):
+    libc.shmat.restype = ctypes.c_size_t
+    segment = checked(libc.shmget(0, 8 * MIB, 0o1600))
+    place = checked(libc.shmat(segment, None, 0))
+    ctypes.memset(place, 1, 8 * MIB)
+    libc.shmdt(ctypes.c_void_p(place))
+    return 8
+def queues(kept):
+    number = checked(libc.msgget(0, 0o1600))
+    message = ctypes.create_string_buffer(b"x" * 8000)
+    checked(libc.msgsnd(number, ctypes.byref(message), 8000, 0o4000))
+    checked(libc.msgsnd(number, ctypes.byref(message), 8000, 0o4000))
+    return 1 / 64
+def semaphores(kept):
+    checked(libc.semget(0, 32000, 0o1600))
+    return 2
+def posix_queues(kept):
+    name = f"/q{len(kept)}".encode()
+    number = ctypes.CDLL("librt.so.1", use_errno=True).mq_open(name, 0o102, 0o600, None)
+    return 1 / 16 if checked(number) else 0
+def memory_files(kept):
+    kept.append(os.memfd_create("x"))
+    os.write(kept[-1], bytes(8 * MIB))
+    return 8
+def pipes(kept):
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    try:
+        fcntl.fcntl(writes, 1031, MIB)
+    except OSError:
+        pass
+    return os.write(writes, bytes(MIB)) / MIB
+def temporary_files(kept):
+    with open(f"/tmp/{len(kept)}", "wb") as file:
+        file.write(bytes(8 * MIB))
+    return 8
+def posix_shared(kept):
+    with open(f"/dev/shm/{len(kept)}", "wb") as file:
+        file.write(bytes(8 * MIB))
+    return 8
+def shared_maps(kept):
+    kept.append(mmap.mmap(-1, 8 * MIB))
+    kept[-1].write(bytes(8 * MIB))
+    return 8
+def held(kind):
+    kept, size = [], 0
+    try:
+        while size < 512 and len(kept) < 4096:
+            size += globals()[kind](kept)
+            kept.append(None)
+    except (OSError, MemoryError):
+        pass
+    return size
+def in_children(kind):
+    reads, writes = os.pipe()
+    children, total = 0, 0
+    try:
+        while os.fork():
+            children += 1
+        os.write(writes, bytes([int(held(kind)) // 8]))
+        __import__("signal").pause()
+    except OSError:
+        pass
+    return sum(os.read(reads, 1)[0] * 8 for _ in range(children))
+print({call})
+"""
+# MiB that a program may hold, where each process may have 64
+HELD = {
+    "system_v": 0,
+    "queues": 0,
+    "semaphores": 0,
+    "posix_queues": 0,
+    "memory_files": 0,
+    "pipes": 2,
+    "temporary_files": 64,
+    "posix_shared": 64,
+    "shared_maps": 63,
+}
+
+
+@needs_sandbox
+@pytest.mark.skipif(not filter_program(), reason="there is no filter for this machine")
+@pytest.mark.parametrize("kind", HELD)
+def test_no_kind_of_memory_is_without_a_limit(kind: str) -> None:
+    marked = Marked(memory_mb=64, open_files=64)
+    program = HOLDS.replace("{call}", f"held({kind!r})")
+    outcome = marked.run(program)
+    assert outcome.exit_code == 0 and float(outcome.output) <= HELD[kind]
+
+
+@needs_sandbox
+def test_shared_maps_of_all_processes_are_bounded() -> None:
+    """Each process may have as much as one, and there are four children at most."""
+    marked = Marked(memory_mb=64, processes=5)
+    outcome = marked.run(HOLDS.replace("{call}", "in_children('shared_maps')"))
+    assert 0 < int(outcome.output) <= 4 * 63
 
 
 STAYS = """
