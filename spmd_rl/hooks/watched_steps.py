@@ -14,6 +14,7 @@ from spmd_rl.hooks.messages import DAMAGED_EXIT
 from spmd_rl.hooks.process_state import ProcessState
 from spmd_rl.hooks.running_note import RunningNote
 from spmd_rl.hooks.stopwatch import LoopClock, Stopwatch
+from spmd_rl.rewards.deadline import WATCH
 
 
 class OpenCall:
@@ -44,6 +45,7 @@ class StepWatcher:
         """Run `main` as a task of this call. What it starts in turn is the call's too."""
         context = contextvars.copy_context()
         context.run(_current.set, call)
+        context.run(WATCH.set, call.watch)
         return loop.create_task(main, context=context)
 
     def new_task(

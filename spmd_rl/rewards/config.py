@@ -48,12 +48,13 @@ class RemoteConfig:
     # headers by name, each with the environment variable that holds its value
     headers_from: dict[str, str] = field(default_factory=dict)
     retries: int = 4  # after the first request, where it may help
-    deadline_s: float = 25.0  # of all requests for a sample
+    deadline_s: float = 25.0  # of all requests for a sample, to a server that is there
+    away_s: float = 300.0  # for which the server may be away, as in a restart
 
     def __post_init__(self) -> None:
         _check_url("url", self.url)
         _check_variables("headers_from", self.headers_from)
-        at_least(self, {"retries": 0})
+        at_least(self, {"retries": 0, "away_s": 0})
         _positive(self, "deadline_s")
 
 
@@ -84,7 +85,8 @@ class JudgeConfig:
     temperature: float = 0.0  # of the judge's answer
     max_tokens: int = 2048  # of the judge's answer
     retries: int = 4  # after the first request, where it may help
-    deadline_s: float = 25.0  # of all requests for a sample
+    deadline_s: float = 25.0  # of all requests for a sample, to a server that is there
+    away_s: float = 300.0  # for which the server may be away, as in a restart
     cache_folder: str = ""  # where verdicts are kept for later runs; "": in memory alone
     cache_entries: int = 100_000  # verdicts in the memory of one process, at most
 
@@ -93,6 +95,7 @@ class JudgeConfig:
         if self.key_from:
             _check_variables("key_from", {"key_from": self.key_from})
         at_least(self, {"temperature": 0, "max_tokens": 1, "retries": 0, "cache_entries": 1})
+        at_least(self, {"away_s": 0})
         _positive(self, "deadline_s")
         names = [criterion.name for criterion in self.checklist]
         require(len(names) == len(set(names)), "checklist", names, "names that differ")

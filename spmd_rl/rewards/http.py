@@ -13,12 +13,14 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.rewards.deadline import uncounted
 
 if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T")
 
+AWAY = {502, 503, 504}  # statuses of a server that starts, or of one before it
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 8.0  # before a retry, at most; each wait doubles
 MAX_ANSWER_BYTES = 4 << 20
 RETRIED = {408, 409, 425, 429}  # statuses below 500 that a later request may not get
@@ -33,15 +35,22 @@ class _Retried(Exception):
     """What went wrong, after which another request may help."""
 
 
+class _Away(_Retried):
+    """Nobody is there, or not yet."""
+
+
 @dataclass(frozen=True)
 class Request:
-    """A JSON body for a URL. `retries` and `deadline_s` (seconds) bound all requests together."""
+    """A JSON body for a URL. `retries` and `deadline_s` (seconds) bound all requests together to a
+    server that is there; `away_s` bounds how long it may be away in between.
+    """
 
     url: str
     body: bytes
     headers: Mapping[str, str]
     retries: int
     deadline_s: float
+    away_s: float
 
 
 _CLIENTS: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
@@ -84,25 +93,44 @@ async def ask(request: Request, read: Callable[[bytes], T]) -> T:
     """Post the body until `read` returns something for an answer, and return that.
 
     `read` raises ValueError for an answer that makes no sense; the server is then asked again.
-    Raises: ServerError after the last request, for a status that says that none will help, and at
-    the deadline.
+    One that is away is waited for, and the deadline begins anew when it is back. The time of this
+    does not count for the deadline of a hook.
+    Raises: ServerError after the last request, for a status that says that none will help, at the
+    deadline, and when the server was away for too long.
     """
-    last = "no answer yet"
+    last, clock = "no answer yet", asyncio.get_running_loop().time
+    num_failed = num_away = 0
+    away_since_s = 0.0
     try:
-        async with asyncio.timeout(request.deadline_s):
-            for attempt in range(1 + request.retries):
-                if attempt:
-                    longest_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0**attempt)
-                    await asyncio.sleep(random.uniform(0.0, longest_s))
-                try:
-                    return await _ask_once(request, read)
-                except _Retried as error:
-                    last = str(error)
+        with uncounted():
+            async with asyncio.timeout(request.deadline_s) as limit:
+                while num_failed <= request.retries:
+                    try:
+                        return await _ask_once(request, read)
+                    except _Away as error:
+                        last, num_away = str(error), num_away + 1
+                        away_since_s = away_since_s if num_away > 1 else clock()
+                        if clock() - away_since_s >= request.away_s:
+                            raise ServerError(
+                                f"{request.url} was away for {request.away_s:g} s, at last: {last}"
+                            ) from error
+                    except _Retried as error:
+                        last, num_failed, num_away = str(error), num_failed + 1, 0
+                    wait_s = _wait_s(num_failed + num_away)
+                    if num_away:
+                        limit.reschedule(clock() + wait_s + request.deadline_s)
+                    if num_failed <= request.retries:
+                        await asyncio.sleep(wait_s)
     except TimeoutError as error:
         raise ServerError(
             f"{request.url} gave no answer in {request.deadline_s:g} s, at last: {last}"
         ) from error
-    raise ServerError(f"{request.url} failed {1 + request.retries} times, at last: {last}")
+    raise ServerError(f"{request.url} failed {num_failed} times, at last: {last}")
+
+
+def _wait_s(attempt: int) -> float:
+    """Return the random wait before another attempt, of which there were so many."""
+    return random.uniform(0.0, min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(attempt, 30)))
 
 
 async def _ask_once(request: Request, read: Callable[[bytes], T]) -> T:
@@ -113,9 +141,13 @@ async def _ask_once(request: Request, read: Callable[[bytes], T]) -> T:
             "POST", request.url, content=request.body, headers=dict(request.headers)
         ) as response:
             answer = await _bounded(response)
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise _Away(f"{type(error).__name__} {error}".strip()) from error
     except (httpx.TransportError, httpx.DecodingError) as error:
         raise _Retried(f"{type(error).__name__} {error}".strip()) from error
     status = response.status_code
+    if status in AWAY:
+        raise _Away(f"HTTP status {status}: {_preview(answer)}")
     if status >= 500 or status in RETRIED:
         raise _Retried(f"HTTP status {status}: {_preview(answer)}")
     if status != 200:

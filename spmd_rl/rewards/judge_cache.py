@@ -19,11 +19,14 @@ from spmd_rl.errors import DiskError
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """A verdict on each criterion, and who gave it: the server's model and its fingerprint."""
+    """A verdict on each criterion with its reason, and who gave it: the server's model and its
+    fingerprint.
+    """
 
     passed: list[bool]
     model: str
     fingerprint: str
+    reasons: list[str] = []
 
 
 class _Line(msgspec.Struct, frozen=True):

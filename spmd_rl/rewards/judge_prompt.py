@@ -10,9 +10,10 @@ import msgspec
 
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.rewards.config import Criterion, JudgeConfig
-from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Sample
+from spmd_rl.types.prompts import Prompt, prompt_name
+from spmd_rl.types.samples import MODEL, Sample
 
+RESPONSE = "response"  # the name of what the model said
 RUBRIC_KEY, CHECKLIST_KEY = "rubric", "checklist"  # of a record's own, in its meta
 SYSTEM = (
     "You grade a response to a prompt. You are given texts between lines that begin with <<< and "
@@ -51,7 +52,7 @@ def rubric_of(cfg: JudgeConfig, prompt: Prompt) -> Rubric:
 
     Raises: DataError for a rubric of the record that cannot be used, or where there is none.
     """
-    where = f"prompt {prompt.uid} of {prompt.source or 'the data'}: "
+    where = f"{prompt_name(prompt.uid)} of {prompt.source or 'the data'}: "
     own_text = prompt.meta.get(RUBRIC_KEY)
     text = cfg.rubric if own_text is None else own_text
     if not isinstance(text, str):
@@ -118,19 +119,42 @@ def question(rubric: Rubric, prompt: Prompt, sample: Sample) -> str:
     The mark around texts is a hash of all of them, so that no text can contain the mark that stands
     around it.
     """
-    texts = {"prompt": prompt.text, "reference answer": prompt.answer, "response": sample.text}
-    texts = {name: text for name, text in texts.items() if text or name == "response"}
-    mark = hashlib.sha256(msgspec.json.encode([*texts.items()])).hexdigest()[:32]
+    texts = [*_asked(prompt), ("reference answer", prompt.answer)]
+    texts = [(name, text) for name, text in texts if text] + _said(sample)
+    mark = hashlib.sha256(msgspec.json.encode(texts)).hexdigest()[:32]
     parts = [f"Rubric:\n{rubric.text}"] if rubric.text.strip() else []
     listed = [f"{key}: {text}" for key, (_, text, _) in _keyed(rubric)]
     parts.append("\n".join(["Criteria:", *listed]))
-    for name, text in texts.items():
+    for name, text in texts:
         parts.append(f"<<<{name} {mark}\n{text}\n<<<end of {name} {mark}")
     return "\n\n".join(parts)
 
 
-def read_verdict(text: str, rubric: Rubric) -> list[bool]:
-    """Return what passes, in the order of the criteria. Raises: ValueError that says why not."""
+def _asked(prompt: Prompt) -> list[tuple[str, str]]:
+    """Return the texts of a prompt with their names: its messages, where it was made of some."""
+    messages = prompt.chat.get("messages") or []
+    named = [(f"prompt, {one['role']}", _text(one)) for one in messages]
+    return named or [("prompt", prompt.text)]
+
+
+def _said(sample: Sample) -> list[tuple[str, str]]:
+    """Return the turns of a response with their names."""
+    return [
+        (RESPONSE if turn.get("role") == MODEL else f"observation, {turn.get('role')}", _text(turn))
+        for turn in sample.messages
+    ]
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """Return what a message says, and the calls that it makes."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    texts = [content] if isinstance(content, str) else []
+    more = [one for one in (None if texts else content, calls) if one]
+    return "\n".join([*texts, *(msgspec.json.encode(one, enc_hook=repr).decode() for one in more)])
+
+
+def read_verdict(text: str, rubric: Rubric) -> list[Verdict]:
+    """Return the verdicts, in the order of the criteria. Raises: ValueError that says why not."""
     try:
         verdicts = msgspec.json.decode(text, type=dict[str, Verdict])
     except msgspec.ValidationError as error:
@@ -140,7 +164,7 @@ def read_verdict(text: str, rubric: Rubric) -> list[bool]:
     keys = [key for key, _ in _keyed(rubric)]
     if sorted(verdicts) != sorted(keys):
         raise ValueError(f"its keys are not {', '.join(keys)}")
-    return [verdicts[key].passes for key in keys]
+    return [verdicts[key] for key in keys]
 
 
 def score(passed: Sequence[bool], rubric: Rubric) -> dict[str, float]:

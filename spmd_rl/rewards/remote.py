@@ -23,14 +23,16 @@ async def remote(ctx: HookContext, prompt: Prompt, sample: Sample) -> float | di
     Raises: ServerError when there is no answer that can be used, which fails the sample.
     """
     cfg = graders_of(ctx.config).remote
-    body = {
+    body: dict[str, Any] = {
         "prompt": prompt.text,
-        "response": sample.text,
+        "response": sample.answer,
         "label": prompt.answer,
         "meta": prompt.meta,
     }
+    if len(sample.messages) > 1:
+        body["messages"] = sample.messages
     headers = header_values(cfg.headers_from, "graders.remote.headers_from")
-    request = Request(cfg.url, as_json(body), headers, cfg.retries, cfg.deadline_s)
+    request = Request(cfg.url, as_json(body), headers, cfg.retries, cfg.deadline_s, cfg.away_s)
     return await ask(request, _reward)
 
 

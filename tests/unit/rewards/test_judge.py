@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.errors import ConfigError, DataError, DiskError
+from spmd_rl.hooks.stopwatch import LoopClock, Stopwatch
 from spmd_rl.hooks.tasks import Failed
 from spmd_rl.rewards import http
 from spmd_rl.rewards import judge as judge_module
 from spmd_rl.rewards.config import Criterion, JudgeConfig
+from spmd_rl.rewards.deadline import WATCH
 from spmd_rl.rewards.http import ServerError
 from spmd_rl.rewards.judge import judge
 from spmd_rl.rewards.judge_cache import JudgeCache, Judged
@@ -67,6 +70,7 @@ def test_the_reward_is_the_weighted_share_and_the_version_is_noted(
         result = run(judge(ctx, make_prompt(), make_sample("83")))
     assert result == {"reward": 0.25, "right": 0.0, "short": 1.0}
     assert re.fullmatch("judge-7 fp_1 rubric [0-9a-f]{16}", ctx.notes["judge"])
+    assert ctx.notes["judge: right"] == "fails: so" and ctx.notes["judge: short"] == "passes: so"
     assert ctx.metrics == {"judge_cached": 0.0}
     ((path, body, headers),) = server.asked
     assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer 123"
@@ -106,6 +110,7 @@ def test_a_folder_keeps_verdicts_for_later_processes(tmp_path: Path) -> None:
         assert len(server.asked) == 1
         assert ctx.metrics == {"judge_cached": 1.0}
         assert ctx.notes["judge"].startswith("judge-7 fp_1 rubric ")
+        assert ctx.notes["judge: right"] == "passes: so"
         assert len([*(tmp_path / "judge").iterdir()]) == 2, "each process has a file of its own"
 
 
@@ -282,7 +287,7 @@ def test_the_reward_is_the_sum_of_what_passes(entries: list[tuple[float, bool]])
     listed = [{"text": "x", "weight": weight} for weight, _ in entries]
     rubric = rubric_of(JudgeConfig(), make_prompt({"checklist": listed}))
     text = json.dumps(verdict(*[passes for _, passes in entries]))
-    passed = read_verdict(text, rubric)
+    passed = [one.passes for one in read_verdict(text, rubric)]
     assert passed == [passes for _, passes in entries]
     grade = score(passed, rubric)
     gained = sum(weight * passes for weight, passes in entries)
@@ -301,3 +306,75 @@ def test_a_run_does_not_start_without_a_judge(missing: dict[str, Any], sentence:
     config = {"graders": {"judge": {"base_url": "http://x/v1", "model": "m", **missing}}}
     with pytest.raises(ConfigError, match=sentence):
         grade("judge", make_prompt(), ["x"], config)
+
+
+def test_a_part_named_reward_is_not_the_reward() -> None:
+    listed = [{"text": "x", "name": "reward", "weight": 3}, {"text": "y", "name": "z"}]
+    rubric = rubric_of(JudgeConfig(), make_prompt({"checklist": listed}))
+    assert score([True, False], rubric)["reward"] == 0.75
+    assert score([False, True], rubric)["reward"] == 0.25
+
+
+def test_the_judge_sees_turns_and_no_marks_of_a_template() -> None:
+    rubric = rubric_of(JudgeConfig(rubric="x"), make_prompt())
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    turns = [call, {"role": "tool", "content": "8"}, {"role": "assistant", "content": "It is 8."}]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+5?"}]
+    prompt = make_prompt().replace(text="<|im_start|>user 3+5?", chat={"messages": messages})
+    sample = make_sample("<|im_start|>tool").replace(metadata={"messages": turns})
+    asked = question(rubric, prompt, sample)
+    assert "<|im_start|>" not in asked
+    texts = re.findall(r"<<<(?!end)(.*?) \w{32}\n(.*?)\n<<<end of", asked, re.DOTALL)
+    assert texts == [
+        ("prompt, system", "Be brief."),
+        ("prompt, user", "3+5?"),
+        ("reference answer", "85"),
+        ("response", '[{"name":"add"}]'),
+        ("observation, tool", "8"),
+        ("response", "It is 8."),
+    ]
+
+
+def test_a_judge_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is back after many more attempts than there are retries."""
+    waits: list[int] = []
+
+    def wait(attempt: int) -> float:
+        waits.append(attempt)
+        return 0.0
+
+    def answer(number: int, asked: Asked) -> Any:
+        return (503, "loading") if number < 40 else completion(verdict(True, True))
+
+    monkeypatch.setattr(http, "_wait_s", wait)
+    with JsonServer(answer) as server:
+        ctx = context(judge=settings(server, retries=1))
+        assert run(judge(ctx, make_prompt(), make_sample("84")))["reward"] == 1.0
+    assert waits == [*range(1, 41)], "each wait may be longer than the one before"
+
+
+def test_a_judge_that_stays_away_fails_the_sample() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{held.getsockname()[1]}/v1"
+        asked = {"base_url": url, "model": "m", "checklist": CHECKLIST, "away_s": 0.05}
+        with pytest.raises(ServerError, match="was away for 0.05 s, at last: ConnectError"):
+            run(judge(context(judge=asked), make_prompt(), make_sample("84")))
+
+
+def test_what_a_server_takes_does_not_count_for_the_deadline_of_hooks() -> None:
+    watch = Stopwatch(LoopClock())
+    used: list[float] = []
+
+    def answer(number: int, asked: Asked) -> Any:
+        used.extend((watch.used_s, watch.used_s))
+        return completion(verdict(True, True))
+
+    async def graded(ctx: Any) -> None:
+        WATCH.set(watch)
+        await judge(ctx, make_prompt(), make_sample("84"))
+
+    with JsonServer(answer) as server:
+        run(graded(context(judge=settings(server))))
+    assert used[0] == used[1], "it stands still while the server is asked"
+    assert watch.used_s > used[0], "and goes on when the answer is there"

@@ -37,6 +37,19 @@ def test_a_server_is_told_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None
     assert headers["Authorization"] == "Bearer 123"
 
 
+def test_a_server_is_told_of_all_turns_and_of_what_was_said_last() -> None:
+    turns = [
+        {"role": "assistant", "content": "<call>"},
+        {"role": "tool", "content": "85"},
+        {"role": "assistant", "content": "It is 84."},
+    ]
+    sample = make_sample("<call>85It is 84.").replace(metadata={"messages": turns})
+    with JsonServer(lambda number, asked: 0.5) as server:
+        run(remote(context(remote={"url": server.url}), make_prompt(), sample))
+    ((_, body, _),) = server.asked
+    assert body["response"] == "It is 84." and body["messages"] == turns
+
+
 @pytest.mark.parametrize("value", ["secret\nX-Other: 1", "secret\xe9"])
 def test_a_broken_secret_is_refused_and_not_shown(
     monkeypatch: pytest.MonkeyPatch, value: str
@@ -67,7 +80,7 @@ def test_numbers_and_objects_are_rewards(answer: Any, reward: Any) -> None:
     "trouble",
     [
         (500, "down"),
-        (503, b"<html>"),
+        (501, b"<html>"),
         (429, "later"),
         b"<html>no JSON",
         b"NaN",
@@ -120,8 +133,8 @@ def test_a_server_that_is_not_there_fails_the_sample() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # and does not listen
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
-        call = remote(context(remote={"url": url, "retries": 1}), make_prompt(), make_sample())
-        with pytest.raises(ServerError, match="failed 2 times, at last: ConnectError"):
+        call = remote(context(remote={"url": url, "away_s": 0.05}), make_prompt(), make_sample())
+        with pytest.raises(ServerError, match="was away for 0.05 s, at last: ConnectError"):
             run(call)
 
 
