@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal, InvalidOperation
 
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
 _NUMBER = re.compile(
     r"(?:(?<!\w)[-\u2212])?"  # a hyphen or minus sign, unless it joins two words or numbers
-    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"  # commas only between thousands
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"  # commas only between thousands
+    r"|(?<![\w.])\.\d+)"
     r"(?:[eE][-+\u2212]?\d+)?"
 )
 
 
 def exact(prompt: Prompt, sample: Sample) -> float:
     """Return 1 if the response equals the answer, without spaces around it, and was not cut off."""
-    return float(sample.status == "completed" and sample.text.strip() == prompt.answer.strip())
+    return float(sample.status == "completed" and sample.answer.strip() == prompt.answer.strip())
 
 
 def contains(prompt: Prompt, sample: Sample) -> float:
     """Return 1 if the answer is anywhere in the response."""
     answer = prompt.answer.strip()
-    return float(bool(answer) and answer in sample.text)
+    return float(bool(answer) and answer in sample.answer)
 
 
 def last_number(prompt: Prompt, sample: Sample) -> float:
@@ -30,10 +32,13 @@ def last_number(prompt: Prompt, sample: Sample) -> float:
 
     `1,000`, `1000` and `1e3` are the same number.
     """
-    found, expected = _last_number(sample.text), _last_number(prompt.answer)
+    found, expected = _last_number(sample.answer), _last_number(prompt.answer)
     return float(found is not None and found == expected)
 
 
-def _last_number(text: str) -> float | None:
+def _last_number(text: str) -> Decimal | None:
     found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
+    try:
+        return Decimal(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
+    except InvalidOperation:  # an exponent that no number can have
+        return None

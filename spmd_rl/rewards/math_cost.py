@@ -7,8 +7,11 @@ from typing import Any
 
 MAX_DIGITS = 5_000.0  # decimal digits of any number that is computed on the way
 MAX_PARTS = 1_000  # numbers, symbols and operations in one expression
+MAX_SIMPLIFIED = 150  # of these in two expressions of which the difference is simplified
+MAX_SOLVED = 40  # the same of equations, inequalities and sets of intervals, which are solved
 MAX_EXPANDED_POWER = 20  # of a sum with symbols, which may be multiplied out
 MAX_MATRIX_POWER = 100
+MAX_INVERTED = 9  # entries of a matrix with symbols that is a base of a power
 _UNDONE = ("Sum", "Product", "Integral", "Derivative", "Limit")  # computing these may never end
 _FACTORIALS = ("factorial", "factorial2", "subfactorial", "gamma")
 _EXPONENTIALS = ("exp", "sinh", "cosh")
@@ -35,6 +38,13 @@ def is_costly(expression: Any) -> bool:
     except _CostlyError:
         return True
     return False
+
+
+def num_parts(expression: Any) -> int:
+    """Return how many numbers, symbols and operations an expression has."""
+    import sympy
+
+    return sum(1 for _ in sympy.preorder_traversal(expression))
 
 
 def _digits(node: Any) -> float:
@@ -81,8 +91,10 @@ def _power(node: Any, base: float, exponent: float) -> float:
     sums = getattr(node.args[0], "is_Add", False) and node.args[0].free_symbols
     if sums and power > MAX_EXPANDED_POWER + 1:
         raise _CostlyError
-    if getattr(node.args[0], "is_Matrix", False) and power > MAX_MATRIX_POWER + 1:
-        raise _CostlyError
+    if getattr(node.args[0], "is_Matrix", False):
+        is_large = node.args[0].free_symbols and math.prod(node.args[0].shape) > MAX_INVERTED
+        if is_large or power > MAX_MATRIX_POWER + 1:
+            raise _CostlyError
     return power * max(base, 0.3)
 
 

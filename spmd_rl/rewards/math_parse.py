@@ -14,20 +14,34 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+from spmd_rl.rewards.boxed import last_boxed
+
 MAX_ATTEMPTS = 20  # texts that look like an answer, from the best on, until one can be parsed
+MAX_LATEX = 1_000  # characters of formulas that are parsed in one text; each takes up to 3 ms
 MAX_ROUND, MAX_CURLY = 12, 40  # nested brackets; each more costs the grammar a multiple
+MAX_UNIONS, MAX_SYMBOL_UNIONS = 40, 5  # joined sets; with symbols each is compared with each
+MAX_COLUMNS = 12  # signs between columns in a matrix of which the determinant is computed
 _EAGER = re.compile(r"\\(?:gcd|lcm|[dt]?binom|choose|bmod|pmod|mod)|gcd|lcm")  # are computed
+_DETERMINANT = re.compile(r"\\det|[vV]matrix")
+_SETS, _SYMBOL = re.compile(r"\\(?:cup|cap|setminus|backslash)"), re.compile(r"(?<![\\a-z])[a-z]")
 _LARGE = re.compile(r"\d{5}|\^|!")
 _OPERATORS = {ast.Add: "Add", ast.Sub: "Add", ast.Mult: "Mul", ast.Div: "Mul", ast.Pow: "Pow"}
 
 
 def parse(text: str) -> list[Any]:
-    """Return the answer of a text as a sympy expression and as text; empty if there is none."""
-    fallback = ""
-    for number, match in enumerate(_matches(text)):
+    """Return the answer of a text as a sympy expression and as text; empty if there is none.
+
+    Formulas beyond `MAX_LATEX` are not parsed: the answer is only a text then.
+    """
+    fallback, left = "", MAX_LATEX
+    for number, (match, target) in enumerate(_matches(text)):
         if number == MAX_ATTEMPTS:
             break
-        expression, found = _extract(*match)
+        left -= len(match[0])
+        if left < 0:
+            fallback = fallback or last_boxed(match[0]) or match[0]
+            break
+        expression, found = _extract(match, target)
         fallback = fallback or found
         if expression is not None:
             return [expression, *([fallback] if fallback else [])]
@@ -74,6 +88,11 @@ def _extract(match: re.Match[str], target: Any) -> tuple[Any, str]:
 def is_harmless(latex: str) -> bool:
     """Return whether LaTeX can be parsed in a short time."""
     if _EAGER.search(latex) and _LARGE.search(latex):
+        return False
+    if _DETERMINANT.search(latex) and latex.count("&") > MAX_COLUMNS:
+        return False
+    most = MAX_SYMBOL_UNIONS if _SYMBOL.search(latex) else MAX_UNIONS
+    if len(_SETS.findall(latex)) > most:
         return False
     depth = deepest = curly = deepest_curly = 0
     for letter in latex:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import builtins
+import json
 import random
+from decimal import Decimal
 from typing import Any
 
 import math_verify
 import pytest
 import sympy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.tasks import Failed, Graded, SampleTask
-from spmd_rl.rewards.math import agrees, boxed_math, math, parse_answer
-from spmd_rl.rewards.math_cost import is_costly
+from spmd_rl.hooks.tasks import Graded, SampleTask
+from spmd_rl.rewards import math as math_module
+from spmd_rl.rewards.math import agrees, boxed_math, check_answer, math, parse_answer
+from spmd_rl.rewards.math_cost import MAX_SOLVED, is_costly, num_parts
 from spmd_rl.rewards.math_parse import MAX_ATTEMPTS, arithmetic, is_harmless, parse
 from tests.unit.hooks.cases import events_of
 from tests.unit.rewards.cases import ask, say
@@ -208,18 +213,47 @@ def test_hostile_answers_cost_nothing_beside_their_own_sample() -> None:
         assert events[good].grades["math"][0].reward == 1
 
 
-def test_what_still_takes_too_long_costs_its_own_sample() -> None:
-    """No check sees how long these logarithms take; the deadline does."""
-    long = "+".join(rf"\log(x^{k}+y)e^{{x+{k}y}}" for k in range(1, 150))
-    tasks = [("5", r"\boxed{5}"), (f"{long}+1", rf"\boxed{{{long}}}"), ("6", r"\boxed{6}")]
-    with HookPool(HookConfig(deadline_s=2.0, processes=1), ["math"]) as pool:
-        ids = [
-            pool.submit(SampleTask(ask(answer), say(text), CallInfo())) for answer, text in tasks
-        ]
-        events = events_of(pool)
-    first, slow, last = [events[number] for number in ids]
-    assert isinstance(slow, Failed) and "took longer than 2 s" in slow.error
-    assert first.grades["math"][0].reward == last.grades["math"][0].reward == 1
+SYMBOLS = {count: ",".join(f"x_{{{n}}}" for n in range(count)) for count in (40, 100, 300)}
+LOGARITHMS = "+".join(rf"\log(x^{k}+y)e^{{x+{k}y}}" for k in range(1, 30))
+NUMBERS = ",".join(map(str, range(700)))
+COSTLY = {
+    "symbols": ("5", rf"\{{{SYMBOLS[100]}\}}"),
+    "symbols and a sum": ("x+1", rf"\{{{SYMBOLS[100]}\}}"),
+    "more symbols": ("5", rf"\{{{SYMBOLS[300]}\}}"),
+    "symbols and others": (rf"\{{{SYMBOLS[40]}\}}", rf"\{{{SYMBOLS[40].replace('x', 'y')}\}}"),
+    "numbers": ("x+1", NUMBERS),
+    "fewer numbers": (r"\{1,2\}", rf"\{{{NUMBERS[:900]}\}}"),
+    "logarithms": (LOGARITHMS + "+1", LOGARITHMS),
+    "unions": (r"\{1\}", r"\cup".join(rf"\{{x_{{{n}}}\}}" for n in range(20))),
+    "logarithms of logarithms": ("5", r"\log(" * 11 + "x" + ")" * 11),
+    "determinant": ("5", r"\det\begin{pmatrix}" + r"a&b&c&d&f&g\\" * 6 + r"\end{pmatrix}"),
+    "equations": ("x=1", SYMBOLS[40].replace(",", "+") + "=1"),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_what_would_be_costly_is_bounded_by_its_work(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is a large difference simplified, nor are many symbols compared with each other."""
+    sizes: list[int] = []
+    verify = math_module._verifier()
+
+    def noted(golds: list[Any], found: list[Any]) -> bool:
+        sizes.append(num_parts(golds[0]) + num_parts(found[0]))
+        return bool(verify(golds, found))
+
+    monkeypatch.setattr(math_module, "_verifier", lambda: noted)
+    answer, said = COSTLY[name]
+    assert math(ask(answer), say(rf"\boxed{{{said}}}")) == 0
+    assert max(sizes, default=0) <= MAX_SOLVED
+
+
+def test_large_answers_that_are_right_are_found() -> None:
+    backwards = ",".join(reversed(SYMBOLS[40].split(",")))
+    assert agrees(rf"\{{{SYMBOLS[40]}\}}", rf"\boxed{{\{{{backwards}\}}}}")
+    assert agrees(NUMBERS, rf"\boxed{{{NUMBERS}}}")
+    assert agrees(SYMBOLS[40].replace(",", "+"), rf"\boxed{{{backwards.replace(',', '+')}}}")
 
 
 def test_attempts_are_bounded() -> None:
@@ -259,3 +293,147 @@ def test_what_is_costly(latex: str, costly: bool) -> None:
 )
 def test_what_is_harmless(latex: str, harmless: bool) -> None:
     assert is_harmless(latex) == harmless
+
+
+NOTATIONS = [
+    ("1e-05", r"\boxed{0.00001}", 1),
+    ("1e-05", r"\boxed{10^{-5}}", 1),
+    ("1e-05", "The answer is 1e-05.", 1),
+    ("1e-05", "1e-5", 1),
+    ("1e-05", r"\boxed{1\times 10^{-5}}", 1),
+    ("1", "The answer is 1e-5", 0),
+    ("1e+16", r"\boxed{10^{16}}", 1),
+    ("1e+16", "10000000000000000", 1),
+    ("1e+16", r"\boxed{10^{16}+1}", 0),
+    ("1e-05", r"\boxed{0.00002}", 0),
+    ("1e-07", r"\boxed{2e-07}", 0),
+    ("1e-07", r"\boxed{0}", 0),
+    ("0", r"\boxed{1e-09}", 0),
+    (r"\$18.90", r"\boxed{18.90}", 1),
+    (r"\$18.90", r"\boxed{\$18.90}", 1),
+    (r"\$18.90", "It costs $18.90.", 1),
+    (r"\$18.90", r"It costs \$18.90.", 1),
+    ("18.9", r"\boxed{\$18.90}", 1),
+    (r"\$32,\!348", r"\boxed{32348}", 1),
+    (r"\$32,\!348", r"\boxed{32,348}", 1),
+    (r"\$32,\!348", "The total is $32,348.", 1),
+    ("$18.90", r"\boxed{18.90}", 1),
+    ("$18.90", r"\boxed{18.91}", 0),
+    ("-$5", r"\boxed{-5}", 1),
+    ("$.50", r"\boxed{0.5}", 1),
+    ("$5,000", "5000", 1),
+    ("45°", r"\boxed{45°}", 1),
+    ("45°", r"\boxed{45}", 1),
+    ("45°", r"\boxed{45^\circ}", 1),
+    (r"45^\circ", "The angle is 45°.", 1),
+    ("45°", r"\boxed{46°}", 0),
+    ("45°", r"\boxed{45\text{ degrees}}", 1),
+    ("€5", r"\boxed{€5}", 1),
+    ("€5", r"\boxed{5}", 1),
+    ("€5.50", "It costs €5.50", 1),
+    ("5", r"\boxed{€6}", 0),
+    ("€18,90", r"\boxed{18.90}", 1),
+    ("18,90 €", r"\boxed{18,90 €}", 1),
+    ("1.234,56", r"\boxed{1234.56}", 1),
+    (r"0.\overline{3}", r"\boxed{\frac{1}{3}}", 1),
+    (r"0.\overline{3}", r"\boxed{0.\overline{3}}", 1),
+    (r"0.\overline{3}", r"\boxed{0.3}", 0),
+    (r"0.\overline{3}", r"$0.\overline{3}$", 1),
+    (r"0.\overline{3}", r"The answer is 0.\overline{3}", 1),
+    ("1/3", r"\boxed{0.(3)}", 1),
+    (r"0.1\overline{6}", r"\boxed{1/6}", 1),
+    (r"\frac13", r"\boxed{0.333...}", 1),
+    ("6.63e-34", r"\boxed{1e-30}", 0),
+    ("6.63e-34", r"\boxed{6.63 \times 10^{-34}}", 1),
+    ("6.63e-34", "It is 6.63 × 10^-34.", 1),
+    ("6.63e-34", r"\boxed{6.64\times10^{-34}}", 0),
+    (r"\frac{1}{2^{99}}", r"\boxed{\frac{1}{2^{98}}}", 0),
+    (r"\frac{1}{2^{99}}", r"\boxed{2^{-99}}", 1),
+    ("1/2^{99}", r"\boxed{1/2^{99}}", 1),
+    ("e^{-200}", r"\boxed{e^{-300}}", 0),
+    ("10^{-20}x", r"\boxed{2\cdot 10^{-20}x}", 0),
+    ("10^{-20}x", r"\boxed{x\cdot 10^{-20}}", 1),
+    ("(10^{-20},1)", r"\boxed{(10^{-30},1)}", 0),
+    ("3", r"First \boxed{1}. Checking again, that is wrong: it is \boxed{3}.", 1),
+    ("3", r"\boxed{1}, \boxed{3}", 1),
+    ("1", r"\boxed{1}, \boxed{3}", 0),
+    (r"\{1,3\}", r"\boxed{1} and \boxed{3}", 0),
+    ("3", r"\boxed{3} wait, \boxed{4", 0),
+    ("4", r"\boxed{4", 0),
+    ("4", r"\boxed{3} wait, \boxed{4", 0),
+    ("0.5", ".5", 1),
+    ("0.5", r"\boxed{.5}", 1),
+    ("5", r"\boxed{5.}", 1),
+    ("5", "5.", 1),
+    ("5.", r"\boxed{5}", 1),
+    (".5", r"\boxed{1/2}", 1),
+    ("50%", r"\boxed{50\%}", 1),
+    ("50%", r"\boxed{0.5}", 1),
+    ("50%", r"\boxed{50}", 1),
+    ("50%", r"\boxed{0.5\%}", 0),
+    (r"33.3\%", r"\boxed{33.3\%}", 1),
+    ("0.333333", r"\boxed{1/3}", 1),
+    ("1/3", r"\boxed{0.333333}", 1),
+    ("1/3", r"\boxed{0.3333}", 0),
+    ("3 1/2", r"\boxed{3.5}", 1),
+    ("3½", r"\boxed{7/2}", 1),
+    (r"3\frac12", r"\boxed{3 1/2}", 1),
+    ("1 000 000", r"\boxed{10^6}", 1),
+    ("32 348", r"\boxed{32348}", 1),
+    (r"32\,348", r"\boxed{32{,}348}", 1),
+    ("5 cm", r"\boxed{5}", 1),
+    ("5 km/h", r"\boxed{5\text{ km/h}}", 1),
+    ("5 m/s", r"\boxed{5}", 1),
+    ("3m^2", r"\boxed{3}", 0),
+    ("5 USD", r"\boxed{\$5}", 1),
+    ("x=1e-7", r"\boxed{2e-7}", 0),
+    ("6.022e23", r"\boxed{6.022\times 10^{23}}", 1),
+    ("6.022e23", "602200000000000000000000", 1),
+    (r"2\pi", r"\boxed{2π}", 1),
+    ("-5", r"\boxed{−5}", 1),
+    ("0", r"\boxed{\sqrt{12}-2\sqrt{3}}", 1),
+    ("1e400", r"\boxed{10^{400}}", 1),
+    ("1234567.89", r"\boxed{1234567.80}", 0),
+    ("1e5", "100000", 1),
+    ("1E5", r"\boxed{10^5}", 1),
+    ("2e^3", r"\boxed{2e^3}", 1),
+    ("e-5", r"\boxed{1e-5}", 0),
+    ("1e-05", r"$1\text{e-}5$", 0),
+    (r"\$18.90", r"\(18.9\)", 1),
+    ("10%", "10 percent", 1),
+    ("10%", "The answer is 10%.", 1),
+    (r"\text{5 dollars}", r"\boxed{5}", 1),
+    ("1.5e-3", r"\boxed{\frac{3}{2000}}", 1),
+    ("-1e-05", r"\boxed{-0.00001}", 1),
+    ("1e-05", r"\boxed{-0.00001}", 0),
+    ("Paris", r"\boxed{Paris}", 1),
+    ("Paris", r"\boxed{\text{Paris}}", 1),
+    ("B", r"\boxed{\text{B}}", 1),
+    (r"\begin{pmatrix}1e-9\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}2e-9\\2\end{pmatrix}}", 0),
+    ("-$5", r"\boxed{-5}", 1),
+    ("5$", r"\boxed{5}", 1),
+]
+
+
+@pytest.mark.parametrize(("answer", "text", "right"), NOTATIONS)
+def test_numbers_are_read_in_all_notations(answer: str, text: str, right: int) -> None:
+    assert math(ask(answer), say(text)) == right
+    check_answer(ask(answer))
+
+
+@pytest.mark.parametrize("answer", ["?", "", "5‰", "3⅖", "2∛3", r"5 \pm"])
+def test_an_answer_that_does_not_equal_itself_is_refused(answer: str) -> None:
+    with pytest.raises(ValueError, match="answer"):
+        check_answer(ask(answer))
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+@settings(max_examples=30, deadline=None)
+def test_a_number_of_json_equals_its_other_notations(number: float) -> None:
+    exact = Decimal(repr(number))
+    digits, _, power = f"{exact:e}".partition("e")
+    asked = ask(json.dumps(number))
+    assert math(asked, say(rf"\boxed{{{digits} \times 10^{{{int(power)}}}}}")) == 1
+    assert math(asked, say(rf"\boxed{{{exact:f}}}")) == 1
+    if number:
+        assert math(asked, say(rf"\boxed{{{digits} \times 10^{{{int(power) + 1}}}}}")) == 0

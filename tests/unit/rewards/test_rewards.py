@@ -64,6 +64,16 @@ def test_an_answer_that_was_cut_is_not_exact() -> None:
         ("options 1,2", 2),
         ("1, 2", 2),
         ("1,0000", 0),
+        ("1,0001", 1),
+        ("It is .5", 0.5),
+        ("-.5", -0.5),
+        ("x=.25", 0.25),
+        (".5e1", 5),
+        ("version 1.2.5", 5),
+        ("it is...5", 5),
+        ("1,2345", 2345),
+        ("5.", 5),
+        ("1,234,5678", 5678),
         ("\u22125", -5),
         ("x = \u22121,250", -1250),
         ("1e5", 1e5),
@@ -83,3 +93,11 @@ def test_last_number_compares_numbers(said: str, number: float) -> None:
     asked = replace(PROMPT, answer=repr(number))
     assert match.last_number(asked, sample(said)) == 1
     assert match.last_number(asked, sample(f"{said} or 77")) == 0
+
+
+def test_numbers_beyond_floats_are_compared() -> None:
+    asked = replace(PROMPT, answer="1e400")
+    assert match.last_number(asked, sample("1" + "0" * 400)) == 1
+    assert match.last_number(asked, sample("1e401")) == 0
+    assert match.last_number(replace(PROMPT, answer=str(2**53)), sample(str(2**53 + 1))) == 0
+    assert match.last_number(asked, sample("1e99999999999999999999")) == 0
