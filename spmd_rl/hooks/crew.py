@@ -294,7 +294,7 @@ class Crew:
         failed: list[FromCall] = []
         if blamed in wanted:
             wanted.remove(blamed)
-            failed.append(Problem(blamed, 0.0, sentence))
+            failed.append(Problem(blamed, 0.0, sentence, unanswered=True))
         if blamed is None and not place.is_spoiled:
             self._suspects.extend(wanted)
         else:

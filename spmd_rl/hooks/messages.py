@@ -142,7 +142,8 @@ class Problem(Message, frozen=True):
     """Why a call failed: the end of a sentence about it.
 
     `in_doubt` says that an earlier call may be the reason. `spoiled` says that the process is to
-    get no other call.
+    get no other call. `unanswered` says that its process ended, or was ended at the deadline,
+    before there was an answer.
     """
 
     call_id: int
@@ -150,6 +151,7 @@ class Problem(Message, frozen=True):
     problem: str
     in_doubt: bool = False
     spoiled: bool = False
+    unanswered: bool = False
 
 
 class EpisodeResult(Message, frozen=True):

@@ -10,6 +10,7 @@ from spmd_rl.hooks.crews import Crews
 from spmd_rl.hooks.messages import Calls, Kind, Problem, Result
 from spmd_rl.hooks.results import Grade, describe
 from spmd_rl.hooks.tasks import Failed, Graded, GroupTask, SampleTask
+from spmd_rl.rewards.names import is_shipped
 from spmd_rl.types.samples import Sample
 
 _NO_METRICS: dict[str, float] = {}
@@ -101,8 +102,10 @@ class RewardTasks:
             task_id, task, function, _ = call
             task.seconds += answer.seconds
             self.cancel(task_id)
-            where = f"reward {self._names[function]} on {describe(task.task.prompt, task.samples)}"
-            yield Failed(task_id, where, answer.problem, task.seconds)
+            name = self._names[function]
+            where = f"reward {name} on {describe(task.task.prompt, task.samples)}"
+            is_spared = answer.unanswered and is_shipped(name)
+            yield Failed(task_id, where, answer.problem, task.seconds, is_spared)
 
     def _complete(
         self, call_id: int, seconds: float, grades: list[Grade], metrics: Mapping[str, float]

@@ -70,12 +70,17 @@ class Graded(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A task has failed. `where` names the function and the sample, `problem` ends the sentence."""
+    """A task has failed. `where` names the function and the sample, `problem` ends the sentence.
+
+    `is_spared` says that this ends no run: a shipped grader has met an answer that it cannot grade
+    in time.
+    """
 
     task_id: int
     where: str
     problem: str
     seconds: float = 0.0
+    is_spared: bool = False
 
     @property
     def error(self) -> str:

@@ -41,6 +41,11 @@ def is_short_name(name: str) -> bool:
     return ":" not in name and "/" not in name and not name.endswith(".py")
 
 
+def is_shipped(name: str) -> bool:
+    """Return whether a name, in any form, is that of a shipped grader."""
+    return canonical_name(name).removeprefix(BOXED) in GRADERS
+
+
 def canonical_name(name: str) -> str:
     """Return the one name of a reward function that has several: a shipped one's is its short name,
     and the path of a file is relative to the working folder if the file is in it.

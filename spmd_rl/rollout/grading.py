@@ -20,7 +20,7 @@ class Grading:
     """Sends samples to the pool of hooks, and completes them with what comes back.
 
     `choice` says which functions grade a prompt's samples. With `raises`, a function that fails
-    ends the calls of the rank; else its sample has failed.
+    ends the calls of the rank, unless the failure is spared; else its sample has failed.
     """
 
     def __init__(self, pool: HookPool, choice: GraderChoice, *, raises: bool) -> None:
@@ -102,7 +102,7 @@ class Grading:
         return sample.replace(reward=grade.reward, parts=grade.parts)
 
     def _fail(self, group: OpenGroup, sample: Sample | None, event: Failed) -> None:
-        if self._raises:
+        if self._raises and not event.is_spared:
             raise DataError(event.where, event.problem)
         for failed in list(group.grading.values()) if sample is None else [sample]:
             del group.grading[failed.index]
