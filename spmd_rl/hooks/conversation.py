@@ -8,8 +8,9 @@ from typing import Any
 from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.episode_engine import EpisodeEngine
 from spmd_rl.hooks.transcript import Transcript, Turn
+from spmd_rl.rewards.final_text import THINKING, opens_thought
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Sample
+from spmd_rl.types.samples import MODEL, TURNS, Sample
 
 
 class Conversation:
@@ -29,6 +30,7 @@ class Conversation:
         self.prompt = prompt
         self.messages: list[dict[str, Any]] = list(prompt.chat["messages"])
         self.transcripts = [Transcript(prompt)]
+        self._num_messages = [0]  # so many there were after the last turn of each transcript
         self._text = prompt.text  # of the last transcript, its prompt included
 
     def add(self, role: str, content: str) -> None:
@@ -50,12 +52,28 @@ class Conversation:
             await self._follow_template(engine)
         turn = await engine.complete(self.transcripts[-1], max_tokens, stop)
         self._text += await engine.decode(turn.tokens)
-        self.messages.append({"role": "assistant", "content": turn.text})
+        self.messages.append({"role": MODEL, "content": turn.text})
+        self._num_messages[-1] = len(self.messages)
         return turn
 
     def samples(self) -> list[Sample]:
-        """Return the transcripts as samples, of which most templates make one."""
-        return [transcript.sample() for transcript in self.transcripts]
+        """Return the transcripts as samples, of which most templates make one.
+
+        Their `messages` are those after the prompt, up to the last turn of the transcript. Where
+        the template has opened a thought, what the model said begins with the tag of it.
+        """
+        first = len(self.prompt.chat["messages"])
+        opening = THINKING if opens_thought(self.prompt.text) else ""
+        turns = [
+            {**turn, "content": opening + turn["content"]}
+            if turn.get("role") == MODEL and isinstance(turn.get("content"), str)
+            else turn
+            for turn in self.messages[first:]
+        ]
+        return [
+            transcript.sample().replace(metadata={TURNS: turns[: last - first]})
+            for transcript, last in zip(self.transcripts, self._num_messages, strict=True)
+        ]
 
     async def _follow_template(self, engine: EpisodeEngine) -> None:
         """Observe what the template adds after the last turn, or begin another transcript."""
@@ -68,6 +86,7 @@ class Conversation:
                     "this conversation cannot go on"
                 )
             self.transcripts.append(Transcript(self.prompt))
+            self._num_messages.append(0)
             self._text = self.prompt.text
         self.transcripts[-1].observe(await engine.encode(text[len(self._text) :]))
         self._text = text

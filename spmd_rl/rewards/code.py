@@ -9,9 +9,10 @@ from spmd_rl.errors import DataError
 from spmd_rl.rewards.code_block import last_block
 from spmd_rl.rewards.code_tests import CodeTest, read_tests
 from spmd_rl.rewards.config import CodeConfig, graders_of
+from spmd_rl.rewards.final_text import final_text
 from spmd_rl.rewards.sandbox import run_in_sandbox
 from spmd_rl.rewards.sandbox_command import FOLDER, program_command
-from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.prompts import Prompt, prompt_name
 from spmd_rl.types.samples import Sample
 
 if TYPE_CHECKING:
@@ -21,18 +22,18 @@ if TYPE_CHECKING:
 def code(ctx: HookContext, prompt: Prompt, sample: Sample) -> dict[str, float]:
     """Return 1 if the program of a response passes all tests of its prompt, else 0.
 
-    The program is the last fenced code block. The part `passed` is the share of tests that it
-    passes, and `program` says whether there is one.
+    The program is the last fenced code block after the thought. The part `passed` is the share of
+    tests that it passes, and `program` says whether there is one.
     Raises: DataError for tests that cannot be used; SpmdError when the sandbox cannot start.
     """
     cfg = graders_of(ctx.config).code
     tests = read_tests(prompt)
     if cfg.language != "python" and any(test.driver for test in tests):
         raise DataError(
-            f"prompt {prompt.uid} of {prompt.source or 'the data'}: tests",
+            f"{prompt_name(prompt.uid)} of {prompt.source or 'the data'}: tests",
             f"calls and asserts need graders.code.language = 'python', not {cfg.language!r}",
         )
-    program = last_block(sample.text, cfg.language)
+    program = last_block(final_text(prompt, sample), cfg.language)
     if program is None:
         return {"reward": 0.0, "passed": 0.0, "program": 0.0}
     ends_s = time.monotonic() + cfg.deadline_s

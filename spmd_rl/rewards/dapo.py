@@ -49,7 +49,7 @@ def dapo(prompt: Prompt, sample: Sample) -> dict[str, float]:
 
     Only its last 300 characters are read. The part "accuracy" is 1 or 0.
     """
-    found = _ANSWER.findall(sample.text[-MAX_TEXT:])
+    found = _ANSWER.findall(sample.answer[-MAX_TEXT:])
     right = bool(found) and normalised(found[-1]) == normalised(prompt.answer)
     return {"reward": 1.0 if right else -1.0, "accuracy": float(right)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from spmd_rl.rewards.boxed import last_boxed
-from spmd_rl.rewards.final_text import END_OF_THINKING, after_thinking
+from spmd_rl.rewards.final_text import END_OF_THINKING, final_text
 from spmd_rl.rewards.math import MAX_TEXT, agrees, parse_answer
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
@@ -24,9 +24,9 @@ def deepscaler(prompt: Prompt, sample: Sample) -> float:
     A response without `</think>` gets 0. Answers are equal if their text is, or by math-verify.
     Raises: ValueError for a prompt whose answer cannot be parsed.
     """
-    if END_OF_THINKING not in sample.text:
+    if END_OF_THINKING not in sample.answer:
         return 0.0
-    box = last_boxed(after_thinking(sample.text)[-MAX_TEXT:])
+    box = last_boxed(final_text(prompt, sample)[-MAX_TEXT:])
     if box is None:
         return 0.0
     gold = _gold(prompt)

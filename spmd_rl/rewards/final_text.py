@@ -1,23 +1,53 @@
-"""The part of a response that answers: what follows its thinking."""
+"""The part of a response that answers: what the model said last, after its thought."""
 
 from __future__ import annotations
 
 import re
 
-END_OF_THINKING = "</think>"
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import MODEL, Sample
+
+THINKING, END_OF_THINKING = "<think>", "</think>"
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
-def after_thinking(text: str) -> str:
-    """Return what follows the last `</think>`, or the whole text where there is none."""
-    return text.rpartition(END_OF_THINKING)[2]
+def final_text(prompt: Prompt, sample: Sample) -> str:
+    """Return what follows the thought in the last turn of the model; "" in a thought that is open.
 
-
-def final_answer(text: str) -> str:
-    """Return what is in the last `<answer>...</answer>` after the thinking.
-
-    Without one, it is all that follows the thinking.
+    A turn without a tag is no thought, unless what stands before it has opened one.
     """
-    rest = after_thinking(text)
+    _, closed, rest = sample.answer.rpartition(END_OF_THINKING)
+    is_open = THINKING in rest or (not closed and _begins_in_thought(prompt, sample))
+    return "" if is_open else rest
+
+
+def final_answer(prompt: Prompt, sample: Sample) -> str:
+    """Return what is in the last `<answer>...</answer>` after the thought.
+
+    Without one, it is all that follows the thought.
+    """
+    rest = final_text(prompt, sample)
     found = _ANSWER.findall(rest)
     return found[-1] if found else rest
+
+
+def opens_thought(text: str) -> bool:
+    """Return whether a text, such as a prompt, ends with the tag that begins a thought."""
+    return text.rstrip().endswith(THINKING)
+
+
+def _begins_in_thought(prompt: Prompt, sample: Sample) -> bool:
+    """Return whether the last turn goes on with a thought that was begun before it.
+
+    What tools say opens and closes nothing, but for a tag at its end, which a template has written.
+    """
+    begins = is_open = opens_thought(prompt.text)
+    for message in sample.messages:
+        text = str(message.get("content") or "")
+        if message.get("role") == MODEL:
+            begins = is_open
+            if THINKING in text or END_OF_THINKING in text:
+                is_open = text.rfind(THINKING) > text.rfind(END_OF_THINKING)
+        elif text.rstrip().endswith((THINKING, END_OF_THINKING)):
+            is_open = opens_thought(text)
+    return begins

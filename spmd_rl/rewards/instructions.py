@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_rl.rewards import ifbench_checks, ifeval_checks
-from spmd_rl.rewards.final_text import after_thinking
+from spmd_rl.rewards.final_text import final_text
 from spmd_rl.rewards.ifeval_checks import Check
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
@@ -58,8 +58,7 @@ def _grade(
     prompt: Prompt, sample: Sample, benchmark: str, checks: Mapping[str, Check]
 ) -> dict[str, float]:
     instructions = _instructions(prompt, benchmark, checks)
-    text = after_thinking(sample.text)
-    text = "" if text.lstrip().startswith("<think>") else text.strip()
+    text = final_text(prompt, sample).strip()
     forms = loose_forms(text)
     strict = [one.is_followed(text) for one in instructions]
     loose = [any(map(one.is_followed, forms)) for one in instructions]

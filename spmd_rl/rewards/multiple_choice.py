@@ -33,7 +33,7 @@ def multiple_choice(prompt: Prompt, sample: Sample) -> float:
     """
     choices = prompt.meta.get(CHOICES) or []
     right = _right_letter(prompt.answer, choices)
-    return float(chosen(final_answer(sample.text), choices) == right)
+    return float(chosen(final_answer(prompt, sample), choices) == right)
 
 
 def check_answer(prompt: Prompt) -> None:

@@ -22,7 +22,7 @@ def exact_match(prompt: Prompt, sample: Sample) -> float:
 
     Raises: ValueError if the record's `answers` are no list of texts.
     """
-    said = normalised(final_answer(sample.text))
+    said = normalised(final_answer(prompt, sample))
     return float(any(said == normalised(answer) for answer in answers_of(prompt)))
 
 
@@ -32,7 +32,7 @@ def f1(prompt: Prompt, sample: Sample) -> float:
     It is the harmonic mean of precision and recall over words, each counted as often as it occurs.
     Raises: ValueError if the record's `answers` are no list of texts.
     """
-    said = normalised(final_answer(sample.text))
+    said = normalised(final_answer(prompt, sample))
     return max(word_f1(said, normalised(answer)) for answer in answers_of(prompt))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -13,9 +14,10 @@ from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded, EpisodeTask, Failed
 from spmd_rl.hooks.transcript import Turn
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.open_group import OpenGroup
-from spmd_rl.types.samples import Sample
+from spmd_rl.types.samples import MODEL, NO_VERSION, TURNS, Sample
 
 Key = tuple[int, int]  # uid and index of an engine request
+OBSERVED = "tool"  # the role of tokens that the policy did not draw
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
@@ -138,6 +140,23 @@ def unstarted(group: OpenGroup, index: int) -> Sample:
         "aborted",
         temperature=group.sampling.scored_temperature,
     )
+
+
+def with_turns(sample: Sample, text_of: Callable[[list[int]], str]) -> Sample:
+    """Return a sample of several turns with these as messages; another one as it is.
+
+    Where the episode has given none, they are its runs of tokens that were drawn, and of tokens
+    that were observed, which are of the role "tool".
+    """
+    drawn = sample.versions != NO_VERSION
+    if TURNS in sample.metadata or drawn.all():
+        return sample
+    starts = [0, *(np.flatnonzero(drawn[1:] != drawn[:-1]) + 1).tolist()]
+    turns = [
+        {"role": MODEL if drawn[start] else OBSERVED, "content": text_of(tokens.tolist())}
+        for start, tokens in zip(starts, np.split(sample.tokens, starts[1:]), strict=True)
+    ]
+    return sample.replace(metadata={**sample.metadata, TURNS: turns})
 
 
 @lru_cache(maxsize=1024)

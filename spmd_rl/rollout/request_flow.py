@@ -12,7 +12,7 @@ from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded, Event, Failed, Graded
 from spmd_rl.observe.request_times import RequestTimes
 from spmd_rl.observe.trace import Trace, now_ns
 from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
-from spmd_rl.rollout.episodes import Episodes, Key, unstarted
+from spmd_rl.rollout.episodes import Episodes, Key, unstarted, with_turns
 from spmd_rl.rollout.grading import Grading
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.types.prompts import Prompt
@@ -167,7 +167,8 @@ class RequestFlow:
         return group, self._with_text(sample)
 
     def _with_text(self, sample: Sample) -> Sample:
-        return sample.replace(text=self._text_of(sample.tokens.tolist()))
+        text = self._text_of(sample.tokens.tolist())
+        return with_turns(sample.replace(text=text), self._text_of)
 
     def _finish(self, samples: list[tuple[OpenGroup, Sample]]) -> None:
         """Have drawn samples graded, unless they are already or nobody grades."""

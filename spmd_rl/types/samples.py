@@ -25,6 +25,7 @@ _Row = tuple["GroupColumns", int]  # columns and a row of them
 SampleStatus = Literal["completed", "truncated", "aborted", "failed"]
 
 NO_VERSION = -1  # of a token that no engine drew
+MODEL, TURNS = "assistant", "messages"  # the role of what the policy drew; a key of `metadata`
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Sample:
     of 0, the version -1 and an empty kept set.
 
     `metadata` is plain data: "error" says why a sample failed, "metrics" is what hooks emitted,
-    "notes" is what they noted, and "times" of a group's first sample are those of its request
-    (`observe/request_times.py`).
+    "notes" is what they noted, "messages" are the turns of an episode, and "times" of a group's
+    first sample are those of its request (`observe/request_times.py`).
 
     Shape: `tokens`, `logprobs`, `versions`, `mask` are [R].
     """
@@ -77,6 +78,20 @@ class Sample:
                 raise AttributeError(f"a Sample has no {name}")
             mask = self.__dict__["mask"] = self.versions != NO_VERSION
             return mask
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The turns that follow the prompt, each with its "role" and "content".
+
+        The role of what the model said is "assistant". Without an episode it is one turn.
+        """
+        return self.metadata.get(TURNS) or [{"role": MODEL, "content": self.text}]
+
+    @property
+    def answer(self) -> str:
+        """What the model said last, without what tools said before or after it."""
+        said = [turn.get("content") for turn in self.messages if turn.get("role") == MODEL]
+        return said[-1] if said and isinstance(said[-1], str) else ""
 
     def replace(self, **values: Any) -> Sample:
         """Return a copy with these fields changed, like `Prompt.replace`."""
@@ -223,6 +238,13 @@ def _new_columns(groups: Sequence[Group]) -> GroupColumns:
     )
 
 
+# of a row of columns, in the order of `SampleColumns.rows`
+_FIELDS = (
+    *("prompt_uid", "index", "tokens", "logprobs", "versions", "status", "temperature", "text"),
+    *("reward", "parts", "execution", "kept", "metadata"),
+)
+
+
 @dataclass(frozen=True)
 class SampleColumns(Columns):
     """Samples in columns; `lengths` counts tokens. `kept` are arrays, which travel as raw bytes."""
@@ -269,41 +291,7 @@ class SampleColumns(Columns):
             self.filled("metadata"),
             strict=True,
         )
-        samples = [
-            construct(
-                Sample,
-                {
-                    "prompt_uid": prompt_uid,
-                    "index": index,
-                    "tokens": tokens,
-                    "logprobs": logprobs,
-                    "versions": versions,
-                    "status": status,
-                    "temperature": temperature,
-                    "text": text,
-                    "reward": reward,
-                    "parts": parts,
-                    "execution": execution,
-                    "kept": kept,
-                    "metadata": metadata,
-                },
-            )
-            for (
-                prompt_uid,
-                index,
-                tokens,
-                logprobs,
-                versions,
-                status,
-                temperature,
-                text,
-                reward,
-                parts,
-                execution,
-                kept,
-                metadata,
-            ) in values
-        ]
+        samples = [construct(Sample, dict(zip(_FIELDS, row, strict=True))) for row in values]
         if len(self.mask):
             masks = split_at(self.mask, self.offsets)
             samples = [one.replace(mask=mask) for one, mask in zip(samples, masks, strict=True)]

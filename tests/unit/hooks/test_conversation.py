@@ -174,3 +174,19 @@ def test_questions_for_the_tokenizer() -> None:
     assert EpisodeTexts(None).answer(AskTokens(1, 2, "")) == Refused(
         1, 2, "there is no tokenizer here"
     )
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen"])
+def test_samples_have_the_messages_after_the_prompt(name: str) -> None:
+    """Qwen3's template drops earlier thoughts, so there are two transcripts."""
+    drawn = ["<think>a</think>one<|im_end|>", "<think>b</think>two<|im_end|>"]
+    said = [text.removesuffix("<|im_end|>") for text in drawn]
+    _, _, samples = played(name, said, ["ask", "more"], drawn)
+    turns = [
+        {"role": "assistant", "content": said[0]},
+        {"role": "user", "content": "more"},
+        {"role": "assistant", "content": said[1]},
+    ]
+    assert samples[-1].messages == turns and samples[-1].answer == said[1]
+    if len(samples) > 1:
+        assert samples[0].messages == turns[:1]

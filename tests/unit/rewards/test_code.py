@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.tasks import Failed, Graded
+from spmd_rl.rewards import code as code_module
 from spmd_rl.rewards.code import code
 from spmd_rl.rewards.code_block import last_block
 from spmd_rl.rewards.code_tests import AssertTest, CallTest, PairTest, read_tests
@@ -40,13 +41,24 @@ def fenced(program: str, word: str = "python") -> str:
         ("  ```python\r\nx = 1\r\n  ```", "x = 1\r\n"),
         (fenced("x = 1") + "\n```python\nx = 2", "x = 1\n"),
         ("```python\nx = '\u2028\x0c'\n```", "x = '\u2028\x0c'\n"),
+        ("```python\nx = 1\n``` done", "x = 1\n"),
+        ("```python\nx = 1\n```That is all.", "x = 1\n"),
+        ("```python\nx = 1\n```output\n3\n```", "x = 1\n"),
+        ("~~~python\nx = 1\n~~~", "x = 1\n"),
+        ("~~~ py\nx = 1\n~~~~ end", "x = 1\n"),
+        ("~~~\nx = 1\n~~~", "x = 1\n"),
+        ("~~~python\ns = \"\"\"\n```\n\"\"\"\n~~~", 's = """\n```\n"""\n'),
+        ("```python\ns = \"\"\"\n~~~\n\"\"\"\n```", 's = """\n~~~\n"""\n'),
+        ("```python\nx = 1\n\n```python\nx = 2\n```", "x = 2\n"),
+        ("```{.python}\nx = 1\n```", "x = 1\n"),
+        ("~~~python\nx = 1\n```", None),
     ],
 )
 def test_the_last_closed_block_of_the_language_is_the_program(text: str, block: str | None) -> None:
     assert last_block(text, "python") == block
 
 
-PLAIN = st.text(st.characters(exclude_characters="`"))
+PLAIN = st.text(st.characters(exclude_characters="`~"))
 
 
 @settings(max_examples=1000)
@@ -59,6 +71,17 @@ def test_what_stands_in_a_block_is_kept(before: str, program: str, after: str, w
 
 def outcome(text: str) -> Outcome:
     return Outcome(text.encode(), 0, "exit")
+
+
+@pytest.mark.parametrize("ended_by", ["exit", "time", "output"])
+def test_a_program_that_was_ended_has_not_passed(
+    ended_by: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if all that it was to print is there, and nothing says that it failed."""
+    monkeypatch.setattr(code_module, "run_in_sandbox", lambda *_: Outcome(b"3\n", 0, ended_by))
+    prompt = make_prompt({"tests": [["1 2", "3"]]})
+    found = code(context(), prompt, make_sample(fenced("print(3)")))
+    assert found["reward"] == found["passed"] == float(ended_by == "exit")
 
 
 @pytest.mark.parametrize(
