@@ -36,7 +36,7 @@ _MONEY = re.compile(
 _CONTINENTAL = re.compile(r"(?<![\d.,])(\d{1,3}(?:\.\d{3})+),(\d+)(?![\d.,])")
 _EURO_CENTS = re.compile(r"(?<=\u20ac)(\s*\d+),(\d\d)(?!\d)|(?<![\d,])(\d+),(\d\d)(?=\s*\u20ac)")
 _DEGREES = re.compile(
-    r"\s*(?:\^?\s*[\u00b0\u00ba]|\^?\s*\\degrees?(?![a-z])|\\textdegree|\^\s*\{?\\circ\}?"
+    r"(?<!\s)\s*(?:(?:\^\s*)?(?:[\u00b0\u00ba]|\\degrees?(?![a-z]))|\^\s*\{?\\circ\}?|\\textdegree"
     r"|(?<=\d)\^\{?o\}?(?![a-z]))(?:\s*(?:\\(?:text|mathrm)\{\s*)?[CF](?![a-zA-Z])\}?)?(?!\s*\d)"
 )
 _REPEATING = re.compile(

@@ -109,6 +109,11 @@ def done(call_id: int, seconds: float = 1e-5) -> Result:
     return Result(call_id, seconds, [], {})
 
 
+def lost(call_id: int, problem: str) -> Problem:
+    """What is told of a call whose process ended, or was ended, before it had answered."""
+    return Problem(call_id, 0.0, problem, unanswered=True)
+
+
 def answered(*call_ids: int, seconds: float = 1e-5) -> list[ToRank]:
     return [done(call_id, seconds) for call_id in call_ids]
 
@@ -217,7 +222,7 @@ def test_a_death_is_the_fault_of_the_call_that_ran() -> None:
     process = scene.started[0]
     process.inbox.extend(answered(1))
     process.note, process.exit = Running(2, scene.now_s), "ended its process with SIGSEGV"
-    assert scene.turn() == [*answered(1), Problem(2, 0.0, "ended its process with SIGSEGV")]
+    assert scene.turn() == [*answered(1), lost(2, "ended its process with SIGSEGV")]
     assert process.closed and len(scene.started) == 2
     scene.make_ready()
     assert scene.calls_sent() == [[3]], "it has not run before, and is not suspected"
@@ -242,7 +247,7 @@ def test_without_blame_each_call_is_made_alone_in_a_process() -> None:
     scene.make_ready()
     assert scene.calls_sent() == [[3]]
     scene.started[2].exit = "ended its process with SIGKILL"
-    assert scene.turn() == [Problem(3, 0.0, "ended its process with SIGKILL")]
+    assert scene.turn() == [lost(3, "ended its process with SIGKILL")]
     scene.make_ready()
     assert scene.calls_sent() == [[2]]
     scene.started[3].inbox.extend(answered(2))
@@ -271,7 +276,7 @@ def test_a_call_that_runs_for_too_long_ends_its_process() -> None:
     scene.now_s += DEADLINE_S
     assert scene.turn() == [] and not process.closed
     scene.now_s += 0.1
-    assert scene.turn() == [Problem(1, 0.0, "took longer than 30 s")]
+    assert scene.turn() == [lost(1, "took longer than 30 s")]
     assert process.closed
 
 
@@ -363,7 +368,7 @@ def test_garbage_that_came_while_the_ring_was_looked_into_is_not_missed() -> Non
     process.note = Running(1, scene.now_s)
     scene.now_s += 2 * HELD_S
     found = scene.crew.read(scene.now_s, [])
-    assert found == [Problem(1, 0.0, "wrote into the socket of its process")]
+    assert found == [lost(1, "wrote into the socket of its process")]
 
 
 def test_an_answer_that_comes_while_the_socket_is_read_waits_for_the_next_look() -> None:
@@ -407,7 +412,7 @@ def test_a_call_that_ends_its_process_does_not_take_the_answers_before_it_along(
     process = scene.started[0]
     process.ring = [1]
     process.note, process.exit = Running(2, scene.now_s), "ended its process with SIGSEGV"
-    assert scene.turn() == [rewarded(1), Problem(2, 0.0, "ended its process with SIGSEGV")]
+    assert scene.turn() == [rewarded(1), lost(2, "ended its process with SIGSEGV")]
     scene.calls_sent()
     scene.make_ready()
     assert scene.calls_sent() == [[3]]
@@ -423,7 +428,7 @@ def test_a_slow_call_does_not_hold_back_the_answers_before_it() -> None:
     scene.now_s += 2 * HELD_S
     assert scene.turn() == [rewarded(1)]
     scene.now_s += DEADLINE_S
-    assert scene.turn() == [Problem(2, 0.0, "took longer than 30 s")]
+    assert scene.turn() == [lost(2, "took longer than 30 s")]
 
 
 def test_a_problem_in_doubt_is_looked_at_again_in_a_fresh_process() -> None:
@@ -467,7 +472,7 @@ def test_a_dropped_call_is_not_made_again() -> None:
     assert scene.cancelled == [2]
     process = scene.started[0]
     process.note, process.exit = Running(1, scene.now_s), "ended"
-    assert scene.turn() == [Problem(1, 0.0, "ended")]
+    assert scene.turn() == [lost(1, "ended")]
     scene.make_ready()
     assert scene.calls_sent() == [[4]]
 

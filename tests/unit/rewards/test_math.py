@@ -410,7 +410,7 @@ NOTATIONS = [
     ("Paris", r"\boxed{\text{Paris}}", 1),
     ("B", r"\boxed{\text{B}}", 1),
     (r"\begin{pmatrix}1e-9\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}2e-9\\2\end{pmatrix}}", 0),
-    ("-$5", r"\boxed{-5}", 1),
+    ("45°", "   " * 1300 + "45°", 1),
     ("5$", r"\boxed{5}", 1),
 ]
 
