@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
@@ -114,6 +115,8 @@ def join(world: World, store: Store) -> None:
     Blocks: until every rank has joined; the deadline of the run's first call ends it.
     """
     os.environ.setdefault(FLIGHT_RECORDER_ENV, "2000")
+    if world.num_nodes == 1 and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else's network
     import torch
     import torch.distributed as dist
 

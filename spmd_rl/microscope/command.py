@@ -58,7 +58,8 @@ def main(words: list[str]) -> int:
     options = parse_options(words, main.__doc__)
     run = Path(options.run) if options.run else None
     settings = inputs.run_settings(run) if run else {}
-    options.left = options.left or sides.engine_of(settings)
+    sides.require_chosen_program(options, settings)
+    options.left = options.left or "engine"
     check_sides(options)
     folder = _report_folder(options, run)
     world = sides.world_of(options, sides.device_of(options))

@@ -27,7 +27,8 @@ def parse_options(words: list[str], description: str | None) -> argparse.Namespa
     _check_inputs(options)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU here")
-    options.sglang_options = _json_object(options.sglang_options)
+    if options.sglang_options is not None:
+        options.sglang_options = _json_object(options.sglang_options)
     return options
 
 
@@ -72,7 +73,7 @@ def _check_inputs(options: argparse.Namespace) -> None:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text or "{}")
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--sglang-options is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -117,7 +118,7 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--left", choices=PASSES, help="default: the run's engine")
+    parser.add_argument("--left", choices=PASSES, help="default: engine; of a run with SGLang it has to be named")
     parser.add_argument("--right", choices=PASSES, default="trainer")
     parser.add_argument(
         "--dump", metavar="FILE", help="hidden states that another program wrote (docs/mismatch.md)"
@@ -126,13 +127,12 @@ def _add_sides(parser: argparse.ArgumentParser) -> None:
         "--sglang",
         metavar="PYTHON",
         help="the interpreter of SGLang, or a folder that it was installed into; "
-        "default: the run's engine.python, or this interpreter",
+        "default: this interpreter",
     )
     parser.add_argument(
         "--sglang-options",
-        default="",
         metavar="JSON",
-        help="SGLang's own options, by the names of its ServerArgs; default: the run's",
+        help="SGLang's own options, by the names of its ServerArgs; default: none",
     )
     parser.add_argument(
         "--tolerance",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.foreign.dump import Dump
 from spmd_rl.microscope.foreign.dump_pass import DumpPass
 from spmd_rl.microscope.foreign.sglang_side import (
-    DETERMINISTIC,
+    OWNED,
     SglangSide,
     write_sglang_dump,
 )
@@ -119,7 +121,7 @@ def forward_passes(
     for name in set(dtype_of_side) & set(FOREIGN):
         path = Path(options.dump or "")
         if name in SGLANG:
-            side = _sglang_side(name, options, settings)
+            side = _sglang_side(name, options)
             path = write_sglang_dump(side, case, model, dtype_of_side[name], temporary)
         recorded = DumpPass(Dump(path, ModelSpec.from_folder(model)), device, name)
     left, right = (
@@ -209,12 +211,34 @@ def drop_splits(
     return any(dropped)
 
 
-def _sglang_side(name: str, options: argparse.Namespace, settings: dict[str, Any]) -> SglangSide:
-    """Return SGLang with the run's settings, if it is the run's engine, and with the options'."""
-    engine = settings.get("engine", {}) if engine_of(settings) == "sglang" else {}
-    python = options.sglang if options.sglang is not None else engine.get("python", "")
-    own = {key: value for key, value in engine.get("options", {}).items() if key != DETERMINISTIC}
-    return SglangSide(python, own | options.sglang_options, name == SGLANG[1])
+def require_chosen_program(options: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Require that the command line chooses SGLang, its interpreter and its options.
+
+    A run's folder may come from anybody, so what its settings name is not run.
+    Raises: ConfigError with the words to add.
+    """
+    if engine_of(settings) != "sglang":
+        return
+    engine, words = settings["engine"], []
+    if options.left is None:
+        words += ["--left", "sglang"]
+    if options.left in (None, *SGLANG) or options.right in SGLANG:
+        if options.sglang is None and engine.get("python"):
+            words += ["--sglang", str(engine["python"])]
+        own = {key: value for key, value in engine.get("options", {}).items() if key not in OWNED}
+        if options.sglang_options is None and own:
+            words += ["--sglang-options", json.dumps(own)]
+    if words:
+        raise ConfigError(
+            "the run generated with SGLang, a program that is not started because a folder names "
+            f"it: add {shlex.join(words)} if you trust the folder, or choose --left engine"
+        )
+
+
+def _sglang_side(name: str, options: argparse.Namespace) -> SglangSide:
+    """Return SGLang as the command line chooses it."""
+    own = options.sglang_options or {}
+    return SglangSide(options.sglang or "", own, name == SGLANG[1])
 
 
 def forward_pass(

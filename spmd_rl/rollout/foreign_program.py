@@ -14,7 +14,7 @@ from pathlib import Path
 
 from spmd_rl.errors import DeadlineError, SpmdError
 from spmd_rl.mesh.environment import without_world
-from spmd_rl.rollout.interpreter import Interpreter
+from spmd_rl.rollout.interpreter import Interpreter, meeting_environment
 
 MAX_CHARACTERS = 400  # of the output's last line, in an error
 
@@ -41,7 +41,7 @@ def run_program(
     with output.open("wb") as file:
         process = subprocess.Popen(
             [interpreter.command, str(program), *arguments],
-            env=_environment(os.environ, interpreter.search_path),
+            env=_environment(os.environ, interpreter.search_path, folder / "store"),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -57,18 +57,19 @@ def run_program(
         raise SpmdError(f"{name} ended with exit code {code}: {_last_line(output)}")
 
 
-def _environment(environment: Mapping[str, str], search_path: str) -> dict[str, str]:
-    """Return the program's environment: this one without the variables of the world around it."""
-    return without_world(environment) | {
+def _environment(
+    environment: Mapping[str, str], search_path: str, store: Path
+) -> dict[str, str]:
+    """Return the program's environment: this one without the variables of the world around it.
+
+    It is a world of one rank, which meets nobody.
+    """
+    return without_world(environment) | meeting_environment(store) | {
         "PYTHONPATH": search_path,
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
-        # a world of one rank, whose store listens on a port that the kernel chooses
         "RANK": "0",
         "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
         "HF_HUB_OFFLINE": "1",
     }
 

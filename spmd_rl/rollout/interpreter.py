@@ -40,6 +40,18 @@ class Interpreter:
         )
 
 
+def meeting_environment(store: Path) -> dict[str, str]:
+    """Return the variables by which SGLang's processes of one host meet in the file `store`.
+
+    A store that listens would serve every user of the host and of its network. gloo listens on the
+    loopback interface.
+    """
+    return {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{store.absolute()}",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
 def _folders(site: Path) -> Iterator[str]:
     """Yield a folder of packages, and the folders that its .pth files name.
 

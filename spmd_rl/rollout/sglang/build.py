@@ -23,7 +23,7 @@ from spmd_rl.rollout.sglang.client import SchedulerClient, ended
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
 from spmd_rl.rollout.sglang.follower import SglangFollower
-from spmd_rl.rollout.sglang.launch import Child, ChildWorld, name_of, new_store
+from spmd_rl.rollout.sglang.launch import Child, ChildWorld, name_of
 from spmd_rl.rollout.sglang.messages import ChildSpec
 from spmd_rl.rollout.sglang.options import (
     VERSIONS,
@@ -47,6 +47,7 @@ DEFAULTS: dict[str, Any] = {
     "sleep_on_idle": True,  # else an idle scheduler takes a whole core
     "cuda_graph_config": {"prefill": {"backend": "disabled"}},  # they take most of the start
 }
+STORE = "store"  # the file in which the schedulers of an engine meet
 # of a GPU's free memory, for the keys and values of an engine that no plan has counted
 FREE_SHARE = 0.4
 
@@ -137,11 +138,10 @@ def start(
         weight_bytes = spec.num_parameters * ITEM_BYTES[dtype] // tp.size
         memory = torch.cuda.mem_get_info(device)
         fraction = static_fraction(cfg, memory, weight_bytes, reserved_bytes)
-    store = new_store() if tp.rank == 0 else None
-    port, fraction = tp.greet(0 if store is None else store.port, fraction)
     sockets = PrivateFolder()
-    child = Child(interpreter, site, rank, ChildWorld(tp.rank, tp.size, port))
-    weakref.finalize(child, _leave, sockets, store)
+    meeting, fraction = tp.greet(sockets.path, fraction)
+    child = Child(interpreter, site, rank, ChildWorld(tp.rank, tp.size, meeting / STORE))
+    weakref.finalize(child, sockets.leave)
     client = None
     if tp.rank == 0:
         client = SchedulerClient(
@@ -151,7 +151,7 @@ def start(
     child_spec = ChildSpec(
         versions=list(VERSIONS),
         server_args=server_args(cfg, _owned(cfg, folder, dtype, site, seed, tp), defaults),
-        port_args=_port_args(sockets.path, port),
+        port_args=_port_args(sockets.path),
         gpu_id=device.index or 0,
         tp_rank=tp.rank,
         fields=field_lists(),
@@ -174,11 +174,6 @@ def watch(client: SchedulerClient, other: RankChild) -> None:
             raise
     else:
         client.watch(descriptor, name)
-
-
-def _leave(sockets: PrivateFolder, store: object) -> None:
-    """Remove the folder of a child's sockets; the store, if any, has been kept until now."""
-    sockets.leave()
 
 
 def _owned(
@@ -225,11 +220,11 @@ def static_fraction(
     return round(fraction, 4)
 
 
-def _port_args(folder: Path, port: int) -> dict[str, Any]:
-    """Return the fields of SGLang's PortArgs."""
+def _port_args(folder: Path) -> dict[str, Any]:
+    """Return the fields of SGLang's PortArgs. Its processes meet in a file, so no port is used."""
     return {
         **SchedulerClient.addresses(folder),
-        "nccl_port": port,
+        "nccl_port": 0,
         "tokenizer_worker_ipc_name": None,
         "decoupled_spec_ipc_config": None,
         "instance_id": folder.name,

@@ -15,17 +15,13 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from spmd_rl.errors import DeadlineError, LostRankError, SpmdError
 from spmd_rl.mesh.environment import without_world
-from spmd_rl.rollout.interpreter import Interpreter
+from spmd_rl.rollout.interpreter import Interpreter, meeting_environment
 from spmd_rl.rollout.sglang.messages import MESSAGES, ChildReady, ChildSpec
 from spmd_rl.rollout.sglang.options import SglangSite
 from spmd_rl.weights.peer_socket import PeerSocket
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
 
 CHILD_PROGRAM = Path(__file__).with_name("child.py")
 END_DEADLINE_S = 30.0
@@ -35,12 +31,12 @@ END_DEADLINE_S = 30.0
 class ChildWorld:
     """The process group of the schedulers of one engine, and the child's rank in it.
 
-    They meet at a store that listens on `port` in the rank that started the first of them.
+    They meet in the file `store`, which lies in a folder that no other user can enter.
     """
 
     rank: int
     size: int
-    port: int
+    store: Path
 
 
 def clean_environment(
@@ -56,14 +52,9 @@ def clean_environment(
     if world.size > 1:
         kept |= {name: value for name, value in environment.items() if name.startswith("NCCL_")}
         kept.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    added = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(world.port),
+    added = meeting_environment(world.store) | {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
-        # so that every rank of the child's world is a client of that store
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
         "SGLANG_USE_PICKLE_IPC": "0",
         # trainers beside the schedulers take what they take
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
@@ -172,10 +163,3 @@ def _in_words(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     return f"exit code {code} ({signal.Signals(-code).name})"
-
-
-def new_store() -> TCPStore:
-    """Return the store at which the schedulers of an engine meet, on a port that is free."""
-    from torch._C._distributed_c10d import TCPStore
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -23,12 +24,12 @@ VOCAB_PADDING = 64
 class Greeting(msgspec.Struct, frozen=True):
     """What the ranks of a group tell each other before their schedulers start.
 
-    `port` is that of the first rank's store. `fraction` is the share of the free GPU memory that
-    the rank can give to weights, keys and values; None on a CPU.
+    `folder` is the private one of the rank's sockets. `fraction` is the share of the free GPU
+    memory that the rank can give to weights, keys and values; None on a CPU.
     """
 
     node: int
-    port: int
+    folder: str
     fraction: float | None
 
 
@@ -58,13 +59,13 @@ class TensorParallel:
         all_ranks = [msgspec.msgpack.decode(one, type=RankChild) for one in self.exchange(mine)]
         return [one for one in all_ranks if one.pid != pid]
 
-    def greet(self, port: int, fraction: float | None) -> tuple[int, float | None]:
-        """Return the port of the first rank's store, and the least fraction of all ranks.
+    def greet(self, folder: Path, fraction: float | None) -> tuple[Path, float | None]:
+        """Return the folder of the first rank, and the least fraction of all ranks.
 
         The schedulers must have equally many keys and values, because they take the same steps.
         Raises: PlanError when the ranks are on several hosts.
         """
-        mine = msgspec.msgpack.encode(Greeting(self.node, port, fraction))
+        mine = msgspec.msgpack.encode(Greeting(self.node, str(folder), fraction))
         all_ranks = [msgspec.msgpack.decode(one, type=Greeting) for one in self.exchange(mine)]
         if len({one.node for one in all_ranks}) > 1:
             raise PlanError(
@@ -72,7 +73,7 @@ class TensorParallel:
                 "a divisor of the ranks of one host"
             )
         fractions = [one.fraction for one in all_ranks if one.fraction is not None]
-        return all_ranks[0].port, min(fractions, default=None)
+        return Path(all_ranks[0].folder), min(fractions, default=None)
 
 
 ALONE = TensorParallel()

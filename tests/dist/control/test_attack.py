@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -17,12 +16,12 @@ from torch.distributed import TCPStore
 
 from tests.dist.control.conftest import Launch, Start
 from tests.dist.launched import Launched
+from tests.listeners import open_ports
 
 pytestmark = pytest.mark.dist
 
 ATTACKER = str(Path(__file__).with_name("attacker.py"))
 NUM_ATTEMPTS = 20
-LISTENING = "0A"
 
 
 class Attacker:
@@ -59,37 +58,6 @@ def attacker() -> Iterator[Attacker]:
         attacker = Attacker(Path(folder))
         yield attacker
         attacker.end()
-
-
-def process_tree(root: int) -> set[int]:
-    """Return the pids of a process and its living descendants."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        children.setdefault(parent, []).append(int(stat.parent.name))
-    found, new = {root}, [root]
-    while new:
-        new = [child for parent in new for child in children.get(parent, [])]
-        found |= set(new)
-    return found
-
-
-def open_ports(root: int) -> set[int]:
-    """Return the TCP ports that a process and its descendants listen on."""
-    sockets = set()
-    for pid in process_tree(root):
-        for link in Path(f"/proc/{pid}/fd").glob("*"):
-            with contextlib.suppress(OSError):  # it has been closed
-                sockets.add(os.readlink(link))
-    ports = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for row in map(str.split, Path(table).read_text().splitlines()[1:]):
-            if row[3] == LISTENING and f"socket:[{row[9]}]" in sockets:
-                ports.add(int(row[1].rpartition(":")[2], 16))
-    return ports
 
 
 def attack_until_the_end(

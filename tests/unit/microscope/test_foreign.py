@@ -5,6 +5,7 @@ for SGLang.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -37,7 +38,8 @@ from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.foreign_program import run_program
 
 CPU = torch.device("cpu")
-FAKE_SITE = Path(__file__).resolve().parents[2] / "fakes" / "sglang_site"
+REPO = Path(__file__).resolve().parents[3]
+FAKE_SITE = REPO / "tests" / "fakes" / "sglang_site"
 SAMPLE = {"prompt_uid": 7, "prompt": "15+29=", "prompt_tokens": [19, 23, 13, 20, 27, 31]}
 
 
@@ -359,9 +361,35 @@ def test_a_run_of_sglang_is_replayed_by_it(run: Path, mismatch, capsys) -> None:
     settings = f'[engine]\nkind = "sglang"\npython = "{FAKE_SITE}"\ndtype = "float32"\n'
     options = '[engine.options]\nattention_backend = "flashinfer"\n'
     (run / "config.toml").write_text(settings + options)
-    assert mismatch(run) == 0, capsys.readouterr()
+    assert mismatch(run) == 2
+    words = shlex.split(capsys.readouterr().err.partition(": add ")[2].partition(" if you")[0])
+    assert words == [
+        *("--left", "sglang", "--sglang", str(FAKE_SITE)),
+        *("--sglang-options", '{"attention_backend": "flashinfer"}'),
+    ]
+    assert mismatch(run, *words) == 0, capsys.readouterr()
     data = json.loads((run / "mismatch" / "sglang-trainer.json").read_text())
     assert data["versions"]["sglang: attention_backend"] == "flashinfer"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("--left", "sglang"), ("--right", "sglang"), ("--right", "sglang-deterministic")],
+)
+@pytest.mark.parametrize("chosen", [(), ("--sglang", FAKE_SITE)])
+def test_no_program_runs_because_a_folder_names_it(
+    run: Path, mismatch, tmp_path: Path, words: tuple[str, ...], chosen: tuple[Any, ...]
+) -> None:
+    trace, program = tmp_path / "trace", tmp_path / "python"
+    program.write_text(f"#!/bin/sh\ntouch '{trace}'\n")
+    program.chmod(0o700)
+    settings = f'[engine]\nkind = "sglang"\npython = "{program}"\n'
+    options = '[engine.options]\nload_format = "private"\n'
+    (run / "config.toml").write_text(settings + options)
+    assert mismatch(run, *words, *chosen) == 2
+    assert not trace.exists()
+    mismatch(run, "--left", "engine")  # which needs no program
+    assert not trace.exists()
 
 
 def test_sglang_that_fails_is_quoted(run: Path, mismatch, capsys) -> None:
@@ -380,3 +408,19 @@ def test_a_program_that_does_not_end_is_ended(tmp_path: Path) -> None:
     program.write_text("print('a\\x1b[2Jb')\nraise SystemExit(4)\n")
     with pytest.raises(SpmdError, match=r"ended with exit code 4: a \[2Jb"):
         run_program(program, [], python="", folder=tmp_path, name="the program", deadline_s=60)
+
+
+def test_a_program_listens_on_no_interface_but_the_loopback(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(REPO)!r})\n"
+        "import torch.distributed as dist\n"
+        "from tests.listeners import listeners\n"
+        "method = os.environ['SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE']\n"
+        "dist.init_process_group('gloo', init_method=method, world_size=1, rank=0)\n"
+        "found = listeners([os.getpid()])\n"
+        "print(found)\n"
+        "raise SystemExit(0 if all(one.is_loopback for one in found) else 4)\n"
+    )
+    run_program(program, [], python="", folder=tmp_path, name="the program", deadline_s=300)

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch.distributed.rendezvous import rendezvous
 
 from spmd_rl.errors import ConfigError, LostRankError, SpmdError
-from spmd_rl.rollout.interpreter import Interpreter
+from spmd_rl.rollout.interpreter import Interpreter, meeting_environment
 from spmd_rl.rollout.sglang.build import build, start
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
@@ -22,6 +23,7 @@ from spmd_rl.rollout.sglang.launch import ChildWorld, clean_environment
 from spmd_rl.rollout.sglang.messages import ChildReady
 from spmd_rl.rollout.sglang.options import SglangSite
 from tests.fakes.sglang_child import write_site
+from tests.listeners import open_ports
 from tests.unit.rollout.sglang.conftest import CPU
 
 REPO = Path(__file__).parents[4]
@@ -73,21 +75,33 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize(("size", "of_nccl"), [(1, {}), (2, {"NCCL_ALGO": "Tree"})])
 def test_the_environment_of_the_world_is_left_out(size: int, of_nccl: dict[str, str]) -> None:
     site = SglangSite("0.5.16", (), "/lib/saver.so")
-    world = ChildWorld(size - 1, size, 4711)
+    world = ChildWorld(size - 1, size, Path("/private/store"))
     made = clean_environment(POISON | {"HOME": "/h"}, world, Interpreter("python", "/site"), site)
     assert made["HOME"] == "/h"
     kept = {name: made[name] for name in POISON if name in made}
     assert kept == {
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "RANK": str(size - 1),
         "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "4711",
         "SGLANG_USE_PICKLE_IPC": "0",
         **of_nccl,
     }
     assert made["LD_PRELOAD"] == "/lib/saver.so"
     assert made["PYTHONPATH"] == "/site"
+
+
+def test_an_engine_opens_no_port(new_engine: Callable[..., SglangEngine]) -> None:
+    before = open_ports(os.getpid())
+    engine = new_engine()
+    assert is_running(engine.child.pid)
+    assert open_ports(os.getpid()) == before
+
+
+def test_schedulers_meet_in_a_file(tmp_path: Path) -> None:
+    method = meeting_environment(tmp_path / "store")["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"]
+    first, second = (next(rendezvous(method, rank, 2))[0] for rank in range(2))
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+    assert (tmp_path / "store").is_file()
 
 
 def test_a_poisoned_environment_starts(

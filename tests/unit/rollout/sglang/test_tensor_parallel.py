@@ -111,20 +111,21 @@ def test_a_part_without_a_rule_is_refused() -> None:
         check_rules(pieces, view)
 
 
-def test_ranks_agree_on_the_port_and_on_the_least_memory() -> None:
+def test_ranks_agree_on_the_folder_to_meet_in_and_on_the_least_memory() -> None:
     def exchange(blob: bytes) -> list[bytes]:
-        assert msgspec.msgpack.decode(blob, type=Greeting) == Greeting(0, 0, 0.5)
-        return [msgspec.msgpack.encode(Greeting(0, 4711, 0.75)), blob]
+        assert msgspec.msgpack.decode(blob, type=Greeting) == Greeting(0, "/mine", 0.5)
+        return [msgspec.msgpack.encode(Greeting(0, "/first", 0.75)), blob]
 
-    assert TensorParallel(1, 2, 0, exchange).greet(0, 0.5) == (4711, 0.5)
+    met = TensorParallel(1, 2, 0, exchange).greet(Path("/mine"), 0.5)
+    assert met == (Path("/first"), 0.5)
 
 
 def test_ranks_of_two_hosts_are_refused() -> None:
     def exchange(blob: bytes) -> list[bytes]:
-        return [blob, msgspec.msgpack.encode(Greeting(1, 0, None))]
+        return [blob, msgspec.msgpack.encode(Greeting(1, "/other", None))]
 
     with pytest.raises(PlanError, match="on ranks of several hosts"):
-        TensorParallel(0, 2, 0, exchange).greet(4711, None)
+        TensorParallel(0, 2, 0, exchange).greet(Path("/mine"), None)
 
 
 @pytest.fixture
