@@ -26,6 +26,19 @@ def source_line(error: BaseException) -> str:
     return f": {error.text.strip()}" if isinstance(error, SyntaxError) and error.text else ""
 
 
+def printable(text: str) -> str:
+    """Return `text` with control characters escaped, as some of them command a terminal.
+
+    Whoever wrote the text, a model or a stranger's file, can then only be read. Lone surrogates,
+    which UTF-8 cannot encode, are escaped too.
+    """
+    return "\n".join(line if line.isprintable() else _escaped(line) for line in text.split("\n"))
+
+
+def _escaped(line: str) -> str:
+    return "".join(c if c.isprintable() or c in "\t\u3000" else ascii(c)[1:-1] for c in line)
+
+
 class SpmdError(Exception):
     """Root of the tree; `str(error)` is one sentence for the user."""
 

@@ -15,6 +15,7 @@ from spmd_rl import __version__
 from spmd_rl.cli.exit_code import run_guarded
 from spmd_rl.cli.help import COMMANDS, HELP_FLAGS, no_command, of_eval, overview, starts_ranks
 from spmd_rl.controller.lifecycle.exit_message import ERROR_FILE_ENV
+from spmd_rl.observe.stdio import printable_stdout
 
 # torch's profiler, which `mismatch` uses, reads its log level at import and is chatty by default
 QUIET_PROFILER = ("KINETO_LOG_LEVEL", "6")
@@ -34,7 +35,8 @@ def dispatch(words: list[str]) -> int:
         return _run_command(words)
     try:
         try:
-            return _answer(words)
+            with printable_stdout():
+                return _answer(words)
         finally:
             print(end="", flush=True)
     except BrokenPipeError:  # the reader has read enough, as `head` does

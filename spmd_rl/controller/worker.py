@@ -41,7 +41,7 @@ from spmd_rl.controller.local_endpoint import LocalEndpoint, bind
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.controller.running_calls import DeferredCall, RunningCalls
 from spmd_rl.controller.shard_turns import ShardTurns
-from spmd_rl.errors import ContractError, DeadlineError, SpmdError
+from spmd_rl.errors import ContractError, DeadlineError, SpmdError, printable
 from spmd_rl.mesh.connection_proof import prove
 from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.world import World, join, open_store
@@ -267,15 +267,10 @@ def failure_of(error: BaseException) -> Failure:
     """Return the message that carries an exception to the controller."""
     return Failure(
         kind=type(error).__name__,
-        sentence=_encodable(str(error)),
-        traceback=_encodable("".join(traceback.format_exception(error))),
+        sentence=printable(str(error)),
+        traceback=printable("".join(traceback.format_exception(error))),
         exit_code=error.exit_code if isinstance(error, SpmdError) else 1,
     )
-
-
-def _encodable(text: str) -> str:
-    """Return `text` with lone surrogates, which UTF-8 cannot encode, written as escapes."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def run_worker(world: World, controller: ControllerProcess | None) -> int:

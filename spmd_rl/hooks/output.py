@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from spmd_rl.errors import printable
+
 PIPE_BYTES = 1 << 20  # what a process may print while its rank is busy
 READ_BYTES_PER_S = 1 << 20
 SHOWN_BYTES_PER_S = 1 << 16
@@ -84,6 +86,8 @@ class Output:
 
 
 def _show(text: str) -> None:
+    """Show what a hook has printed, which may be the words of a model, without its commands."""
+    text = printable(text.replace("\r\n", "\n").replace("\r", "\n"))
     # the launcher that reads this rank's output may have ended
     with contextlib.suppress(OSError):
         sys.stderr.write(text)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from spmd_rl.errors import printable
 from spmd_rl.observe.metrics import METRIC_OF_NAME
 from spmd_rl.types.prompts import Prompt, prompt_name
 from spmd_rl.types.samples import Sample
@@ -73,7 +74,7 @@ def preview(value: object, as_text: Callable[[object], str] = repr) -> str:
         text = as_text(value)
     except Exception:  # noqa: BLE001  a user's type may raise anything here
         text = f"a {type(value).__name__}"
-    return encodable(text if len(text) <= MAX_PREVIEW else text[:MAX_PREVIEW] + "...")
+    return printable(text if len(text) <= MAX_PREVIEW else text[:MAX_PREVIEW] + "...")
 
 
 def encodable(text: str) -> str:

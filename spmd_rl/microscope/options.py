@@ -118,7 +118,9 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--left", choices=PASSES, help="default: engine; of a run with SGLang it has to be named")
+    parser.add_argument(
+        "--left", choices=PASSES, help="default: engine; for a run of SGLang, name one"
+    )
     parser.add_argument("--right", choices=PASSES, default="trainer")
     parser.add_argument(
         "--dump", metavar="FILE", help="hidden states that another program wrote (docs/mismatch.md)"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO, cast
+
+from spmd_rl.errors import printable
 
 
 class FailsafeStream:
@@ -39,6 +41,27 @@ class FailsafeStream:
                 "its further output is discarded",
                 file=sys.stderr,
             )
+
+
+class PrintableStream:
+    """A stream to which control characters are written as escapes (`errors.printable`)."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._stream.write(printable(text))
+        return len(text)
+
+
+@contextmanager
+def printable_stdout() -> Iterator[None]:
+    """Escape control characters that this process prints, since files of strangers are quoted."""
+    with redirect_stdout(cast(TextIO, PrintableStream(sys.stdout))):
+        yield
 
 
 def make_stdio_failsafe() -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 def print_comparison(data: dict[str, Any]) -> None:
     """Print what `gather` returned of the runs: settings that differ, figures, and who is ahead."""
-    console = Console()
+    console = Console(color_system=None)  # what is printed may hold no control sequence
     if data["differences"]:
         console.print(_settings_table(data))
     else:

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from spmd_rl.errors import printable
 from spmd_rl.report.compared_tokens import NONE_COMPARED, percent
 from spmd_rl.report.main_scores import main_score
 from spmd_rl.report.progress import (
@@ -94,7 +95,7 @@ class LiveView:
         content = Group(_progress_bar(self._progress), Text(), rows)
         return Panel(
             content,
-            title=self._title,
+            title=Text(printable(self._title)),
             title_align="left",
             subtitle=PAGE_HINT,
             subtitle_align="left",
@@ -285,5 +286,5 @@ def _sample(group: samples.Group, width: int) -> Text:
 
 
 def _one_line(text: str, width: int) -> str:
-    line = " ".join(text.split())
+    line = printable(" ".join(text.split()))
     return line if len(line) <= width else "…" + line[-(width - 1) :]

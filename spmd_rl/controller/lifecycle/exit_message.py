@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from spmd_rl.controller.lifecycle.process_tree import is_ending
+from spmd_rl.errors import printable
 
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 # set where `spmd-rl run` started the ranks, which reads what they leave
@@ -32,7 +33,7 @@ def write(sentence: str) -> None:
     It goes to stderr where the report has no place for it, or where the launcher that would read it
     has ended or is ending.
     """
-    sentence = "; ".join(line.strip() for line in sentence.splitlines() if line.strip())
+    sentence = printable("; ".join(map(str.strip, filter(str.strip, sentence.splitlines()))))
     path = os.environ.get(ERROR_FILE_ENV)
     launcher_lost = any(os.getppid() != pid or is_ending(pid) for pid in _launcher_pids)
     if not (path and _write_record(Path(path), sentence)) or launcher_lost:
@@ -46,7 +47,7 @@ def write_for_all_ranks(sentence: str) -> None:
     """
     write(sentence)
     if ERROR_FILE_ENV in os.environ and LAUNCHER_ENV not in os.environ:
-        print(sentence, file=sys.stderr)
+        print(printable(sentence), file=sys.stderr)
 
 
 def remember_launcher() -> None:

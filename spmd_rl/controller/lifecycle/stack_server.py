@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from spmd_rl.errors import ConfigError
+from spmd_rl.errors import ConfigError, printable
 from spmd_rl.observe.atomic_write import write_atomically
 
 POINTER_FILE = "controller.json"
@@ -101,15 +101,6 @@ def ask(run: Path) -> str:
         raise ConfigError(
             f"no run is going on in {run}: its controller (pid {pointer.pid}) is gone"
         ) from error
-
-
-def printable(text: str) -> str:
-    """Return `text` with control characters escaped, as some of them command a terminal."""
-    return "\n".join(line if line.isprintable() else _escaped(line) for line in text.split("\n"))
-
-
-def _escaped(line: str) -> str:
-    return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in line)
 
 
 def _pointer_of(run: Path) -> ControllerPointer:

@@ -26,7 +26,7 @@ from spmd_rl.controller.lifecycle.stack_server import StackServer
 from spmd_rl.controller.run.recipe import Invocation, Recipe, load_recipe, run_config
 from spmd_rl.controller.run.steps import RunObserver
 from spmd_rl.controller.sleepers import SleepPolicy
-from spmd_rl.errors import ConfigError, DiskError, RemoteError, SpmdError
+from spmd_rl.errors import ConfigError, DiskError, RemoteError, SpmdError, printable
 from spmd_rl.mesh.world import World
 
 MakeObserver = Callable[[RunConfig, Any, int], RunObserver]
@@ -148,8 +148,8 @@ def _print_traceback(raised: BaseException, verbose: bool) -> None:
     if isinstance(raised, RemoteError):
         print(raised.remote_traceback, file=sys.stderr, flush=True)
     elif verbose or not (isinstance(raised, SpmdError) or _names_a_file(raised)):
-        traceback.print_exception(raised)
-        sys.stderr.flush()
+        text = "".join(traceback.format_exception(raised))
+        print(printable(text), end="", file=sys.stderr, flush=True)
 
 
 def _names_a_file(raised: BaseException) -> TypeGuard[OSError]:

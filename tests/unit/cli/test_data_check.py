@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 
 from spmd_rl.cli.data.command import main
 from spmd_rl.cli.data.view import view_of
+from spmd_rl.cli.main import main as cli_main
 from spmd_rl.data import record
 from spmd_rl.data.pairs import PairConfig
 from spmd_rl.data.record import DataRecord
 from spmd_rl.errors import ConfigError, DataError
+from tests.control_texts import COMMANDS, is_harmless
 
 MODEL = Path(__file__).parents[3] / "examples/arithmetic/model"
 CHATML = (
@@ -337,3 +340,20 @@ def test_stats_of_a_slice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     path = write(tmp_path / "p.jsonl", *({"prompt": str(n), "answer": "2"} for n in range(9)))
     assert main(["stats", f"{path}@[2:5]", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["records"] == 3
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_strangers_file_does_not_command_the_terminal(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    path = tmp_path / "data.jsonl"
+    rows = [{"prompt": [command], command: command, "answer": command}, {command: 1}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for words in (["check", str(path)], ["stats", str(path)]):
+        monkeypatch.setattr(sys, "argv", ["spmd-rl", "data", *words])
+        cli_main()
+    shown = capsys.readouterr()
+    assert is_harmless(shown.out + shown.err)

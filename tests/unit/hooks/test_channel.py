@@ -6,6 +6,7 @@ import os
 import threading
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from spmd_rl.hooks.output import SHOWN_BYTES_PER_S, Output
 from spmd_rl.hooks.reward_calls import calls_of
 from spmd_rl.hooks.running_note import Running, RunningNote
 from spmd_rl.hooks.signatures import RewardForm, RewardFunction
+from tests.control_texts import COMMANDS, is_harmless
 from tests.unit.hooks.cases import make_prompt, make_sample
 
 PACKED = st.lists(st.tuples(st.binary(max_size=40), st.binary(max_size=40)), max_size=6)
@@ -178,3 +180,17 @@ def test_episodes_cross_with_each_prompt_once() -> None:
     ]
     assert [one.context.sample_index for one in episodes] == [0, 1]
     assert np.array_equal(episodes[0].prompt.tokens, prompt.tokens)
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_what_a_hook_prints_does_not_command_the_terminal(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    output = Output()
+    os.write(output.writing_end, f"said {command}\r 10%\n".encode(errors="surrogateescape"))
+    output.read()
+    shown = capsys.readouterr().err
+    output.close()
+    assert is_harmless(shown)
+    assert shown.startswith("said ")
+    assert shown.endswith("\n 10%\n")

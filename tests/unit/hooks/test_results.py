@@ -18,6 +18,8 @@ from spmd_rl.hooks.results import (
     merged,
     preview,
 )
+from spmd_rl.hooks.reward_calls import problem_of
+from tests.control_texts import COMMANDS, is_harmless
 from tests.unit.hooks.cases import make_prompt, make_sample
 
 
@@ -118,3 +120,10 @@ def test_a_sample_is_described_with_its_texts() -> None:
 def test_a_preview_never_fails() -> None:
     assert preview(Silent()) == "a Silent"
     assert preview("x" * 300, str) == "x" * 200 + "..."
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_what_a_hook_raises_does_not_command_the_terminal(command: str) -> None:
+    problem = problem_of(ValueError(f"cannot read {command}"), max)
+    assert is_harmless(problem)
+    assert problem.startswith("raised ValueError: cannot read ")

@@ -22,6 +22,7 @@ from spmd_rl.report.progress import RunProgress, duration, sparkline, weights_te
 from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
+from tests.control_texts import COMMANDS, is_harmless
 from tests.terminal import screen
 
 METRICS = {
@@ -200,6 +201,17 @@ def test_the_live_view_is_whole_at_any_usual_width(width: int) -> None:
         ),
     ):
         assert expected in whole
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_the_words_of_a_model_do_not_command_the_terminal(command: str) -> None:
+    whole = group()
+    (sample,) = whole.samples
+    prompt = replace(whole.prompt, text=f"Q{command}")
+    text = rendered(progress(), Group(prompt, [sample.replace(text=f"A{command}")]))
+    assert is_harmless(text)
+    assert "Q" in text
+    assert "A" in text
 
 
 def test_the_live_view_leaves_the_terminal_to_last_words() -> None:

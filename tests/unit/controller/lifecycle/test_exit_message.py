@@ -15,6 +15,7 @@ from spmd_rl.cli import launcher
 from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.run.controller_main import explain
 from spmd_rl.errors import DiskError, SpmdError
+from tests.control_texts import COMMANDS, is_harmless
 
 
 def test_the_first_sentence_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,3 +220,13 @@ def test_what_the_system_says_needs_no_traceback(
     assert type(explained) is kind
     assert str(explained).startswith(sentence)
     assert ("Traceback" in capfd.readouterr().err) == traced
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_message_does_not_command_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.delenv(exit_message.ERROR_FILE_ENV, raising=False)
+    exit_message.write(f"the grader said {command}")
+    exit_message.write_for_all_ranks(f"the grader said {command}")
+    assert is_harmless(capsys.readouterr().err)
