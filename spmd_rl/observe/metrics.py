@@ -43,7 +43,7 @@ METRICS = (
         "reward/failed_groups",
         "prompts",
         "Failed prompts",
-        "prompts left out because fewer than two of their samples are usable",
+        "prompts left out, of which samples failed",
     ),
     Metric(
         "eval/reward",

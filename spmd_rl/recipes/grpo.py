@@ -98,7 +98,9 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             groups = generated(cfg, rollout, prompts, sampler, step.index)
         with ctl.phase("train"):
             stats = update.step(groups, step.index)
-        step.log(groups, stats, sampler.metrics() if sampler else {})
+        step.log(groups, stats)
+        if sampler:
+            step.log(sampler.failed_groups(), sampler.metrics())
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
     evaluation.at_end(trainer, weights)
 

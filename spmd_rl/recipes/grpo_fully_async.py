@@ -61,6 +61,6 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             groups = sampler.take(step.index)
         with ctl.phase("train"):
             stats = update.step(groups, step.index)
-        step.log(groups, stats, sampler.metrics())
+        step.log(groups, sampler.failed_groups(), stats, sampler.metrics())
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
     evaluation.at_end(trainer, weights, drain=False)

@@ -16,7 +16,7 @@ is aborted and resumed.
 
 With a larger `oversample`, or where a step passes over groups that have not ended, a group's place
 can be further back. What step v + max_lag has not taken leaves the queue then, and its prompt goes
-back to the data. This bounds the lag without the proof.
+back to the data unless it was rejected. This bounds the lag without the proof.
 Source: Fu et al., AReaL (arXiv 2505.24298), staleness-aware training, has the condition.
 """
 
@@ -32,7 +32,11 @@ from spmd_rl.controller.pending import Pending
 from spmd_rl.errors import ContractError, SpmdError
 from spmd_rl.rollout.sampler_config import SamplerConfig
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Group, Sample, error_of
+
+NO_SAMPLES = "no_samples"  # why a group is rejected whose samples have all failed
+# batches of such groups for one step that end a run which sets no limit: the function is broken
+MAX_FAILED_BATCHES = 20
 
 
 @dataclass(eq=False)
@@ -66,11 +70,13 @@ class QueuedGroup:
 @dataclass(frozen=True)
 class TakenGroups:
     """The groups of a step, with what left the queue beside them: how many groups were rejected,
-    by reason, and the groups that are too many or too old, whose prompts go back to the data.
+    by reason, those of them that have failed samples, and the groups that are too many or too old,
+    whose prompts go back to the data.
     """
 
     groups: list[Group]
     rejected: Counter[str]
+    failed: list[Group]
     surplus: list[QueuedGroup]
 
 
@@ -141,7 +147,8 @@ class GroupQueue:
 
     def end(self, entry: QueuedGroup, group: Group, rejection: str = "") -> None:
         """Note that a group that ran has ended, and why it was rejected if it was."""
-        entry.group = Group(entry.prompt, []) if rejection else group  # it is only counted
+        # of a rejected one, what failed is shown, and the rest is only counted
+        entry.group = Group(entry.prompt, [], group.failed) if rejection else group
         entry.rejection, entry.call = rejection, None
         entry.partial = []
         self.num_running -= 1
@@ -160,22 +167,38 @@ class GroupQueue:
             self._require_not_hopeless(len(accepted), rejected)
             return None
         last = self.entries.index(accepted[-1])
-        gone = {id(entry) for entry in accepted}
-        gone |= {id(entry) for entry in self.entries[:last] if entry.rejection}
-        left = [entry for entry in self.entries if id(entry) not in gone]
         self.next_step = step + 1
-        surplus = [entry for entry in left if self._is_due(entry)]
-        self._keep([entry for entry in left if not self._is_due(entry)])
-        groups = [entry.group for entry in accepted if entry.group is not None]
-        return TakenGroups(groups, rejected, surplus)
+        taken = {id(entry) for entry in accepted}
+        gone = [
+            entry
+            for number, entry in enumerate(self.entries)
+            if self._is_due(entry) or (entry.rejection and number < last)
+        ]
+        rejected = [entry for entry in gone if entry.rejection]
+        surplus = [entry for entry in gone if not entry.rejection and id(entry) not in taken]
+        self._drop([*accepted, *gone])
+        return TakenGroups(
+            [entry.group for entry in accepted if entry.group is not None],
+            Counter(entry.rejection for entry in rejected),
+            [entry.group for entry in rejected if entry.group is not None and entry.group.failed],
+            surplus,
+        )
 
-    def _keep(self, entries: list[QueuedGroup]) -> None:
-        """Let these entries, which are in the queue, be all of it."""
-        self.entries = entries
-        self.num_running = sum(entry.call is not None for entry in entries)
-        self._num_rejected = sum(bool(entry.rejection) for entry in entries)
-        kept = {id(entry) for entry in entries}
-        self._stopped = deque(entry for entry in self._stopped if id(entry) in kept)
+    @property
+    def last_failure(self) -> str:
+        """Why a sample of the last group failed that has a failed one; "" if there is none."""
+        for entry in reversed(self.entries):
+            if entry.group is not None and entry.group.failed:
+                return error_of(entry.group.failed[-1])
+        return ""
+
+    def _drop(self, entries: list[QueuedGroup]) -> None:
+        """Remove these entries."""
+        gone = {id(entry) for entry in entries}
+        self.entries = [entry for entry in self.entries if id(entry) not in gone]
+        self.num_running = sum(entry.call is not None for entry in self.entries)
+        self._num_rejected = sum(bool(entry.rejection) for entry in self.entries)
+        self._stopped = deque(entry for entry in self._stopped if id(entry) not in gone)
 
     def _in_turn(self) -> tuple[list[QueuedGroup], Counter[str]]:
         """Return the first groups that were accepted, up to a step's number of them, and how many
@@ -213,11 +236,18 @@ class GroupQueue:
 
     def _require_not_hopeless(self, num_accepted: int, rejected: Counter[str]) -> None:
         num_ended = num_accepted + rejected.total()
-        limit = self._cfg.max_gen_batches * self._groups_per_step
-        if limit and num_ended >= limit:
-            reasons = ", ".join(f"{count} by {reason}" for reason, count in rejected.most_common())
-            raise SpmdError(
-                f"step {self.next_step + 1} needs {self._groups_per_step} groups, but of "
-                f"{num_ended} only {num_accepted} were accepted ({reasons} rejected): choose "
-                "other prompts or another filter, or raise sampler.max_gen_batches"
-            )
+        limit = self._cfg.max_gen_batches
+        if not limit and num_ended == rejected[NO_SAMPLES]:
+            limit = MAX_FAILED_BATCHES
+        if not limit or num_ended < limit * self._groups_per_step:
+            return
+        reasons = ", ".join(f"{count} by {reason}" for reason, count in rejected.most_common())
+        told = (
+            f"step {self.next_step + 1} needs {self._groups_per_step} groups, but of {num_ended} "
+            f"only {num_accepted} were accepted ({reasons} rejected)"
+        )
+        if rejected[NO_SAMPLES] and (failure := self.last_failure):
+            raise SpmdError(f"{told}: {failure}")
+        raise SpmdError(
+            f"{told}: choose other prompts or another filter, or raise sampler.max_gen_batches"
+        )

@@ -13,13 +13,11 @@ from spmd_rl.data.source import DataSource
 from spmd_rl.errors import ContractError, SpmdError
 from spmd_rl.hooks.context import Keep
 from spmd_rl.rollout.engine import SamplingConfig
-from spmd_rl.rollout.group_queue import GroupQueue, QueuedGroup, TakenGroups
+from spmd_rl.rollout.group_queue import NO_SAMPLES, GroupQueue, QueuedGroup, TakenGroups
 from spmd_rl.rollout.rollout import Rollout
 from spmd_rl.rollout.sampler_config import SamplerConfig
 from spmd_rl.rollout.sampler_file import SamplerState, read_state, write_state
 from spmd_rl.types.samples import Group
-
-NO_SAMPLES = "no_samples"  # why a group is rejected whose samples have all failed
 
 
 class GroupSampler:
@@ -57,6 +55,7 @@ class GroupSampler:
         # calls that were aborted because no step may learn from them
         self._leaving: dict[int, QueuedGroup] = {}
         self._metrics: dict[str, float] = {}
+        self._failed: list[Group] = []  # of the last take
         self._stats: Pending[list[dict[str, int]]] | None = None  # of the engines, at the last take
         self._error: BaseException | None = None
         self._closed = False
@@ -92,7 +91,7 @@ class GroupSampler:
             with self._collecting():
                 while (taken := self._take(step)) is None:
                     if not len(self._calls):
-                        raise SpmdError(f"step {step + 1}: there are no more prompts to take")
+                        raise self._no_prompts(step)
                     self._collect_next()
         self._require_fresh(taken.groups, step)
         return taken.groups
@@ -106,6 +105,12 @@ class GroupSampler:
             return {}
         waiting = sum(of_engine["num_waiting"] for of_engine in self._stats.wait())
         return self._metrics | {"rollout/waiting": waiting}
+
+    def failed_groups(self) -> list[Group]:
+        """Return the groups with failed samples that were rejected before the last `take`, without
+        their other samples: `step.log` counts and shows what failed.
+        """
+        return self._failed
 
     def save(self, folder: str) -> None:
         """Write all groups, what there is of unfinished ones, and the state of the source.
@@ -186,7 +191,7 @@ class GroupSampler:
             taken = self._queue.take(step)
             if taken is not None:
                 self._release(taken.surplus)
-                self._metrics = self._measured(taken)
+                self._metrics, self._failed = self._measured(taken), taken.failed
                 self._stats = self._rollout.stats.start()
             self._submit()
             return taken
@@ -257,6 +262,11 @@ class GroupSampler:
             "rollout/rejected": taken.rejected.total(),
             **rejected,
         }
+
+    def _no_prompts(self, step: int) -> SpmdError:
+        failure = self._queue.last_failure
+        why = f"; the last sample that failed: {failure}" if failure else ""
+        return SpmdError(f"step {step + 1}: there are no more prompts to take{why}")
 
     def _require_fresh(self, groups: list[Group], step: int) -> None:
         """Raise a ContractError if a token is older than `max_lag` allows."""

@@ -90,14 +90,17 @@ def test_buffers_and_half_finished_answers_go_on_after_a_restart(run: Any) -> No
 
 @pytest.mark.system
 def test_groups_that_teach_nothing_are_replaced(run: Any) -> None:
-    """The steps are full, and neither the split nor over-sampling changes what they learn from."""
+    """The steps are full, and the split does not change what they learn from. Over-sampling does not
+    change the first.
+    """
     alone = run("grpo", *DAPO, "--steps=3", name="alone")
     split = run("grpo", *DAPO, *DISJOINT, "--steps=3", nproc=2, name="split")
     more = run("grpo", *DAPO, "--steps=3", "--sampler.oversample=2", name="more")
     for ended in (alone, split, more):
         check_lag(ended, max_lag=0)
         assert {len(uids) for uids in learned(ended)} == {8}
-        assert drawn(ended) == drawn(alone)
+        num_alike = 1 if ended is more else 3
+        assert drawn(ended)[:num_alike] == drawn(alone)[:num_alike]
         for row in ended.metrics:
             assert row["rollout/rejected"] == row.get("rollout/rejected_equal_rewards", 0)
     uids = [*chain(*learned(alone))]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from spmd_rl.controller.pending import Pending
 from spmd_rl.errors import ConfigError, ContractError, SpmdError
-from spmd_rl.rollout.group_queue import GroupQueue, QueuedGroup, TakenGroups
+from spmd_rl.rollout.group_queue import NO_SAMPLES, GroupQueue, QueuedGroup, TakenGroups
 from spmd_rl.rollout.sampler_config import SamplerConfig
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group
+from spmd_rl.types.samples import Group, Sample
 
 PER_STEP = 3
 RUNS: Pending[Group] = Pending(lambda deadline_s: Group(prompt(0), []))
@@ -177,6 +177,12 @@ def ended(cfg: SamplerConfig, *rejections: str | None) -> GroupQueue:
     return queue
 
 
+def failed_group(uid: int, error: str) -> Group:
+    nothing = np.zeros(0, np.int32)
+    sample = Sample(uid, 0, nothing, nothing.astype(np.float32), nothing, "failed")
+    return Group(prompt(uid), [], [sample.replace(metadata={"error": error})])
+
+
 def uids(groups: list[Group]) -> list[int]:
     return [group.prompt.uid for group in groups]
 
@@ -199,8 +205,56 @@ def test_what_is_too_many_or_too_old_leaves() -> None:
     taken = ended(cfg, "", "", "", "", "dull", None).take(0)
     assert taken is not None
     assert uids(taken.groups) == [0, 1, 2]
+    assert [entry.prompt.uid for entry in taken.surplus] == [3, 5]
+    assert taken.rejected == {"dull": 1}, "its prompt is not generated again"
+
+
+def test_what_a_later_step_may_take_stays_though_it_was_rejected() -> None:
+    queue = ended(SamplerConfig(1, oversample=2), "", "", "", "dull", "", "long")
+    taken = queue.take(0)
+    assert taken is not None
+    assert not taken.rejected
+    assert not taken.surplus
+    assert [entry.prompt.uid for entry in queue.entries] == [3, 4, 5]
+    assert queue.num_to_submit() == 5, "6 in all, less one that is not rejected"
+
+
+def test_what_has_left_does_not_start() -> None:
+    queue = GroupQueue(SamplerConfig(oversample=2, tail="abort"), PER_STEP)
+    queue.restore([QueuedGroup(prompt(uid), 0) for uid in range(6)])
+    queue.set_version(0)
+    for entry in queue.to_start()[:3]:
+        queue.start(entry, RUNS)
+        queue.end(entry, Group(entry.prompt, []))
+    taken = queue.take(0)
+    assert taken is not None
     assert [entry.prompt.uid for entry in taken.surplus] == [3, 4, 5]
-    assert not taken.rejected, "a group behind the last that was taken is judged another time"
+    assert queue.to_start() == []
+
+
+def test_samples_that_failed_leave_with_their_rejected_groups() -> None:
+    queue = ended(SamplerConfig(), *[None] * 4)
+    first, *others = queue.entries
+    queue.end(first, failed_group(0, "grader down"), NO_SAMPLES)
+    for entry in others:
+        queue.end(entry, Group(entry.prompt, []))
+    taken = queue.take(0)
+    assert taken is not None
+    assert taken.rejected == {NO_SAMPLES: 1}
+    ((group,), ((sample,),)) = taken.failed, [group.failed for group in taken.failed]
+    assert group.prompt.uid == 0
+    assert sample.metadata["error"] == "grader down"
+
+
+@pytest.mark.parametrize("max_gen_batches", [1, 0])
+def test_a_function_that_always_fails_is_named(max_gen_batches: int) -> None:
+    num_groups = (max_gen_batches or 20) * PER_STEP
+    queue = ended(SamplerConfig(max_gen_batches=max_gen_batches), *[None] * num_groups)
+    for entry in queue.entries:
+        assert queue.take(0) is None
+        queue.end(entry, failed_group(entry.prompt.uid, "reward x.py:f: grader down"), NO_SAMPLES)
+    with pytest.raises(SpmdError, match=r"by no_samples rejected\): reward x.py:f: grader down$"):
+        queue.take(0)
 
 
 def test_room_grows_with_the_version_and_shrinks_with_the_queue() -> None:

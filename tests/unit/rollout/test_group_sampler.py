@@ -158,10 +158,12 @@ def rollout() -> Rollout:
 @pytest.fixture
 def make(rollout: Rollout) -> Iterator[Callable[..., GroupSampler]]:
     made: list[GroupSampler] = []
+    engines_of_all = [rollout]
 
     def sampler(
         cfg: SamplerConfig, source: Source | None = None, keep: Any = None, engines: Any = rollout
     ) -> GroupSampler:
+        engines_of_all.append(engines)
         made.append(
             GroupSampler(
                 engines, source or Source(), SamplingConfig(), cfg, groups_per_step=2, keep=keep
@@ -170,10 +172,12 @@ def make(rollout: Rollout) -> Iterator[Callable[..., GroupSampler]]:
         return made[-1]
 
     yield sampler
-    rollout.ends_on_abort = True
-    for call in rollout.calls.values():
-        if call.is_aborted and not call.is_done:
-            call.end(Group(call.prompt, []))
+    # so that closing ends, however the test did
+    for one_rollout in engines_of_all:
+        one_rollout.ends_on_abort = True
+        for call in one_rollout.calls.values():
+            if call.is_aborted and not call.is_done:
+                call.end(Group(call.prompt, []))
     for one in made:
         one.close()
         assert not one._thread.is_alive()
@@ -265,6 +269,54 @@ def test_surplus_goes_back_before_anything_is_submitted(make: Any, rollout: Roll
     assert uids(sampler.take(1)) == [2, 3]
 
 
+def test_what_is_rejected_behind_the_last_group_is_not_generated_again(
+    make: Any, rollout: Rollout, tmp_path: Path
+) -> None:
+    source = Source()
+    sampler = make(
+        SamplerConfig(oversample=2.5), source, lambda group: Keep(group.prompt.uid != 3, "dull")
+    )
+    sampler.set_version(0)
+    rollout.end(3)
+    rollout.started(5)
+    rollout.end(0, 1)
+    assert uids(sampler.take(0)) == [0, 1]
+    assert sampler.metrics()["rollout/rejected_dull"] == 1
+    assert sampler.metrics()["rollout/surplus"] == 3
+    sampler.save(str(tmp_path / "sampler"))
+    restored = Source()
+    make(SamplerConfig(oversample=2.5), restored).load(str(tmp_path / "sampler"))
+    assert restored.state() == {"drawn": 6, "back": [2, 4, 5]}
+
+
+def test_what_failed_in_rejected_groups_is_handed_out(make: Any, rollout: Rollout) -> None:
+    sampler = make(SamplerConfig())
+    sampler.set_version(0)
+    failed = rollout.sample(0, 4).replace(status="failed", metadata={"error": "grader down"})
+    rollout.calls[0].end(Group(rollout.calls[0].prompt, [], [failed]))
+    rollout.started(2)
+    rollout.end(1, 2)
+    assert uids(sampler.take(0)) == [1, 2]
+    (group,) = sampler.failed_groups()
+    assert (group.prompt.uid, group.samples, len(group.failed)) == (0, [], 1)
+    assert group.failed[0].metadata == {"error": "grader down"}
+    rollout.version = 1
+    sampler.set_version(1)
+    rollout.end(3, 4)
+    sampler.take(1)
+    assert sampler.failed_groups() == []
+
+
+def test_prompts_that_run_out_because_a_function_fails(make: Any, rollout: Rollout) -> None:
+    sampler = make(SamplerConfig(), Source(2))
+    sampler.set_version(0)
+    for uid in (0, 1):
+        failed = rollout.sample(uid, 4).replace(status="failed", metadata={"error": "grader down"})
+        rollout.calls[uid].end(Group(rollout.calls[uid].prompt, [], [failed]))
+    with pytest.raises(SpmdError, match="no more prompts to take; .* failed: grader down"):
+        sampler.take(0)
+
+
 def test_prompts_that_run_out(make: Any, rollout: Rollout) -> None:
     sampler = make(SamplerConfig(), Source(1))
     sampler.set_version(0)
@@ -318,19 +370,19 @@ def test_a_checkpoint_holds_what_is_buffered_and_how_far_the_rest_is(
     others.end(6, 7, 8)
     again.set_version(2)
     assert uids(again.take(2)) == [5, 6]
-    others.ends_on_abort = True
 
 
 def test_prompts_on_their_way_back_are_in_the_checkpoint(
     make: Any, rollout: Rollout, tmp_path: Path
 ) -> None:
-    sampler = make(SamplerConfig(oversample=2))
+    cfg = SamplerConfig(oversample=2)
+    sampler = make(cfg)
     sampler.set_version(0)
     rollout.end(0, 1)
     sampler.take(0)
     sampler.save(str(tmp_path / "sampler"))
     source = Source()
-    make(SamplerConfig(oversample=2), source).load(str(tmp_path / "sampler"))
+    make(cfg, source).load(str(tmp_path / "sampler"))
     assert source.state() == {"drawn": 4, "back": [2, 3]}
 
 
