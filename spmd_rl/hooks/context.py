@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from spmd_rl.hooks.results import encodable
+from spmd_rl.hooks.results import MAX_NUMBER, MAX_VALUES, encodable
 
-MAX_NOTE = 1000  # characters
+MAX_NOTE, MAX_NAME = 1000, 200  # characters
+MAX_NOTES = 100
 
 
 class CallInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -53,20 +54,31 @@ class HookContext:
         """Record a value beside the sample; its metric is the mean over the step's samples.
 
         A second value of the same name takes the place of the first.
-        Raises: ValueError for what is no finite number.
+        Raises: ValueError for what is no finite number, or too large a one, and for one name too
+        many.
         """
         number = float(value)
         if not math.isfinite(number):
             raise ValueError(f"emit({name!r}, {value!r}): expected a finite number")
-        self.metrics[encodable(str(name))] = number
+        if abs(number) > MAX_NUMBER:
+            raise ValueError(f"emit({name!r}, {value!r}): expected at most {MAX_NUMBER:g} in size")
+        _put(self.metrics, "emit", name, number, MAX_VALUES)
 
     def note(self, name: str, text: str) -> None:
         """Record a text in the sample's `metadata["notes"]`, such as the version of a judge.
 
         Its first 1000 characters are kept. A second text of the same name takes the place of the
-        first.
+        first. Raises: ValueError for one name too many.
         """
-        self.notes[encodable(str(name))] = encodable(str(text)[:MAX_NOTE])
+        _put(self.notes, "note", name, encodable(str(text)[:MAX_NOTE]), MAX_NOTES)
+
+
+def _put(told: dict[str, Any], call: str, name: str, value: float | str, limit: int) -> None:
+    """Record a value under a name, of which there may be `limit`. Raises: ValueError."""
+    key = encodable(str(name)[:MAX_NAME])
+    if key not in told and len(told) == limit:
+        raise ValueError(f"{call}({key!r}, ...): there are {limit} names for this sample already")
+    told[key] = value
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from spmd_rl.hooks.results import BadResult, preview
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
+STATUSES = ("completed", "truncated")  # of a sample that an episode returns
+
 
 class EpisodeCall(NamedTuple):
     """One episode: its prompt, and which sample of how many it is."""
@@ -28,7 +30,7 @@ class EpisodeCall(NamedTuple):
 
     def answer(self, result: Any, seconds: float) -> EpisodeResult:
         """Return the answer to the call. Raises: BadResult."""
-        samples = _samples_of(result, self.prompt.uid)
+        samples = self._samples_of(result)
         if len(samples) > 1:
             samples = [sample.replace(execution=self.sample_index) for sample in samples]
         try:
@@ -38,6 +40,29 @@ class EpisodeCall(NamedTuple):
         return EpisodeResult(
             self.call_id, seconds, columns, self.context.metrics, self.context.notes
         )
+
+    def _samples_of(self, result: Any) -> list[Sample]:
+        """Return the samples that the episode returned. Raises: BadResult."""
+        samples = [result] if isinstance(result, Sample) else result
+        if not isinstance(samples, list) or not all(isinstance(one, Sample) for one in samples):
+            raise BadResult(f"returned no Sample and no list of them: {preview(result)}")
+        if not samples:
+            raise BadResult("returned no sample")
+        if len({sample.index for sample in samples}) < len(samples):
+            raise BadResult("returned two samples of one transcript")
+        for sample in samples:
+            self._check(sample)
+        return samples
+
+    def _check(self, sample: Sample) -> None:
+        if sample.prompt_uid != self.prompt.uid:
+            raise BadResult(f"returned a sample of another prompt, {preview(sample.prompt_uid)}")
+        if (sample.index - self.sample_index) % self.num_samples:
+            raise BadResult(f"returned a sample of another episode, {preview(sample.index)}")
+        if len(sample.tokens) == 0 or not np.isfinite(sample.logprobs).all():
+            raise BadResult("returned a sample without tokens, or without their log-probs")
+        if sample.status not in STATUSES:
+            raise BadResult(f"returned a sample of the status {preview(sample.status)}")
 
 
 def episodes_of(message: Episodes, hooks: LoadedHooks) -> Iterator[EpisodeCall]:
@@ -55,20 +80,3 @@ def episodes_of(message: Episodes, hooks: LoadedHooks) -> Iterator[EpisodeCall]:
         prompt = prompts[number]
         context = hooks.context(info, prompt.uid, index)
         yield EpisodeCall(call_id, prompt, index, num_samples, temperature, context)
-
-
-def _samples_of(result: Any, prompt_uid: int) -> list[Sample]:
-    """Return the samples that an episode returned. Raises: BadResult."""
-    samples = [result] if isinstance(result, Sample) else result
-    if not isinstance(samples, list) or not all(isinstance(one, Sample) for one in samples):
-        raise BadResult(f"returned no Sample and no list of them: {preview(result)}")
-    if not samples:
-        raise BadResult("returned no sample")
-    if len({sample.index for sample in samples}) < len(samples):
-        raise BadResult("returned two samples of one transcript")
-    for sample in samples:
-        if sample.prompt_uid != prompt_uid:
-            raise BadResult(f"returned a sample of another prompt, {preview(sample.prompt_uid)}")
-        if len(sample.tokens) == 0 or not np.isfinite(sample.logprobs).all():
-            raise BadResult("returned a sample without tokens, or without their log-probs")
-    return samples

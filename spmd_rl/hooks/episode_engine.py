@@ -40,7 +40,8 @@ class EpisodeEngine:
 
         `max_tokens` and `stop` hold for this turn alone; without them the recipe's sampling does.
         Blocks: until the engine has drawn the turn; this time does not count for the deadline.
-        Raises: ValueError while another call for this transcript runs; SpmdError with the reason
+        Raises: ValueError for arguments without sense, and while another call for this transcript
+        runs; SpmdError with the reason
         when the engine cannot go on, such as at the end of the context.
         """
         if transcript.place is None:
@@ -50,8 +51,12 @@ class EpisodeEngine:
         number = transcript.place.number
         if number in self._busy:
             raise ValueError("complete: another call for this transcript is still running")
-        past = transcript.joined()
+        if max_tokens is not None and (max_tokens := int(max_tokens)) < 1:
+            raise ValueError(f"complete: max_tokens = {max_tokens}: expected 1 or more")
         stops = None if stop is None else [stop] if isinstance(stop, str) else list(stop)
+        if not all(isinstance(one, str) and one for one in stops or ()):
+            raise ValueError("complete: stop holds something else than texts, or an empty one")
+        past = transcript.joined()
         self._busy.add(number)
         try:
             turn: Turn = await self._ask(

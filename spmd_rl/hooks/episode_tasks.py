@@ -67,18 +67,17 @@ class EpisodeTasks:
         elif isinstance(message, Question):
             self._send(task_id, self._texts.answer(message))
         elif isinstance(message, EpisodeResult):
-            del self._tasks[task_id]
+            task = self._tasks.pop(task_id).task
             told = {"metrics": message.metrics, "notes": message.notes}
             added = {name: values for name, values in told.items() if values}
             samples = [
                 sample.replace(metadata=sample.metadata | added)
                 for sample in message.samples.rows()
             ]
-            yield EpisodeEnded(task_id, samples, message.seconds)
+            yield EpisodeEnded(task_id, samples, message.seconds, self._where(task))
         else:
             task = self._tasks.pop(task_id).task
-            where = f"generate {self._name} on {describe_episode(task.prompt, task.index)}"
-            yield Failed(task_id, where, message.problem, message.seconds)
+            yield Failed(task_id, self._where(task), message.problem, message.seconds)
 
     def reply(self, task_id: int, call_id: int, turn: Turn | str) -> None:
         """Give an episode a turn, or the reason why there is none. One that has ended gets none."""
@@ -91,6 +90,9 @@ class EpisodeTasks:
         """Forget a task and its call."""
         if self._tasks.pop(task_id, None):
             self._crews.drop(KIND, task_id)
+
+    def _where(self, task: EpisodeTask) -> str:
+        return f"generate {self._name} on {describe_episode(task.prompt, task.index)}"
 
     def _row(self, task_id: int) -> EpisodeRow:
         episode = self._tasks[task_id]

@@ -35,7 +35,12 @@ class EpisodeTexts:
             (ids,) = tokenizer([question.text], add_special_tokens=False)["input_ids"]
             return Encoded(call_id, ask_id, list(ids))
         if isinstance(question, AskText):
-            return Text(call_id, ask_id, tokenizer.decode(question.tokens.tolist()))
+            try:
+                text = tokenizer.decode(question.tokens.tolist())
+            # a tokenizer may raise anything on an id that it does not have
+            except Exception as error:  # noqa: BLE001
+                return Refused(call_id, ask_id, f"decode: {type(error).__name__}: {error}")
+            return Text(call_id, ask_id, text)
         try:
             messages = messages_of("messages", question.messages)
             tools = tools_of("tools", question.tools)

@@ -16,6 +16,9 @@ from spmd_rl.types.samples import Sample
 
 MAX_PREVIEW = 200  # characters
 WHOLE = "reward"  # the part that the sample's reward is
+# of a number from a hook, so that sums and squares of many stay finite in float32 too
+MAX_NUMBER = 1e15
+MAX_VALUES = 1000  # that a hook may return or emit for one sample
 
 
 class Grade(msgspec.Struct, frozen=True, array_like=True):
@@ -31,12 +34,14 @@ class BadResult(ValueError):
 
 def as_grade(result: Any) -> Grade:
     """Return the grade that a function's result is. Raises: BadResult."""
-    if type(result) is float and math.isfinite(result):
+    if type(result) is float and abs(result) <= MAX_NUMBER:
         return Grade(result)
     if not isinstance(result, Mapping):
         return Grade(_number(result, WHOLE))
     if WHOLE not in result:
         raise BadResult(f"returned a dict without the key 'reward': {preview(result)}")
+    if len(result) > MAX_VALUES:
+        raise BadResult(f"returned {len(result)} values, and at most {MAX_VALUES} may be")
     parts = {encodable(str(key)): _number(value, str(key)) for key, value in result.items()}
     for key in parts:
         if f"reward/{key}" in METRIC_OF_NAME:
@@ -105,4 +110,8 @@ def _number(value: Any, key: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise BadResult(f"returned no finite number as {preview(key)}: {preview(value)}")
+    if abs(number) > MAX_NUMBER:
+        raise BadResult(
+            f"returned {preview(value)} as {preview(key)}: expected at most {MAX_NUMBER:g} in size"
+        )
     return number

@@ -111,11 +111,13 @@ class EpisodeEnded(msgspec.Struct, frozen=True):
     """An episode has returned its samples.
 
     What it emitted is in their `metadata["metrics"]`, and what it noted in `metadata["notes"]`.
+    `where` names the function and the prompt.
     """
 
     task_id: int
     samples: list[Sample]
     seconds: float
+    where: str = ""
 
 
 Event = Graded | Failed | EngineCall | EpisodeEnded

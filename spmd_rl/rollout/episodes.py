@@ -10,9 +10,11 @@ import numpy as np
 
 from spmd_rl.errors import DataError
 from spmd_rl.hooks.pool import HookPool
+from spmd_rl.hooks.results import BadResult
 from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded, EpisodeTask, Failed
 from spmd_rl.hooks.transcript import Turn
 from spmd_rl.rollout.engine import Request, SamplingConfig
+from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.types.samples import MODEL, NO_VERSION, TURNS, Sample
 
@@ -24,14 +26,14 @@ _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 class Episodes:
     """The episodes that run, and what they ask of the engine.
 
-    With `raises`, an episode that fails ends the calls of the rank; else its sample has failed.
-    `context_tokens` is the model's context.
+    With `raises`, an episode that fails ends the calls of the rank; else its sample has failed, and
+    so has a sample that no trainer could take.
     """
 
-    def __init__(self, pool: HookPool, *, raises: bool, context_tokens: int) -> None:
+    def __init__(self, pool: HookPool, limits: ModelLimits, *, raises: bool) -> None:
         self._pool = pool
+        self._limits = limits
         self._raises = raises
-        self._context_tokens = context_tokens
         self._running: dict[int, tuple[OpenGroup, int]] = {}  # by task
         self._turns: dict[Key, EngineCall] = {}  # by the request that the engine has
 
@@ -45,10 +47,17 @@ class Episodes:
         group.drawing.add(index)
 
     def request_of(self, call: EngineCall) -> Request | None:
-        """Return the request for a turn; None if it was answered, as there is no room for more."""
+        """Return the request for a turn; None if it was answered, as there is no room for more, or
+        if it was refused.
+        """
         group, index = self._running[call.task_id]
         prompt, sampling = group.prompt, group.sampling
-        if len(prompt.tokens) + len(call.tokens) >= self._context_tokens:
+        try:
+            self._limits.check_ids(call.tokens)
+        except BadResult as problem:
+            self._pool.refuse(call.task_id, call.call_id, f"the transcript {problem}")
+            return None
+        if len(prompt.tokens) + len(call.tokens) >= self._limits.context_tokens:
             nothing = Turn(_NO_TOKENS, _NO_LOGPROBS, _NO_TOKENS, "", "truncated")
             self._pool.reply(call.task_id, call.call_id, nothing)
             return None
@@ -106,11 +115,24 @@ class Episodes:
         group.drawing.discard(index)
         left = self._turns_of(event.task_id)
         if isinstance(event, EpisodeEnded):
-            return group, event.samples, left
-        if self._raises:
-            raise DataError(event.where, event.problem)
-        group.fail(unstarted(group, index), event.error)
+            return group, self._fitted(group, event), left
+        self._fail(group, index, event.where, event.problem)
         return group, [], left
+
+    def _fitted(self, group: OpenGroup, event: EpisodeEnded) -> list[Sample]:
+        """Return the samples that a trainer can take; the others fail."""
+        samples = []
+        for sample in event.samples:
+            try:
+                samples.append(self._limits.fitted(sample, len(group.prompt.tokens)))
+            except BadResult as problem:
+                self._fail(group, sample.index, event.where, str(problem))
+        return samples
+
+    def _fail(self, group: OpenGroup, index: int, where: str, problem: str) -> None:
+        if self._raises:
+            raise DataError(where, problem)
+        group.fail(unstarted(group, index), f"{where}: {problem}")
 
     def forget(self, group: OpenGroup) -> list[Key]:
         """End a group's episodes, and return their requests that the engine still has."""

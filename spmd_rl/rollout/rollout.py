@@ -37,6 +37,7 @@ from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import RoleSleep
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.rollout.engine import Engine, NativeEngineConfig, SamplingConfig
+from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.episodes import Episodes
 from spmd_rl.rollout.grader_choice import GraderChoice, all_rewards
 from spmd_rl.rollout.grading import Grading
@@ -133,7 +134,8 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         if pool is not None and rewards:
             grading = Grading(pool, GraderChoice(rewards, weights), raises=raises)
         if pool is not None and hooks.generate:
-            episodes = Episodes(pool, raises=raises, context_tokens=spec.max_positions)
+            limits = ModelLimits(spec.max_positions, spec.vocab_size)
+            episodes = Episodes(pool, limits, raises=raises)
         self._flow = RequestFlow(self.engine, self._text_of, pool, grading, episodes, context.trace)
         known = self.tokenizer.config_eos_ids
         self._more_ends = tuple(

@@ -90,9 +90,7 @@ def test_buffers_and_half_finished_answers_go_on_after_a_restart(run: Any) -> No
 
 @pytest.mark.system
 def test_groups_that_teach_nothing_are_replaced(run: Any) -> None:
-    """The steps are full, and the split does not change what they learn from. Over-sampling does not
-    change the first.
-    """
+    """The steps are full, and the split does not change what they learn from."""
     alone = run("grpo", *DAPO, "--steps=3", name="alone")
     split = run("grpo", *DAPO, *DISJOINT, "--steps=3", nproc=2, name="split")
     more = run("grpo", *DAPO, "--steps=3", "--sampler.oversample=2", name="more")
