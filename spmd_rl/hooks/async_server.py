@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from spmd_rl.controller.channel.codec import pack
 from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.episode_calls import EpisodeCall, episodes_of
@@ -128,7 +130,9 @@ class AsyncServer(asyncio.Protocol):
         try:
             result = await begin()
             if not call.end_sentence:
-                self._reply(call, job.answer(result, call.watch.used_s))
+                answer = job.answer(result, call.watch.used_s)
+                spoiled = self._watcher.is_worn()
+                self._reply(call, replace(answer, spoiled=True) if spoiled else answer)
         # a user's function may raise anything
         except BaseException as error:  # noqa: BLE001
             if not call.end_sentence:

@@ -16,14 +16,18 @@ from spmd_rl.hooks.plain_server import serve_plain
 from spmd_rl.hooks.process_state import ProcessState
 from spmd_rl.hooks.rank_link import RankLink
 from spmd_rl.hooks.running_note import RunningNote
+from spmd_rl.hooks.seed_watch import SeedWatch
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)  # loaded before anything forks
 
 
 def main(socket_fd: int, note_fd: int, parent_pid: int) -> None:
     """Serve calls until the rank ends. Its program is `process.PROGRAM`."""
     end_with_parent(parent_pid)
+    _keep_orphans()
+    seeds = SeedWatch()
     os.register_at_fork(after_in_child=_end_with_parent)
     faulthandler.enable(all_threads=False)
     link = RankLink(socket.socket(fileno=socket_fd))
@@ -39,13 +43,19 @@ def main(socket_fd: int, note_fd: int, parent_pid: int) -> None:
     serve = link.receive()
     if not isinstance(serve, Serve):
         return
-    note, state = RunningNote(note_fd), ProcessState()
+    note, state = RunningNote(note_fd), ProcessState(seeds)
     if serve.kind == "plain":
         serve_plain(link, note, state, hooks)
         return
     from spmd_rl.hooks.async_server import serve_async  # plain hooks need no asyncio
 
     serve_async(link, note, state, hooks, serve)
+
+
+def _keep_orphans() -> None:
+    """Have what loses its parent below this process become its child (process_family.py)."""
+    if sys.platform == "linux":
+        _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with_parent(parent_pid: int) -> None:

@@ -227,11 +227,11 @@ class Crew:
     def _settle(self, place: Place, answer: Answer) -> bool:
         """Take an answer; return whether it stands, or the call is to be made again, alone."""
         is_wanted, stands = place.calls.pop(answer.call_id), True
+        place.is_spoiled |= answer.spoiled
         if isinstance(answer, Problem):
             stands = not answer.in_doubt or place.is_proof
             if is_wanted and not stands:
                 self._suspects.append(answer.call_id)
-            place.is_spoiled |= answer.spoiled
         self._note_seconds(place, answer.seconds)
         return stands
 
@@ -245,7 +245,9 @@ class Crew:
     def _end_if_late(self, place: Place, now_s: float) -> list[FromCall]:
         """End a process that has not started in time, or whose hook has run for too long."""
         if not place.ready and now_s - place.started_s > START_DEADLINE_S:
-            raise SpmdError(f"hooks were not imported within {START_DEADLINE_S:g} s")
+            tail = place.member.tail  # it names what is imported
+            late = f"hooks were not imported within {START_DEADLINE_S:g} s"
+            raise SpmdError(f"{late}\n{tail}".strip())
         running = place.member.running()
         if running is None or now_s - max(running.since_s, place.looked_s) < HELD_S:
             return []

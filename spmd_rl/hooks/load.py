@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from spmd_rl.controller.lifecycle.import_guard import importing
 from spmd_rl.errors import ConfigError, source_line
 from spmd_rl.rewards.boxed import in_last_box
 from spmd_rl.rewards.names import PACKAGES, find_grader, is_short_name
@@ -60,7 +61,8 @@ def _load_grader(said: str, name: str) -> Callable[..., Any]:
 
 def _import_module(said: str, module: str) -> ModuleType:
     try:
-        return importlib.import_module(module)
+        with importing(said):
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
             raise ConfigError(
@@ -68,8 +70,10 @@ def _import_module(said: str, module: str) -> ModuleType:
                 "(path/to/file.py:function), or start in the folder that holds the module"
             ) from error
         raise _import_error(said, error) from error
+    except (ConfigError, KeyboardInterrupt):
+        raise
     # the user's module may raise anything
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise _import_error(said, error) from error
 
 
@@ -85,10 +89,13 @@ def _import_file(said: str, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[key] = module
     try:
-        spec.loader.exec_module(module)
+        with importing(said):
+            spec.loader.exec_module(module)
     # the user's file may raise anything
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         del sys.modules[key]
+        if isinstance(error, (ConfigError, KeyboardInterrupt)):
+            raise
         raise _import_error(said, error) from error
     return module
 

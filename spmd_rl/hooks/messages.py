@@ -71,13 +71,16 @@ class Calls(Message, frozen=True):
 
 
 class Result(Message, frozen=True):
-    """What a reward function returned for one call, and the seconds that it took."""
+    """What a reward function returned for one call, and the seconds that it took. `spoiled` says
+    that the process is to get no other call.
+    """
 
     call_id: int
     seconds: float
     grades: list[Grade]
     metrics: dict[str, float]
     notes: dict[str, str] = {}
+    spoiled: bool = False
 
 
 class Answered(Message, frozen=True):
@@ -155,13 +158,14 @@ class Problem(Message, frozen=True):
 
 
 class EpisodeResult(Message, frozen=True):
-    """The samples that an episode returned."""
+    """The samples that an episode returned. `spoiled` is that of Result."""
 
     call_id: int
     seconds: float
     samples: SampleColumns
     metrics: dict[str, float]
     notes: dict[str, str] = {}
+    spoiled: bool = False
 
 
 class Ask(Message, frozen=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 
+from msgspec.structs import replace
+
 from spmd_rl.hooks.answer_ring import AnswerRing
 from spmd_rl.hooks.loaded import LoadedHooks
 from spmd_rl.hooks.messages import DAMAGED_EXIT, Answered, Calls, Problem, Result
@@ -27,6 +29,8 @@ def serve_plain(link: RankLink, note: RunningNote, state: ProcessState, hooks: L
             answer = _answer(call, state)
             try:
                 state.restore()
+                if isinstance(answer, Result) and state.is_worn:
+                    answer = replace(answer, spoiled=True)
                 note.clear()  # the rank may take its time to read
                 answers.give(answer)
             except OSError:
@@ -34,7 +38,7 @@ def serve_plain(link: RankLink, note: RunningNote, state: ProcessState, hooks: L
                 if not answers.are_untold:
                     note.write(call.call_id)
                 os._exit(DAMAGED_EXIT)
-            if isinstance(answer, Problem) and answer.spoiled:
+            if answer.spoiled:
                 os._exit(0)
         answers.tell()
 
@@ -55,7 +59,7 @@ class _Answers:
         """Answer a call. Blocks: until the socket takes what is sent."""
         if type(answer) is Result and not answer.metrics and len(answer.grades) == 1:
             (grade,) = answer.grades
-            if not grade.parts and not answer.notes:
+            if not grade.parts and not answer.notes and not answer.spoiled:
                 now_s = time.monotonic()
                 if not self.are_untold:
                     self._told_s = now_s

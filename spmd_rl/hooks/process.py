@@ -1,6 +1,6 @@
 """One process of hooks, seen from its rank: it is started, sent calls, read and killed.
 
-The process leads a session of its own, so that killing its group ends what a hook has forked too.
+What a hook has started ends with the process, in whatever session it runs (process_family.py).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -23,6 +24,7 @@ from spmd_rl.hooks.answer_ring import Rewards
 from spmd_rl.hooks.frames import FrameReader, frame
 from spmd_rl.hooks.messages import DAMAGED_EXIT, TO_RANK, Start, ToProcess, ToRank
 from spmd_rl.hooks.output import Output
+from spmd_rl.hooks.process_family import MARK_ENV, end_family
 from spmd_rl.hooks.running_note import Running, RunningNote
 from spmd_rl.mesh.environment import without_world
 
@@ -49,8 +51,9 @@ class HookProcess:
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         self._output = Output()
+        self._mark = secrets.token_hex(8)
         with theirs:
-            self._process = _started(theirs.fileno(), note, self._output.writing_end)
+            self._process = _started(theirs.fileno(), note, self._output.writing_end, self._mark)
         os.close(self._output.writing_end)
         self._note = RunningNote(note)
         os.close(note)
@@ -145,6 +148,8 @@ class HookProcess:
 
         Blocks: until the system has ended it.
         """
+        if sys.platform == "linux":
+            end_family(self._process.pid, self._mark)
         self.kill()
         self._process.wait()
         for descriptor in self._descriptors():
@@ -176,11 +181,13 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def _started(socket_fd: int, note_fd: int, output_fd: int) -> subprocess.Popen[bytes]:
+def _started(
+    socket_fd: int, note_fd: int, output_fd: int, mark: str
+) -> subprocess.Popen[bytes]:
     descriptors = [str(socket_fd), str(note_fd), str(os.getpid())]
     return subprocess.Popen(
         [sys.executable, "-u", "-c", PROGRAM, json.dumps(sys.path), *descriptors],
-        env=child_environment(os.environ),
+        env=child_environment(os.environ) | {MARK_ENV: mark},
         pass_fds=[socket_fd, note_fd],
         stdin=subprocess.DEVNULL,
         stdout=output_fd,

@@ -70,12 +70,22 @@ class StepWatcher:
 
     def end(self, call: OpenCall, began_s: float) -> None:
         """Note the end of a step. A process that it damaged or forked ends here."""
+        self._restore()
+        self._note.clear()
+        self.clock.add_step(time.monotonic() - began_s, call.watch)
+
+    def is_worn(self) -> bool:
+        """Put the process right before the last step of a call ends, and return whether it is to
+        get no other call.
+        """
+        self._restore()
+        return self.state.is_worn
+
+    def _restore(self) -> None:
         try:
             self.state.restore()
         except OSError:
             os._exit(DAMAGED_EXIT)
-        self._note.clear()
-        self.clock.add_step(time.monotonic() - began_s, call.watch)
 
 
 class NotedThreads(ThreadPoolExecutor):

@@ -93,7 +93,7 @@ class GroupSampler:
                     if not len(self._calls):
                         raise self._no_prompts(step)
                     self._collect_next()
-        self._require_fresh(taken.groups, step)
+        _require_fresh(taken.groups, step, self._cfg.max_lag)
         return taken.groups
 
     def metrics(self) -> dict[str, float]:
@@ -191,7 +191,7 @@ class GroupSampler:
             taken = self._queue.take(step)
             if taken is not None:
                 self._release(taken.surplus)
-                self._metrics, self._failed = self._measured(taken), taken.failed
+                self._metrics, self._failed = _measured(self._queue, taken), taken.failed
                 self._stats = self._rollout.stats.start()
             self._submit()
             return taken
@@ -253,30 +253,10 @@ class GroupSampler:
             return ""
         return re.sub(r"\W+", "_", verdict.reason.lower()).strip("_") or "keep_group"
 
-    def _measured(self, taken: TakenGroups) -> dict[str, float]:
-        rejected = {f"rollout/rejected_{name}": count for name, count in taken.rejected.items()}
-        return {
-            "rollout/running": self._queue.num_running,
-            "rollout/buffered": self._queue.num_buffered,
-            "rollout/surplus": len(taken.surplus),
-            "rollout/rejected": taken.rejected.total(),
-            **rejected,
-        }
-
     def _no_prompts(self, step: int) -> SpmdError:
         failure = self._queue.last_failure
         why = f"; the last sample that failed: {failure}" if failure else ""
         return SpmdError(f"step {step + 1}: there are no more prompts to take{why}")
-
-    def _require_fresh(self, groups: list[Group], step: int) -> None:
-        """Raise a ContractError if a token is older than `max_lag` allows."""
-        versions = Group.to_columns(groups).samples.versions
-        oldest = int(versions[versions >= 0].min(initial=step))
-        if step - oldest > self._cfg.max_lag:
-            raise ContractError(
-                f"step {step + 1} has tokens of version {oldest}, which are older than max_lag = "
-                f"{self._cfg.max_lag} allows: call set_version with the version that was pushed"
-            )
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -286,3 +266,25 @@ class GroupSampler:
 def _abort(entry: QueuedGroup) -> None:
     if entry.call is not None:
         entry.call.abort()
+
+
+def _measured(queue: GroupQueue, taken: TakenGroups) -> dict[str, float]:
+    rejected = {f"rollout/rejected_{name}": count for name, count in taken.rejected.items()}
+    return {
+        "rollout/running": queue.num_running,
+        "rollout/buffered": queue.num_buffered,
+        "rollout/surplus": len(taken.surplus),
+        "rollout/rejected": taken.rejected.total(),
+        **rejected,
+    }
+
+
+def _require_fresh(groups: list[Group], step: int, max_lag: int) -> None:
+    """Raise a ContractError if a token is older than `max_lag` allows."""
+    versions = Group.to_columns(groups).samples.versions
+    oldest = int(versions[versions >= 0].min(initial=step))
+    if step - oldest > max_lag:
+        raise ContractError(
+            f"step {step + 1} has tokens of version {oldest}, which are older than max_lag = "
+            f"{max_lag} allows: call set_version with the version that was pushed"
+        )

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from spmd_rl.controller.lifecycle.process_tree import parent_of
+from spmd_rl.hooks.process_family import is_of_hooks
 
 EXIT_S = 5.0  # for an orphan to end by itself
 POLL_S = 0.1
@@ -32,7 +33,8 @@ class Orphans:
     def end(self) -> None:
         """Wait for the orphans to end, then name those that did not on stderr, and kill them.
 
-        A process with a session of its own, such as the controller or a server, is left alone.
+        A process with a session of its own, such as the controller or a server, is left alone,
+        unless hooks have started it.
         Blocks: for `EXIT_S` at most.
         """
         until = time.monotonic() + EXIT_S
@@ -49,7 +51,7 @@ class Orphans:
                 os.kill(pid, signal.SIGKILL)
 
     def _running(self) -> list[int]:
-        return sorted(pid for pid in _children() - self._own_children if _runs_in_our_group(pid))
+        return sorted(pid for pid in _children() - self._own_children if _is_ours_and_runs(pid))
 
 
 def _children() -> set[int]:
@@ -57,10 +59,13 @@ def _children() -> set[int]:
     return {pid for pid in pids if parent_of(pid) == os.getpid()}
 
 
-def _runs_in_our_group(pid: int) -> bool:
-    """Return whether a child of our process group still runs; reap it if it does not."""
+def _is_ours_and_runs(pid: int) -> bool:
+    """Return whether a child of our process group, or of hooks, still runs; reap it if it does
+    not.
+    """
     try:
-        return os.waitpid(pid, os.WNOHANG)[0] == 0 and os.getpgid(pid) == os.getpgrp()
+        runs = os.waitpid(pid, os.WNOHANG)[0] == 0
+        return runs and (os.getpgid(pid) == os.getpgrp() or is_of_hooks(pid))
     except (ChildProcessError, ProcessLookupError):  # another thread has waited for it
         return False
 

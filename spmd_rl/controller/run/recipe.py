@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from spmd_rl.config import foreign
 from spmd_rl.config.load import load
 from spmd_rl.config.run import RunConfig
+from spmd_rl.controller.lifecycle.import_guard import importing
 from spmd_rl.errors import ConfigError, source_line
 
 SHIPPED = "spmd_rl.recipes"
@@ -157,7 +158,9 @@ def load_recipe(recipe: str) -> Recipe:
 
 def _import_module(recipe: str) -> ModuleType:
     try:
-        return importlib.import_module(make_importable(recipe))
+        name = make_importable(recipe)
+        with importing(recipe):
+            return importlib.import_module(name)
     except SyntaxError as error:
         where, kind = f"{error.filename}:{error.lineno}", type(error).__name__
         raise ConfigError(f"{where}: {kind}: {error.msg}{source_line(error)}") from error

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,15 @@ async def meet(prompt: Prompt, sample: Sample) -> float:
 
 def sleepy(prompt: Prompt, sample: Sample) -> float:
     time.sleep(float(sample.text))
+    return os.getpid()
+
+
+def meets_another(prompt: Prompt, sample: Sample) -> float:
+    """Wait until a second process has come to the folder that the text names."""
+    folder = Path(sample.text)
+    (folder / str(os.getpid())).touch()
+    while len(list(folder.iterdir())) < 2:
+        time.sleep(0.01)
     return os.getpid()
 
 
