@@ -39,17 +39,22 @@ class AnswerRing:
 
     @property
     def num_added(self) -> int:
-        """How many answers the process has added; a hook may have written nonsense there."""
-        added = self._integers[0]
-        return added if self.count <= added <= self.count + CAPACITY else self.count
+        """How many answers the process has added."""
+        return self._believed(self._integers[0])
 
     def take(self, until: int | None = None) -> Rewards:
         """Return the answers that were not taken yet, up to number `until`, by default all."""
-        last = self.num_added if until is None else until
-        first, self.count = self.count, max(self.count, last)
+        first = self.count
+        self.count = self.num_added if until is None else self._believed(until)
         places = [number % CAPACITY for number in range(first, self.count)]
         return Rewards(
             [self._integers[_IDS + at] for at in places],
             [self._floats[_SECONDS + at] for at in places],
             [self._floats[_REWARDS + at] for at in places],
         )
+
+    def _believed(self, count: int) -> int:
+        """Return a count that the process has told, if the ring can hold so many answers more; a
+        hook may have written nonsense.
+        """
+        return count if self.count <= count <= self.count + CAPACITY else self.count

@@ -18,7 +18,8 @@ class SeedWatch:
 
     def __init__(self) -> None:
         self._was_seeded = False
-        self._fresh_seeds = [random.seed, np.random.seed]  # without an argument: from the system
+        # without an argument, they seed from the system
+        self._fresh_seeds: list[Callable[[], None]] = [random.seed, np.random.seed]
         for module in (random, np.random):
             for name in ("seed", "setstate", "set_state"):
                 if hasattr(module, name):

@@ -174,13 +174,13 @@ class GroupQueue:
             for number, entry in enumerate(self.entries)
             if self._is_due(entry) or (entry.rejection and number < last)
         ]
-        rejected = [entry for entry in gone if entry.rejection]
+        dropped = [entry for entry in gone if entry.rejection]
         surplus = [entry for entry in gone if not entry.rejection and id(entry) not in taken]
         self._drop([*accepted, *gone])
         return TakenGroups(
             [entry.group for entry in accepted if entry.group is not None],
-            Counter(entry.rejection for entry in rejected),
-            [entry.group for entry in rejected if entry.group is not None and entry.group.failed],
+            Counter(entry.rejection for entry in dropped),
+            [entry.group for entry in dropped if entry.group is not None and entry.group.failed],
             surplus,
         )
 

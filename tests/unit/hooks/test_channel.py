@@ -194,3 +194,18 @@ def test_what_a_hook_prints_does_not_command_the_terminal(
     assert is_harmless(shown)
     assert shown.startswith("said ")
     assert shown.endswith("\n 10%\n")
+
+
+@pytest.mark.parametrize("nonsense", [-1, 1, CAPACITY + 3, 1 << 62])
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_count_outside_of_the_ring_is_not_believed(nonsense: int, is_told: bool) -> None:
+    memory = memoryview(bytearray(SIZE_BYTES))
+    process, rank = AnswerRing(memory), AnswerRing(memory)
+    for call_id in (10, 11):
+        process.add(call_id, 0.0, 1.0)
+    assert rank.take().call_ids == [10, 11]
+    memory.cast("q")[0] = nonsense
+    assert rank.num_added == 2
+    assert rank.take(nonsense if is_told else None).call_ids == []
+    process.add(12, 0.0, 1.0)
+    assert rank.take().call_ids == [12]

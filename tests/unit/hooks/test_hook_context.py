@@ -91,3 +91,20 @@ def test_a_keep_group_that_fails_names_the_group(tmp_path: Path, how: str, probl
     keep = KeepGroup(f"{file}:keep", {"how": how})
     with pytest.raises(DataError, match=rf"keep_group keep on prompt 7 \('37\+48='\): {problem}"):
         keep(Group(make_prompt(), []))
+
+
+def test_a_context_takes_only_so_many_names_and_so_large_numbers() -> None:
+    context = HookContext()
+    for number in range(1000):
+        context.emit(f"value {number}", number)
+    for number in range(100):
+        context.note(f"note {number}", "x" * 5000)
+    context.emit("value 0", 1.0)
+    context.note("note 0", "again")
+    with pytest.raises(ValueError, match="there are 1000 names for this sample already"):
+        context.emit("more", 1.0)
+    with pytest.raises(ValueError, match="there are 100 names for this sample already"):
+        context.note("more", "x")
+    with pytest.raises(ValueError, match="at most 1e\\+15 in size"):
+        context.emit("value 0", 1e16)
+    assert max(map(len, context.notes.values())) == 1000

@@ -90,6 +90,8 @@ def test_a_group_has_one_result_a_sample() -> None:
         ({0: 1.0, 1: 2.0}, "returned no list with one result a sample"),
         (iter([1.0, 2.0]), "returned no list with one result a sample"),
         ([1.0], "returned 1 results for 2 samples"),
+        ([1.0, 1.0, 1.0], "returned 3 results for 2 samples"),
+        ([], "returned 0 results for 2 samples"),
         ([1.0, None], "returned no finite number as 'reward': None"),
     ],
 )
@@ -127,3 +129,20 @@ def test_what_a_hook_raises_does_not_command_the_terminal(command: str) -> None:
     problem = problem_of(ValueError(f"cannot read {command}"), max)
     assert is_harmless(problem)
     assert problem.startswith("raised ValueError: cannot read ")
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        (1e300, "returned 1e\\+300 as 'reward': expected at most 1e\\+15 in size"),
+        ({"reward": 1.0, "part": -1e16}, "as 'part': expected at most"),
+        (10**400, "no finite number as 'reward'"),
+        ({"reward": 1.0} | {f"part {number}": 0.0 for number in range(1000)}, "1001 values"),
+    ],
+)
+def test_numbers_of_which_no_mean_or_variance_is_finite_are_refused(
+    result: Any, problem: str
+) -> None:
+    with pytest.raises(BadResult, match=problem):
+        as_grade(result)
+    assert as_grade(-1e15).reward == -1e15

@@ -344,3 +344,25 @@ def test_a_forward_pass_that_pads_no_rows(model, new_engine, finish, monkeypatch
     for name, sample in padded.items():
         assert np.array_equal(whole[name].tokens, sample.tokens)
         assert np.allclose(whole[name].logprobs, sample.logprobs, atol=1e-5)
+
+
+def test_kept_sets_stay_with_their_tokens_when_another_answer_is_aborted(
+    model, new_engine, finish
+):
+    """The step that runs while it is aborted has drawn for both."""
+    requests = [request(uid=uid, top_k=uid + 3, max_tokens=12) for uid in (0, 1, 2)]
+    alone = finish(new_engine(model), requests[1:])
+    for num_steps in range(1, 7):
+        engine = new_engine(model)
+        for one in requests:
+            engine.submit(one)
+        for _ in range(num_steps):
+            engine.step()
+        engine.abort(0, 0)
+        found = {}
+        while engine.has_work:
+            found |= {one.prompt_uid: one for one in engine.step().finished}
+        for uid in (1, 2):
+            assert found[uid].tokens.tolist() == alone[uid, 0].tokens.tolist()
+            assert found[uid].kept == alone[uid, 0].kept
+            assert found[uid].kept

@@ -163,3 +163,13 @@ def test_replicas_are_planned_from_their_first_holder() -> None:
     assert moves[0] == ()
     alone = plan_moves([half.layout(0)], [half.layout(1)], None, 0)
     assert alone.replicas == ()
+
+
+def test_replicas_of_several_sources_are_compared_apart() -> None:
+    """Their digests would add up otherwise, and neither source could be named."""
+    ends = ends_over(trainer(), engine())
+    move = next(one for one in plan_of(ends).moves if one.name == "scale")
+    replicas = [replace(move, src=src, dst=0) for src in (1, 2)]
+    found = Verifier((), replicas, ends)
+    assert [target.sources for target in found._targets] == [[1], [2]]
+    assert dict(found._incoming) == {1: [0], 2: [1]}
