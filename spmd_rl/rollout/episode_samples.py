@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.hooks.results import BadResult
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.types.kept_sets import set_ends
 from spmd_rl.types.samples import NO_VERSION, Sample
 
@@ -19,6 +20,10 @@ class ModelLimits:
 
     context_tokens: int
     vocab_size: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> ModelLimits:
+        return cls(spec.max_positions, spec.vocab_size)
 
     def check_ids(self, tokens: NDArray[np.int32]) -> None:
         """Raises: BadResult for an id that is no token of the model."""

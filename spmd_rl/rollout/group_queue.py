@@ -244,10 +244,11 @@ class GroupQueue:
         reasons = ", ".join(f"{count} by {reason}" for reason, count in rejected.most_common())
         told = (
             f"step {self.next_step + 1} needs {self._groups_per_step} groups, but of {num_ended} "
-            f"only {num_accepted} were accepted ({reasons} rejected)"
+            f"only {num_accepted} were accepted ({reasons}"
         )
         if rejected[NO_SAMPLES] and (failure := self.last_failure):
-            raise SpmdError(f"{told}: {failure}")
+            raise SpmdError(f"{told} rejected): {failure}")
         raise SpmdError(
-            f"{told}: choose other prompts or another filter, or raise sampler.max_gen_batches"
+            f"{told} rejected): choose other prompts or another filter, or raise "
+            "sampler.max_gen_batches"
         )

@@ -134,8 +134,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         if pool is not None and rewards:
             grading = Grading(pool, GraderChoice(rewards, weights), raises=raises)
         if pool is not None and hooks.generate:
-            limits = ModelLimits(spec.max_positions, spec.vocab_size)
-            episodes = Episodes(pool, limits, raises=raises)
+            episodes = Episodes(pool, ModelLimits.of(spec), raises=raises)
         self._flow = RequestFlow(self.engine, self._text_of, pool, grading, episodes, context.trace)
         known = self.tokenizer.config_eos_ids
         self._more_ends = tuple(

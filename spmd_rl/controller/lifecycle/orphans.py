@@ -15,8 +15,8 @@ import threading
 import time
 from pathlib import Path
 
+from spmd_rl.controller.lifecycle.process_family import is_of_hooks
 from spmd_rl.controller.lifecycle.process_tree import parent_of
-from spmd_rl.hooks.process_family import is_of_hooks
 
 EXIT_S = 5.0  # for an orphan to end by itself
 POLL_S = 0.1

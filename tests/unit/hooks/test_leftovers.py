@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from spmd_rl.controller.lifecycle.orphans import Orphans
+from spmd_rl.controller.lifecycle.process_family import is_of_hooks
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.process_family import is_of_hooks
 from spmd_rl.hooks.tasks import Failed, Graded
 from tests.unit.hooks.cases import HERE
 from tests.unit.hooks.leaving_functions import LEAVES
