@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from spmd_rl.controller.lifecycle.process_family import MARK_ENV
 from spmd_rl.controller.lifecycle.shutdown import end_process
 from spmd_rl.errors import ConfigError, printable
 
@@ -21,11 +22,13 @@ def importing(said: str, deadline_s: float = IMPORT_S) -> Iterator[None]:
     """Import a user's file in this context. `said` names it.
 
     A thread names an import on stderr that takes long, and ends the process at the deadline. It
-    cannot do so while a program in C holds the interpreter's lock.
+    cannot do so while a program in C holds the interpreter's lock. In a process of hooks it only
+    names it: the rank has a deadline of its own, and is told how the process ends.
     Raises: ConfigError when the file calls `os._exit`.
     """
-    ended = threading.Event()
-    watch = threading.Thread(target=_watch, args=(ended, said, deadline_s), daemon=True)
+    ended, is_of_hooks = threading.Event(), MARK_ENV in os.environ
+    until_s = threading.TIMEOUT_MAX if is_of_hooks else deadline_s
+    watch = threading.Thread(target=_watch, args=(ended, said, until_s), daemon=True)
     process, exit_now = os.getpid(), os._exit
 
     def refuse_exit(status: int) -> NoReturn:
@@ -34,7 +37,8 @@ def importing(said: str, deadline_s: float = IMPORT_S) -> Iterator[None]:
         raise ConfigError(f"{said}: importing it ends the process (os._exit, {status})")
 
     watch.start()
-    os._exit = refuse_exit
+    if not is_of_hooks:
+        os._exit = refuse_exit
     try:
         yield
     finally:
