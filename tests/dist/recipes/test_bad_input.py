@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--trainer.learning_rate=1"], "the nearest known key is 'trainer.lr'"),
+        (["--trainer.learning_rate=1"], "TRL's 'learning_rate' is 'trainer.lr' here"),
         (["--stpes=3"], "the nearest known key is 'steps'"),
         (["--steps=many"], "steps: expected a whole number"),
         (["--model=nowhere"], "no model folder at nowhere"),

@@ -24,7 +24,7 @@ from spmd_rl.weights.verdict import Verification
 from spmd_rl.weights.verification import Verifier
 from tests.gpu.rollout.graph_case import DEVICE, new_engine, new_model
 
-pytestmark = pytest.mark.skipif(not has_cupy(), reason="pip install 'spmd-rl[gpu]'")
+pytestmark = pytest.mark.skipif(not has_cupy(), reason="pip install -e '.[gpu]'")
 
 CASTS = [
     (torch.float32, "float32"),

@@ -14,7 +14,7 @@ from spmd_rl.weights.tensor_ends import TensorSource
 from tests.gpu.rollout.graph_case import DEVICE
 from tests.unit.weights.ends_case import sink_of, whole
 
-pytestmark = pytest.mark.skipif(not has_cupy(), reason="pip install 'spmd-rl[gpu]'")
+pytestmark = pytest.mark.skipif(not has_cupy(), reason="pip install -e '.[gpu]'")
 
 SHAPES = [(7, 5), (4096,), (3, 1111), (100_000,), (), (3_000_001,), (0, 4)]
 

@@ -307,5 +307,5 @@ def test_expandable_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_memory_saver", None)
     tms._saver.cache_clear()
-    with pytest.raises(ConfigError, match=r"pip install 'spmd-rl\[gpu\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[gpu\]' in the repository"):
         tms.unmap("x")

@@ -181,7 +181,8 @@ def test_without_torchao_a_sentence_says_what_to_install(monkeypatch: pytest.Mon
     with pytest.raises(
         ConfigError,
         match=r"trainer.optimizer.kind = 'adamw8bit' needs torchao, which cannot be imported "
-        r"\(.*\): pip install 'spmd-rl\[torchao\]', or set the kind to 'adamw'",
+        r"\(.*\): pip install -e '.\[torchao\]' in the repository of spmd_rl, "
+        r"or set the kind to 'adamw'",
     ):
         built(config("adamw8bit"))
 
