@@ -101,7 +101,11 @@ def _parts(chat: Chat) -> Iterator[_Part]:
         yield _Part(kind, "last tool", None, lambda chat: replace(chat, tools=chat.tools[:-1]))
     roles = ["", *(message["role"] for message in chat.messages), ""]
     about = bool(chat.tools), repr(chat.template_kwargs)
+    called: set[str] = set()
     for number, message in enumerate(chat.messages):
+        if message["role"] == "tool" and message.get("name") in called:
+            message = _without(message, "name")  # the call that it answers shows the name
+        called |= _called(message)
         fields = frozenset(key for key, value in message.items() if value)
         around = (*roles[number : number + 3], fields, about)
         is_prompt = number == 0 and begins_with_system(chat.messages)
@@ -132,6 +136,12 @@ def _changes(
         if field not in _OTHERS and value and isinstance(value, (str, list, dict)):
             words = f"{field!r} of this message of the role {role!r}"
             yield field, words, partial(_without, field=field)
+
+
+def _called(message: Message) -> set[str]:
+    """Return the names of the functions that a message calls."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    return {call["name"] for call in calls if isinstance(call, dict) and "name" in call}
 
 
 def _message_change(number: int, change: Callable[[Message], Message]) -> Callable[[Chat], Chat]:

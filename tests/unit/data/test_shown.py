@@ -21,6 +21,7 @@ USER = {"role": "user", "content": "hi"}
 SAID = {"role": "assistant", "content": "7"}
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
 OTHER_CALL = {"function": {"name": "now", "arguments": {}}}
+TOOL = {"role": "tool", "content": "4"}
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
 
 # It knows three roles, shows a call or else the content, and of a system prompt only the first.
@@ -62,6 +63,11 @@ REFUSED = {
     "a thought": (CHATML, [USER, SAID | {"reasoning_content": "3 and 4"}], 1),
     "a thought of an earlier turn": (LLAMA, [USER, SAID | {"thinking": "x"}, USER, SAID], 1),
     "a name": (CHATML, [USER | {"name": "Ann"}, SAID], 0),
+    "a name of a tool that nobody called": (
+        CHATML,
+        [USER, assistant(tool_calls=[CALL]), TOOL | {"name": "now"}, SAID],
+        2,
+    ),
     "another field of text": (CHATML, [USER, SAID, USER, SAID | {"note": "n"}], 3),
     "a developer in the middle": (
         NARROW,
@@ -112,6 +118,7 @@ def test_what_is_not_shown_is_refused_by_its_message(
         (CHATML, [USER, {"role": "developer", "content": "Be brief."}, USER, SAID]),
         (CHATML, [USER, assistant(tool_calls=[CALL, OTHER_CALL], id="3"), SAID]),
         (CHATML, [USER, SAID, {"role": "tool", "content": "4", "tool_call_id": "1"}, SAID]),
+        (CHATML, [USER, assistant(tool_calls=[CALL]), TOOL | {"name": "add"}, SAID]),
         (CHATML, [USER | {"name": "", "parts": [], "score": 0.5}, SAID | {"weight": 1}]),
         (LLAMA, [USER, SAID, {"role": "ipython", "content": "4"}, SAID]),
         (TWO_ROLES, [USER, SAID]),
@@ -121,7 +128,9 @@ def test_what_is_not_shown_is_refused_by_its_message(
 def test_what_is_shown_is_taken(
     template: str, messages: list[Any], jsonl: Jsonl, tokenizer: Callable[[str], Any]
 ) -> None:
-    """Ids, weights, numbers and what is empty need not be shown, nor thoughts of earlier turns."""
+    """Ids, weights, numbers and what is empty need not be shown, nor thoughts of earlier turns, nor
+    the name of a tool whose call is shown.
+    """
     cfg = PromptConfig(chat_template=True, prompt_key="messages", answer_key="")
     path = jsonl(json.dumps({"messages": messages}))
     assert SftPairs(path, cfg, tokenizer(template)).next(1)
