@@ -266,9 +266,9 @@ def test_ctrl_c_leaves_the_last_words_on_the_terminal(tmp_path: Path) -> None:
     )
     lines = screen(written, 80)
     assert code == 130, written
-    last = "".join(
-        lines[next(i for i, line in enumerate(lines) if line.startswith("the run was ended")) :]
-    )
+    begins = [number for number, line in enumerate(lines) if line.startswith("the run was ended")]
+    assert begins, written
+    last = "".join(lines[begins[0] :])
     assert re.fullmatch(
         r"the run was ended from outside: every rank got SIGINT; "
         r"the same command goes on after step \d+",

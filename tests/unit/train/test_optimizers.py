@@ -191,6 +191,13 @@ def test_without_torchao_a_sentence_says_what_to_install(monkeypatch: pytest.Mon
 @pytest.mark.skipif(not COMPILERS, reason="torchao compiles its step: install g++ or clang++")
 @pytest.mark.filterwarnings("ignore")
 class TestEightBits:
+    @pytest.fixture(autouse=True)
+    def _compiled_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Compile in this process: workers of the compiler would outlive the tests."""
+        from torch._inductor import config as inductor
+
+        monkeypatch.setattr(inductor, "compile_threads", 1)
+
     def test_they_are_torchaos_bit_for_bit(self) -> None:
         from torchao.optim import AdamW8bit
 
