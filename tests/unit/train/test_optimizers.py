@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -192,11 +193,12 @@ def test_without_torchao_a_sentence_says_what_to_install(monkeypatch: pytest.Mon
 @pytest.mark.filterwarnings("ignore")
 class TestEightBits:
     @pytest.fixture(autouse=True)
-    def _compiled_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _compiled_here(self) -> Iterator[None]:
         """Compile in this process: workers of the compiler would outlive the tests."""
         from torch._inductor import config as inductor
 
-        monkeypatch.setattr(inductor, "compile_threads", 1)
+        with inductor.patch(compile_threads=1):
+            yield
 
     def test_they_are_torchaos_bit_for_bit(self) -> None:
         from torchao.optim import AdamW8bit
