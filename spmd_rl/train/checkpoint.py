@@ -284,5 +284,11 @@ def _listed(kinds: Mapping[str, object]) -> str:
 
 
 def _space(target: Path) -> str:
-    """Return how much room the disk has, because most writes fail for want of it."""
-    return f"{shutil.disk_usage(target.parent).free / 2**20:,.0f} MiB are free there"
+    """Return how much room the disk has, because most writes fail for want of it.
+
+    A run that is ended may have removed the folder meanwhile, and those above it.
+    """
+    try:
+        return f"{shutil.disk_usage(target.parent).free / 2**20:,.0f} MiB are free there"
+    except FileNotFoundError:
+        return _space(target.parent)

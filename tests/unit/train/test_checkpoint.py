@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -356,6 +357,28 @@ def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(
         trainer.train_step(make_batch(), grpo_loss)
     assert new_trainer().load(str(folder)) == 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_0"]
+
+
+def test_folders_that_vanish_while_it_is_written_are_an_error_alone(
+    new_trainer, tmp_path: Path, monkeypatch
+) -> None:
+    """As when a run is ended, whose controller removes what is unfinished: no thread may fail."""
+    trainer = new_trainer()
+    folder = tmp_path / "checkpoints" / "step_1" / "trainer"
+    write = checkpoint.write_shards
+
+    def written_and_lost(*args: object) -> object:
+        written = write(*args)
+        shutil.rmtree(tmp_path / "checkpoints")
+        return written
+
+    monkeypatch.setattr(checkpoint, "write_shards", written_and_lost)
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    trainer.save(str(folder))
+    with pytest.raises(SpmdError, match=r"cannot save .*trainer: .*; .* MiB are free there"):
+        trainer.wait_until_saved()
+    assert not failed
 
 
 def test_a_checkpoint_that_was_never_renamed_does_not_count(
