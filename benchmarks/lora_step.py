@@ -33,7 +33,7 @@ from benchmarks.training import batch, learner
 from spmd_rl.algo.losses import Needs
 from spmd_rl.model.hf import random_adapters
 from spmd_rl.model.lora import LoraConfig
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.train.backend import Outputs
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.learner import Learner
@@ -141,7 +141,7 @@ def grpo_step(folder: Path, quick: bool) -> Iterator[Row]:
     yield measured(f"{what}: mismatched tokens", unequal, "tokens", at_most=0)
     compared_tokens = sum(one["onpolicy/compared_tokens"] for one in facts)
     yield measured(f"{what}: compared tokens", compared_tokens, "tokens", at_least=1)
-    shapes = LoraConfig(rank=RANK).shapes(ModelSpec.from_folder(model))
+    shapes = LoraConfig(rank=RANK).shapes(read_spec(model))
     expected = 2 * sum(math.prod(shape) for shape in shapes.values())
     pushed = max(one[PUSH_BYTES] for one in facts)
     yield compared(

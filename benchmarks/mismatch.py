@@ -30,7 +30,7 @@ from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import ReferencePass, TrainerPass, load_model
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.engine import NativeEngineConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,7 +81,7 @@ def write_model(folder: Path) -> Path:
     }
     (folder / "like").mkdir(parents=True)
     (folder / "like" / "config.json").write_text(json.dumps(config))
-    spec = ModelSpec.from_folder(folder / "like")
+    spec = read_spec(folder / "like")
     model = CausalLM(spec)
     model.load_state_dict(dict(random_weights(spec, seed=0)))
     generator = torch.Generator().manual_seed(1)
@@ -167,7 +167,7 @@ def main(words: list[str]) -> int:
     lines: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_model(Path(temporary))
-        case = sequences(ModelSpec.from_folder(folder).vocab_size)
+        case = sequences(read_spec(folder).vocab_size)
         for name, found in comparisons(folder, case):
             print(f"{name}: {found.verdict}", flush=True)
             lines += rows(name, found)

@@ -30,7 +30,7 @@ from spmd_rl.microscope.page.report_data import as_data, write_report
 from spmd_rl.microscope.page.tolerance import first_beyond
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.sides import ROUNDING, SGLANG, forward_pass
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 
 TOLERANCE = ROUNDING[DTYPE]
 PLANTED_LAYER = NUM_LAYERS // 2
@@ -41,7 +41,7 @@ class Comparisons:
 
     def __init__(self, folder: Path, temporary: Path, options: argparse.Namespace) -> None:
         self.folder, self.temporary, self.options = folder, temporary, options
-        self.case: ReplayCase = sequences(ModelSpec.from_folder(folder).vocab_size)
+        self.case: ReplayCase = sequences(read_spec(folder).vocab_size)
         self.seconds: dict[str, float] = {}
 
     def sglang(self, name: str) -> DumpPass:
@@ -50,7 +50,7 @@ class Comparisons:
         began_s = time.monotonic()
         path = write_sglang_dump(side, self.case, self.folder, DTYPE, self.temporary / name)
         self.seconds[name] = time.monotonic() - began_s
-        return DumpPass(Dump(path, ModelSpec.from_folder(self.folder)), DEVICE, name)
+        return DumpPass(Dump(path, read_spec(self.folder)), DEVICE, name)
 
     def compare(self, ours: str, recorded: DumpPass, planted: bool = False) -> Examination:
         own = forward_pass(ours, self.folder, DTYPE, DEVICE, {}, share_prompts=False)

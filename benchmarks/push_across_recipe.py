@@ -23,6 +23,7 @@ import spmd_rl as rl
 from benchmarks.push_recipe import engine
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.link import link_placement
+from spmd_rl.model.read import read_spec
 
 if TYPE_CHECKING:
     from spmd_rl.weights.local_tensors import LocalTensors
@@ -78,12 +79,11 @@ def shards(folder: str, dtype: str, part: int, num_parts: int, device: Any) -> L
     """Return this part of random weights, by the rows that FSDP2 gives to it."""
     import torch
 
-    from spmd_rl.model.spec import ModelSpec
     from spmd_rl.weights.layout import chunk_box
     from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 
     found = {}
-    for name, shape in ModelSpec.from_folder(folder).parameter_shapes().items():
+    for name, shape in read_spec(folder).parameter_shapes().items():
         box = chunk_box(shape, part, num_parts)
         local = torch.randn(box.extent, dtype=getattr(torch, dtype), device=device)
         found[name] = LocalTensor(tuple(shape), box, local)

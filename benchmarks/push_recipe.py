@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import spmd_rl as rl
+from spmd_rl.model.read import read_spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,9 +35,7 @@ def masters(shape_folder: str, device: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return one buffer of random float32 weights, and each parameter as a part of it."""
     import torch
 
-    from spmd_rl.model.spec import ModelSpec
-
-    shapes = ModelSpec.from_folder(shape_folder).parameter_shapes()
+    shapes = read_spec(shape_folder).parameter_shapes()
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     flat = torch.randn(sum(sizes), device=device)
     parts = zip(shapes.items(), flat.split(sizes), strict=True)
@@ -48,11 +47,10 @@ def engine(shape_folder: str, device: Any, num_pages: int = 512) -> NativeEngine
     import torch
 
     from spmd_rl.model.network import CausalLM
-    from spmd_rl.model.spec import ModelSpec
     from spmd_rl.rollout.native.engine import NativeEngine
 
     with torch.device("meta"):
-        model = CausalLM(ModelSpec.from_folder(shape_folder))
+        model = CausalLM(read_spec(shape_folder))
     dtype = torch.bfloat16
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
     cfg = rl.NativeEngineConfig(dtype="bfloat16", max_batch=8, num_pages=num_pages)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.shapes import write_config
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.offload.region import Contents
 from spmd_rl.offload.regions import Regions
 from spmd_rl.offload.residency import Receipt
@@ -25,7 +25,7 @@ def shapes(num_bytes: int) -> list[tuple[int, ...]]:
     """Return the shapes of Qwen3-0.6B's parameters, repeated until they are `num_bytes` in fp32."""
     with tempfile.TemporaryDirectory() as folder:
         write_config("0.6B", Path(folder))
-        spec = ModelSpec.from_folder(folder)
+        spec = read_spec(folder)
     model = list(spec.parameter_shapes().values())
     chosen: list[tuple[int, ...]] = []
     left = num_bytes // 4

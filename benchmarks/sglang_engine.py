@@ -28,7 +28,7 @@ from benchmarks.record import compared, counted, finish, gpu, gpu_machine
 from benchmarks.shapes import random_weights, write_config
 from benchmarks.table import Row
 from spmd_rl.rollout.engine import Request, SamplingConfig
-from spmd_rl.rollout.memory import kv_token_bytes
+from spmd_rl.rollout.memory import cache_token_bytes
 from spmd_rl.rollout.sglang.build import build
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
@@ -332,7 +332,7 @@ def cycle_rows(
     """Sleep, wake, push and generate, over and over."""
     device = torch.device("cuda", 0)
     spec = engine.spec
-    kv_token = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, 2)
+    kv_token = cache_token_bytes(spec, 2)
     owned = sum(tensor.nbytes for tensor in weights.values()) + engine.max_kv_tokens * kv_token
     pushes = Pushes(engine, weights)
     pushes.push(0)  # SGLang forgets the keys of these prompts that a larger batch computed

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.model.hf import save_folder
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 
 HEAD_DIM = 128
@@ -66,7 +67,7 @@ def write_config(name: str, folder: Path, tokenizer_of: Path | None = None) -> M
     (folder / "config.json").write_text(json.dumps(config(name), indent=2) + "\n")
     for file in ("tokenizer.json", "tokenizer_config.json") if tokenizer_of else ():
         shutil.copyfile(tokenizer_of / file, folder / file)
-    return ModelSpec.from_folder(folder)
+    return read_spec(folder)
 
 
 def write_folder(name: str, folder: Path, tokenizer_of: Path | None = None) -> ModelSpec:

@@ -27,7 +27,8 @@ from spmd_rl.kernels.linear.cublas import fastest
 from spmd_rl.kernels.linear.cublaslt import Gemm, Shape
 from spmd_rl.kernels.runtime.padding import dense
 from spmd_rl.kernels.vocab.lm_head import Logits
-from spmd_rl.model import network, scorer
+from spmd_rl.model import scorer
+from spmd_rl.model.layers import norm_module
 from spmd_rl.train.determinism import WORKSPACE, WORKSPACES, deterministic
 
 os.environ.setdefault(WORKSPACE, WORKSPACES[0])  # torch's own default on Hopper
@@ -126,8 +127,8 @@ FREE = ((dispatch, "matmul", free_product),)
 RACED = ((dispatch, "matmul", Race(every_way)),)
 TORCH = (
     *FREE,
-    (network, "rms_norm", torch_norm),
-    (network, "add_rms_norm", torch_add_norm),
+    (norm_module, "rms_norm", torch_norm),
+    (norm_module, "add_rms_norm", torch_add_norm),
     (token_attention, "qk_norm_rope", torch_norm_rope),
     (scorer, "head_logprobs", torch_head),
 )

@@ -49,7 +49,7 @@ def write_model(size: Size, folder: Path) -> int:
     """A Hugging Face folder with random weights; returns its number of parameters."""
     from spmd_rl.model.hf import random_weights, save_folder
     from spmd_rl.model.network import CausalLM
-    from spmd_rl.model.spec import ModelSpec
+    from spmd_rl.model.read import read_spec
 
     like = folder / "like"
     like.mkdir(parents=True)
@@ -64,7 +64,7 @@ def write_model(size: Size, folder: Path) -> int:
         "initializer_range": 0.05,
     }
     (like / "config.json").write_text(json.dumps(config))
-    spec = ModelSpec.from_folder(like)
+    spec = read_spec(like)
     model = CausalLM(spec)
     model.load_state_dict(dict(random_weights(spec, WEIGHTS_SEED)))
     save_folder(folder / "model", like, model.named_parameters())

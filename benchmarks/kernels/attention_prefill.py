@@ -30,6 +30,7 @@ from benchmarks.shapes import HEAD_DIM
 from benchmarks.table import Row
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention
 from spmd_rl.kernels.runtime.interleaved_timing import seconds
+from spmd_rl.model.layers.layer import CacheSpec
 
 PAGE_SIZE = 128
 PACK_TOKENS, LENGTHS = 16384, (512, 2048, 16384)
@@ -71,9 +72,7 @@ def call_seconds(ops: list[Callable[[], object]]) -> list[float]:
 
 def packs(length: int, heads: Heads) -> Iterator[Row]:
     count = PACK_TOKENS // length
-    attend = PackedAttention(
-        np.full(count, length), num_heads=heads.query, num_kv_heads=heads.key, device=DEVICE
-    )
+    attend = PackedAttention(np.full(count, length), device=DEVICE)
     ours = [x.requires_grad_() for x in random(PACK_TOKENS, heads)]
     theirs = [
         x.detach().view(count, length, -1, heads.dim).transpose(1, 2).requires_grad_() for x in ours
@@ -112,11 +111,9 @@ def chunk(count: int, start: int) -> Row:
     pages = -(-(start + length) // PAGE_SIZE)
     table = np.random.default_rng(0).permutation(count * pages).reshape(count, pages)
     cache = KvCache(
-        num_layers=1,
+        [CacheSpec(((FLASH.key, FLASH.dim),) * 2, FLASH.query // FLASH.key)],
         num_pages=table.size,
         page_size=PAGE_SIZE,
-        num_kv_heads=FLASH.key,
-        head_dim=FLASH.dim,
         dtype=torch.bfloat16,
         device=DEVICE,
     )
@@ -128,7 +125,6 @@ def chunk(count: int, start: int) -> Row:
         starts=np.full(count, start),
         lengths=np.full(count, length),
         slots=(table[:, places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE).ravel(),
-        num_heads=FLASH.query,
     )
     given = random(CHUNK_TOKENS, FLASH)
     flops = 4 * FLASH.query * FLASH.dim * count * length * (start + (length + 1) / 2)

@@ -19,8 +19,8 @@ from spmd_rl.data.turns import Learn
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.signatures import check_hooks, load_reward, reward_weights
-from spmd_rl.model.moe_spec import read_spec
-from spmd_rl.model.spec import ModelSpec, head_of, model_folder
+from spmd_rl.model.read import head_of, model_folder, read_spec
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.stored_adapters import stored_adapters
 from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer
 from spmd_rl.model.vocabulary import check_same_vocabulary

@@ -29,7 +29,7 @@ from spmd_rl.microscope.replay.weights import (
     sampling_weights,
     step_to_confirm,
 )
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.observe.run_folder import refuse_links
 
 EXIT_AGREE, EXIT_DIFFER = 0, 1
@@ -190,8 +190,8 @@ def _notes(
     notes += sides.megatron_notes(options, loaded.settings)
     if options.step is not None:
         notes.append(f"Replayed under {loaded.weights.description}.")
-    head_dim = ModelSpec.from_folder(loaded.weights.folder).head_dim
-    if sides.drop_splits(loaded.settings, head_dim, dtype, device):
+    spec = read_spec(loaded.weights.folder)
+    if sides.drop_splits(loaded.settings, spec, dtype, device):
         notes.append(
             "The run's attention_split needs FlashAttention-4: "
             "both sides attend to all keys at once here."

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.alone import alone
 from spmd_rl.mesh.role_context import RoleContext
@@ -33,6 +32,8 @@ from spmd_rl.microscope.replay.forward_pass import (
     load_model,
 )
 from spmd_rl.microscope.replay.megatron_pass import MegatronPass
+from spmd_rl.model.attention import backend_of
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig
 
@@ -123,7 +124,7 @@ def forward_passes(
         if name in SGLANG:
             side = _sglang_side(name, options)
             path = write_sglang_dump(side, case, model, dtype_of_side[name], temporary)
-        recorded = DumpPass(Dump(path, ModelSpec.from_folder(model)), device, name)
+        recorded = DumpPass(Dump(path, read_spec(model)), device, name)
     left, right = (
         _side(name, model, dtype, device, settings, recorded, context)
         for name, dtype in dtype_of_side.items()
@@ -197,13 +198,13 @@ def _megatron_pass(
 
 
 def drop_splits(
-    settings: dict[str, Any], head_dim: int, dtype: torch.dtype, device: torch.device
+    settings: dict[str, Any], spec: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Remove attention splits from a run's settings if they cannot run here.
 
     Returns whether there were any.
     """
-    if attention_backend(head_dim, dtype, device).has_splits:
+    if backend_of(spec, dtype, device).has_splits:
         return False
     dropped = [
         role.pop(SPLIT, 0) for role in (settings.get("engine", {}), settings.get("trainer", {}))

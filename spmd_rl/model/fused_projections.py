@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spmd_rl.kernels import linear, silu_mul, silu_mul_linear
 from spmd_rl.kernels.linear.adapters import add_adapters
@@ -57,6 +57,18 @@ class FusedProjections:
     def gated(self, x: Tensor) -> Tensor:
         """Return `silu_mul` of two projections without bias."""
         return silu_mul_linear(x, self.weight)
+
+
+class FusableLayer(nn.Module):
+    """A layer with projections of one input; `joined` has them as one product, where that is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined: FusedProjections | None = None
+
+    def fusable(self) -> list[Linear]:
+        """Return the projections that can be one product, in the order of its columns."""
+        raise NotImplementedError
 
 
 def project(x: Tensor, joined: FusedProjections | None, *projections: Linear) -> Sequence[Tensor]:

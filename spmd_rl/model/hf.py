@@ -17,20 +17,14 @@ from torch import Tensor, nn
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.companion_files import MODEL_FILES, copy_files
+from spmd_rl.model.families import FAMILIES
 from spmd_rl.model.lora import B
-from spmd_rl.model.spec import (
-    EMBEDDING,
-    HEAD,
-    VALUE_ARCHITECTURE,
-    VALUE_HEAD,
-    Head,
-    ModelSpec,
-)
+from spmd_rl.model.read import VALUE_ARCHITECTURE
+from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD, Head, ModelSpec
 from spmd_rl.model.weight_files import StoredTensor, stored_tensors, stored_weights
 from spmd_rl.observe import atomic_write
 
 SHARD_BYTES = 4 << 30
-CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # as transformers spells them
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -91,23 +85,23 @@ def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
 def random_weights(spec: ModelSpec, seed: int, head: Head = "lm") -> Iterator[tuple[str, Tensor]]:
     """Yield a model's initial weights in fp32, each a function of the seed and its name.
 
-    Matrices are normal, biases and a value head zero, norms one. The two projections that write to
-    the residual stream are scaled down by the depth.
+    Matrices are normal, biases and a value head zero, norms one. Those that write to the residual
+    stream are scaled down by the depth.
     Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3.
     """
     depth = 1.0 / math.sqrt(2 * spec.num_layers)
     generator = torch.Generator()
     if head == "value":
         yield VALUE_HEAD, torch.zeros(spec.parameter_shapes(head)[VALUE_HEAD])
-    for order, (name, shape) in enumerate(sorted(spec.parameter_shapes().items())):
-        if name == HEAD and head == "value":
+    for order, one in enumerate(sorted(spec.parameters(), key=lambda tensor: tensor.name)):
+        if one.name == HEAD and head == "value":
             continue
         generator.manual_seed(((seed << 20) + order) % (1 << 63))
-        if len(shape) == 1:
-            yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
+        if len(one.shape) == 1:
+            yield one.name, torch.full(one.shape, 0.0 if one.name.endswith("bias") else 1.0)
             continue
-        scale = depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-        yield name, torch.randn(shape, generator=generator) * (spec.init_std * scale)
+        scale = depth if one.writes_residual else 1.0
+        yield one.name, torch.randn(one.shape, generator=generator) * (spec.init_std * scale)
 
 
 def random_adapters(shapes: Mapping[str, Sequence[int]], seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -151,7 +145,7 @@ def _copy_config_and_tokenizer(like: Path, folder: Path, dtype: torch.dtype, hea
     config = json.loads((folder / "config.json").read_text())
     config["torch_dtype"] = config["dtype"] = str(dtype).removeprefix("torch.")
     if head == "value":
-        config["architectures"] = [CLASSES[config["model_type"]] + VALUE_ARCHITECTURE]
+        config["architectures"] = [FAMILIES[config["model_type"]].class_name + VALUE_ARCHITECTURE]
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # one number
         if config.get("pad_token_id") in _eos_ids(config):
             # transformers would read the score before the end-of-text token of a sequence

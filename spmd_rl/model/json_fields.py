@@ -14,8 +14,13 @@ from spmd_rl.errors import ConfigError
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file. Raises: ConfigError when it holds none."""
+    return parse_object(path, path.read_bytes())
+
+
+def parse_object(path: Path, content: bytes) -> dict[str, Any]:
+    """Return the JSON object in the content of a file. Raises: as `read_object`."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(raw, dict):

@@ -1,7 +1,7 @@
 """LoRA: which linear layers have a low-rank adapter beside them, and of which shape. No torch.
 
-A layer with an adapter computes base(x) + B(scale * A(x)). Names of parameters are those of PEFT,
-such as "model.layers.0.self_attn.q_proj.lora_A.weight".
+A layer with an adapter computes base(x) + B(scale * A(x)). Names of parameters are those of PEFT:
+"model.layers.0.<layer>.lora_A.weight".
 Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021), section 4.1.
 """
 
@@ -11,10 +11,12 @@ import math
 from dataclasses import dataclass
 
 from spmd_rl.config.rules import require
+from spmd_rl.model.layers.gqa import PROJECTIONS as ATTENTION_PROJECTIONS
+from spmd_rl.model.layers.mlp import PROJECTIONS as MLP_PROJECTIONS
 from spmd_rl.model.spec import ModelSpec
 
 ALL_LINEAR = "all-linear"
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS = (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
 MERGED_WITHOUT_RANK = "false without a rank: there is nothing to merge"
 FOLDER_WITHOUT_RANK = "'' without a rank: set rank to `r` of its adapter_config.json"
 A, B = "lora_A", "lora_B"  # the modules of an adapter, whose weights are [rank, in], [out, rank]

@@ -14,7 +14,8 @@ from torch import Tensor
 from spmd_rl.model.companion_files import TOKENIZER_FILES, copy_files
 from spmd_rl.model.hf import read_stored
 from spmd_rl.model.lora import LoraConfig
-from spmd_rl.model.spec import ADAPTER, ModelSpec
+from spmd_rl.model.read import ADAPTER
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.stored_adapters import ADAPTER_WEIGHTS, PREFIX, stored_adapters
 from spmd_rl.observe import atomic_write
 

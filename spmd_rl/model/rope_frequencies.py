@@ -12,20 +12,18 @@ import torch
 from torch import Tensor
 
 from spmd_rl.model.rope_spec import RopeSpec
-from spmd_rl.model.spec import ModelSpec
 
 
-def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """Return the angle per position of each pair of dimensions. Shape: [head_dim / 2] fp32."""
-    rope = spec.rope
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+def inverse_frequencies(rope: RopeSpec) -> Tensor:
+    """Return the angle per position of each pair of dimensions. Shape: [rope.size / 2] fp32."""
+    exponents = torch.arange(0, rope.size, 2, dtype=torch.int64).float() / rope.size
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":
         return _llama3(frequencies, rope)
     if rope.kind == "yarn":
-        return _yarn(frequencies, rope, spec.head_dim)
+        return _yarn(frequencies, rope)
     return frequencies
 
 
@@ -42,18 +40,18 @@ def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
     return torch.where(wavelengths < shortest, frequencies, stretched)
 
 
-def _yarn(frequencies: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
+def _yarn(frequencies: Tensor, rope: RopeSpec) -> Tensor:
     """Interpolate between stretched and plain frequencies, along a ramp over the dimensions.
 
     The ramp lies between the dimensions that turn `beta_fast` and `beta_slow` times in the original
     context.
     """
-    first = _dimension(rope.beta_fast, rope, head_dim)
-    last = _dimension(rope.beta_slow, rope, head_dim)
+    first = _dimension(rope.beta_fast, rope)
+    last = _dimension(rope.beta_slow, rope)
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
-    low, high = max(first, 0), min(last, head_dim - 1)
-    ramp = _ramp(low, high, head_dim // 2)
+    low, high = max(first, 0), min(last, rope.size - 1)
+    ramp = _ramp(low, high, rope.size // 2)
     return frequencies / rope.factor * ramp + frequencies * (1 - ramp)
 
 
@@ -63,10 +61,10 @@ def _ramp(low: float, high: float, size: int) -> Tensor:
     return ((torch.arange(size, dtype=torch.float32) - low) / span).clamp(0, 1)
 
 
-def _dimension(turns: float, rope: RopeSpec, head_dim: int) -> float:
+def _dimension(turns: float, rope: RopeSpec) -> float:
     """Return the dimension that turns this many times in the original context."""
     return (
-        head_dim
+        rope.size
         * math.log(rope.original_positions / (turns * 2 * math.pi))
         / (2 * math.log(rope.theta))
     )

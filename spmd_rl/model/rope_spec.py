@@ -32,8 +32,12 @@ SPELLINGS = ("rope_scaling", "rope_parameters")  # before transformers 5, and si
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Base of the frequencies, and how the model stretches them; `kind` is the rope_type."""
+    """Base of the frequencies, and how the model stretches them; `kind` is the rope_type.
 
+    Of each head, `size` elements are rotated, in pairs.
+    """
+
+    size: int
     theta: float
     kind: str = "default"
     factor: float = 1.0
@@ -46,22 +50,22 @@ class RopeSpec:
     truncate: bool = True
 
 
-def rope_spec(config: Fields) -> RopeSpec:
-    """Read the rotary positions of a config.
+def rope_spec(config: Fields, size: int) -> RopeSpec:
+    """Read the rotary positions of a config, for heads of `size` elements.
 
     Raises: ConfigError naming a key that is not supported, wrong, or contradicted by the other
     spelling.
     """
-    read = {key: _read(config, key) for key in SPELLINGS if config.raw.get(key)}
+    read = {key: _read(config, key, size) for key in SPELLINGS if config.raw.get(key)}
     if len(set(read.values())) > 1:
         raise ConfigError(
             f"{config.where}: rope_scaling and rope_parameters disagree: keep one of them "
             "(rope_theta may stand in either, or beside them)"
         )
-    return next(iter(read.values())) if read else _read(config, SPELLINGS[-1])
+    return next(iter(read.values())) if read else _read(config, SPELLINGS[-1], size)
 
 
-def _read(config: Fields, spelling: str) -> RopeSpec:
+def _read(config: Fields, spelling: str, size: int) -> RopeSpec:
     raw = config.raw.get(spelling) or {}
     if not isinstance(raw, dict):
         raise config.wrong(spelling, "an object")
@@ -72,12 +76,12 @@ def _read(config: Fields, spelling: str) -> RopeSpec:
     theta = (rope if "rope_theta" in raw else config).number("rope_theta", 10000.0, above=1.0)
     match kind:
         case "linear":
-            return RopeSpec(theta, kind, rope.number("factor"))
+            return RopeSpec(size, theta, kind, rope.number("factor"))
         case "llama3":
-            return _llama3(theta, rope, _original_positions(config, rope))
+            return _llama3(size, theta, rope, _original_positions(config, rope))
         case "yarn":
-            return _yarn(theta, rope, _original_positions(config, rope))
-    return RopeSpec(theta)
+            return _yarn(size, theta, rope, _original_positions(config, rope))
+    return RopeSpec(size, theta)
 
 
 def _refuse_partial_rotation(fields: Fields) -> None:
@@ -113,16 +117,16 @@ def _original_positions(config: Fields, rope: Fields) -> int:
     return config.count("max_position_embeddings")
 
 
-def _llama3(theta: float, rope: Fields, original_positions: int) -> RopeSpec:
+def _llama3(size: int, theta: float, rope: Fields, original_positions: int) -> RopeSpec:
     factor, low, high = (
         rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")
     )
     if high <= low:
         raise rope.wrong("high_freq_factor", f"more than low_freq_factor {low:g}")
-    return RopeSpec(theta, "llama3", factor, original_positions, low, high)
+    return RopeSpec(size, theta, "llama3", factor, original_positions, low, high)
 
 
-def _yarn(theta: float, rope: Fields, original_positions: int) -> RopeSpec:
+def _yarn(size: int, theta: float, rope: Fields, original_positions: int) -> RopeSpec:
     factor = rope.number("factor")
     attention, mscale, all_dim = (
         rope.optional(key) for key in ("attention_factor", "mscale", "mscale_all_dim")
@@ -134,6 +138,7 @@ def _yarn(theta: float, rope: Fields, original_positions: int) -> RopeSpec:
             else _mscale(factor)
         )
     return RopeSpec(
+        size,
         theta,
         "yarn",
         factor,

@@ -72,8 +72,6 @@ def hidden_states(model: CausalLM, batch: ScoredTokens, attention_split: int) ->
     """
     attend = PackedAttention(
         batch.lengths,
-        num_heads=model.spec.num_heads,
-        num_kv_heads=model.spec.num_kv_heads,
         device=batch.tokens.device,
         prefixes=batch.prefixes,
         split=attention_split,

@@ -9,7 +9,8 @@ from typing import Any
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.json_fields import Fields, read_object
 from spmd_rl.model.lora import TARGETS, A, LoraConfig
-from spmd_rl.model.spec import ADAPTER, ModelSpec
+from spmd_rl.model.read import ADAPTER
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.weight_files import StoredTensor, tensors_in
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -14,8 +14,7 @@ from typing import Any
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.json_fields import read_object
-from spmd_rl.model.moe_spec import read_spec
-from spmd_rl.model.spec import model_folder
+from spmd_rl.model.read import model_folder, read_spec
 from spmd_rl.model.tokenizer_rules import is_as_written
 
 VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken")

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.json_fields import read_object
-from spmd_rl.model.spec import ADAPTER, EMBEDDING, HEAD, VALUE_HEAD, head_of
+from spmd_rl.model.read import ADAPTER, head_of
+from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -7,8 +7,7 @@ from typing import Any
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.axes import DATA, MODEL
 from spmd_rl.mesh.split import Placement, Placements
-from spmd_rl.model.moe_spec import MoeSpec, read_spec
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.tensor_parallel import check_sizes
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
@@ -32,7 +31,7 @@ def check_axes(cfg: Any, placements: Placements) -> None:
         elif model := getattr(cfg, "model", ""):
             spec = read_spec(model)
             check_layout(spec, placement.axes, trainer.backend, placement.name)
-            if isinstance(spec, MoeSpec) and "infer" in placements:
+            if spec.num_experts and "infer" in placements:
                 raise ConfigError(
                     f"{model} is a mixture of experts, which no engine generates with here: train "
                     "it with a recipe that has no engine, such as sft"
@@ -49,7 +48,7 @@ def _check_engine(cfg: Any, placement: Placement) -> None:
         return
     placement.require_axes("the SGLang engine", (*DATA, "tp"), "set it to 1")
     if model := getattr(cfg, "model", ""):
-        check_sizes(ModelSpec.from_folder(model), placement.axes["tp"])
+        check_sizes(read_spec(model).require_network(), placement.axes["tp"])
 
 
 def _check_beside(name: str, placement: Placement) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from spmd_rl.model.layers.layer import Recompute
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.plan.roles import PlannedRole
-from spmd_rl.train.activation_memory import Recompute
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.memory import step_sizes
 

@@ -16,7 +16,7 @@ from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.run.steps import LoopStep
 from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.split import plan_split
-from spmd_rl.model.moe_spec import read_spec
+from spmd_rl.model.read import read_spec
 from spmd_rl.observe.atomic_write import write_atomically
 from spmd_rl.observe.provenance import PROVENANCE_FILE, provenance, start_unix_s
 from spmd_rl.observe.run_folder import RunFolder, has_content

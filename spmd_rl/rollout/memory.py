@@ -53,8 +53,7 @@ def step_bytes(spec: ModelSpec, cfg: EngineConfig) -> int:
     """Return the workspace of a step: one layer of its tokens, and twice a full batch's logits."""
     set_tokens = cfg.max_step_tokens if isinstance(cfg, NativeEngineConfig) else 0
     num_tokens = set_tokens or max(cfg.max_batch, GPU_STEP_TOKENS)
-    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    layer = 4 * spec.hidden_size + 2 * width + 3 * spec.intermediate_size
+    layer = max(block.cost().workspace for block in spec.distinct_blocks())
     logits = cfg.max_batch * spec.vocab_size * ITEM_BYTES["float32"]
     return num_tokens * layer * ITEM_BYTES[_dtype(cfg)] + 2 * logits
 
@@ -101,9 +100,13 @@ def sequence_kv_bytes(spec: ModelSpec, cfg: EngineConfig, num_tokens: int, tp: i
     return pages * _page_size(cfg) * _token_bytes(spec, cfg, tp)
 
 
-def kv_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> int:
-    """Return the bytes of one token's keys and values in the whole model."""
-    return 2 * num_layers * num_kv_heads * head_dim * element_bytes
+def cache_token_bytes(spec: ModelSpec, element_bytes: int, tp: int = 1) -> int:
+    """Return the bytes that one of `tp` ranks keeps of each token in pages, in all layers.
+
+    With more ranks than key-value heads, several have the same.
+    """
+    caches = (layer.cache(tp) for block in spec.blocks for layer in block.layers)
+    return sum(one.num_elements for one in caches if one is not None) * element_bytes
 
 
 def kv_budget(capacity_bytes: int, fraction: float, beside_bytes: int) -> int:
@@ -133,9 +136,7 @@ def _dtype(cfg: EngineConfig) -> str:
 
 
 def _token_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int) -> int:
-    """Return the bytes of a token; with more ranks than key-value heads, some have the same one."""
-    item_bytes, num_heads = ITEM_BYTES[_dtype(cfg)], -(-spec.num_kv_heads // tp)
-    return kv_token_bytes(spec.num_layers, num_heads, spec.head_dim, item_bytes)
+    return cache_token_bytes(spec, ITEM_BYTES[_dtype(cfg)], tp)
 
 
 def _page_size(cfg: EngineConfig) -> int:

@@ -31,7 +31,7 @@ from spmd_rl.hooks.signatures import reward_weights
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.lora import NO_LORA, AdaptedBase, LoraConfig
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import RoleSleep
@@ -129,7 +129,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
             adapted=lora,
         )
         self._pushes_all = lora is None
-        spec, raises = ModelSpec.from_folder(model), hooks.on_error == "raise"
+        spec, raises = read_spec(model).require_network(), hooks.on_error == "raise"
         grading = episodes = None
         if pool is not None and rewards:
             grading = Grading(pool, GraderChoice(rewards, weights), raises=raises)
@@ -154,7 +154,9 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
 
         `lora` says which adapters the trainer pushes.
         """
-        return engine_memory(ModelSpec.from_folder(model), cfg, on_gpu, lora, placement.axes["tp"])
+        return engine_memory(
+            read_spec(model).require_network(), cfg, on_gpu, lora, placement.axes["tp"]
+        )
 
     @concurrent
     @collective

@@ -1,54 +1,18 @@
 """Memory that a forward and backward pass takes besides weights and gradients. Pure arithmetic.
 
-It counts what the kernels of a GPU save for the backward pass (`save_for_backward`). Elements of a
-token in a layer, with C hidden, F intermediate, W = heads x head size, K = key-value heads x head
-size:
-
-    sums of the residual stream     2 C    one before each norm
-    outputs of norms                2 C    not with recompute = cheap
-    q and k as projected            W + K
-    q and k, normed and rotated     W + K  not with cheap
-    v, and the attention's output   K + W
-    gate and up                     2 F
-    their product                   F      not with cheap
-
-With recompute = all a layer keeps its two inputs alone, 2 C, and one layer at a time exists in full
-in the backward pass. After the layers there are 3 C: the last norm's input and output, and the rows
-that are scored. Units: bytes.
+It counts what the kernels of a GPU save for the backward pass (`save_for_backward`). What a layer
+keeps of a token, it says itself (model/layers). With recompute = all a layer keeps its two inputs
+alone, and one layer at a time exists in full in the backward pass. After the layers there are three
+vectors of the residual stream: the last norm's input and output, and the rows that are scored.
+Units: bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Recompute = Literal["none", "cheap", "all"]
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """The sizes of a decoder layer: of one token, and of all its weights."""
-
-    hidden: int
-    intermediate: int
-    query_width: int  # heads x head size
-    kv_width: int
-
-    def kept_elements(self, recompute: Recompute) -> int:
-        """Return the elements that one token keeps in one layer until the backward pass."""
-        if recompute == "all":
-            return 2 * self.hidden
-        matrix_products = 2 * self.query_width + 2 * self.kv_width + 2 * self.intermediate
-        cheap = 2 * self.hidden + self.query_width + self.kv_width + self.intermediate
-        kept = 2 * self.hidden + matrix_products
-        return kept + (cheap if recompute == "none" else 0)
-
-    def gradient_elements(self) -> int:
-        """Return the elements of gradients of one token that exist at once in a layer.
-
-        They are those of the product, of gate and up, and of two sums of the residual stream.
-        """
-        return 3 * self.intermediate + 2 * self.hidden
+from spmd_rl.model.layers.layer import LayerCost, Recompute
 
 
 @dataclass(frozen=True)
@@ -117,37 +81,44 @@ class Activations:
 
 
 def activations(
-    layer: LayerShape,
+    blocks: Sequence[LayerCost],
+    hidden_size: int,
     head: HeadShape,
     *,
     num_tokens: int,
-    num_layers: int,
     element_bytes: int,
     recompute: Recompute,
-    num_host_layers: int = 0,
+    num_on_gpu: int | None = None,
 ) -> Activations:
-    """Return the activations of a micro-batch.
+    """Return the activations of a micro-batch in all blocks of a model.
 
-    `num_layers` are those whose activations are on the GPU at once, `num_host_layers` those whose
-    activations have a place in host memory.
+    Those of `num_on_gpu` blocks are on the GPU at once, and those of all but the last have a place
+    in host memory. None: those of all are on the GPU, and none elsewhere.
     """
     token = num_tokens * element_bytes
-    kept, after = token * layer.kept_elements(recompute), token * 3 * layer.hidden
-    again = 0 if recompute == "none" else token * layer.kept_elements("none") - kept
-    in_layer = again + token * layer.gradient_elements()
+    kept = [token * one.kept(recompute) for one in blocks]
+    in_block = max(
+        one.gradients + (one.kept("none") - one.kept(recompute) if recompute != "none" else 0)
+        for one in blocks
+    )
     in_head = max(head.bytes_in_forward(element_bytes), head.bytes_in_backward(element_bytes))
     return Activations(
-        kept=num_layers * kept,
-        head=after + in_head,
-        backward=in_layer + head.weight_bytes(element_bytes),
-        host=num_host_layers * kept,
+        kept=sum(kept if num_on_gpu is None else sorted(kept, reverse=True)[:num_on_gpu]),
+        head=token * 3 * hidden_size + in_head,
+        backward=token * in_block + head.weight_bytes(element_bytes),
+        host=0 if num_on_gpu is None else sum(kept[:-1]),
     )
 
 
 def forward_bytes(
-    layer: LayerShape, head: HeadShape, *, num_tokens: int, element_bytes: int
+    blocks: Sequence[LayerCost],
+    hidden_size: int,
+    head: HeadShape,
+    *,
+    num_tokens: int,
+    element_bytes: int,
 ) -> int:
-    """Return what a forward pass without gradients takes: one layer at a time, then the head."""
-    in_layer = num_tokens * element_bytes * layer.kept_elements("none")
-    hidden = num_tokens * element_bytes * 2 * layer.hidden
-    return max(in_layer, hidden + head.bytes_in_forward(element_bytes))
+    """Return what a forward pass without gradients takes: one block at a time, then the head."""
+    token = num_tokens * element_bytes
+    in_block = token * max(one.kept("none") for one in blocks)
+    return max(in_block, token * 2 * hidden_size + head.bytes_in_forward(element_bytes))

@@ -12,11 +12,11 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import model_weights, random_adapters, random_weights
-from spmd_rl.model.moe_spec import read_spec
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.peft_folder import read_adapters
+from spmd_rl.model.read import head_of, read_spec
 from spmd_rl.model.scorer import Scorer
-from spmd_rl.model.spec import Head, ModelSpec, head_of
+from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.model.value_head import ValueModel, ValueScorer
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
@@ -112,7 +112,7 @@ def _first_adapters(cfg: TrainerConfig, spec: ModelSpec) -> Iterator[tuple[str, 
 def _spec(folder: str) -> ModelSpec:
     if not folder:
         raise ConfigError("model is empty: name a Hugging Face model folder")
-    return ModelSpec.from_folder(folder)
+    return read_spec(folder).require_network()
 
 
 def _frozen_scorer(cfg: FrozenConfig, spec: ModelSpec, head: Head) -> Scorer | ValueScorer:

@@ -25,7 +25,7 @@ WORKSPACES = (":4096:8", ":16:8")
 
 
 def require_deterministic(
-    device: torch.device, dtype: torch.dtype, head_dim: int, num_replicas: int
+    device: torch.device, dtype: torch.dtype, head_size: int, num_replicas: int
 ) -> None:
     """Check that every sum has a fixed order, and fix cuBLAS's workspace before its first GEMM.
 
@@ -38,12 +38,12 @@ def require_deterministic(
         )
     if device.type != "cuda":
         return
-    if not attention_backend(head_dim, dtype, device).has_deterministic_backward:
-        head_dims = ", ".join(map(str, FLASH_HEAD_DIMS))
+    if not attention_backend(head_size, dtype, device).has_deterministic_backward:
+        sizes = ", ".join(map(str, FLASH_HEAD_DIMS))
         raise ConfigError(
             "trainer.deterministic: on a GPU it needs flash-attn-4 on Hopper, trainer.dtype = "
-            f"bfloat16 and heads of {head_dims}, "
-            f"not {str(dtype).removeprefix('torch.')} and {head_dim}"
+            f"bfloat16 and heads of {sizes}, "
+            f"not {str(dtype).removeprefix('torch.')} and {head_size}"
         )
     if os.environ.setdefault(WORKSPACE, WORKSPACES[0]) not in WORKSPACES:
         raise ConfigError(

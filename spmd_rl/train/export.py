@@ -13,8 +13,8 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import save_folder
 from spmd_rl.model.lora import NO_LORA, LoraConfig
-from spmd_rl.model.moe_spec import read_spec
 from spmd_rl.model.peft_folder import save_adapters
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import VALUE_HEAD, Head
 from spmd_rl.train.backend import ModelBackend
 from spmd_rl.train.checkpoint_index import WEIGHTS, Index, read_index

@@ -30,20 +30,20 @@ def train_flops(
 
     Recomputation does not count.
 
-    6 for each weight of the layers and each token, 6 for each weight of the head and each scored
-    token, and for attention 6 L^2 H D a layer and sequence: two products over the lower triangle,
-    three times. Weights beside adapters are multiplied by 4 and not 6, as they have no gradient.
+    6 for each weight of the layers that a token is multiplied with, 6 for each weight of the head
+    and each scored token, and for attention 3 times the forward pass's operations of each pair of
+    tokens in the lower triangle. Weights beside adapters count 4 and not 6: they have no gradient.
     """
     num_adapted = sum(math.prod(shape) for shape in lora.shapes(spec).values())
     of_weight = 4.0 if lora.rank else 6.0
-    width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    layer = spec.hidden_size * (2 * width + 2 * kv_width + 3 * spec.intermediate_size)
+    blocks = [block.cost() for block in spec.blocks]
     lengths = lengths.astype(np.float64)
-    attention = float((lengths**2).sum()) * width
+    num_pairs = float((lengths**2).sum()) / 2
+    attention = num_pairs * sum(block.flops_per_key for block in blocks)
     head = spec.vocab_size * spec.hidden_size * num_scored
     num_tokens = float(lengths.sum())
-    of_weights = of_weight * (spec.num_layers * layer * num_tokens + head)
-    return of_weights + 6.0 * (spec.num_layers * attention + num_adapted * num_tokens)
+    of_weights = of_weight * (sum(block.multiplied for block in blocks) * num_tokens + head)
+    return of_weights + 3.0 * attention + 6.0 * num_adapted * num_tokens
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import recomputing
+from spmd_rl.model.attention import head_size
 from spmd_rl.model.lora import is_adapter
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
@@ -61,7 +62,7 @@ class Fsdp2(ShardedModel):
     ) -> None:
         dtype = getattr(torch, cfg.dtype)
         if cfg.deterministic:
-            require_deterministic(device, dtype, spec.head_dim, mesh.size(0))
+            require_deterministic(device, dtype, head_size(spec), mesh.size(0))
         self._memory = memory = memory or RoleMemory(None, device)
         settings = fsdp2_settings(cfg)
         self._offload = settings.offload

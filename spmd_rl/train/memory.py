@@ -15,7 +15,6 @@ from spmd_rl.train.activation_memory import (
     NO_HEAD,
     Activations,
     HeadShape,
-    LayerShape,
     activations,
     forward_bytes,
 )
@@ -85,8 +84,8 @@ def step_sizes(
         return _adapter_step_sizes(spec, cfg, placement)
     shapes = spec.parameter_shapes(head)
     rules = update_rules(shapes, cfg, num_shards)
-    layer, rest = _unit_sizes(spec, head)
-    num_parameters = spec.num_layers * layer + rest
+    layer, layers, rest = _unit_sizes(spec, head)
+    num_parameters = layers + rest
     is_one_unit = fsdp2_settings(cfg).gathers_whole(num_parameters * FP32_BYTES)
     unit = num_parameters if is_one_unit else max(layer, rest)
     # One unit, and a model without shards, are gathered until the end of the step, and so long
@@ -116,7 +115,7 @@ def step_sizes(
 def _adapter_step_sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -> StepSizes:
     """Return the sizes of a trainer whose adapters alone learn; its base is a tag of its own."""
     num_shards, element_bytes = placement.axes["fsdp"], ITEM_BYTES[dtype_on_gpu(cfg)]
-    layer, rest = _unit_sizes(spec, "lm")
+    layer, _, rest = _unit_sizes(spec, "lm")
     adapted = num_adapted(spec, cfg.lora)
     is_gathered = num_shards > 1  # the base too; FSDP leaves it alone where there is one shard
     unit_bytes = adapted * FP32_BYTES + is_gathered * spec.num_parameters * element_bytes
@@ -147,13 +146,14 @@ def frozen_memory(
     once.
     """
     element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
-    layer, rest = _unit_sizes(spec, head)
-    num_parameters = spec.num_layers * layer + rest
+    layer, layers, rest = _unit_sizes(spec, head)
+    num_parameters = layers + rest
     is_whole = cfg.gathers_whole(num_parameters * element_bytes)
     num_gathered = num_parameters if is_whole else min(spec.num_layers, 2) * layer + rest
     shards = placement.axes["fsdp"]
     working = forward_bytes(
-        layer_shape(spec),
+        [block.cost() for block in spec.distinct_blocks()],
+        spec.hidden_size,
         _head_shape(spec, cfg, head, keeps_slopes=False),
         num_tokens=cfg.max_tokens,
         element_bytes=element_bytes,
@@ -169,28 +169,18 @@ def frozen_memory(
     ]
 
 
-def layer_shape(spec: ModelSpec) -> LayerShape:
-    """Return the sizes of a layer of the model."""
-    return LayerShape(
-        spec.hidden_size,
-        spec.intermediate_size,
-        spec.num_heads * spec.head_dim,
-        spec.num_kv_heads * spec.head_dim,
-    )
-
-
 def _activations(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> Activations:
     settings = fsdp2_settings(cfg)
     offloads, recompute = settings.offload_activations, settings.recompute
     keeps_slopes = dtype_on_gpu(cfg) != "float32" and recompute != "all"
     return activations(
-        layer_shape(spec),
+        [block.cost() for block in spec.blocks],
+        spec.hidden_size,
         _head_shape(spec, cfg, head, keeps_slopes),
         num_tokens=cfg.max_tokens,
-        num_layers=min(OFFLOADING_LAYERS, spec.num_layers) if offloads else spec.num_layers,
         element_bytes=ITEM_BYTES[dtype_on_gpu(cfg)],
         recompute=recompute,
-        num_host_layers=spec.num_layers - 1 if offloads else 0,  # the last layer's stay
+        num_on_gpu=OFFLOADING_LAYERS if offloads else None,
     )
 
 
@@ -204,11 +194,10 @@ def _head_shape(
     )
 
 
-def _unit_sizes(spec: ModelSpec, head: Head) -> tuple[int, int]:
-    """Return the parameters of a layer, and those that belong to none."""
-    shapes = spec.parameter_shapes(head).items()
-    layer = sum(prod(shape) for name, shape in shapes if name.startswith("model.layers.0."))
-    return layer, sum(prod(shape) for _, shape in shapes) - spec.num_layers * layer
+def _unit_sizes(spec: ModelSpec, head: Head) -> tuple[int, int, int]:
+    """Return the parameters of the largest layer, of all layers, and of those outside of them."""
+    layers = [block.cost().parameters for block in spec.blocks]
+    return max(layers), sum(layers), sum(one.num_elements for one in spec.outer_parameters(head))
 
 
 def _copies(unit: int, num_shards: int) -> int:

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ContractError
-from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.model.attention import backend_of
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.value_head import ValueScorer
 from spmd_rl.train.backend import Outputs, State, Visit, VisitTop
@@ -64,7 +64,7 @@ class ShardedModel:
         allocating: Allocating = lambda is_base, sizes: nullcontext(),
     ) -> None:
         spec = scorer.model.spec
-        attention_backend(spec.head_dim, dtype, device, scorer.attention_split)
+        backend_of(spec, dtype, device, scorer.attention_split)  # refuses what cannot run
         self.device = device
         self._dtype = dtype
         self.max_positions = spec.max_positions

@@ -20,7 +20,7 @@ from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.trainer import Trainer
@@ -64,7 +64,7 @@ def run(folder: str, meshes: Meshes, dtype: torch.dtype) -> dict[str, Any]:
         trainer = Trainer(cfg, meshes.context(placements.train), folder)
         source = NotingSource(trainer.weight_source())
     if rank in placements.infer.ranks:
-        engine = CausalLM(ModelSpec.from_folder(folder)).to(dtype).requires_grad_(False)
+        engine = CausalLM(read_spec(folder)).to(dtype).requires_grad_(False)
         whole = LocalTensors.whole(dict(engine.named_parameters()))
         sink = TensorSink(whole.items(), lambda: None, lambda version: None)
     sources, destinations = all_layouts(source, rank), all_layouts(sink, rank)

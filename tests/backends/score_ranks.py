@@ -52,8 +52,7 @@ def attend_to_whole(query: Tensor, key: Tensor, value: Tensor, inputs: Attention
     """The contract's attention under context parallelism: of all queries, on every rank."""
     order = attention._whole_order(inputs, query.device)
     whole = [gathered(x, 0, inputs.context_group)[order] for x in (query, key, value)]
-    heads = {"num_heads": query.shape[1], "num_kv_heads": key.shape[1]}
-    attend = PackedAttention(inputs.lengths, device=query.device, **heads)
+    attend = PackedAttention(inputs.lengths, device=query.device)
     held = [held_positions(int(length), inputs.context) for length in inputs.lengths]
     bases = np.cumsum(inputs.lengths) - inputs.lengths
     own = np.concatenate([one + base for one, base in zip(held, bases, strict=True)])

@@ -17,6 +17,7 @@ from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import ForwardPass, load_model
 from spmd_rl.microscope.taps.points import OPS
 from spmd_rl.model.hf import save_folder
+from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.engine import NativeEngineConfig
 from tests.backends.engine_scores import CPU, case_of
 from tests.backends.megatron_case import make_batch, write_model
@@ -91,7 +92,6 @@ def test_the_command_takes_it_as_a_side(
 def load_random(like: Path, target: Path) -> Path:
     """Write the example's model with random weights."""
     from spmd_rl.model.hf import random_weights
-    from spmd_rl.model.spec import ModelSpec
 
-    save_folder(target, like, random_weights(ModelSpec.from_folder(like), seed=1))
+    save_folder(target, like, random_weights(read_spec(like), seed=1))
     return target

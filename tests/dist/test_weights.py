@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from tests.dist.torchrun import torchrun
 from tests.dist.train_case import write_model_folder
 
@@ -50,7 +50,7 @@ def report(request: pytest.FixtureRequest, reports: Report) -> Report:
 def _model_bytes(work: Path, dtype: str) -> int:
     with torch.device("meta"):
         return (
-            sum(one.numel() for one in CausalLM(ModelSpec.from_folder(work)).parameters())
+            sum(one.numel() for one in CausalLM(read_spec(work)).parameters())
             * getattr(torch, dtype).itemsize
         )
 

@@ -19,7 +19,7 @@ from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.weights.digest import combine, digest
@@ -73,7 +73,7 @@ def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str,
             TrainerConfig(init="random", lr=1e-2), meshes.context(placements.train), str(work)
         )
     if rank in placements.infer.ranks:
-        engine = CausalLM(ModelSpec.from_folder(work)).to(dtype).requires_grad_(False)
+        engine = CausalLM(read_spec(work)).to(dtype).requires_grad_(False)
     src = LocalTensors(local_weights(trainer)) if trainer else None
     dst = LocalTensors.whole(dict(engine.named_parameters())) if engine else None
     sources, destinations = layouts(src, rank), layouts(dst, rank)

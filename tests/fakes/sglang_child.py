@@ -486,10 +486,12 @@ def _passed_on(message: Any) -> Any:
 
 def _local_part(name: str, spec: Any, rank: int, size: int) -> tuple[int, int, int] | None:
     """Return the dim, start and length of a rank's part of a tensor; None where it has all."""
-    width, kind = spec.head_dim, name.split(".")[-2]
-    heads = spec.num_heads // size
-    kv_heads, copies = max(spec.num_kv_heads // size, 1), max(size // spec.num_kv_heads, 1)
-    columns = spec.intermediate_size // size
+    attention, mlp = spec.blocks[0].layers
+    width, kind = attention.head_dim, name.split(".")[-2]
+    heads = attention.num_heads // size
+    all_kv_heads = attention.num_kv_heads
+    kv_heads, copies = max(all_kv_heads // size, 1), max(size // all_kv_heads, 1)
+    columns = mlp.intermediate_size // size
     rows = -(-spec.vocab_size // 64) * 64 // size
     return {
         "q_proj": (0, rank * heads * width, heads * width),
@@ -511,9 +513,9 @@ def _model(folder: str, dtype: str, is_quantized: bool, tp_rank: int, tp_size: i
     import torch
     from torch import nn
 
-    from spmd_rl.model.spec import ModelSpec
+    from spmd_rl.model.read import read_spec
 
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
     rows: dict[str, list[int]] = {}

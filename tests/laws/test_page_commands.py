@@ -25,7 +25,7 @@ from spmd_rl.cli.exit_code import run_guarded
 from spmd_rl.cli.main import dispatch
 from spmd_rl.microscope import command as mismatch_command
 from spmd_rl.model.hf import random_weights
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.observe.provenance import START_TIME_ENV
 from tests.laws.source import ROOT
 
@@ -153,7 +153,7 @@ def make_model(folder: Path) -> None:
     config = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
     config |= {"max_position_embeddings": CONTEXT}
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(dict(random_weights(ModelSpec.from_folder(folder), 0)), folder / "model.safetensors")
+    save_file(dict(random_weights(read_spec(folder), 0)), folder / "model.safetensors")
     file = folder / "tokenizer_config.json"
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(tokenizer | {"chat_template": TEMPLATE}))

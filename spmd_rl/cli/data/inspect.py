@@ -23,8 +23,7 @@ from spmd_rl.data.prompt_format import PromptEncoder, is_too_long
 from spmd_rl.data.prompt_records import PromptConfig
 from spmd_rl.data.record import DataRecord, Records
 from spmd_rl.errors import DataError
-from spmd_rl.model.moe_spec import read_spec
-from spmd_rl.model.spec import model_folder
+from spmd_rl.model.read import model_folder, read_spec
 from spmd_rl.model.tokenizer import load_tokenizer
 
 _GROUP = 512  # records that are tokenised together

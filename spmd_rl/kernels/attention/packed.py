@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,29 +18,37 @@ class PackedAttention(TokenAttention):
 
     `prefixes` [N] is for the CPU only: the earlier sequence that each one continues, whose tokens
     it sees before its own; -1 for none. `split` is for FlashAttention only: the size of the splits
-    of keys in tokens (kv_splits.py), 0 to attend to all at once. The backend is chosen at the first
-    call, because mixed precision decides on the dtype of queries.
+    of keys in tokens (kv_splits.py), 0 to attend to all at once. A kernel is chosen at the first
+    call with heads of its shape, because mixed precision decides on the dtype of queries.
     """
 
     def __init__(
         self,
         lengths: NDArray[np.int32],
         *,
-        num_heads: int,
-        num_kv_heads: int,
         device: torch.device,
         prefixes: NDArray[np.int32] | None = None,
         split: int = 0,
     ) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.prefixes = np.full(len(self.lengths), -1) if prefixes is None else prefixes
-        self.heads_per_kv = num_heads // num_kv_heads
         self.device = device
         self.split = split
-        self._kernel: AttentionKernel | None = None
+        self._kernels: dict[tuple[int, int], AttentionKernel] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self._kernel is None:
-            backend = attention_backend(q.shape[-1], q.dtype, self.device, self.split)
-            self._kernel = backend.packed(self.lengths, self.prefixes, self.heads_per_kv)
-        return self._kernel(q, k, v)
+        shape = q.shape[-1], q.shape[1] // k.shape[1]
+        if shape not in self._kernels:
+            head_dim, heads_per_kv = shape
+            backend = attention_backend(head_dim, q.dtype, self.device, self.split)
+            self._kernels[shape] = backend.packed(self.lengths, self.prefixes, heads_per_kv)
+        return self._kernels[shape](q, k, v)
+
+    def history(self, layer: int, *rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        ends = np.cumsum(self.lengths)
+        starts = ends - self.lengths
+        own = [slice(*bounds) for bounds in zip(starts.tolist(), ends.tolist(), strict=True)]
+        for number, new in enumerate(own):
+            before = int(self.prefixes[number])
+            parts = [new] if before < 0 else [own[before], new]
+            yield new, [torch.cat([one[part] for part in parts]) for one in rows]

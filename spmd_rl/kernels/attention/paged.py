@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.backend import AttentionKernel, attention_backend
+from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
 from spmd_rl.kernels.attention.token_attention import TokenAttention
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
 from spmd_rl.kernels.rowwise.rope import qk_norm_rope_into
@@ -18,58 +21,102 @@ from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
 from spmd_rl.kernels.runtime.upload import upload
 
 
-class KvCache:
-    """Pages of keys and values for every layer; slot = page * page_size + offset.
+class LayerPages(Protocol):
+    """What one layer keeps of each token: arrays, each with this shape for a token.
 
+    `queries_per_key` is above 0 if they are the keys and values of attention, each [K, D], to each
+    of which so many query heads attend.
+    """
+
+    @property
+    def arrays(self) -> Sequence[tuple[int, ...]]: ...
+
+    @property
+    def queries_per_key(self) -> int: ...
+
+
+class KvCache:
+    """Pages of every layer, of keys and values or other arrays; slot = page * page_size + offset.
+
+    `layers` says for each layer what it keeps, None for nothing. `layers` of the cache are then the
+    tensors of each: of attention as `backend` lays them out, of others [num_pages, page_size, ...].
     The cache starts at zero, and it and products with its keys must stay finite: unused slots of a
-    page are read, and their values are multiplied by exact zeros. `backend` lays out its memory.
+    page are read, and their values are multiplied by exact zeros.
     `allocate` returns that many bytes, uint8 and zero. `split` is the size of the splits of keys in
     tokens, a multiple of the page (kv_splits.py); 0 for none. One stream at a time may read the
     cache, because its calls share `tile_counter`.
-    Raises: ConfigError where attention in splits cannot run.
+    Raises: ConfigError where attention in splits cannot run, or for layers whose keys differ.
     """
 
     def __init__(
         self,
+        layers: Sequence[LayerPages | None],
         *,
-        num_layers: int,
         num_pages: int,
         page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         allocate: Callable[[int], Tensor] | None = None,
         split: int = 0,
     ) -> None:
+        keys = [one for one in layers if one is not None and one.queries_per_key]
+        self.kv_heads, head_dim, self.heads_per_kv = _shape_of_keys(keys)
         self.backend = attention_backend(head_dim, dtype, device, split)
         self.split = split
         self.page_size = page_size
         self.num_pages = num_pages
-        self.num_kv_heads = num_kv_heads
+        self.device = device
         self.tile_counter = torch.zeros(1, dtype=torch.int32, device=device)
-        layer_shape = self.backend.cache_shape(num_pages, page_size, num_kv_heads, head_dim)
-        shape = (num_layers, 2, *layer_shape)
-        num_bytes = math.prod(shape) * dtype.itemsize
-        memory = _zeros(num_bytes, device) if allocate is None else allocate(num_bytes)
-        self.data = memory.view(dtype).view(shape)
-        self.layers = [(layer[0], layer[1]) for layer in self.data]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.data.numel() * self.data.element_size()
+        layer_shape = self.backend.cache_shape(num_pages, page_size, self.kv_heads, head_dim)
+        shapes = [(len(keys), 2, *layer_shape)]
+        others = [one for one in layers if one is not None and not one.queries_per_key]
+        shapes += [(num_pages, page_size, *shape) for one in others for shape in one.arrays]
+        sizes = [math.prod(shape) for shape in shapes]
+        self.num_bytes = sum(sizes) * dtype.itemsize
+        memory = _zeros(self.num_bytes, device) if allocate is None else allocate(self.num_bytes)
+        parts = memory.view(dtype).split(sizes)
+        self.data, *self.others = (
+            one.view(shape) for one, shape in zip(parts, shapes, strict=True)
+        )
+        of_keys, of_others = iter(self.data), iter(self.others)
+        self.layers: list[tuple[Tensor, ...]] = []
+        for layer in layers:
+            if layer is None:
+                self.layers.append(())
+            elif layer.queries_per_key:
+                self.layers.append(tuple(next(of_keys)))
+            else:
+                self.layers.append(tuple(next(of_others) for _ in layer.arrays))
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write new keys and values. Shape: slots [T]; of k and v [T', K, D] the first T rows."""
-        self.backend.write(KvSlots(*self.layers[layer], slots), k, v)
+        self.backend.write(KvSlots(*self.keys_of(layer), slots), k, v)
+
+    def keys_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of a layer of attention, as `backend` lays them out."""
+        keys, values = self.layers[layer]
+        return keys, values
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Overwrite each page of `targets` with that of `sources`, in all layers."""
-        device = self.data.device
-        read, written = (upload(np.array(pages), device) for pages in (sources, targets))
+        read, written = (upload(np.array(pages), self.device) for pages in (sources, targets))
         for layer in self.data:
             pages = self.backend.by_page(layer, self.num_pages)
             pages.index_copy_(1, written, pages.index_select(1, read))
+        for pages in self.others:
+            pages.index_copy_(0, written, pages.index_select(0, read))
+
+
+def _shape_of_keys(keys: Sequence[LayerPages]) -> tuple[int, int, int]:
+    """Return the key-value heads, their size, and the query heads for each of them.
+
+    Raises: ConfigError unless all layers have the same, which the kernels of a step are made for.
+    """
+    shapes = {(*one.arrays[0], one.queries_per_key) for one in keys}
+    if len(shapes) > 1:
+        raise ConfigError("layers of attention whose key-value heads differ are not supported")
+    heads, size, queries = next(iter(shapes), (1, FLASH_HEAD_DIMS[0], 1))
+    return heads, size, queries
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
@@ -89,10 +136,17 @@ class PagedAttention(TokenAttention):
     D]: the new tokens of all sequences laid end to end, then padding up to the row tile.
     """
 
-    def __init__(self, cache: KvCache, slots: Tensor, kernel: AttentionKernel) -> None:
+    def __init__(
+        self,
+        cache: KvCache,
+        slots: Tensor,
+        kernel: AttentionKernel,
+        chunks: Sequence[tuple[NDArray[np.int64], int, int]] = (),
+    ) -> None:
         self.cache = cache
         self.slots = slots
         self.kernel = kernel
+        self.of_sequences = chunks  # pages, tokens in the cache before, and new tokens
 
     @classmethod
     def chunks(
@@ -103,7 +157,6 @@ class PagedAttention(TokenAttention):
         starts: NDArray[np.int64],
         lengths: NDArray[np.int64],
         slots: NDArray[np.int64],
-        num_heads: int,
     ) -> PagedAttention:
         """Prepare a step with any number of new tokens for each sequence.
 
@@ -111,11 +164,11 @@ class PagedAttention(TokenAttention):
         starts [B] (tokens already in the cache), lengths [B] (new tokens, at least 1), slots [T]
         (where each new token's key goes).
         """
-        heads_per_kv = num_heads // cache.num_kv_heads
         kernel = cache.backend.chunks(
-            page_table, starts, lengths, cache.page_size, heads_per_kv, cache.tile_counter
+            page_table, starts, lengths, cache.page_size, cache.heads_per_kv, cache.tile_counter
         )
-        return cls(cache, upload(slots, cache.data.device), kernel)
+        sequences = list(zip(page_table, starts.tolist(), lengths.tolist(), strict=True))
+        return cls(cache, upload(slots, cache.device), kernel, sequences)
 
     @classmethod
     def decode(
@@ -152,9 +205,20 @@ class PagedAttention(TokenAttention):
     ) -> Tensor:
         if torch.is_grad_enabled() or not self.cache.backend.fuses_write:
             return super().rotate_and_attend(layer, q, k, v, norm, rotary)
-        target = KvSlots(*self.cache.layers[layer], self.slots)
+        target = KvSlots(*self.cache.keys_of(layer), self.slots)
         return self.read(layer, qk_norm_rope_into(q, k, v, norm, rotary, target))
+
+    def history(self, layer: int, *rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        pages, device = self.cache.layers[layer], self.slots.device
+        for array, new in zip(pages, rows, strict=True):
+            array.flatten(0, 1)[self.slots] = new[: len(self.slots)].to(array.dtype)
+        first = 0
+        for table, start, length in self.of_sequences:
+            own = torch.from_numpy(table[: -(-(start + length) // self.cache.page_size)]).to(device)
+            so_far = [array[own].flatten(0, 1)[: start + length] for array in pages]
+            yield slice(first, first + length), so_far
+            first += length
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         """Attend to what is in the cache, the new keys and values included."""
-        return self.kernel(q, *self.cache.layers[layer])
+        return self.kernel(q, *self.cache.keys_of(layer))

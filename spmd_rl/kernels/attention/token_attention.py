@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -20,6 +21,16 @@ class TokenAttention(ABC):
     @abstractmethod
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with queries and keys that are normed and rotated already."""
+
+    @abstractmethod
+    def history(self, layer: int, *rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Keep `rows` of the new tokens, then yield what each sequence has of them so far.
+
+        It is for layers that keep other arrays than keys and values (`LayerPages`). Each sequence
+        gives the range of its new tokens, and all its rows, the new ones last. Tokens of which
+        nothing is kept are padding, and in no range.
+        Shape: each of rows [T', ...]; yields [S, ...] each.
+        """
 
     def rotate_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm: QkNorm, rotary: Rotary

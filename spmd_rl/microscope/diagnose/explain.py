@@ -26,32 +26,12 @@ from spmd_rl.microscope.diagnose.variants import (
     variants_from_source,
 )
 from spmd_rl.microscope.replay.case import ReplayCase
-from spmd_rl.microscope.taps.points import BEFORE, Point
+from spmd_rl.microscope.taps.points import BEFORE, OPS, Point
 from spmd_rl.microscope.taps.taps import ValueTap
+from spmd_rl.model.layers.block import NORM_OPS
 from spmd_rl.model.spec import ModelSpec
 
-INPUTS: dict[str, tuple[str, ...]] = {  # the points that an op reads
-    "q_proj": ("input_norm",),
-    "k_proj": ("input_norm",),
-    "v_proj": ("input_norm",),
-    "q": ("q_proj",),
-    "k": ("k_proj",),
-    "v": ("v_proj",),
-    "attention": ("q", "k", "v"),
-    "o_proj": ("attention",),
-    "gate_proj": ("post_norm",),
-    "up_proj": ("post_norm",),
-    "act": ("gate_proj", "up_proj"),
-    "down_proj": ("act",),
-    "logits": ("final_norm",),
-    "logprob": ("logits",),
-}
-
-# What an op reads if it begins with its own projections.
-SOURCES = {"q": "input_norm", "k": "input_norm", "v": "input_norm", "act": "post_norm"}
-
 LOGIT_ROWS = 1024
-_NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
 
 
 @dataclass(frozen=True)
@@ -157,13 +137,13 @@ class VariantSearch:
 
     def _source(self, point: Point) -> Tensor | None:
         """Return what the op reads if it begins with its own projections."""
-        source_op = SOURCES.get(point.op)
+        source_op = OPS[point.op].source
         return self._recorded_input(Point(point.layer, source_op)) if source_op else None
 
     def _rows_with_inputs(self, point: Point, values: ValueTap) -> Tensor:
         """Return in which rows `values` show all that the op reads. Shape: [rows] bool."""
         shown = torch.ones(self.case.num_rows, dtype=torch.bool)
-        for op in INPUTS[point.op]:
+        for op in OPS[point.op].inputs:
             read = Point(point.layer, op)
             if read not in values.table:
                 return torch.zeros_like(shown)
@@ -172,7 +152,7 @@ class VariantSearch:
 
     def _inputs(self, point: Point) -> list[Tensor]:
         """Return the recorded inputs of an op, or nothing if one of them is not recorded."""
-        inputs = [self._recorded_input(Point(point.layer, op)) for op in INPUTS.get(point.op, ())]
+        inputs = [self._recorded_input(Point(point.layer, op)) for op in OPS[point.op].inputs]
         if all(tensor is not None for tensor in inputs):
             return [tensor for tensor in inputs if tensor is not None]
         hidden = self._recorded_input(Point(point.layer, "final_norm"))
@@ -214,13 +194,13 @@ class VariantSearch:
 
         The last two tensors are the terms of its last sum.
         """
-        if point.op not in (*_NORMS, "final_norm"):
+        if point.op not in (*NORM_OPS, "final_norm"):
             return []
         table = self.evidence.other.table
         added = [
             term
-            for layer in range(self.spec.num_layers)
-            for term in (Point(layer, "o_proj"), Point(layer, "down_proj"))
+            for layer, block in enumerate(self.spec.blocks)
+            for term in (Point(layer, one.op) for one in block.points() if one.is_added)
             if term.order < point.order
         ]
         terms = [Point(BEFORE, "embed"), *added]
@@ -279,7 +259,7 @@ class VariantSearch:
 
     def _projections(self, point: Point) -> tuple[Any, ...]:
         """Return the modules of the points that the op reads."""
-        return tuple(_module(self.model, Point(point.layer, op)) for op in INPUTS.get(point.op, ()))
+        return tuple(_module(self.model, Point(point.layer, op)) for op in OPS[point.op].inputs)
 
     def _computed_together(
         self, point: Point, rows: Tensor, step_of: Sequence[int]
@@ -307,9 +287,7 @@ def _module(model: Any, point: Point) -> Any:
         return model.lm_head if model.lm_head is not None else model.model.embed_tokens
     if point.op == "final_norm":
         return model.model.norm
-    layer = model.model.layers[point.layer]
-    if point.op in _NORMS:
-        return getattr(layer, _NORMS[point.op])
-    if point.op in ("q", "k"):  # its norm, if that is part of the op
-        return getattr(layer.self_attn, f"{point.op}_norm", None)
-    return getattr(layer.mlp if hasattr(layer.mlp, point.op) else layer.self_attn, point.op, None)
+    layer, found = model.model.layers[point.layer], OPS[point.op]
+    # the norm of an op that ends with one, if the model has it
+    name = found.norm or (found.output_of if found.is_product else "")
+    return dict(layer.named_modules()).get(name) if name else None

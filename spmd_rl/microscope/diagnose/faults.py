@@ -5,7 +5,7 @@ They are real ones: a library's own choice of kernel, a fused kernel, or a round
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,9 +38,16 @@ def _middle(engine_pass: EnginePass) -> Any:
     return layers[len(layers) // 2]
 
 
+def _last_product(engine_pass: EnginePass) -> Any:
+    """Return the linear layer of the middle layer that writes to the residual stream last."""
+    layers = engine_pass.model.spec.blocks
+    last = [one for one in layers[len(layers) // 2].points() if one.is_added][-1]
+    return _middle(engine_pass).get_submodule(last.output_of)
+
+
 def split_k(engine_pass: EnginePass) -> None:
     """The middle layer's down projection sums K in two halves."""
-    module = _middle(engine_pass).mlp.down_proj
+    module = _last_product(engine_pass)
     module.forward = lambda x: _halves(x, module.weight, module.bias)
 
 
@@ -88,7 +95,7 @@ def _halves(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def library_linear(engine_pass: EnginePass) -> None:
     """The middle layer's down projection is the library's, whose kernel depends on the rows."""
-    module = _middle(engine_pass).mlp.down_proj
+    module = _last_product(engine_pass)
     module.forward = lambda x: F.linear(x, module.weight, module.bias)
 
 
@@ -166,8 +173,11 @@ class AutoSplits(TokenAttention):
             return self._merge_on_device(layer, q, out, kernel)
         return out if isinstance(kernel, PagedFlash) else self._merge_rows(layer, q, out.clone())
 
+    def history(self, layer: int, *rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        return self.attend.history(layer, *rows)
+
     def _max_splits(self, batch: int) -> int:
-        return NUM_PROCESSORS // (batch * self.attend.cache.num_kv_heads)
+        return NUM_PROCESSORS // (batch * self.attend.cache.kv_heads)
 
     def _merge_on_device(self, layer: int, q: Tensor, out: Tensor, kernel: DecodeFlash) -> Tensor:
         """Merge all rows on the device, so that it can be recorded."""

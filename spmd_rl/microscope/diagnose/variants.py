@@ -27,7 +27,8 @@ from spmd_rl.kernels import (
     token_logprobs,
 )
 from spmd_rl.microscope.replay.split_reference import merged_attention
-from spmd_rl.microscope.taps.points import LINEARS
+from spmd_rl.microscope.taps.points import OPS
+from spmd_rl.model.attention import head_size
 from spmd_rl.model.rope_frequencies import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
 
@@ -61,16 +62,17 @@ Variant = tuple[str, Compute]
 
 
 def variants(op: str) -> list[Variant]:
-    if op in LINEARS:
-        exact = ("the contract's product", partial(_product, _head if op == "logits" else linear))
-        parts = [(f"K summed in {n} parts", partial(_in_parts, n)) for n in (2, 3, 4, 8)]
-        library = ("the library's product of that many rows", partial(_product, F.linear))
-        padded = ("the library's product, rows padded", partial(_product, _padded))
-        rounded = [
-            ("the contract's product, rounded to bfloat16", partial(_product, _rounded_head))
-        ]
-        return [exact, *(rounded if op == "logits" else []), library, padded, *parts]
-    return _OTHERS.get(op, [])
+    return _products(op) if OPS[op].is_product else _OTHERS.get(op, [])
+
+
+def _products(op: str = "") -> list[Variant]:
+    """Return the variants of a product with a weight; of the head's, if `op` is "logits"."""
+    exact = ("the contract's product", partial(_product, _head if op == "logits" else linear))
+    parts = [(f"K summed in {n} parts", partial(_in_parts, n)) for n in (2, 3, 4, 8)]
+    library = ("the library's product of that many rows", partial(_product, F.linear))
+    padded = ("the library's product, rows padded", partial(_product, _padded))
+    rounded = [("the contract's product, rounded to bfloat16", partial(_product, _rounded_head))]
+    return [exact, *(rounded if op == "logits" else []), library, padded, *parts]
 
 
 def variants_from_source(op: str) -> list[Variant]:
@@ -80,7 +82,7 @@ def variants_from_source(op: str) -> list[Variant]:
     """
     return [
         (f"{product}, then {rest}", partial(_after_products, multiply, compute))
-        for product, multiply in variants("q_proj")
+        for product, multiply in _products()
         for rest, compute in variants(op)
     ]
 
@@ -173,29 +175,27 @@ def _library_rotated(inputs: VariantInputs) -> Tensor:
 
 def _library_tables(inputs: VariantInputs, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cosines and sines, computed on the device as the library does it."""
-    angles = inputs.positions.float()[:, None] * inverse_frequencies(inputs.spec).to(device)
+    angles = inputs.positions.float()[:, None] * inverse_frequencies(inputs.spec.rope).to(device)
     factor = inputs.spec.rope.attention_factor
     return angles.cos() * factor, angles.sin() * factor
 
 
 def _tables(inputs: VariantInputs) -> tuple[Tensor, Tensor]:
-    spec = inputs.spec
-    cos, sin = rope_table(inverse_frequencies(spec), spec.max_positions, spec.rope.attention_factor)
+    rope = inputs.spec.rope
+    frequencies = inverse_frequencies(rope)
+    cos, sin = rope_table(frequencies, inputs.spec.max_positions, rope.attention_factor)
     return cos.to(inputs.positions.device)[inputs.positions], sin.to(inputs.positions.device)[
         inputs.positions
     ]
 
 
 def _heads(x: Tensor, spec: ModelSpec) -> Tensor:
-    return x.unflatten(1, (-1, spec.head_dim))
+    return x.unflatten(1, (-1, head_size(spec)))
 
 
 def _attended(inputs: VariantInputs, split: int = 0) -> Tensor:
-    spec, (q, k, v) = inputs.spec, (_heads(x, inputs.spec) for x in inputs.x)
-    lengths, heads = np.array([len(q)], np.int32), (spec.num_heads, spec.num_kv_heads)
-    attend = PackedAttention(
-        lengths, num_heads=heads[0], num_kv_heads=heads[1], device=q.device, split=split
-    )
+    q, k, v = (_heads(x, inputs.spec) for x in inputs.x)
+    attend = PackedAttention(np.array([len(q)], np.int32), device=q.device, split=split)
     q, k, v = pad_rows(q), pad_rows(k), pad_rows(v)
     return attend(0, q, k, v)[: len(inputs.positions)]
 

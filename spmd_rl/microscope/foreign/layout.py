@@ -8,11 +8,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from spmd_rl.errors import DataError
-from spmd_rl.microscope.taps.points import BEFORE, OPS, Point
+from spmd_rl.microscope.taps.points import (
+    AFTER_LAYERS,
+    BEFORE,
+    BEFORE_LAYERS,
+    OPS,
+    Point,
+    is_in_layer,
+    know_points,
+    point_shape,
+)
 from spmd_rl.model.spec import ModelSpec
 
 FORMAT = "hidden-states-1"
@@ -25,8 +35,10 @@ SCORED_OPS = ("logits", "logprob")
 MAX_METADATA, MAX_CHARACTERS = 32, 200
 
 _LAYERS = "layers"
-_BEFORE_LAYERS, _AFTER_LAYERS = ("embed",), ("final_norm", *SCORED_OPS)
-_LAYER_OPS = tuple(op for op in OPS if op not in (*_BEFORE_LAYERS, *_AFTER_LAYERS))
+
+
+def _layer_ops() -> list[str]:
+    return [op for op in OPS if is_in_layer(op)]
 
 
 @dataclass(frozen=True)
@@ -39,31 +51,20 @@ class StoredHeader:
 
 def tensor_name(point: Point) -> str:
     """Return the name of a point's tensor."""
-    return f"{_LAYERS}.{point.layer}.{point.op}" if point.op in _LAYER_OPS else point.op
+    return f"{_LAYERS}.{point.layer}.{point.op}" if is_in_layer(point.op) else point.op
 
 
 def point_of(name: str, num_layers: int) -> Point | None:
     """Return the point of a tensor's name, or None if there is none."""
-    if name in _BEFORE_LAYERS:
+    if name in BEFORE_LAYERS:
         return Point(BEFORE, name)
-    if name in _AFTER_LAYERS:
+    if name in AFTER_LAYERS:
         return Point(num_layers, name)
     parts = name.split(".")
-    if len(parts) != 3 or parts[0] != _LAYERS or parts[2] not in _LAYER_OPS:
+    if len(parts) != 3 or parts[0] != _LAYERS or parts[2] not in _layer_ops():
         return None
     layer = int(parts[1]) if parts[1].isascii() and parts[1].isdigit() else num_layers
     return Point(layer, parts[2]) if layer < num_layers and str(layer) == parts[1] else None
-
-
-def width(op: str, spec: ModelSpec) -> int:
-    """Return the number of elements of a row."""
-    heads = {"q": spec.num_heads, "q_proj": spec.num_heads, "attention": spec.num_heads}
-    heads |= dict.fromkeys(("k", "v", "k_proj", "v_proj"), spec.num_kv_heads)
-    if op in heads:
-        return heads[op] * spec.head_dim
-    if op in ("gate_proj", "up_proj", "act"):
-        return spec.intermediate_size
-    return {"logits": spec.vocab_size, "logprob": 1}.get(op, spec.hidden_size)
 
 
 def check_metadata(where: str, metadata: Mapping[str, str]) -> None:
@@ -97,6 +98,7 @@ def check_points(
 
     Raises: DataError for a tensor that has no place, or another type or shape than its point's.
     """
+    know_points(spec.blocks)
     num_rows, num_scored = _num_rows(where, headers)
     points: dict[Point, str] = {}
     for name in sorted(set(headers) - {TOKENS, POSITIONS, SCORED}):
@@ -106,10 +108,13 @@ def check_points(
         rows = num_scored if point.op in SCORED_OPS else num_rows
         if not rows:
             raise DataError(where, f"it holds {name}, but 'scored' does not say of which rows")
-        _check_tensor(where, name, headers[name], (rows, width(point.op, spec)))
+        shape = point_shape(point, spec)
+        if shape is None:
+            raise DataError(where, f"{name!a} is no point of this layer")
+        _check_tensor(where, name, headers[name], (rows, prod(shape)))
         points[point] = name
     if not points:
-        raise DataError(where, "it holds no point, such as layers.0.o_proj")
+        raise DataError(where, "it holds no point, such as layers.0.attention")
     _require_all_layers(where, points, spec.num_layers)
     return points
 
@@ -145,7 +150,7 @@ def _check_tensor(where: str, name: str, header: StoredHeader, wanted: tuple[int
 
 def _require_all_layers(where: str, points: Mapping[Point, str], num_layers: int) -> None:
     """Raise a DataError if an op is there in some layers only."""
-    for op in _LAYER_OPS:
+    for op in _layer_ops():
         layers = [point.layer for point in points if point.op == op]
         missing = sorted(set(range(num_layers)) - set(layers))
         if layers and missing:
@@ -156,9 +161,9 @@ def _require_all_layers(where: str, points: Mapping[Point, str], num_layers: int
 def _nearest(name: str, spec: ModelSpec) -> str:
     """Return the end of a sentence that names the point nearest to `name`; "" if none is near."""
     known: Sequence[str] = [
-        *_BEFORE_LAYERS,
-        *_AFTER_LAYERS,
-        *(tensor_name(Point(n, op)) for n in range(spec.num_layers) for op in _LAYER_OPS),
+        *BEFORE_LAYERS,
+        *AFTER_LAYERS,
+        *(tensor_name(Point(n, op)) for n in range(spec.num_layers) for op in _layer_ops()),
     ]
     found = difflib.get_close_matches(name[:MAX_CHARACTERS], known, n=1)
     return f"; the nearest is {found[0]!r}" if found else ""

@@ -23,8 +23,8 @@ from spmd_rl.microscope.taps.taps import Tap
 from spmd_rl.model.hf import load_weights
 from spmd_rl.model.hf_reference import attention_through, reference_model
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.scorer import Scorer
-from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train import shared_prefix
 from spmd_rl.train.microbatch import (
     inverse_temperature,
@@ -63,7 +63,7 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
     Raises: ConfigError if the folder does not serve.
     """
     with torch.device("meta"):
-        model = CausalLM(ModelSpec.from_folder(folder))
+        model = CausalLM(read_spec(folder))
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
     load_weights(model, folder)
     return model
@@ -171,7 +171,7 @@ class ReferencePass:
     is_recorded = False
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, device: torch.device) -> None:
-        self.model = reference_model(folder, dtype, device)
+        self.model, self.spec = reference_model(folder, dtype, device), read_spec(folder)
         self.device, self.dtype = device, dtype
         self.num_layers = len(self.model.model.layers)
         self.facts: dict[str, int] = {}
@@ -187,7 +187,7 @@ class ReferencePass:
                 attention, observe, module, *args, **rest
             )
 
-        with hook_modules(self.model, observe), attention_through(wrap):
+        with hook_modules(self.model, self.spec, observe), attention_through(wrap):
             for number in range(len(case.sequences)):
                 self._run_sequence(case, tap, number)
 

@@ -14,32 +14,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from spmd_rl.kernels import PagedAttention, TokenAttention
-from spmd_rl.microscope.taps.points import BEFORE, Point
+from spmd_rl.microscope.taps.points import BEFORE, Point, know_points
 from spmd_rl.model.fused_projections import FusedProjections
+from spmd_rl.model.layers.block import BlockSpec
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec
 
 Observe = Callable[[Point, Tensor], Tensor]
-
-# Modules whose output is a point, if the network has them and calls them.
-_OUTPUT_POINTS = {
-    "self_attn.q_proj": "q_proj",
-    "self_attn.k_proj": "k_proj",
-    "self_attn.v_proj": "v_proj",
-    "self_attn.o_proj": "o_proj",
-    "mlp.gate_proj": "gate_proj",
-    "mlp.up_proj": "up_proj",
-    "mlp.down_proj": "down_proj",
-}
-# Modules whose projections may be one joint product.
-_JOINT_POINTS = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
-# Modules whose input is a point.
-_INPUT_POINTS = {"self_attn": "input_norm", "mlp": "post_norm", "mlp.down_proj": "act"}
 
 
 @contextmanager
 def hook_model(model: CausalLM, observe: Observe) -> Iterator[None]:
     """While it is open, every op of `model` passes `observe`."""
     num_layers = len(model.model.layers)
+    know_points(model.spec.blocks)
     logits, own_logits = model.logits, vars(model).get("logits")
 
     def restore_logits() -> None:
@@ -51,7 +39,7 @@ def hook_model(model: CausalLM, observe: Observe) -> Iterator[None]:
     with ExitStack() as stack:
         attention = _attention_hook(observe)
         stack.callback(model.register_forward_pre_hook(attention, with_kwargs=True).remove)
-        stack.enter_context(hook_modules(model, observe))
+        stack.enter_context(hook_modules(model, model.spec, observe))
         _hook_joint_projections(model, observe, stack)
         stack.callback(restore_logits)
         model.logits = lambda hidden: observe(Point(num_layers, "logits"), logits(hidden))  # type: ignore[method-assign]
@@ -70,13 +58,17 @@ def _attention_hook(observe: Observe) -> Callable[..., tuple[Any, Any]]:
 
 
 def _hook_joint_projections(model: CausalLM, observe: Observe, stack: ExitStack) -> None:
-    for number, layer in enumerate(model.model.layers):
-        for name, ops in _JOINT_POINTS.items():
-            module = getattr(layer, name)
-            if module.joined is not None:
+    for number, (layer, block) in enumerate(
+        zip(model.model.layers, model.spec.blocks, strict=True)
+    ):
+        for one in block.layers:
+            module, points = getattr(layer, one.name), one.points()
+            if getattr(module, "joined", None) is not None:
                 stack.callback(setattr, module, "joined", module.joined)
                 module.joined = _HookedProjections(
-                    module.joined, observe, [Point(number, op) for op in ops]
+                    module.joined,
+                    observe,
+                    [Point(number, each.op) for each in points if each.fused],
                 )
 
 
@@ -114,6 +106,9 @@ class _HookedAttention(TokenAttention):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _attend_observed(self._attend, self._observe, layer, q, k, v)
 
+    def history(self, layer: int, *rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        return self._attend.history(layer, *rows)
+
 
 def _attend_observed(
     attend: TokenAttention, observe: Observe, layer: int, q: Tensor, k: Tensor, v: Tensor
@@ -129,7 +124,7 @@ class _HookedPagedAttention(PagedAttention):
     """
 
     def __init__(self, attend: PagedAttention, observe: Observe) -> None:
-        super().__init__(attend.cache, attend.slots, attend.kernel)
+        super().__init__(attend.cache, attend.slots, attend.kernel, attend.of_sequences)
         self._attend, self._observe = attend, observe
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -142,7 +137,7 @@ class _HookedPagedAttention(PagedAttention):
         k, v = (self._observe(Point(layer, op), x) for op, x in zip("kv", cached, strict=True))
         if k is not cached[0] or v is not cached[1]:
             self.cache.write(layer, self.slots, k, v)
-        return self._observe(Point(layer, "attention"), self.kernel(q, *self.cache.layers[layer]))
+        return self._observe(Point(layer, "attention"), self.kernel(q, *self.cache.keys_of(layer)))
 
     def _read_slots(self, layer: int) -> list[Tensor]:
         """Return the keys and the values in the slots of the batch."""
@@ -151,28 +146,32 @@ class _HookedPagedAttention(PagedAttention):
 
 
 @contextmanager
-def hook_modules(model: Any, observe: Observe) -> Iterator[None]:
+def hook_modules(model: Any, spec: ModelSpec, observe: Observe) -> Iterator[None]:
     """Hook the points at module boundaries of a decoder with Hugging Face's module names."""
     layers = model.model.layers
     with ExitStack() as stack:
         embed = _input_hook(observe, Point(BEFORE, "embed"))
         stack.callback(layers[0].register_forward_pre_hook(embed, with_kwargs=True).remove)
         for number, layer in enumerate(layers):
-            _hook_layer(layer, number, observe, stack)
+            _hook_layer(layer, spec.blocks[number], number, observe, stack)
         final_norm = _output_hook(observe, Point(len(layers), "final_norm"))
         stack.callback(model.model.register_forward_hook(final_norm).remove)
         yield
 
 
-def _hook_layer(layer: nn.Module, number: int, observe: Observe, stack: ExitStack) -> None:
+def _hook_layer(
+    layer: nn.Module, block: BlockSpec, number: int, observe: Observe, stack: ExitStack
+) -> None:
+    """Hook the points of a block at its modules, as far as the network has and calls them."""
     modules = dict(layer.named_modules())
-    for name, op in _OUTPUT_POINTS.items():
-        if modules.get(name) is not None:
-            output_hook = _output_hook(observe, Point(number, op))
-            stack.callback(modules[name].register_forward_hook(output_hook).remove)
-    for name, op in _INPUT_POINTS.items():
-        input_hook = _input_hook(observe, Point(number, op))
-        stack.callback(modules[name].register_forward_pre_hook(input_hook, with_kwargs=True).remove)
+    for one in block.points():
+        point = Point(number, one.op)
+        if (module := modules.get(one.output_of) if one.output_of else None) is not None:
+            stack.callback(module.register_forward_hook(_output_hook(observe, point)).remove)
+        if one.input_of:
+            input_hook = _input_hook(observe, point)
+            module = modules[one.input_of]
+            stack.callback(module.register_forward_pre_hook(input_hook, with_kwargs=True).remove)
 
 
 def _input_hook(observe: Observe, point: Point) -> Callable[..., tuple[Any, Any]]:

@@ -13,20 +13,11 @@ from torch import Tensor, nn
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.microscope.taps.hooks import Observe, hooked_attention
 from spmd_rl.microscope.taps.points import BEFORE, Point
+from spmd_rl.model.families.megatron_layers import INPUT_POINTS, OUTPUT_POINTS
 from spmd_rl.train.megatron.attention import LocalNorm
 from spmd_rl.train.megatron.backend import Megatron
 from spmd_rl.train.megatron.linear import LocalLinear
 from spmd_rl.train.megatron.scores import VocabularyHead
-
-_OUTPUTS = {
-    "input_layernorm": ("input_norm",),
-    "self_attention.qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "self_attention.linear_proj": ("o_proj",),
-    "pre_mlp_layernorm": ("post_norm",),
-    "mlp.linear_fc1": ("gate_proj", "up_proj"),
-    "mlp.linear_fc2": ("down_proj",),
-}
-_INPUTS = {"mlp.linear_fc2": "act"}
 
 
 @contextmanager
@@ -64,10 +55,10 @@ class _HookedHead(VocabularyHead):
 def _hook_layer(
     modules: dict[str, nn.Module], number: int, observe: Observe, stack: ExitStack
 ) -> None:
-    for name, ops in _OUTPUTS.items():
+    for name, ops in OUTPUT_POINTS.items():
         output_hook = _output_hook(observe, [Point(number, op) for op in ops])
         stack.callback(modules[name].register_forward_hook(output_hook).remove)
-    for name, op in _INPUTS.items():
+    for name, op in INPUT_POINTS.items():
         input_hook = _input_hook(observe, Point(number, op))
         stack.callback(modules[name].register_forward_pre_hook(input_hook, with_kwargs=True).remove)
     attention = modules["self_attention.core_attention"]

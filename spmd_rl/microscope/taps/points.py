@@ -1,37 +1,53 @@
 """Points of a forward pass: the outputs of ops, as far as fused and plain networks share them.
 
-A comparison leaves out a point that one side lacks: a fused projection has no `q_proj` of its own.
-A difference there shows at the next point that both sides have.
+Which points a block has, its layers say. A comparison leaves out a point that one side lacks: a
+fused projection has none of its own. A difference there shows at the next point that both have.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from spmd_rl.model.layers.block import BlockSpec
+from spmd_rl.model.layers.gqa import Gqa
+from spmd_rl.model.layers.layer import PointDef
+from spmd_rl.model.layers.mlp import Mlp
+from spmd_rl.model.spec import ModelSpec
 
 BEFORE = -1  # the layer of ops before the first layer
 
-OPS = {
-    "embed": "embedding",
-    "input_norm": "residual add and norm before attention",
-    "q_proj": "query projection",
-    "k_proj": "key projection",
-    "v_proj": "value projection",
-    "q": "queries, as attention takes them: normed and turned",
-    "k": "keys, as attention takes them: normed and turned",
-    "v": "values",
-    "attention": "causal attention",
-    "o_proj": "output projection of attention",
-    "post_norm": "residual add and norm before the MLP",
-    "gate_proj": "gate projection",
-    "up_proj": "up projection",
-    "act": "SiLU(gate) * up",
-    "down_proj": "down projection",
-    "final_norm": "last residual add and norm",
-    "logits": "language-model head",
-    "logprob": "log-probability",
-}
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "logits")
-_OP_ORDER = {op: order for order, op in enumerate(OPS)}
+_OUTER = [
+    PointDef("embed", "embedding", ()),
+    PointDef("final_norm", "last residual add and norm", ()),
+    PointDef("logits", "language-model head", (), ("final_norm",), is_product=True),
+    PointDef("logprob", "log-probability", (), ("logits",)),
+]
+BEFORE_LAYERS, AFTER_LAYERS = ("embed",), ("final_norm", "logits", "logprob")
+# all ops that a model of this process has, in the order in which a forward pass reaches them
+OPS: dict[str, PointDef] = {one.op: one for one in _OUTER}
+
+
+def know_points(blocks: Sequence[BlockSpec]) -> None:
+    """Note the ops of these blocks, so that their points have a name and an order."""
+    names = list(OPS)
+    defs = dict(OPS)
+    for block in blocks:
+        place = names.index(BEFORE_LAYERS[-1])
+        for one in block.points():
+            if one.op not in defs:
+                names.insert(place + 1, one.op)
+                defs[one.op] = one
+            place = names.index(one.op)
+    OPS.clear()
+    OPS.update((name, defs[name]) for name in names)
+    _ORDER.clear()
+    _ORDER.update((name, number) for number, name in enumerate(names))
+
+
+_ORDER: dict[str, int] = {}
+# those of a dense block, whatever its sizes
+know_points([BlockSpec(2, Gqa(2, 1, 1, 2, rms_eps=1e-6), Mlp(2, 2))])
 
 
 class Point(NamedTuple):
@@ -46,8 +62,20 @@ class Point(NamedTuple):
     @property
     def order(self) -> tuple[int, int]:
         """A key that sorts points as the forward pass reaches them."""
-        return self.layer, _OP_ORDER[self.op]
+        return self.layer, _ORDER[self.op]
 
     def __str__(self) -> str:
-        inside = _OP_ORDER["embed"] < _OP_ORDER[self.op] < _OP_ORDER["final_norm"]
-        return f"layer {self.layer} {self.op}" if inside else self.op
+        return f"layer {self.layer} {self.op}" if is_in_layer(self.op) else self.op
+
+
+def is_in_layer(op: str) -> bool:
+    return op not in BEFORE_LAYERS and op not in AFTER_LAYERS
+
+
+def point_shape(point: Point, spec: ModelSpec) -> tuple[int, ...] | None:
+    """Return the shape of a token's value; None if the model's layer has no such point."""
+    if not is_in_layer(point.op):
+        sizes = {"logits": spec.vocab_size, "logprob": 1}
+        return (sizes.get(point.op, spec.hidden_size),)
+    block = spec.blocks[point.layer]
+    return next((one.shape for one in block.points() if one.op == point.op), None)

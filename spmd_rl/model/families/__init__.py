@@ -1,15 +1,19 @@
-"""Model families: which boxes of Hugging Face tensors a parameter of Megatron-core holds.
+"""Model families: from a config.json to blocks, and what Megatron-core calls their parameters.
 
 One file a family. All of it is plain data: no torch, no Megatron.
 """
 
-from spmd_rl.model.families.family import Family, Place
+from spmd_rl.model.families.family import Family
 from spmd_rl.model.families.llama import LLAMA
 from spmd_rl.model.families.qwen2 import QWEN2
 from spmd_rl.model.families.qwen3 import QWEN3
 from spmd_rl.model.families.qwen3_moe import QWEN3_MOE
-from spmd_rl.model.families.rules import Cut, Part
 
-FAMILY_OF = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
+FAMILIES: dict[str, Family] = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+}
 
-__all__ = ["FAMILY_OF", "Cut", "Family", "Part", "Place"]
+__all__ = ["FAMILIES", "Family"]

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from spmd_rl.model.families.dense import dense_rules
-from spmd_rl.model.families.family import Family
-from spmd_rl.model.families.rules import Rule, Whole
-from spmd_rl.model.spec import ModelSpec
-
-HEAD_NORMS: dict[str, Rule] = {
-    "self_attention.q_layernorm.weight": Whole("self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": Whole("self_attn.k_norm.weight"),
-}
+from spmd_rl.model.families.attention import equal_blocks, read_attention
+from spmd_rl.model.families.family import Blocks, Family
+from spmd_rl.model.json_fields import Fields
+from spmd_rl.model.layers.gqa import Gqa
+from spmd_rl.model.layers.mlp import Mlp
 
 
-def _rules(spec: ModelSpec) -> dict[str, Rule]:
-    return dense_rules(spec) | HEAD_NORMS
+def qwen3_attention(config: Fields) -> Gqa:
+    """Read the attention of a Qwen3 model, dense or not."""
+    bias = config.flag("attention_bias", False)
+    return read_attention(
+        config,
+        config.count("head_dim", 128),
+        default_kv_heads=32,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+    )
 
 
-QWEN3 = Family(_rules)
+def _read(config: Fields) -> Blocks:
+    mlp = Mlp(config.count("hidden_size"), config.count("intermediate_size"))
+    return equal_blocks(config, qwen3_attention(config), mlp)
+
+
+QWEN3 = Family("Qwen3", "Qwen3", _read)

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from spmd_rl.model.families.dense import attention_rules
-from spmd_rl.model.families.family import Family
-from spmd_rl.model.families.qwen3 import HEAD_NORMS
-from spmd_rl.model.families.rules import Columns, GateUp, Rule, Whole
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.errors import ConfigError
+from spmd_rl.model.families.attention import equal_blocks
+from spmd_rl.model.families.family import Blocks, Family
+from spmd_rl.model.families.qwen3 import qwen3_attention
+from spmd_rl.model.json_fields import Fields
+from spmd_rl.model.layers.moe import Moe
 
-EXPERT: dict[str, Rule] = {
-    "linear_fc1.weight": GateUp("gate_proj.weight", "up_proj.weight"),
-    "linear_fc2.weight": Columns("down_proj.weight"),
-}
+COUNTS = ("num_experts", "num_local_experts")  # transformers 5 writes the second
 
 
-def _rules(spec: ModelSpec) -> dict[str, Rule]:
-    return (
-        attention_rules(spec)
-        | HEAD_NORMS
-        | {
-            "pre_mlp_layernorm.weight": Whole("post_attention_layernorm.weight"),
-            "mlp.router.weight": Whole("mlp.gate.weight"),
-        }
+def _read(config: Fields) -> Blocks:
+    if config.raw.get("decoder_sparse_step", 1) != 1 or config.raw.get("mlp_only_layers"):
+        raise ConfigError(
+            f"{config.where}: layers without experts beside others with them are not read"
+        )
+    count = next((key for key in COUNTS if key in config.raw), COUNTS[0])
+    moe = Moe(
+        config.count("hidden_size"),
+        config.count(count),
+        config.count("num_experts_per_tok"),
+        config.count("moe_intermediate_size"),
+        normalizes_weights=config.flag("norm_topk_prob", False),
     )
+    return equal_blocks(config, qwen3_attention(config), moe)
 
 
-QWEN3_MOE = Family(_rules, EXPERT)
+QWEN3_MOE = Family("Qwen3-MoE", "Qwen3Moe", _read)

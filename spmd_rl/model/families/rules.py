@@ -1,6 +1,7 @@
 """Rules: how a parameter of Megatron-core on one rank is made of rows of Hugging Face tensors.
 
-A part is a range of whole rows of the parameter, and the box of a tensor that these rows are.
+A part is a range of whole rows of the parameter, and the box of a tensor that these rows are. How a
+tensor is cut, it says itself (`TensorSpec.cut`).
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from spmd_rl.model.layers.layer import TensorSpec
 from spmd_rl.weights.layout import Box, Dims
 
 Range = tuple[int, int]  # first row, and the row after the last
-Shapes = Mapping[str, Dims]  # of the Hugging Face tensors, by the name within a layer
+Tensors = Mapping[str, TensorSpec]  # the Hugging Face tensors, by the name within a block
 
 
 @dataclass(frozen=True)
-class Cut:
+class RankPart:
     """Which of `count` equal parts a rank holds."""
 
     count: int = 1
@@ -28,7 +30,7 @@ class Cut:
         return part * self.index, part * (self.index + 1)
 
 
-UNCUT = Cut()
+ALONE = RankPart()
 
 
 @dataclass(frozen=True)
@@ -44,85 +46,60 @@ class Part:
 class Rule(Protocol):
     """How one parameter is made."""
 
-    def parts(self, shapes: Shapes, cut: Cut) -> Iterator[Part]:
+    def parts(self, tensors: Tensors, rank: RankPart) -> Iterator[Part]:
         """Yield the parts of a rank's parameter, in the order of its rows."""
         ...
 
 
-@dataclass(frozen=True)
-class Whole:
-    """Every rank holds the whole tensor."""
+class Joined:
+    """A rank's parts of one tensor or of several, one after the other along the rows.
 
-    name: str
+    Rows beyond a vocabulary pad it, and are in no part.
+    """
 
-    def parts(self, shapes: Shapes, cut: Cut) -> Iterator[Part]:
-        shape = shapes[self.name]
-        yield Part(self.name, shape, _rows(shape, (0, shape[0])), (0, shape[0]))
+    def __init__(self, *names: str) -> None:
+        self.names = names
 
-
-@dataclass(frozen=True)
-class Rows:
-    """Each rank holds equally many rows. Rows beyond the tensor pad it, and are in no part."""
-
-    name: str
-
-    def parts(self, shapes: Shapes, cut: Cut) -> Iterator[Part]:
-        shape = shapes[self.name]
-        start, stop = cut.of(-(-shape[0] // cut.count) * cut.count)
-        stop = min(stop, shape[0])
-        if start < stop:
-            yield Part(self.name, shape, _rows(shape, (start, stop)), (0, stop - start))
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Each rank holds equally many columns."""
-
-    name: str
-
-    def parts(self, shapes: Shapes, cut: Cut) -> Iterator[Part]:
-        shape = shapes[self.name]
-        start, stop = cut.of(shape[1])
-        yield Part(self.name, shape, Box((0, start), (shape[0], stop - start)), (0, shape[0]))
-
-
-@dataclass(frozen=True)
-class GateUp:
-    """A rank's rows of the gate projection, then its rows of the up projection."""
-
-    gate: str
-    up: str
-
-    def parts(self, shapes: Shapes, cut: Cut) -> Iterator[Part]:
-        first = 0
-        for name in (self.gate, self.up):
-            shape = shapes[name]
-            start, stop = cut.of(shape[0])
-            rows = first, first + stop - start
-            yield Part(name, shape, _rows(shape, (start, stop)), rows)
-            first = rows[1]
+    def parts(self, tensors: Tensors, rank: RankPart) -> Iterator[Part]:
+        row = 0
+        for name in self.names:
+            one = tensors[name]
+            if one.cut is not None and one.cut.dim == 1:
+                start, stop = one.cut.part(one.shape[1], rank.index, rank.count)
+                box = Box((0, start), (one.shape[0], stop - start))
+            elif one.cut is not None:
+                start, stop = rank.of(-(-one.shape[0] // rank.count) * rank.count)
+                box = _rows(one.shape, (start, min(stop, one.shape[0])))
+            else:
+                box = _rows(one.shape, (0, one.shape[0]))
+            if box.extent[0] > 0:
+                yield Part(name, one.shape, box, (row, row + box.extent[0]))
+            row += box.extent[0]
 
 
 @dataclass(frozen=True)
 class QkvByGroup:
     """For each group of query heads that share a key-value head: its queries, key and value.
 
-    Ranks hold equal blocks of these rows. With more ranks than key-value heads, blocks end within
-    a group.
+    There are as many groups as units of the key. Ranks hold equal blocks of these rows. With more
+    ranks than key-value heads, blocks end within a group. With `is_whole` there is one group, of
+    which every rank has all.
     """
 
     query: str
     key: str
     value: str
-    num_groups: int
+    is_whole: bool = False
 
-    def parts(self, shapes: Shapes, cut: Cut) -> Iterator[Part]:
-        sizes = [(name, shapes[name]) for name in (self.query, self.key, self.value)]
-        start, stop = cut.of(sum(shape[0] for _, shape in sizes))
+    def parts(self, tensors: Tensors, rank: RankPart) -> Iterator[Part]:
+        sizes = [(name, tensors[name].shape) for name in (self.query, self.key, self.value)]
+        cut = tensors[self.key].cut
+        num_groups = 1 if self.is_whole or cut is None else cut.num_units
+        start, stop = rank.of(sum(shape[0] for _, shape in sizes))
         row = 0
-        for group in range(self.num_groups):
+        for group in range(num_groups):
             for name, shape in sizes:
-                size = shape[0] // self.num_groups
+                size = shape[0] // num_groups
                 first, last = max(start, row), min(stop, row + size)
                 if first < last:
                     base = group * size - row
@@ -132,6 +109,6 @@ class QkvByGroup:
 
 
 def _rows(shape: Dims, rows: Range) -> Box:
-    """Return the box of some rows."""
+    """Return the box of some rows; it is empty if the first is not before the last."""
     start, stop = rows
-    return Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))
+    return Box((start, *(0 for _ in shape[1:])), (max(stop - start, 0), *shape[1:]))

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.contract import dtype_of
+from spmd_rl.model.attention import backend_of
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import as_size
 from spmd_rl.rollout.engine import GPU_STEP_TOKENS, NativeEngineConfig
-from spmd_rl.rollout.memory import kv_budget, kv_pages, kv_token_bytes
+from spmd_rl.rollout.memory import cache_token_bytes, kv_budget, kv_pages
 
 CPU_POOL_BYTES = 1 << 30
 # of a GPU's free memory, for the pages of an engine that no plan has counted
@@ -38,7 +38,7 @@ def choose_sizes(
     `reserved_bytes` is the memory that the plan counts beside the engine's pages; 0: not counted.
     """
     dtype: torch.dtype = getattr(torch, dtype_of(cfg.dtype, device))
-    backend = attention_backend(spec.head_dim, dtype, device)
+    backend = backend_of(spec, dtype, device)
     step_tokens = max(cfg.max_batch, GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
     page_size = cfg.page_size or backend.default_page_size
     num_pages = cfg.num_pages or auto_pages(spec, cfg, device, dtype, page_size, reserved_bytes)
@@ -57,7 +57,7 @@ def auto_pages(
 
     A model whose longest context does not fit gets one context of pages anyhow, and a warning.
     """
-    token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype.itemsize)
+    token_bytes = cache_token_bytes(spec, dtype.itemsize)
     on_gpu = device.type == "cuda"
     budget = _gpu_budget(cfg, device, reserved_bytes) if on_gpu else CPU_POOL_BYTES
     pages = kv_pages(

@@ -90,7 +90,7 @@ class DecodeGraphs:
         self._cache = cache
         self._table = table
         self._batch_sizes = batch_sizes(table.num_rows)
-        self._device = cache.data.device
+        self._device = cache.device
         # The newest token of each row, and of the row that stands for padding.
         self._newest_tokens = torch.zeros(
             table.num_rows + 1, dtype=torch.int64, device=self._device

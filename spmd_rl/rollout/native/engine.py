@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.errors import ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
-from spmd_rl.kernels.attention.backend import attention_backend
+from spmd_rl.model.attention import backend_of, fits_cuda_graphs
 from spmd_rl.model.lora import is_adapter
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.residency import Receipt
@@ -83,8 +83,8 @@ class NativeEngine:
         self.device = device
         self.version: int | None = None
         self.is_pushing = False
-        backend = attention_backend(spec.head_dim, sizes.dtype, device)
-        self._async_scheduling = cfg.cuda_graphs and backend.fits_cuda_graphs
+        backend = backend_of(spec, sizes.dtype, device)
+        self._async_scheduling = cfg.cuda_graphs and fits_cuda_graphs(spec, backend)
         self.table = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)
         self.scheduler = Scheduler(
             self.table,
@@ -209,11 +209,9 @@ class NativeEngine:
 
     def _new_runner(self) -> ModelRunner:
         cache = KvCache(
-            num_layers=self.spec.num_layers,
+            [block.mixer.cache() for block in self.spec.blocks],
             num_pages=self.sizes.num_pages,
             page_size=self.sizes.page_size,
-            num_kv_heads=self.spec.num_kv_heads,
-            head_dim=self.spec.head_dim,
             dtype=self.sizes.dtype,
             device=self.device,
             allocate=self._memory.allocate_pages,

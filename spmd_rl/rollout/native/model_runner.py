@@ -99,7 +99,6 @@ class ModelRunner:
             starts=chunks.starts,
             lengths=chunks.lengths,
             slots=chunks.slots,
-            num_heads=self._model.spec.num_heads,
         )
         return self._model(self._tensor(chunks.tokens), self._tensor(chunks.positions), attend)
 

@@ -8,7 +8,6 @@ all their keys. So a step takes no less than one tile, and fewer tokens than fil
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
 from spmd_rl.model.spec import ModelSpec
@@ -50,14 +49,15 @@ class PrefillCost:
     @staticmethod
     def of_model(spec: ModelSpec, num_processors: int) -> PrefillCost:
         """Return the costs of a model on a GPU with so many multiprocessors."""
-        shapes = spec.parameter_shapes().items()
-        parameters = sum(prod(shape) for name, shape in shapes if ".layers." in name)
-        flops_per_key = 4 * spec.num_heads * spec.head_dim * spec.num_layers
+        blocks = [block.cost() for block in spec.blocks]
+        multiplied = sum(block.multiplied for block in blocks)
+        flops_per_key = sum(block.flops_per_key for block in blocks)
+        query_heads = max(block.query_heads for block in blocks)
         return PrefillCost(
-            token_s=2 * parameters / (LINEAR_FLOPS_PER_S * num_processors),
+            token_s=2 * multiplied / (LINEAR_FLOPS_PER_S * num_processors),
             key_s=flops_per_key / (ATTENTION_FLOPS_PER_S * num_processors),
             tile_tokens=QUERY_TILE,
-            wave_tokens=max(1, num_processors // spec.num_heads) * QUERY_TILE,
+            wave_tokens=max(1, num_processors // max(query_heads, 1)) * QUERY_TILE,
         )
 
     def add(self, work: StepWork, start: int, num_tokens: int) -> StepWork:

@@ -75,7 +75,7 @@ class PrefillGraphs:
         return self._graphs[size].replay(chunks)
 
     def _record(self, size: int, chunks: PrefillChunks) -> _PrefillGraph:
-        graph = _PrefillGraph(size, self._max_pages, self._cache.data.device)
+        graph = _PrefillGraph(size, self._max_pages, self._cache.device)
         graph.upload(chunks)
         inputs = graph.inputs.tensors
         graph.cuda_graph, graph.hidden_states = record(lambda: self._compute(inputs), self._memory)

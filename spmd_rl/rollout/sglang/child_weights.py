@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.errors import WeightsError
+from spmd_rl.model.layers import gqa, mlp
 from spmd_rl.rollout.sglang.child_calls import ATTACH, DIGEST, RECEIVE, ChildContext, call
 from spmd_rl.rollout.sglang.messages import PushedPieces, WeightDigests
 from spmd_rl.weights.bucket_reader import Bucket, BucketReader
@@ -26,11 +27,8 @@ from spmd_rl.weights.peer_socket import BucketEntry
 from spmd_rl.weights.slab import MappedSlab
 
 DEADLINE_S = 600.0
-# the parts of a fused parameter, in their order along its rows
-FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
+# the parts of a fused parameter, in their order along its rows; SGLang gives it our own name
+FUSED = {**gqa.FUSED, **mlp.FUSED}
 PADDED = ("embed_tokens.weight", "lm_head.weight")  # SGLang adds rows to these
 
 Pieces = Mapping[str, Piece]  # what a push brings of each tensor

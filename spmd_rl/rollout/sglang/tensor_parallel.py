@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from spmd_rl.errors import ConfigError, PlanError
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.layers.layer import TensorSpec
+from spmd_rl.model.spec import EMBEDDING, HEAD, ModelSpec
 from spmd_rl.weights.layout import Box, Dims
 
 # rows of SGLang's embeddings are padded to a multiple of this before they are split
@@ -81,19 +82,9 @@ ALONE = TensorParallel()
 
 def check_sizes(spec: ModelSpec, size: int) -> None:
     """Raises: ConfigError unless SGLang can split the model over `size` ranks."""
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    if heads % size:
-        raise ConfigError(f"split.infer.tp = {size} does not divide the {heads} attention heads")
-    if kv_heads % size and size % kv_heads:
-        raise ConfigError(
-            f"split.infer.tp = {size} neither divides the {kv_heads} key-value heads nor is a "
-            "multiple of them"
-        )
-    if spec.intermediate_size % size:
-        raise ConfigError(
-            f"split.infer.tp = {size} does not divide the {spec.intermediate_size} columns of the "
-            "MLP (intermediate_size)"
-        )
+    for one in spec.distinct_tensors():
+        if one.cut is not None:
+            one.cut.check(size, f"split.infer.tp = {size}")
     last = shard_boxes(spec, size - 1, size)
     if VOCAB_PADDING % size or not all(box.num_elements for box in last.values()):
         raise ConfigError(
@@ -104,34 +95,19 @@ def check_sizes(spec: ModelSpec, size: int) -> None:
 
 def shard_boxes(spec: ModelSpec, rank: int, size: int) -> Mapping[str, Box]:
     """Return the box of each tensor that rank `rank` of `size` has; it may be empty."""
-    return {
-        name: _box(name, shape, spec, rank, size) for name, shape in spec.parameter_shapes().items()
-    }
+    return {one.name: _box(one, rank, size) for one in spec.parameters()}
 
 
-def _box(name: str, shape: Dims, spec: ModelSpec, rank: int, size: int) -> Box:
-    module, _, kind = name.rpartition(".")
-    match module.rpartition(".")[2]:
-        case "q_proj" | "gate_proj" | "up_proj":
-            return _part(shape, 0, rank, size)
-        case "k_proj" | "v_proj" if size > spec.num_kv_heads:  # several ranks have the same head
-            return _part(shape, 0, rank * spec.num_kv_heads // size, spec.num_kv_heads)
-        case "k_proj" | "v_proj":
-            return _part(shape, 0, rank, size)
-        case "o_proj" | "down_proj" if kind == "weight":
-            return _part(shape, 1, rank, size)
-        case "embed_tokens" | "lm_head":
-            rows = -(-shape[0] // VOCAB_PADDING) * VOCAB_PADDING // size
-            return _rows(shape, rank * rows, rows)
-        case _:
-            return Box((0,) * len(shape), shape)
-
-
-def _part(shape: Dims, dim: int, part: int, num_parts: int) -> Box:
-    """Return part `part` of equal parts along a dim."""
-    size = shape[dim] // num_parts
+def _box(tensor: TensorSpec, rank: int, size: int) -> Box:
+    shape, cut = tensor.shape, tensor.cut
+    if cut is None:
+        return Box((0,) * len(shape), shape)
+    if tensor.name in (EMBEDDING, HEAD):
+        rows = -(-shape[0] // VOCAB_PADDING) * VOCAB_PADDING // size
+        return _rows(shape, rank * rows, rows)
+    start, stop = cut.part(shape[cut.dim], rank, size)
     offset, extent = [0] * len(shape), list(shape)
-    offset[dim], extent[dim] = part * size, size
+    offset[cut.dim], extent[cut.dim] = start, stop - start
     return Box(tuple(offset), tuple(extent))
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from spmd_rl.kernels import PackedAttention, QkNorm, Rotary, add_rms_norm, qk_norm_rope, rms_norm
-from spmd_rl.model.families import Cut
+from spmd_rl.model.families.rules import RankPart
 from spmd_rl.train.megatron.packing import held_positions
 from spmd_rl.train.megatron.sums import GatherRows
 
@@ -30,7 +30,7 @@ class AttentionInputs:
 
     rotary: Rotary
     lengths: NDArray[np.int32]
-    context: Cut
+    context: RankPart
     context_group: dist.ProcessGroup
     attend: PackedAttention | None
 
@@ -132,7 +132,7 @@ def _whole_order(inputs: AttentionInputs, device: torch.device) -> Tensor:
     """Return where each token of the whole sequences is among the gathered tokens."""
     bases = np.cumsum(inputs.lengths) - inputs.lengths
     held = [
-        held_positions(int(length), Cut(inputs.context.count, index)) + base
+        held_positions(int(length), RankPart(inputs.context.count, index)) + base
         for index in range(inputs.context.count)
         for length, base in zip(inputs.lengths, bases, strict=True)
     ]

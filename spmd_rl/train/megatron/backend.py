@@ -15,7 +15,7 @@ from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.kernels import rope_table
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.model.families.family import OUTPUT, WORD_EMBEDDING
+from spmd_rl.model.families.megatron import OUTPUT, WORD_EMBEDDING
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.rope_frequencies import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
@@ -94,7 +94,7 @@ class Megatron:
         backend = self._cfg.backend
         assert isinstance(backend, MegatronConfig)
         tables = rope_table(
-            inverse_frequencies(spec), spec.max_positions, spec.rope.attention_factor
+            inverse_frequencies(spec.rope), spec.max_positions, spec.rope.attention_factor
         )
         return Schedule(
             spec=spec,

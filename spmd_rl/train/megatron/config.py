@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.moe_spec import MoeSpec
+from spmd_rl.model.families.megatron_layers import require_known
 from spmd_rl.model.spec import ModelSpec
 
 KEY = "trainer.backend"
@@ -122,28 +122,16 @@ OWNED: Mapping[str, Mapping[str, str]] = {
 def check_layout(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig, role: str) -> None:
     """Raise a ConfigError, one sentence, if a model cannot be cut along these axes."""
     at = f"split.{role}"
+    require_known(spec.distinct_blocks())
     _check_tensors(spec, axes.get("tp", 1), cfg, at)
     _check_stages(spec, axes.get("pp", 1), cfg, at)
     _check_experts(spec, axes, cfg, at)
-    if spec.out_bias or spec.mlp_bias:
-        raise ConfigError(
-            "the model has biases outside of its queries, keys and values, which Megatron-core is "
-            "not given here: use trainer.backend.kind = 'fsdp2'"
-        )
 
 
 def _check_tensors(spec: ModelSpec, tp: int, cfg: MegatronConfig, at: str) -> None:
-    if spec.num_heads % tp:
-        raise ConfigError(f"{at}.tp = {tp} does not divide the model's {spec.num_heads} heads")
-    if not isinstance(spec, MoeSpec) and spec.intermediate_size % tp:
-        raise ConfigError(
-            f"{at}.tp = {tp} does not divide the {spec.intermediate_size} rows of the model's MLP"
-        )
-    if max(tp, spec.num_kv_heads) % min(tp, spec.num_kv_heads):
-        raise ConfigError(
-            f"{at}.tp = {tp} and the model's {spec.num_kv_heads} key-value heads: "
-            "one must be a multiple of the other"
-        )
+    for one in spec.distinct_tensors():
+        if one.cut is not None and one.expert is None:  # experts are placed, and not cut
+            one.cut.check(tp, f"{at}.tp = {tp}")
     if spec.vocab_size < tp * tp:
         raise ConfigError(
             f"{at}.tp = {tp} leaves ranks without a token of the vocabulary of {spec.vocab_size}"
@@ -169,7 +157,7 @@ def _check_stages(spec: ModelSpec, pp: int, cfg: MegatronConfig, at: str) -> Non
 
 def _check_experts(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig, at: str) -> None:
     tp, ep = axes.get("tp", 1), axes.get("ep", 1)
-    if not isinstance(spec, MoeSpec):
+    if not spec.num_experts:
         if ep > 1:
             raise ConfigError(f"{at}.ep = {ep}: the model has no experts")
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmd_rl.model.moe_spec import MoeSpec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.megatron.config import MegatronConfig
 
@@ -24,6 +23,6 @@ def has_engine_bits(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfi
     axes of the data cut no sum of a forward pass.
     """
     is_cut = axes.get("tp", 1) > 1 or axes.get("cp", 1) > 1
-    is_dense = not isinstance(spec, MoeSpec)
+    is_dense = spec.num_experts == 0
     has_contract_ops = cfg.layers == "local" and WITHOUT_EFFECT.issuperset(cfg.model_options)
     return is_dense and not is_cut and has_contract_ops

@@ -6,7 +6,8 @@ from typing import Any
 
 from spmd_rl.mesh.axes import DATA, STAGE_ENDS
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.model.families import Cut, Place
+from spmd_rl.model.families.megatron import Place
+from spmd_rl.model.families.rules import RankPart
 
 AXES_OF = {
     "tp": ("tp",),
@@ -52,7 +53,7 @@ def place_of(context: RoleContext) -> Place:
     return Place(cut_along(context, "tp"), cut_along(context, "ep"))
 
 
-def cut_along(context: RoleContext, axis: str) -> Cut:
+def cut_along(context: RoleContext, axis: str) -> RankPart:
     """Return how many ranks there are along an axis, and which of them this one is."""
     ranks = context.placement.ranks_along(context.world.rank, (axis,))
-    return Cut(len(ranks), ranks.index(context.world.rank))
+    return RankPart(len(ranks), ranks.index(context.world.rank))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from spmd_rl.model.moe_spec import MoeSpec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.megatron.attention import LocalAttention, LocalNorm, TransformerEngineAttention
 from spmd_rl.train.megatron.config import MegatronConfig
@@ -38,14 +37,16 @@ def _local_layer(spec: ModelSpec, cfg: MegatronConfig, config: Any) -> tuple[Any
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=spec.qk_norm, normalization="RMSNorm"
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
     )
     attention = layer.submodules.self_attention.submodules
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LocalNorm
     attention.core_attention = LocalAttention
-    if spec.qk_norm:
+    if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = LocalNorm
-    if not isinstance(spec, MoeSpec):
+    if not spec.num_experts:
         _use_contract_ops(layer, cfg, config.tensor_model_parallel_size)
     return layer, LocalNorm
 
@@ -86,7 +87,7 @@ def _engine_layer(spec: ModelSpec, config: Any) -> tuple[Any, Any]:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=spec.qk_norm,
+        qk_layernorm=config.qk_layernorm,
     )
     layer.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
     return layer, TENorm

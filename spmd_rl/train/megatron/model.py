@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.moe_spec import MoeSpec
+from spmd_rl.model.families.megatron_layers import options_of
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.megatron.config import KEY, MegatronConfig
 from spmd_rl.train.megatron.layer_spec import block_spec
@@ -58,8 +58,8 @@ def transformer_config(
         "apply_rope_fusion": False,
         "moe_token_dispatcher_type": "alltoall",  # the default refuses packed sequences
     }
-    if isinstance(spec, MoeSpec):
-        ours |= _expert_options(spec, axes, cfg)
+    if spec.num_experts:
+        ours |= _expert_options(axes, cfg)
     elif cfg.layers == "local":
         # LocalActivation takes the place of transformer-engine's activation
         ours |= {"use_te_activation_func": True, "bias_activation_fusion": False}
@@ -80,31 +80,19 @@ def check_names(table: str, options: Mapping[str, Any], of: type) -> None:
 
 
 def _shape_options(spec: ModelSpec) -> dict[str, Any]:
-    return {
+    return options_of(spec.blocks[0]) | {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
-        "ffn_hidden_size": spec.intermediate_size,
-        "num_attention_heads": spec.num_heads,
-        "num_query_groups": spec.num_kv_heads,
-        "kv_channels": spec.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": spec.rms_eps,
-        "qk_layernorm": spec.qk_norm,
-        "gated_linear_unit": True,
         "activation_func": nn.functional.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": spec.qkv_bias,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
 
 
-def _expert_options(spec: MoeSpec, axes: Mapping[str, int], cfg: MegatronConfig) -> dict[str, Any]:
+def _expert_options(axes: Mapping[str, int], cfg: MegatronConfig) -> dict[str, Any]:
     return {
-        "num_moe_experts": spec.num_experts,
-        "moe_ffn_hidden_size": spec.expert_size,
-        "moe_router_topk": spec.experts_per_token,
-        "moe_router_pre_softmax": not spec.normalizes_weights,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.runtime.upload import upload
-from spmd_rl.model.families import Cut
+from spmd_rl.model.families.rules import RankPart
 from spmd_rl.train.microbatch import MicroBatch
 
 Ints = NDArray[np.int64]
@@ -39,7 +39,7 @@ class Packed:
     scored: Tensor
 
 
-def pack_for_rank(micro: MicroBatch, context: Cut, multiple: int, least: int = 0) -> Packed:
+def pack_for_rank(micro: MicroBatch, context: RankPart, multiple: int, least: int = 0) -> Packed:
     """Return this rank's part of a micro-batch.
 
     `context` is its place along cp; its tokens become a multiple of `multiple`. The micro-batch is
@@ -66,7 +66,7 @@ def pack_for_rank(micro: MicroBatch, context: Cut, multiple: int, least: int = 0
 
 
 def _padded(
-    micro: MicroBatch, context: Cut, multiple: int, least: int
+    micro: MicroBatch, context: RankPart, multiple: int, least: int
 ) -> tuple[Ints, Ints, NDArray[np.int32]]:
     """Return the lengths of the segments, those with padding, and their prefixes.
 
@@ -82,7 +82,7 @@ def _padded(
     return np.append(lengths, 0), np.append(padded, rest), prefixes
 
 
-def num_padded(micro: MicroBatch, context: Cut) -> int:
+def num_padded(micro: MicroBatch, context: RankPart) -> int:
     """Return the tokens of a micro-batch whose sequences are padded."""
     each = 2 * context.count if context.count > 1 else 1
     return int((-(-micro.lengths.astype(np.int64) // each) * each).sum())
@@ -95,7 +95,7 @@ def _sources(lengths: Ints, padded: Ints) -> Ints:
     return np.where(within < np.repeat(lengths, padded), starts + within, -1)
 
 
-def held_positions(length: int, context: Cut) -> Ints:
+def held_positions(length: int, context: RankPart) -> Ints:
     """Return the positions within a sequence that a context-parallel rank has."""
     if context.count == 1:
         return np.arange(length)

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from spmd_rl.model.families import FAMILY_OF, Part, Place
-from spmd_rl.model.families.family import LAYERS
+from spmd_rl.model.families.megatron import LAYERS, Place, parts_of
+from spmd_rl.model.families.rules import Part
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.weights.layout import Box, Dims
 from spmd_rl.weights.local_tensors import LocalTensor
@@ -65,7 +65,6 @@ def parameters_of(chunks: Sequence[Any], spec: ModelSpec, place: Place) -> list[
     """Return the parameters of this rank's chunks."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    family = FAMILY_OF[spec.family]
     found = []
     for chunk in chunks:
         numbers = {
@@ -77,7 +76,7 @@ def parameters_of(chunks: Sequence[Any], spec: ModelSpec, place: Place) -> list[
             layer = -1
             if name.startswith(LAYERS):
                 layer = numbers[LAYERS + name.removeprefix(LAYERS).split(".")[0]]
-            parts = family.parts(spec, name, layer, place)
+            parts = parts_of(spec, name, layer, place)
             found.append(Parameter(f"{layer}:{name}", tensor, parts))
     for parameter in found:
         # Megatron-core counts it once for all ranks along tp, or each rank's own; its own

@@ -19,7 +19,7 @@ from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ContractError
 from spmd_rl.kernels import PackedAttention, Rotary
 from spmd_rl.kernels.runtime.upload import upload
-from spmd_rl.model.families import Cut
+from spmd_rl.model.families.rules import RankPart
 from spmd_rl.model.scorer import CANDIDATES_OF_SETS
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.backend import Outputs
@@ -41,7 +41,7 @@ class Schedule:
     chunks: Sequence[Any]
     config: Any
     groups: Any
-    context: Cut
+    context: RankPart
     head: VocabularyHead | None
     rope_tables: tuple[Tensor, Tensor]
     logit_rows: int
@@ -169,11 +169,8 @@ class Schedule:
         return self.layers == "local" and self.context.count == 1
 
     def _attention(self, packed: Packed) -> PackedAttention:
-        num_ranks = self.groups.tp.size()
         return PackedAttention(
             packed.lengths,
-            num_heads=self.spec.num_heads // num_ranks,
-            num_kv_heads=max(self.spec.num_kv_heads // num_ranks, 1),
             device=packed.tokens.device,
             prefixes=packed.prefixes,
         )

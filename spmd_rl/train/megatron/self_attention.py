@@ -23,10 +23,9 @@ class LocalSelfAttention(nn.Module):
 
     def __init__(self, config: Any, layer_number: int, **_: Any) -> None:
         super().__init__()
-        self.head_dim, self.eps = config.kv_channels, config.layernorm_epsilon
-        width, kv_width = (
-            heads * self.head_dim for heads in (config.num_attention_heads, config.num_query_groups)
-        )
+        self.head_size, self.eps = config.kv_channels, config.layernorm_epsilon
+        width = config.num_attention_heads * self.head_size
+        kv_width = config.num_query_groups * self.head_size
         widths = (width, kv_width, kv_width)
         self.qkv_proj = LocalLinear(
             config.hidden_size,
@@ -36,7 +35,7 @@ class LocalSelfAttention(nn.Module):
             widths=widths,
         )
         self.q_layernorm, self.k_layernorm = (
-            LocalNorm(config, self.head_dim) if config.qk_layernorm else None for _ in "qk"
+            LocalNorm(config, self.head_size) if config.qk_layernorm else None for _ in "qk"
         )
         self.core_attention = LocalAttention(config, layer_number)
         self.linear_proj = LocalLinear(width, config.hidden_size, config=config, bias=False)
@@ -50,7 +49,7 @@ class LocalSelfAttention(nn.Module):
         """Shape: hidden [T, 1, C]; returns as much, and no bias that is still to add."""
         joint, _ = self.qkv_proj(hidden)
         q, k, v = (
-            one.unflatten(1, (-1, self.head_dim))
+            one.unflatten(1, (-1, self.head_size))
             for one in self.qkv_proj.split(joint.flatten(0, 1))
         )
         norm = QkNorm(_weight(self.q_layernorm), _weight(self.k_layernorm), self.eps)

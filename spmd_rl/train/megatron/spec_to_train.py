@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd_rl.model.moe_spec import read_spec
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.megatron.config import MegatronConfig
@@ -14,4 +14,5 @@ def spec_to_train(folder: str, trainer: object) -> ModelSpec:
     Megatron-core alone trains a mixture of experts. Raises: as `ModelSpec.from_folder`.
     """
     is_megatron = isinstance(trainer, TrainerConfig) and isinstance(trainer.backend, MegatronConfig)
-    return read_spec(folder) if is_megatron else ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
+    return spec if is_megatron else spec.require_network()

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from spmd_rl.model.hf import random_weights, save_folder
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.observe.metrics_log import read_metrics
 from tests.dist.recipes.conftest import EXAMPLE
 from tests.dist.recipes.test_data_recipes import KEEP_ALL, forget_after
@@ -45,7 +45,7 @@ def models(tmp_path: Path) -> tuple[Path, Path]:
     source = EXAMPLE / "model"
     folders = tmp_path / "model", tmp_path / "other"
     for seed, folder in enumerate(folders):
-        save_folder(folder, source, random_weights(ModelSpec.from_folder(source), seed))
+        save_folder(folder, source, random_weights(read_spec(source), seed))
     return folders
 
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from spmd_rl.model.hf import random_weights, save_folder
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from tests.dist.recipes.conftest import EXAMPLE
 
 pytestmark = pytest.mark.dist
@@ -25,7 +25,7 @@ def model(tmp_path: Path) -> Path:
     """A folder with random weights, of which some samples end by themselves."""
     source = EXAMPLE / "model"
     folder = tmp_path / "model"
-    save_folder(folder, source, random_weights(ModelSpec.from_folder(source), 0))
+    save_folder(folder, source, random_weights(read_spec(source), 0))
     return folder
 
 

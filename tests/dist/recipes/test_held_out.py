@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spmd_rl.model.hf import random_weights, save_folder
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.train.command import main as export
 from tests.dist.recipes.conftest import EXAMPLE, Ended, Run
@@ -34,7 +34,7 @@ SETS = {
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     source = EXAMPLE / "model"
-    save_folder(tmp_path / "model", source, random_weights(ModelSpec.from_folder(source), 0))
+    save_folder(tmp_path / "model", source, random_weights(read_spec(source), 0))
     return tmp_path / "model"
 
 
@@ -122,7 +122,7 @@ def test_pretraining_counts_each_held_out_token_once(run: Run, tmp_path: Path) -
 
 def test_distill_evaluates_by_the_teacher_or_by_a_reward(run: Any, model: Path) -> None:
     source = EXAMPLE / "model"
-    save_folder(model.parent / "teacher", source, random_weights(ModelSpec.from_folder(source), 1))
+    save_folder(model.parent / "teacher", source, random_weights(read_spec(source), 1))
     words = (
         "distill",
         f"--model={model}",

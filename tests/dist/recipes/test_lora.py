@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spmd_rl.model.lora import LoraConfig
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from tests.dist.recipes.conftest import EXAMPLE
 from tests.dist.recipes.test_data_recipes import KEEP_ALL, forget_after
 from tests.dist.recipes.test_loops import ARITHMETIC, DISJOINT, EVEN, check_proof, drawn
@@ -23,7 +23,7 @@ ADAPTERS_RECIPE = "tests.dist.recipes.adapters_recipe"
 
 
 def adapter_shapes() -> dict[str, tuple[int, ...]]:
-    return LoraConfig(rank=8).shapes(ModelSpec.from_folder(EXAMPLE / "model"))
+    return LoraConfig(rank=8).shapes(read_spec(EXAMPLE / "model"))
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spmd_rl.model.hf import random_weights
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from tests.dist.recipes.conftest import EXAMPLE, run_in
 from tests.dist.recipes.test_loops import DISJOINT, check_proof, drawn
 from tests.dist.recipes.test_lora import LORA, adapter_shapes
@@ -32,7 +32,7 @@ def merged_by_hand(adapters: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     stored = load_file(adapters / "adapter_model.safetensors")
     config = json.loads((adapters / "adapter_config.json").read_text())
     found = {}
-    for name, weight in random_weights(ModelSpec.from_folder(EXAMPLE / "model"), 0):
+    for name, weight in random_weights(read_spec(EXAMPLE / "model"), 0):
         key = f"base_model.model.{name.removesuffix('.weight')}"
         found[name] = weight.to(dtype)
         if f"{key}.lora_A.weight" in stored:
@@ -77,7 +77,7 @@ def test_an_engine_has_the_weights_that_peft_merges(
         assert held.keys() == expected.keys()
         for name, weight in expected.items():
             assert torch.equal(held[name], weight), name
-    base = dict(random_weights(ModelSpec.from_folder(EXAMPLE / "model"), 0))
+    base = dict(random_weights(read_spec(EXAMPLE / "model"), 0))
     num_merged = sum(not torch.equal(base[name].to(one.dtype), one) for name, one in held.items())
     assert num_merged == len(adapter_shapes()) / 2, "adapters matter"
 
@@ -117,9 +117,7 @@ def test_sglang_generates_for_a_trainer_of_adapters(run: Any, tmp_path: Path) ->
     ended = run("grpo", *MERGED, *engine, "--steps=2", nproc=2)
     assert ended.code == 0, ended.sentence
     for row in ended.metrics:
-        assert row["sync/tensors"] == 2 * len(
-            ModelSpec.from_folder(EXAMPLE / "model").parameter_shapes()
-        )
+        assert row["sync/tensors"] == 2 * len(read_spec(EXAMPLE / "model").parameter_shapes())
         assert row["onpolicy/mean_abs_dlogp"] > 0
 
 

@@ -126,7 +126,7 @@ def test_every_tile_is_handed_out(heads: Heads, times: int, more: int, unequal) 
 
     def decode() -> None:
         for q, num_keys, out in zip(queries, counts, outs, strict=True):
-            decode_attention(q, *paged.cache.layers[0], pages, num_keys, tile_counter, out)
+            decode_attention(q, *paged.cache.keys_of(0), pages, num_keys, tile_counter, out)
 
     decode()  # compiles
     graph = torch.cuda.CUDAGraph()

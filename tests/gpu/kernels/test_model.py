@@ -13,17 +13,17 @@ from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention, token_logp
 from spmd_rl.kernels.attention.flash import flash_supports
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.rope_spec import RopeSpec
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from tests.gpu.kernels.gradients import gradient
 from tests.samples import Samples, finish, words_of
+from tests.specs import dense_spec, kv_layers, with_layers
 
 DEVICE = torch.device("cuda")
 USUAL = NativeEngineConfig(dtype="bfloat16")
-QWEN3 = ModelSpec(
+QWEN3 = dense_spec(
     family="qwen3",
     vocab_size=4096,
     hidden_size=512,
@@ -34,7 +34,7 @@ QWEN3 = ModelSpec(
     head_dim=64,
     max_positions=2048,
     rms_eps=1e-6,
-    rope=RopeSpec(1e6),
+    theta=1e6,
     tie_embeddings=True,
     qkv_bias=False,
     out_bias=False,
@@ -42,10 +42,8 @@ QWEN3 = ModelSpec(
     qk_norm=True,
     init_std=0.06,
 )
-QWEN2 = replace(
-    QWEN3,
-    family="qwen2",
-    vocab_size=5003,
+QWEN2 = with_layers(
+    replace(QWEN3, family="qwen2", vocab_size=5003),
     head_dim=128,
     num_heads=6,
     num_kv_heads=2,
@@ -56,8 +54,8 @@ SPECS = {
     "qwen3": QWEN3,
     "qwen2": replace(QWEN2, tie_embeddings=False),
     # head sizes that FlashAttention does not take
-    "heads of 80": replace(QWEN3, head_dim=80),
-    "heads of 256": replace(QWEN2, head_dim=256, num_heads=4, num_kv_heads=1),
+    "heads of 80": with_layers(QWEN3, head_dim=80),
+    "heads of 256": with_layers(QWEN2, head_dim=256, num_heads=4, num_kv_heads=1),
 }
 
 
@@ -118,9 +116,7 @@ def score(model: CausalLM, wanted: list[Request], samples: Samples) -> tuple[Ten
     lengths = np.array([len(one) for one in tokens], dtype=np.int32)
     ends = np.cumsum(lengths)
     spec = model.spec
-    attend = PackedAttention(
-        lengths, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, device=DEVICE
-    )
+    attend = PackedAttention(lengths, device=DEVICE)
     rows = [
         np.arange(end - len(s.tokens) - 1, end - 1) for end, (_, s) in zip(ends, pairs, strict=True)
     ]
@@ -206,7 +202,7 @@ def test_graph_replay_equals_eager(unequal) -> None:
     """Replay one decode step of many lengths twice, over the cache that it writes to."""
     model, lengths, page_size = build("qwen3"), np.array([1, 16, 127, 128, 300, 64, 33, 129]), 64
     cache = KvCache(
-        num_layers=3, num_pages=64, page_size=page_size, num_kv_heads=4, head_dim=64,
+        kv_layers(3, 4, 64, num_heads=8), num_pages=64, page_size=page_size,
         dtype=torch.bfloat16, device=DEVICE,
     )  # fmt: skip
     table = np.arange(8 * 5).reshape(8, 5)
@@ -217,7 +213,7 @@ def test_graph_replay_equals_eager(unequal) -> None:
         )
         slots = np.repeat(table[:, 0] * page_size, lengths) + positions
         attend = PagedAttention.chunks(
-            cache, page_table=table, starts=starts, lengths=lengths, slots=slots, num_heads=8
+            cache, page_table=table, starts=starts, lengths=lengths, slots=slots
         )
         return (
             attend,
@@ -275,7 +271,7 @@ def test_logits_are_close_to_transformers(tmp_path) -> None:
     )  # fmt: skip
     reference = transformers.AutoModelForCausalLM.from_config(config).eval()
     reference.save_pretrained(tmp_path)
-    spec = ModelSpec.from_folder(tmp_path)
+    spec = read_spec(tmp_path)
     model = CausalLM(spec)
     load_weights(model, tmp_path)
     model.to(DEVICE, torch.bfloat16)
@@ -283,7 +279,7 @@ def test_logits_are_close_to_transformers(tmp_path) -> None:
     tokens = torch.randint(
         0, 4096, (int(lengths.sum()),), generator=torch.Generator().manual_seed(0)
     )
-    attend = PackedAttention(lengths, num_heads=8, num_kv_heads=4, device=DEVICE)
+    attend = PackedAttention(lengths, device=DEVICE)
     positions = torch.cat([torch.arange(n) for n in lengths])
     with torch.no_grad():
         every = torch.arange(len(tokens), device=DEVICE)

@@ -26,7 +26,7 @@ from spmd_rl.microscope.replay.engine_pass import OWN_DRAWS, EnginePass
 from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import HashTap
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.types.samples import Sample
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def case(folder: Path) -> ReplayCase:
-    return mismatch.sequences(ModelSpec.from_folder(folder).vocab_size)
+    return mismatch.sequences(read_spec(folder).vocab_size)
 
 
 @pytest.fixture(scope="module")

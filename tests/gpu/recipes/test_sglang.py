@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from tests.gpu.recipes.runs import new_run
 from tests.system import chaos_processes as processes
 from tests.system.kill_resume import Moment, Run
@@ -103,7 +103,7 @@ def test_tokens_are_near_the_trainers(ended: Callable[[str], Run], folder: Path,
     """Each rank's part of the weights is compared in every push."""
     if mode in FOUR and torch.cuda.device_count() < 4:
         pytest.skip("needs four GPUs")
-    num_tensors = len(ModelSpec.from_folder(folder / "model").parameter_shapes())
+    num_tensors = len(read_spec(folder / "model").parameter_shapes())
     rows = metrics(ended(mode))
     assert len(rows) == 5
     for row in rows:

@@ -13,11 +13,12 @@ from spmd_rl.kernels.attention.flash import flash_supports
 from spmd_rl.model.network import CausalLM
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, USUAL, new_engine, new_model, workload
 from tests.samples import Samples, finish
+from tests.specs import attention_of
 
 
 @pytest.fixture(autouse=True)
 def _needs_flash() -> None:
-    if not flash_supports(SPEC.head_dim, torch.bfloat16, DEVICE):
+    if not flash_supports(attention_of(SPEC).head_dim, torch.bfloat16, DEVICE):
         pytest.skip("needs FlashAttention-4 on a Hopper GPU")
 
 

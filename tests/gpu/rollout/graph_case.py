@@ -10,18 +10,17 @@ from torch import Tensor
 
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.rope_spec import RopeSpec
-from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.types.samples import Sample
 from tests.samples import Samples
+from tests.specs import dense_spec
 
 DEVICE = torch.device("cuda")
-SPEC = ModelSpec(
+SPEC = dense_spec(
     family="qwen3", vocab_size=4096, hidden_size=512, intermediate_size=1536, num_layers=3,
     num_heads=8, num_kv_heads=4, head_dim=64, max_positions=1024, rms_eps=1e-6,
-    rope=RopeSpec(1e6), tie_embeddings=True, qkv_bias=False, out_bias=False, mlp_bias=False,
+    theta=1e6, tie_embeddings=True, qkv_bias=False, out_bias=False, mlp_bias=False,
     qk_norm=True, init_std=0.06,
 )  # fmt: skip
 
@@ -52,9 +51,7 @@ def workload() -> list[Request]:
             uid,
             index,
             stem[: 1 + 37 * uid % 300],
-            replace(
-                kinds[uid % len(kinds)], max_tokens=int(rng.integers(1, 200)), ignore_eos=True
-            ),
+            replace(kinds[uid % len(kinds)], max_tokens=int(rng.integers(1, 200)), ignore_eos=True),
             seed=3,
         )
         for uid in range(12)

@@ -85,9 +85,7 @@ def test_attention_in_splits(model: CausalLM, alone: Samples) -> None:
     for request in requests:
         sample = samples[request.uid, request.index]
         tokens = torch.from_numpy(np.concatenate([request.prompt, sample.tokens])).long().to(DEVICE)
-        attend = PackedAttention(
-            np.array([len(tokens)]), num_heads=8, num_kv_heads=4, device=DEVICE, split=split
-        )
+        attend = PackedAttention(np.array([len(tokens)]), device=DEVICE, split=split)
         scored = torch.arange(len(request.prompt) - 1, len(tokens) - 1, device=DEVICE)
         logits = model(tokens, torch.arange(len(tokens), device=DEVICE), attend, scored)
         inverse = inverse_temperatures(sample)
@@ -105,9 +103,7 @@ def test_filtered_samples_have_the_log_probs_of_a_training_forward_over_their_se
     for request in requests:
         sample = alone[request.uid, request.index]
         tokens = torch.from_numpy(np.concatenate([request.prompt, sample.tokens])).long().to(DEVICE)
-        attend = PackedAttention(
-            np.array([len(tokens)]), num_heads=8, num_kv_heads=4, device=DEVICE
-        )
+        attend = PackedAttention(np.array([len(tokens)]), device=DEVICE)
         scored = torch.arange(len(request.prompt) - 1, len(tokens) - 1, device=DEVICE)
         logits = model(tokens, torch.arange(len(tokens), device=DEVICE), attend, scored)
         inverse = inverse_temperatures(sample)

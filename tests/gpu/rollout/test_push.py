@@ -96,8 +96,6 @@ def scored(model: CausalLM, request: Request, sample: Sample) -> NDArray[np.floa
     tokens = torch.from_numpy(np.concatenate([request.prompt, sample.tokens])).long().to(DEVICE)
     attend = PackedAttention(
         np.array([len(tokens)]),
-        num_heads=SPEC.num_heads,
-        num_kv_heads=SPEC.num_kv_heads,
         device=DEVICE,
     )
     rows = torch.arange(len(request.prompt) - 1, len(tokens) - 1, device=DEVICE)

@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.shapes import config
 from spmd_rl.kernels import PackedAttention, recomputing
 from spmd_rl.kernels.attention.flash import flash_supports
+from spmd_rl.model.layers.layer import Recompute
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.train.activation_memory import Recompute
-from spmd_rl.train.memory import layer_shape
+from tests.specs import attention_of
 
 DEVICE, TOKENS = torch.device("cuda"), 4096
 
@@ -27,7 +28,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     folder = tmp_path_factory.mktemp("model")
     shape = config("0.6B") | {"num_hidden_layers": 6, "vocab_size": 1024}
     (folder / "config.json").write_text(json.dumps(shape))
-    return ModelSpec.from_folder(folder)
+    return read_spec(folder)
 
 
 def kept_bytes(spec: ModelSpec, num_layers: int, recompute: Recompute) -> int:
@@ -43,8 +44,6 @@ def kept_bytes(spec: ModelSpec, num_layers: int, recompute: Recompute) -> int:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     attend = PackedAttention(
         np.array([TOKENS], np.int32),
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
         device=DEVICE,
     )
     tokens = torch.zeros(TOKENS, dtype=torch.int64, device=DEVICE)
@@ -64,8 +63,8 @@ def test_a_layer_keeps_what_the_plan_counts(spec: ModelSpec, recompute: Recomput
     """Of four more layers, so that what belongs to none cancels. The plan leaves out statistics of
     rows, which are fp32 and one or one a head.
     """
-    if not flash_supports(spec.head_dim, torch.bfloat16, DEVICE):
+    if not flash_supports(attention_of(spec).head_dim, torch.bfloat16, DEVICE):
         pytest.skip("needs FlashAttention-4 on a Hopper GPU")
     measured = (kept_bytes(spec, 6, recompute) - kept_bytes(spec, 2, recompute)) / 4
-    planned = layer_shape(spec).kept_elements(recompute) * TOKENS * 2
+    planned = spec.blocks[0].cost().kept(recompute) * TOKENS * 2
     assert 0.97 <= planned / measured <= 1.01

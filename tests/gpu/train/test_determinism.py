@@ -50,9 +50,7 @@ def gradients(heads: int, kv_heads: int, dim: int, split: int = 0) -> list[Tenso
         )
 
     q, k, v = rows(heads), rows(kv_heads), rows(kv_heads)
-    out = PackedAttention(
-        LENGTHS, num_heads=heads, num_kv_heads=kv_heads, device=DEVICE, split=split
-    )(0, q, k, v)
+    out = PackedAttention(LENGTHS, device=DEVICE, split=split)(0, q, k, v)
     slope = torch.randn(out.shape, device=DEVICE, generator=generator).bfloat16()
     with company():
         return list(torch.autograd.grad(out, (q, k, v), slope))

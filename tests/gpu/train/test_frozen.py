@@ -12,7 +12,7 @@ import torch
 
 from spmd_rl.algo.losses import ValueInput, grpo_loss
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.train.config import FrozenConfig, Fsdp2Config, TrainerConfig, Wrap
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.trainer import Trainer
@@ -43,7 +43,7 @@ def test_it_takes_two_bytes_for_each_parameter(context: RoleContext, model: Path
     frozen = FrozenModel(FrozenConfig.like(CONFIG), context, str(model))
     frozen.score(make_batch())
     taken = torch.cuda.memory_allocated() - before
-    num_bytes = 2 * ModelSpec.from_folder(model).num_parameters
+    num_bytes = 2 * read_spec(model).num_parameters
     assert num_bytes <= taken < 1.5 * num_bytes
 
 

@@ -13,14 +13,14 @@ from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.algo.packing import pack
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import fill
+from spmd_rl.model.layers.layer import Recompute
+from spmd_rl.model.layers.mlp_module import GatedMlp
 from spmd_rl.model.lora import LoraConfig
-from spmd_rl.model.network import Mlp
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.offload.phases import ALL, RoleSleep
 from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.build import build
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.train.activation_memory import Recompute
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.batch import Batch
@@ -43,7 +43,7 @@ def new_trainer(context: RoleContext, model: Path, cfg: TrainerConfig) -> Traine
     """Return a trainer whose adapters are random, B too."""
     trainer = Trainer(cfg, context, str(model))
     generator = torch.Generator().manual_seed(1)
-    shapes = cfg.lora.shapes(ModelSpec.from_folder(model))
+    shapes = cfg.lora.shapes(read_spec(model))
     fsdp2(trainer).fill(
         (name, torch.randn(shape, generator=generator) * 0.1) for name, shape in shapes.items()
     )
@@ -92,7 +92,7 @@ def test_an_engine_has_the_trainers_bits(
     engine = new_engine(trainer, cuda_graphs)
     assert engine.contract() == trainer.numeric_contract()
     mlp = engine.model.model.layers[0].mlp
-    assert isinstance(mlp, Mlp)
+    assert isinstance(mlp, GatedMlp)
     assert (mlp.joined is not None) == cuda_graphs
     batch = drawn(engine)
     scores = trainer.learner.score(batch)
@@ -100,7 +100,7 @@ def test_an_engine_has_the_trainers_bits(
     assert int(batch.mask.sum()) > 1500
     assert int((differs & batch.mask).sum()) == 0
     # without the adapters the log-probs are others
-    shapes = cfg.lora.shapes(ModelSpec.from_folder(model))
+    shapes = cfg.lora.shapes(read_spec(model))
     fsdp2(trainer).fill((name, torch.zeros(shape)) for name, shape in shapes.items())
     others = trainer.learner.score(batch).view(np.uint32)
     differs = others != batch.rollout_logprobs.view(np.uint32)
@@ -129,7 +129,7 @@ def test_a_base_sleeps_while_its_adapters_are_awake(context: RoleContext, wide: 
     del awake
     sleep = RoleSleep("train-lora", {"sync": ("master",), "rollout": (), "train": ALL})
     trainer = Trainer(CONFIG, context, str(wide), sleep=sleep)
-    num_bytes = 2 * ModelSpec.from_folder(wide).num_parameters
+    num_bytes = 2 * read_spec(wide).num_parameters
     copied = []
     for loss in losses:
         before = free_bytes()

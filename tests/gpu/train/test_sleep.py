@@ -13,7 +13,7 @@ import torch
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.errors import ResidencyError
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.offload.phases import ALL, RoleSleep
 from spmd_rl.train.config import FrozenConfig, OptimizerConfig, OptimizerKind, TrainerConfig
 from spmd_rl.train.frozen import FrozenModel
@@ -63,7 +63,7 @@ def test_a_trainer_gives_its_memory_back_and_learns_on(
     trainer = Trainer(cfg, context, str(wide), sleep=RoleSleep(f"train-{kind}", PHASES))
     KEPT.append(trainer)
     num_moments = {"adamw": 2, "muon": 1}[kind]  # of the matrices of layers, which are nearly all
-    num_bytes = (1 + num_moments) * 4 * ModelSpec.from_folder(wide).num_parameters
+    num_bytes = (1 + num_moments) * 4 * read_spec(wide).num_parameters
     for number in range(3):
         trainer.train_step(batch, grpo_loss)
         pointers = [one.local.data_ptr() for one in fsdp2(trainer).local_weights().values()]
@@ -86,7 +86,7 @@ def test_a_frozen_model_gives_its_memory_back(context: RoleContext, wide: Path) 
     frozen = FrozenModel(cfg, context, str(wide), sleep=sleep)
     KEPT.append(frozen)
     expected = frozen.score(batch).values.tobytes()
-    num_bytes = 2 * ModelSpec.from_folder(wide).num_parameters
+    num_bytes = 2 * read_spec(wide).num_parameters
     for _ in range(3):
         before = free_bytes()
         frozen.sleep()

@@ -21,7 +21,7 @@ from spmd_rl.kernels import QkNorm, Rotary, token_logprobs, write_kv
 from spmd_rl.kernels.attention import token_attention
 from spmd_rl.kernels.linear import dispatch, swiglu
 from spmd_rl.kernels.linear.cublaslt import Gemm, Shape
-from spmd_rl.model import network
+from spmd_rl.model.layers import norm_module
 from spmd_rl.rollout.native import build
 from spmd_rl.rollout.native.counters import SchedulerCounters
 from spmd_rl.train import on_policy
@@ -83,11 +83,12 @@ def test_a_proof_without_a_link_is_seen(tmp_path: Path) -> None:
 
 def test_paths_swap_operations_and_put_them_back() -> None:
     x, weight = torch.randn(4, 8), torch.randn(8)
-    ours = network.rms_norm
+    ours = norm_module.rms_norm
     with train_variants.VARIANTS["torch"]():
-        assert network.rms_norm is train_variants.torch_norm
-        assert torch.allclose(network.rms_norm(x, weight, 1e-6), ours(x, weight, 1e-6), atol=1e-5)
-    assert network.rms_norm is ours
+        assert norm_module.rms_norm is train_variants.torch_norm
+        theirs = norm_module.rms_norm(x, weight, 1e-6)
+        assert torch.allclose(theirs, ours(x, weight, 1e-6), atol=1e-5)
+    assert norm_module.rms_norm is ours
 
 
 def test_engines_free_of_the_contract_multiply_in_other_ways() -> None:
@@ -226,7 +227,7 @@ def test_torch_operations_compute_what_ours_do() -> None:
     norm = QkNorm(weight, weight, 1e-6)
     for ours, theirs in (
         (token_attention.qk_norm_rope(q, k, norm, rotary), train_variants.torch_norm_rope),
-        (network.add_rms_norm(q, q, weight, 1e-6), train_variants.torch_add_norm),
+        (norm_module.add_rms_norm(q, q, weight, 1e-6), train_variants.torch_add_norm),
     ):
         given = (
             (q, k, norm, rotary)

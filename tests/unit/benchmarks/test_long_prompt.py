@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -12,11 +11,11 @@ import torch
 
 from benchmarks import long_prompt
 from benchmarks.long_prompt import Arrival, Chunk, Decoding, rows_of, unequal
-from benchmarks.shapes import write_config
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.prefill_cost import PrefillCost
 from spmd_rl.types.samples import Sample
+from tests.specs import attention_of, dense_spec
 from tests.unit.rollout.test_long_prompts import plan_apart
 
 COST = PrefillCost(token_s=1.0, key_s=0.01, tile_tokens=4, wave_tokens=8)
@@ -35,10 +34,10 @@ def model(tmp_path, monkeypatch: pytest.MonkeyPatch) -> CausalLM:
         monkeypatch.setattr(long_prompt, name, value)
     monkeypatch.setattr(long_prompt, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(long_prompt, "mark", Mark)
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4}
-    spec = replace(
-        write_config("0.6B", tmp_path), **small, num_kv_heads=2, head_dim=8, vocab_size=50,
-        max_positions=512,
+    spec = dense_spec(
+        family="qwen3", vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=2,
+        num_heads=4, num_kv_heads=2, head_dim=8, max_positions=512, theta=1e6,
+        tie_embeddings=True, qk_norm=True,
     )  # fmt: skip
     model = CausalLM(spec)
     model.load_state_dict(dict(random_weights(spec, 0)))
@@ -95,4 +94,4 @@ def test_a_bit_that_differs_is_seen() -> None:
 def test_the_shape_holds_the_prompt(tmp_path) -> None:
     spec = long_prompt.shape(tmp_path)
     assert spec.max_positions >= long_prompt.PROMPT + long_prompt.PROMPT_ANSWER
-    assert (spec.num_layers, spec.num_heads, spec.hidden_size) == (28, 16, 1024)
+    assert (spec.num_layers, attention_of(spec).num_heads, spec.hidden_size) == (28, 16, 1024)

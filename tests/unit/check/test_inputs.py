@@ -20,7 +20,7 @@ from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.model.hf import random_weights
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.rewards.config import GraderConfig, RemoteConfig
 from spmd_rl.train.config import TrainerConfig
 
@@ -63,7 +63,7 @@ def test_no_torch_and_no_threads(model: Path) -> None:
 
 
 def test_weights_that_do_not_fit_the_config(model: Path) -> None:
-    weights = dict(random_weights(ModelSpec.from_folder(model), 0))
+    weights = dict(random_weights(read_spec(model), 0))
     save_file(weights, model / "model.safetensors")
     _check(model, [{"prompt": "1+1="}], init="folder")
     save_file(weights | {"model.norm.weight": torch.ones(3)}, model / "model.safetensors")

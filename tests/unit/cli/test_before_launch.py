@@ -201,7 +201,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("split.train.tp=3 nproc=3", "split.train.tp = 3 does not divide the model's 4 heads"),
+        ("split.train.tp=3 nproc=3", "split.train.tp = 3 does not divide the 4 attention heads"),
         ("split.train.tp=2 nproc=3", "split.train: dp 1 x fsdp 1 x tp 2 = 2, but it has 3 ranks"),
         ("split.train.pp=8 nproc=8", "split.train.pp = 8 is more than the model's 4 layers"),
         ("split.train.pp=4 chunks=2", "pp = 4 x trainer.backend.chunks = 2 does not divide"),

@@ -18,6 +18,7 @@ from examples.arithmetic.check import Figure, learning
 from examples.arithmetic.reward import correct
 from spmd_rl.data.files import read_records
 from spmd_rl.hooks.signatures import load_reward
+from spmd_rl.model.read import read_spec
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
@@ -61,8 +62,6 @@ def test_the_right_answer_is_chosen() -> None:
 def test_the_model_folders_load_in_transformers(folder: str, least: float, most: float) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    from spmd_rl.model.spec import ModelSpec
-
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLE / folder)
     config = AutoConfig.from_pretrained(EXAMPLE / folder)
     ids = tokenizer("37+48= ok\n")["input_ids"]
@@ -71,7 +70,7 @@ def test_the_model_folders_load_in_transformers(folder: str, least: float, most:
     )
     assert len(ids) == 10
     assert len(tokenizer) <= config.vocab_size
-    assert least <= ModelSpec.from_folder(EXAMPLE / folder).num_parameters <= most
+    assert least <= read_spec(EXAMPLE / folder).num_parameters <= most
 
 
 def test_the_reward() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention
 from spmd_rl.kernels.runtime.padding import padded_rows
+from tests.specs import kv_layers
 
 Data = tuple[Tensor, Tensor, Tensor]
 LARGEST, LARGE_KEY = 3.0e38, 1.0e36  # finite; on the CPU a key's products must be too
@@ -38,8 +39,7 @@ def qkv(
 def packed(
     q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads, split: int = 0
 ) -> Tensor:
-    sizes = {"num_heads": heads.query, "num_kv_heads": heads.key}
-    return PackedAttention(np.array(lengths), **sizes, device=q.device, split=split)(0, q, k, v)
+    return PackedAttention(np.array(lengths), device=q.device, split=split)(0, q, k, v)
 
 
 def oracle(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads) -> Tensor:
@@ -78,11 +78,9 @@ class Paged:
         order = np.random.default_rng(seed).permutation(sum(counts) + 5)
         self.tables = np.split(order[: sum(counts)], np.cumsum(counts)[:-1])
         self.cache = KvCache(
-            num_layers=1,
+            kv_layers(1, heads.key, heads.dim, heads.query),
             num_pages=len(order),
             page_size=page_size,
-            num_kv_heads=heads.key,
-            head_dim=heads.dim,
             dtype=dtype,
             device=device,
             split=split,
@@ -120,7 +118,6 @@ class Paged:
             starts=self.done[names],
             lengths=np.array([chosen[name] for name in names]),
             slots=np.concatenate(slots),
-            num_heads=self.heads.query,
         )
         pick = torch.from_numpy(np.concatenate(rows)).to(q.device)
         self.padded = not self.padded

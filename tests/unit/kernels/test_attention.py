@@ -129,8 +129,6 @@ def test_a_prefix_laid_once_gives_the_bits_of_whole_sequences(heads: Heads) -> N
     leaves = [x.requires_grad_() for x in qkv(laid, heads)]
     attend = PackedAttention(
         np.array(laid, np.int32),
-        num_heads=heads.query,
-        num_kv_heads=heads.key,
         device=CPU,
         prefixes=np.array(parents, np.int32),
     )

@@ -15,6 +15,7 @@ from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.attention.blocked_backend import BlockedAttention
 from spmd_rl.kernels.attention.flash_backend import FlashAttention
 from tests.laws.source import package_modules
+from tests.specs import kv_layers
 
 CPU = torch.device("cpu")
 NUM_TOKENS, HEADS, KV_HEADS, DIM = 5, 4, 2, 8
@@ -44,7 +45,7 @@ def test_keys_are_rotated_and_written_before_they_are_read(
     if fuses:
         monkeypatch.setattr(paged, "attention_backend", lambda *case: FlashAttention(CPU))
     cache = KvCache(
-        num_layers=1, num_pages=2, page_size=4, num_kv_heads=KV_HEADS, head_dim=DIM,
+        kv_layers(1, KV_HEADS, DIM), num_pages=2, page_size=4,
         dtype=torch.float32, device=CPU,
     )  # fmt: skip
     fused_writes = []

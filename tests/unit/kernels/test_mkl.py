@@ -22,7 +22,7 @@ import spmd_rl
 from spmd_rl import mkl
 from spmd_rl.mkl import FUNCTIONS, MKL_ON_INTEL, pin_sums, warm_up_functions
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 
 SAYS_INTEL = "int mkl_serv_intel_cpu_true(void) { return 1; }"
 EXAMPLE = Path(spmd_rl.__file__).parents[1] / "examples/arithmetic"
@@ -112,6 +112,6 @@ def test_each_function_is_first_called_on_one_element() -> None:
     """Then torch calls it on one thread."""
     warm_up_functions.cache_clear()
     with FirstCalls() as first:
-        CausalLM(ModelSpec.from_folder(EXAMPLE / "model")).rope_tables(torch.device("cpu"))
+        CausalLM(read_spec(EXAMPLE / "model")).rope_tables(torch.device("cpu"))
     floats = (torch.float32, torch.float64)
     assert first.sizes == {(name, dtype): 1 for name in FUNCTIONS for dtype in floats}

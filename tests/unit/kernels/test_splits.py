@@ -17,6 +17,7 @@ from spmd_rl.kernels.attention.kv_splits import KvSplits
 from spmd_rl.kernels.attention.merge_states import merge_states
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.train.config import TrainerConfig
+from tests.specs import kv_layers
 
 CPU = torch.device("cpu")
 HEADS, DIM = 2, 4
@@ -130,9 +131,9 @@ def test_refused_where_it_cannot_run() -> None:
     with pytest.raises(ConfigError, match="attention_split = 2048 needs flash-attn-4"):
         attention_backend(128, torch.float32, CPU, split=2048)
     assert not attention_backend(128, torch.float32, CPU, split=0).has_splits
-    sizes = {"num_layers": 1, "num_pages": 1, "page_size": 16, "num_kv_heads": 1, "head_dim": 16}
+    sizes = {"num_pages": 1, "page_size": 16}
     with pytest.raises(ConfigError, match="needs flash-attn-4"):
-        KvCache(**sizes, dtype=torch.float32, device=CPU, split=128)
+        KvCache(kv_layers(1, 1, 16), **sizes, dtype=torch.float32, device=CPU, split=128)
 
 
 @pytest.mark.parametrize("split", [100, -128])

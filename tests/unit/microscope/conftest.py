@@ -18,7 +18,7 @@ from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import ReferencePass, TrainerPass, load_model
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.engine import NativeEngineConfig
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(EXAMPLE, like)
     config = json.loads((like / "config.json").read_text())
     (like / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
-    spec = ModelSpec.from_folder(like)
+    spec = read_spec(like)
     model = CausalLM(spec)
     model.load_state_dict(dict(random_weights(spec, seed=1)))
     generator = torch.Generator().manual_seed(2)

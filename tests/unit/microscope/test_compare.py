@@ -22,7 +22,7 @@ from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.split_reference import merged_attention
 from spmd_rl.microscope.taps.points import OPS, Point
 from spmd_rl.microscope.taps.taps import HashTap, ProfilerTap, Tap, ValueTap
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.engine import NativeEngineConfig
 
 MIDDLE = 1  # of three layers
@@ -298,7 +298,7 @@ def test_no_hook_is_left_behind(engine, case, tap) -> None:
 def said_of(path, comparison, other, case, folder) -> list[list[str]]:
     """What each side's arithmetic is called, at the first point where they part."""
     assert comparison.evidence is not None
-    trial = VariantSearch(comparison.evidence, case, other.model, ModelSpec.from_folder(folder))
+    trial = VariantSearch(comparison.evidence, case, other.model, read_spec(folder))
     sides = []
     for side, values in ((path, comparison.evidence.patched), (other, comparison.evidence.other)):
         marks = ProfilerTap(case.num_rows)

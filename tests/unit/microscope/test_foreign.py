@@ -33,6 +33,7 @@ from spmd_rl.microscope.replay.forward_pass import ReferencePass, TrainerPass, l
 from spmd_rl.microscope.taps.points import BEFORE, OPS, Point
 from spmd_rl.microscope.taps.taps import ValueTap
 from spmd_rl.model.hf import read_weights, save_folder
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.foreign_program import run_program
@@ -71,7 +72,7 @@ def dump(folder: Path, group: ReplayCase, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def spec(folder: Path) -> ModelSpec:
-    return ModelSpec.from_folder(folder)
+    return read_spec(folder)
 
 
 def metadata_of(path: Path) -> dict[str, str]:
@@ -97,7 +98,7 @@ def live(name: str, folder: Path) -> Any:
 
 
 def examined(folder: Path, case: ReplayCase, path: Path, side: str = "trainer") -> Any:
-    recorded = DumpPass(Dump(path, ModelSpec.from_folder(folder)), CPU)
+    recorded = DumpPass(Dump(path, read_spec(folder)), CPU)
     return examine(ReplaySetup(case, live(side, folder), recorded, str(folder), tolerance=1e-4))
 
 

@@ -16,6 +16,7 @@ from spmd_rl.kernels.attention.flash_backend import FlashAttention
 from spmd_rl.microscope.diagnose.compare import compare
 from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.taps.points import Point
+from tests.specs import kv_layers
 
 
 class PagesOnCpu:
@@ -50,7 +51,7 @@ def _flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cache_has_flashs_layout() -> None:
     cache = KvCache(
-        num_layers=1, num_pages=5, page_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32,
+        kv_layers(1, 2, 8), num_pages=5, page_size=4, dtype=torch.float32,
         device=torch.device("cpu"),
     )  # fmt: skip
     assert cache.data.shape == (1, 2, 5, 4, 2, 8)

@@ -14,7 +14,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import SHARD_BYTES, load_weights, random_weights, read_weights, save_folder
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.weight_files import has_weights
 
 SMALL = {
@@ -69,7 +69,7 @@ def _reference(name: str, folder: Path) -> torch.nn.Module:
 
 
 def _ours(folder: Path) -> CausalLM:
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     model = CausalLM(spec)
     load_weights(model, folder)
     return model
@@ -77,11 +77,8 @@ def _ours(folder: Path) -> CausalLM:
 
 def _logits(model: CausalLM, tokens: list[torch.Tensor]) -> torch.Tensor:
     lengths = np.array([len(row) for row in tokens], dtype=np.int32)
-    spec = model.spec
     attend = PackedAttention(
         lengths,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
         device=torch.device("cpu"),
     )
     positions = torch.cat([torch.arange(n) for n in lengths])
@@ -142,13 +139,13 @@ def test_saved_folder_loads_in_transformers(
 
 def test_old_spelling_of_rope(tmp_path: Path) -> None:
     _reference("llama3", tmp_path)
-    new = ModelSpec.from_folder(tmp_path)
+    new = read_spec(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     scaling = raw.pop("rope_parameters")
     raw["rope_theta"] = scaling.pop("rope_theta")
     raw["rope_scaling"] = scaling
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert ModelSpec.from_folder(tmp_path) == new
+    assert read_spec(tmp_path) == new
 
 
 def _break(folder: Path, **changes: object) -> None:
@@ -158,9 +155,9 @@ def _break(folder: Path, **changes: object) -> None:
 
 def test_bad_folders_end_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no model folder"):
-        ModelSpec.from_folder(tmp_path / "nothing")
+        read_spec(tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        ModelSpec.from_folder(tmp_path)
+        read_spec(tmp_path)
     folder = tmp_path / "m"
     _reference("qwen3", folder)
     good = (folder / "config.json").read_text()
@@ -185,14 +182,14 @@ def test_bad_folders_end_in_one_sentence(tmp_path: Path) -> None:
             _ours(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not JSON"):
-        ModelSpec.from_folder(folder)
+        read_spec(folder)
     (folder / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"config\.json holds no JSON object"):
-        ModelSpec.from_folder(folder)
+        read_spec(folder)
     (folder / "config.json").write_text(good)
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"generation_config\.json is not JSON"):
-        ModelSpec.from_folder(folder)
+        read_spec(folder)
     (folder / "generation_config.json").unlink()
     (folder / "model.safetensors").write_bytes(b"garbage" * 10)
     with pytest.raises(ConfigError, match="safetensors"):
@@ -205,7 +202,7 @@ def test_bad_folders_end_in_one_sentence(tmp_path: Path) -> None:
 
 def test_random_weights_are_a_function_of_the_seed(tmp_path: Path) -> None:
     _reference("qwen3", tmp_path)
-    spec = ModelSpec.from_folder(tmp_path)
+    spec = read_spec(tmp_path)
     one, two, other = CausalLM(spec), CausalLM(spec), CausalLM(spec)
     for model, seed in (one, 3), (two, 3), (other, 4):
         model.load_state_dict(dict(random_weights(spec, seed)))

@@ -14,7 +14,7 @@ from spmd_rl.model.companion_files import MODEL_FILES, TOKENIZER_FILES, copy_fil
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.peft_folder import save_adapters
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from tests.dist.train_case import write_model_folder
 from tests.unit.data.chat_templates import CHATML, LLAMA, tokenizer_of
 
@@ -65,7 +65,7 @@ def _with_templates(folder: Path) -> Any:
 
 def test_an_export_renders_tools_as_the_folder_does(tmp_path: Path) -> None:
     before = _with_templates(tmp_path / "model")
-    spec = ModelSpec.from_folder(tmp_path / "model")
+    spec = read_spec(tmp_path / "model")
     save_folder(tmp_path / "hf", tmp_path / "model", random_weights(spec, 0))
     lora = LoraConfig(rank=2)
     zeros = ((name, torch.zeros(shape)) for name, shape in lora.shapes(spec).items())

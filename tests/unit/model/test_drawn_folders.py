@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import PackedAttention
-from spmd_rl.model import hf, rope_spec, spec, tokenizer, weight_files
+from spmd_rl.model import hf, read, rope_spec, tokenizer, weight_files
 from spmd_rl.model.hf import load_weights
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.tokenizer import FolderTokenizer, light_tokenizer, load_tokenizer
 from tests.unit.model.drawn_folders import POSITIONS, draw_folder
 from tests.unit.model.drawn_tokenizers import draw_tokenizer
@@ -45,11 +45,10 @@ def quiet() -> Iterator[None]:
 
 
 def _logits(folder: Path) -> torch.Tensor:
-    model = CausalLM(ModelSpec.from_folder(folder))
+    model = CausalLM(read_spec(folder))
     load_weights(model, folder)
     lengths = np.array([POSITIONS], dtype=np.int32)
-    heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
-    attend = PackedAttention(lengths, **heads, device=torch.device("cpu"))
+    attend = PackedAttention(lengths, device=torch.device("cpu"))
     return model(TOKENS, torch.arange(POSITIONS), attend, torch.arange(POSITIONS))
 
 
@@ -123,7 +122,9 @@ def test_logits_are_those_of_transformers_or_refused(tmp_path: Path) -> None:
 
 def _never_truncate(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        spec, "rope_spec", lambda config: replace(rope_spec.rope_spec(config), truncate=True)
+        read,
+        "rope_spec",
+        lambda config, size: replace(rope_spec.rope_spec(config, size), truncate=True),
     )
 
 

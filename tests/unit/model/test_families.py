@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.model.families import FAMILY_OF, Cut, Family, Part, Place
-from spmd_rl.model.families.family import FINAL_NORM, LAYERS, OUTPUT, WORD_EMBEDDING
-from spmd_rl.model.families.rules import GateUp, QkvByGroup
-from spmd_rl.model.moe_spec import MoeSpec
-from spmd_rl.model.rope_spec import RopeSpec
+from spmd_rl.model.families import FAMILIES, megatron
+from spmd_rl.model.families.megatron import (
+    FINAL_NORM,
+    LAYERS,
+    OUTPUT,
+    WORD_EMBEDDING,
+    Place,
+    parts_of,
+)
+from spmd_rl.model.families.megatron_layers import block_rules
+from spmd_rl.model.families.rules import Joined, Part, QkvByGroup, RankPart
+from spmd_rl.model.layers.mlp import Mlp
+from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.spec import EMBEDDING, ModelSpec
 from spmd_rl.weights.layout import Dims
+from tests.specs import attention_of, dense_spec, mlp_of, with_experts
 
 Arrays = dict[str, np.ndarray]
 
@@ -34,39 +43,33 @@ class Grid:
     def places(self) -> Iterator[Place]:
         """One rank for each way to cut: a checkpoint has each of them at least once."""
         for tp, ep, etp in np.ndindex(self.tp, self.ep, self.etp):
-            yield Place(Cut(self.tp, tp), Cut(self.ep, ep), Cut(self.etp, etp))
+            yield Place(RankPart(self.tp, tp), RankPart(self.ep, ep), RankPart(self.etp, etp))
 
 
 def spec_of(family: str, groups: int, per_group: int, vocab: int, tied: bool) -> ModelSpec:
-    common = {
-        "family": family,
-        "vocab_size": vocab,
-        "hidden_size": 48,
-        "intermediate_size": 72,
-        "num_layers": 3,
-        "num_heads": groups * per_group,
-        "num_kv_heads": groups,
-        "head_dim": 24,
-        "max_positions": 64,
-        "rms_eps": 1e-6,
-        "rope": RopeSpec(10000.0),
-        "tie_embeddings": tied,
-        "qkv_bias": family == "qwen2",
-        "out_bias": False,
-        "mlp_bias": False,
-        "qk_norm": family.startswith("qwen3"),
-    }
-    if family == "qwen3_moe":
-        return MoeSpec(**common, num_experts=12, experts_per_token=2, expert_size=24)
-    return ModelSpec(**common)
+    spec = dense_spec(
+        family=family,
+        vocab_size=vocab,
+        hidden_size=48,
+        intermediate_size=72,
+        num_layers=3,
+        num_heads=groups * per_group,
+        num_kv_heads=groups,
+        head_dim=24,
+        max_positions=64,
+        tie_embeddings=tied,
+        qkv_bias=family == "qwen2",
+        qk_norm=family.startswith("qwen3"),
+    )
+    return with_experts(spec, 12, 2, 24) if family == "qwen3_moe" else spec
 
 
 def parameters(spec: ModelSpec, grid: Grid) -> dict[str, Dims]:
     """Every parameter that Megatron's local spec builds on a rank that has all layers, with its
     shape there. The shapes are Megatron's own arithmetic, and not that of the rules.
     """
-    tp, hidden = grid.tp, spec.hidden_size
-    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp
+    tp, hidden, attention = grid.tp, spec.hidden_size, attention_of(spec)
+    qkv = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim // tp
     rows = -(-spec.vocab_size // tp)
     found: dict[str, Dims] = {WORD_EMBEDDING: (rows, hidden), FINAL_NORM: (hidden,)}
     found[OUTPUT] = (rows, hidden)
@@ -75,21 +78,23 @@ def parameters(spec: ModelSpec, grid: Grid) -> dict[str, Dims]:
             "input_layernorm.weight": (hidden,),
             "pre_mlp_layernorm.weight": (hidden,),
             "self_attention.linear_qkv.weight": (qkv, hidden),
-            "self_attention.linear_proj.weight": (hidden, spec.num_heads * spec.head_dim // tp),
+            "self_attention.linear_proj.weight": (hidden, attention.width // tp),
         }
-        if spec.qkv_bias:
+        if attention.qkv_bias:
             own["self_attention.linear_qkv.bias"] = (qkv,)
-        if spec.qk_norm:
-            own |= {f"self_attention.{x}_layernorm.weight": (spec.head_dim,) for x in "qk"}
-        if isinstance(spec, MoeSpec):
-            own["mlp.router.weight"] = (spec.num_experts, hidden)
-            inner = spec.expert_size // grid.etp
-            for expert in range(spec.num_experts // grid.ep):
+        if attention.qk_norm:
+            own |= {f"self_attention.{x}_layernorm.weight": (attention.head_dim,) for x in "qk"}
+        mlp = spec.blocks[layer].mlp
+        if isinstance(mlp, Moe):
+            own["mlp.router.weight"] = (mlp.num_experts, hidden)
+            inner = mlp.expert_size // grid.etp
+            for expert in range(mlp.num_experts // grid.ep):
                 name = f"mlp.experts.local_experts.{expert}"
                 own |= {f"{name}.linear_fc1.weight": (2 * inner, hidden)}
                 own |= {f"{name}.linear_fc2.weight": (hidden, inner)}
         else:
-            inner = spec.intermediate_size // tp
+            assert isinstance(mlp, Mlp)
+            inner = mlp.intermediate_size // tp
             own["mlp.linear_fc1.weight"] = (2 * inner, hidden)
             own["mlp.linear_fc2.weight"] = (hidden, inner)
         found |= {f"{LAYERS}{layer}.{name}": shape for name, shape in own.items()}
@@ -100,10 +105,10 @@ def layer_of(parameter: str) -> int:
     return int(parameter.split(".")[2]) if parameter.startswith(LAYERS) else -1
 
 
-def held(spec: ModelSpec, grid: Grid, family: Family) -> Iterator[tuple[Place, str, Dims, Part]]:
+def held(spec: ModelSpec, grid: Grid) -> Iterator[tuple[Place, str, Dims, Part]]:
     for place in grid.places():
         for name, shape in parameters(spec, grid).items():
-            for part in family.parts(spec, name, layer_of(name), place):
+            for part in parts_of(spec, name, layer_of(name), place):
                 yield place, name, shape, part
 
 
@@ -115,26 +120,26 @@ def random_arrays(spec: ModelSpec) -> Arrays:
     }
 
 
-def to_megatron(arrays: Arrays, spec: ModelSpec, grid: Grid, family: Family) -> dict:
+def to_megatron(arrays: Arrays, spec: ModelSpec, grid: Grid) -> dict:
     """Each rank's parameters, filled from whole tensors."""
     ranks: dict = defaultdict(dict)
-    for place, name, shape, part in held(spec, grid, family):
+    for place, name, shape, part in held(spec, grid):
         parameter = ranks[place].setdefault(name, np.zeros(shape, np.uint16))
         whole = tuple(slice(o, e) for o, e in zip(part.box.offset, part.box.end, strict=True))
         parameter[slice(*part.rows)] = arrays[part.name][whole]
     return ranks
 
 
-def to_hugging_face(ranks: dict, spec: ModelSpec, grid: Grid, family: Family) -> Arrays:
+def to_hugging_face(ranks: dict, spec: ModelSpec, grid: Grid) -> Arrays:
     out = {name: np.zeros(shape, np.uint16) for name, shape in spec.parameter_shapes().items()}
-    for place, name, _, part in held(spec, grid, family):
+    for place, name, _, part in held(spec, grid):
         whole = tuple(slice(o, e) for o, e in zip(part.box.offset, part.box.end, strict=True))
         out[part.name][whole] = ranks[place][name][slice(*part.rows)]
     return out
 
 
 CASES = st.tuples(
-    st.sampled_from(sorted(FAMILY_OF)),
+    st.sampled_from(sorted(FAMILIES)),
     st.sampled_from([1, 2, 4]),  # key-value heads
     st.sampled_from([1, 2, 3]),  # query heads for each
     st.sampled_from([96, 97, 101]),  # tokens, with padding where tp does not divide them
@@ -144,21 +149,22 @@ CASES = st.tuples(
 )
 
 
-def case(values: tuple) -> tuple[ModelSpec, Grid, Family]:
+def case(values: tuple) -> tuple[ModelSpec, Grid]:
     family, groups, per_group, vocab, tied, tp, (ep, etp) = values
+    assume(groups * per_group % tp == 0)  # no rank has a part of a head
     spec = spec_of(family, groups, per_group, vocab, tied)
     is_moe = family == "qwen3_moe"
-    return spec, Grid(tp, *((ep, etp) if is_moe else (1, 1))), FAMILY_OF[family]
+    return spec, Grid(tp, *((ep, etp) if is_moe else (1, 1)))
 
 
 @settings(max_examples=60)
 @given(CASES)
 def test_every_element_is_held_as_often_as_it_should(values: tuple) -> None:
-    spec, grid, family = case(values)
+    spec, grid = case(values)
     counts = {name: np.zeros(shape, int) for name, shape in spec.parameter_shapes().items()}
     ways = grid.tp * grid.ep * grid.etp
     covered: dict = defaultdict(int)
-    for place, name, shape, part in held(spec, grid, family):
+    for place, name, shape, part in held(spec, grid):
         assert part.shape == counts[part.name].shape
         whole = tuple(slice(o, e) for o, e in zip(part.box.offset, part.box.end, strict=True))
         counts[part.name][whole] += 1
@@ -181,10 +187,10 @@ def test_every_element_is_held_as_often_as_it_should(values: tuple) -> None:
 @settings(max_examples=60)
 @given(CASES)
 def test_there_and_back_is_byte_equal(values: tuple) -> None:
-    spec, grid, family = case(values)
+    spec, grid = case(values)
     arrays = random_arrays(spec)
-    ranks = to_megatron(arrays, spec, grid, family)
-    back = to_hugging_face(ranks, spec, grid, family)
+    ranks = to_megatron(arrays, spec, grid)
+    back = to_hugging_face(ranks, spec, grid)
     for name in arrays:
         np.testing.assert_array_equal(back[name], arrays[name])
 
@@ -194,8 +200,8 @@ def test_fused_rows_are_in_the_order_of_megatron(tp: int) -> None:
     """An oracle written from Megatron's own documentation of its layout, with numpy alone."""
     spec = spec_of("qwen2", 2, 3, 96, False)
     arrays = random_arrays(spec)
-    ranks = list(to_megatron(arrays, spec, Grid(tp), FAMILY_OF["qwen2"]).values())
-    layer, dim = "model.layers.1.", spec.head_dim
+    ranks = list(to_megatron(arrays, spec, Grid(tp)).values())
+    layer, dim = "model.layers.1.", attention_of(spec).head_dim
     q, k, v = (arrays[f"{layer}self_attn.{x}_proj.weight"] for x in "qkv")
     groups = [
         np.concatenate(
@@ -210,56 +216,55 @@ def test_fused_rows_are_in_the_order_of_megatron(tp: int) -> None:
     fused = np.concatenate([rank[f"{LAYERS}1.self_attention.linear_qkv.weight"] for rank in ranks])
     np.testing.assert_array_equal(fused, np.concatenate(groups))
     for index, rank in enumerate(ranks):
-        rows = slice(*Cut(tp, index).of(spec.intermediate_size))
+        rows = slice(*RankPart(tp, index).of(mlp_of(spec).intermediate_size))
         halves = [arrays[f"{layer}mlp.{x}_proj.weight"][rows] for x in ("gate", "up")]
         np.testing.assert_array_equal(
             rank[f"{LAYERS}1.mlp.linear_fc1.weight"], np.concatenate(halves)
         )
 
 
-def test_planted_bugs_are_seen() -> None:
+def test_planted_bugs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate and up swapped, and all queries before all keys: other parameters than Megatron's."""
     spec, grid = spec_of("llama", 2, 2, 96, False), Grid(2)
-    true = FAMILY_OF["llama"]
     arrays = random_arrays(spec)
-    expected = to_megatron(arrays, spec, grid, true)
-    gate_up = GateUp("mlp.up_proj.weight", "mlp.gate_proj.weight")
+    expected = to_megatron(arrays, spec, grid)
     names = [f"self_attn.{x}_proj.weight" for x in "qkv"]
     planted = {
-        "mlp.linear_fc1.weight": gate_up,
-        "self_attention.linear_qkv.weight": QkvByGroup(*names, num_groups=1),
+        "mlp.linear_fc1.weight": Joined("mlp.up_proj.weight", "mlp.gate_proj.weight"),
+        "self_attention.linear_qkv.weight": QkvByGroup(*names, is_whole=True),
     }
     for name, rule in planted.items():
-        wrong = replace(true, layer_rules=lambda s, n=name, r=rule: {**true.layer_rules(s), n: r})
-        found = to_megatron(arrays, spec, grid, wrong)
+        wrong = {**block_rules(spec.blocks[0]), name: rule}
+        monkeypatch.setattr(megatron, "block_rules", lambda block, wrong=wrong: wrong)
+        found = to_megatron(arrays, spec, grid)
         for place in grid.places():
             for parameter in expected[place]:
                 same = np.array_equal(found[place][parameter], expected[place][parameter])
                 assert same == (not parameter.endswith(name)), parameter
         # a fault in both directions comes back all the same: this test is the one that sees it
-        assert to_hugging_face(found, spec, grid, wrong).keys() == arrays.keys()
+        assert to_hugging_face(found, spec, grid).keys() == arrays.keys()
 
 
 def test_names_of_transformer_engine_mean_the_same() -> None:
     spec = spec_of("qwen3_moe", 2, 2, 96, False)
-    place, family = Place(Cut(2, 1), Cut(4, 3), Cut(2, 1)), FAMILY_OF["qwen3_moe"]
+    place = Place(RankPart(2, 1), RankPart(4, 3), RankPart(2, 1))
     pairs = {
         "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
         "mlp.experts.linear_fc1.weight2": "mlp.experts.local_experts.2.linear_fc1.weight",
         "mlp.experts.linear_fc2.weight0": "mlp.experts.local_experts.0.linear_fc2.weight",
     }
     for one, other in pairs.items():
-        first, second = (family.parts(spec, f"{LAYERS}0.{x}", 7, place) for x in (one, other))
+        first, second = (parts_of(spec, f"{LAYERS}0.{x}", 2, place) for x in (one, other))
         assert first == second
-    (last,) = family.parts(spec, f"{LAYERS}0.mlp.experts.linear_fc2.weight2", 7, place)
-    assert last.name == "model.layers.7.mlp.experts.11.down_proj.weight"
+    (last,) = parts_of(spec, f"{LAYERS}0.mlp.experts.linear_fc2.weight2", 2, place)
+    assert last.name == "model.layers.2.mlp.experts.11.down_proj.weight"
 
 
 def test_our_own_attention_has_queries_then_keys_then_values() -> None:
     spec = spec_of("qwen2", 2, 3, 96, False)
     for kind in ("weight", "bias"):
         name = f"{LAYERS}0.self_attention.qkv_proj.{kind}"
-        parts = FAMILY_OF["qwen2"].parts(spec, name, 1, Place())
+        parts = parts_of(spec, name, 1, Place())
         prefix, first = "model.layers.1.self_attn.", 0
         assert [part.name for part in parts] == [f"{prefix}{x}_proj.{kind}" for x in "qkv"]
         for part in parts:
@@ -271,4 +276,4 @@ def test_our_own_attention_has_queries_then_keys_then_values() -> None:
 def test_an_unknown_parameter_is_an_error() -> None:
     spec = spec_of("llama", 2, 2, 96, False)
     with pytest.raises(KeyError, match="adapter"):
-        FAMILY_OF["llama"].parts(spec, f"{LAYERS}0.adapter.weight", 0, Place())
+        parts_of(spec, f"{LAYERS}0.adapter.weight", 0, Place())

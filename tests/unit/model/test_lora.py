@@ -13,13 +13,12 @@ from spmd_rl.model.fused_projections import join, lay_out
 from spmd_rl.model.linear import Linear
 from spmd_rl.model.lora import TARGETS, LoraConfig, is_adapter
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.rope_spec import RopeSpec
-from spmd_rl.model.spec import ModelSpec
+from tests.specs import dense_spec
 
-SPEC = ModelSpec(
+SPEC = dense_spec(
     family="qwen2", vocab_size=37, hidden_size=24, intermediate_size=40, num_layers=2,
     num_heads=3, num_kv_heads=1, head_dim=8, max_positions=64, rms_eps=1e-6,
-    rope=RopeSpec(1e6), tie_embeddings=True, qkv_bias=True, out_bias=False, mlp_bias=False,
+    theta=1e6, tie_embeddings=True, qkv_bias=True, out_bias=False, mlp_bias=False,
     qk_norm=False, init_std=0.06,
 )  # fmt: skip
 LORA = LoraConfig(rank=3, alpha=7.0)
@@ -40,9 +39,7 @@ def base_of(model: CausalLM) -> dict[str, Tensor]:
 
 
 def logits(model: CausalLM) -> Tensor:
-    attend = PackedAttention(
-        np.array([30, 10], np.int32), num_heads=3, num_kv_heads=1, device=TOKENS.device
-    )
+    attend = PackedAttention(np.array([30, 10], np.int32), device=TOKENS.device)
     positions = torch.cat([torch.arange(30), torch.arange(10)])
     return model(TOKENS, positions, attend, torch.arange(40))
 

@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.hf import model_weights, random_weights
+from spmd_rl.model.layers.gqa import Gqa
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import EMBEDDING, HEAD, ModelSpec
 from spmd_rl.model.weight_files import INDEX, SINGLE, has_weights, weight_files
+from tests.specs import attention_of, mlp_of
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -35,7 +38,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
 def _spec(folder: Path, **changes: Any) -> ModelSpec:
     config = {key: value for key, value in (CONFIG | changes).items() if value != "absent"}
     (folder / "config.json").write_text(json.dumps(config))
-    return ModelSpec.from_folder(folder)
+    return read_spec(folder)
 
 
 @pytest.mark.parametrize(
@@ -118,16 +121,19 @@ def test_refused_by_name(tmp_path: Path, changes: dict[str, Any], sentence: str)
 def test_keys_that_transformers_ignores_are_ignored(tmp_path: Path) -> None:
     """Qwen2 always has biases, whatever the keys say, and Qwen3 has none in its MLP."""
     qwen2 = _spec(tmp_path, model_type="qwen2", attention_bias=True, mlp_bias=True)
-    assert qwen2.qkv_bias and not qwen2.out_bias and not qwen2.mlp_bias
-    assert not _spec(tmp_path, mlp_bias=True).mlp_bias
+    assert attention_of(qwen2).qkv_bias and not attention_of(qwen2).out_bias
+    assert not mlp_of(qwen2).bias and not mlp_of(_spec(tmp_path, mlp_bias=True)).bias
     assert _spec(tmp_path, final_logit_softcapping=30.0, pretraining_tp=2) == _spec(tmp_path)
 
 
 def test_defaults_of_the_families(tmp_path: Path) -> None:
-    assert _spec(tmp_path, head_dim="absent").head_dim == 128
-    assert _spec(tmp_path, model_type="llama", head_dim=None).head_dim == 4
-    assert _spec(tmp_path, model_type="llama", num_key_value_heads="absent").num_kv_heads == 2
-    assert _spec(tmp_path, num_key_value_heads=None).num_kv_heads == 2
+    def attention(**changes: Any) -> Gqa:
+        return attention_of(_spec(tmp_path, **changes))
+
+    assert attention(head_dim="absent").head_dim == 128
+    assert attention(model_type="llama", head_dim=None).head_dim == 4
+    assert attention(model_type="llama", num_key_value_heads="absent").num_kv_heads == 2
+    assert attention(num_key_value_heads=None).num_kv_heads == 2
 
 
 def test_the_original_context_may_stand_outside(tmp_path: Path) -> None:
@@ -166,7 +172,7 @@ def tensors(tmp_path: Path) -> dict[str, torch.Tensor]:
 
 
 def _read(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(model_weights(folder, ModelSpec.from_folder(folder).parameter_shapes()))
+    return dict(model_weights(folder, read_spec(folder).parameter_shapes()))
 
 
 def test_one_file_wins_over_an_index_and_strays(

@@ -12,8 +12,8 @@ from torch import Tensor
 from spmd_rl.kernels import PackedAttention, Scores
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.scorer import Scorer
-from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.microbatch import MicroBatch, lay_out
 from tests.dist.train_case import VOCAB, make_batch, write_model_folder
 
@@ -25,7 +25,7 @@ Score = Callable[[CausalLM], Scores]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     folder: Path = write_model_folder(tmp_path_factory.mktemp("model"))
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     made = CausalLM(spec)
     made.load_state_dict(dict(random_weights(spec, 0)))
     return made
@@ -44,11 +44,8 @@ def candidates(micro: MicroBatch) -> Tensor:
 
 def by_log_softmax(model: CausalLM, micro: MicroBatch, candidates: Tensor) -> Scores:
     """Return the scores from all logits at once, with torch's log-softmax in float64."""
-    spec = model.spec
     attend = PackedAttention(
         micro.lengths,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
         device=micro.tokens.device,
         prefixes=micro.prefixes,
     )

@@ -7,14 +7,13 @@ from torch import Tensor
 
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.slab_parameters import ALIGN_BYTES, fill_slab
-from spmd_rl.model.spec import ModelSpec
+from tests.specs import attention_of, dense_spec
 
-SPEC = ModelSpec(
+SPEC = dense_spec(
     family="qwen2", vocab_size=37, hidden_size=24, intermediate_size=40, num_layers=2,
     num_heads=3, num_kv_heads=1, head_dim=8, max_positions=64, rms_eps=1e-6,
-    rope=RopeSpec(1e6), tie_embeddings=True, qkv_bias=True, out_bias=False, mlp_bias=False,
+    theta=1e6, tie_embeddings=True, qkv_bias=True, out_bias=False, mlp_bias=False,
     qk_norm=False, init_std=0.06,
 )  # fmt: skip
 
@@ -62,7 +61,7 @@ def test_packed_projections_stay_together() -> None:
     model.fuse_projections()
     attention = model.model.layers[1].self_attn
     assert attention.joined is not None
-    queries = attention.joined.weight[: SPEC.num_heads * SPEC.head_dim]
+    queries = attention.joined.weight[: attention_of(SPEC).width]
     assert torch.equal(queries, weights["model.layers.1.self_attn.q_proj.weight"])
     slab.zero_()
     assert not attention.joined.weight.any()

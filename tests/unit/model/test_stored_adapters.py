@@ -14,6 +14,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.peft_folder import read_adapters
 from spmd_rl.model.stored_adapters import stored_adapters
+from tests.specs import with_layers
 from tests.unit.model.test_lora import SPEC
 
 # adapter_config.json as peft 0.17 writes it
@@ -88,9 +89,18 @@ def test_other_targets_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        (replace(SPEC, hidden_size=32), rf"{FIRST} is \[3, 24\], and the model needs \[3, 32\]"),
-        (replace(SPEC, num_layers=3), "it lacks 4 adapters, first model.layers.2.self_attn"),
-        (replace(SPEC, num_layers=1), "layers.1.self_attn.q_proj.lora_A.weight belongs to no"),
+        (
+            with_layers(replace(SPEC, hidden_size=32), hidden_size=32),
+            rf"{FIRST} is \[3, 24\], and the model needs \[3, 32\]",
+        ),
+        (
+            replace(SPEC, blocks=SPEC.blocks[:1] * 3),
+            "it lacks 4 adapters, first model.layers.2.self_attn",
+        ),
+        (
+            replace(SPEC, blocks=SPEC.blocks[:1]),
+            "layers.1.self_attn.q_proj.lora_A.weight belongs to no",
+        ),
     ],
 )
 def test_another_base_is_refused(tmp_path: Path, spec: object, sentence: str) -> None:

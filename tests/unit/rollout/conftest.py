@@ -14,7 +14,6 @@ from spmd_rl.kernels import PackedAttention, sample_and_score, token_logprobs
 from spmd_rl.kernels.vocab.kept_sets import KeptSets
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig, Request
 from spmd_rl.rollout.native.decode_graphs import Sampler
@@ -23,6 +22,7 @@ from spmd_rl.types.kept_sets import set_ends
 from spmd_rl.types.samples import Sample
 from tests import samples
 from tests.samples import Samples
+from tests.specs import dense_spec
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def _kept_sets(drawn: Sequence[Sample]) -> KeptSets:
 
 
 def _spec(family: str, num_heads: int, num_kv_heads: int) -> ModelSpec:
-    return ModelSpec(
+    return dense_spec(
         family=family,
         vocab_size=37,
         hidden_size=32,
@@ -48,7 +48,7 @@ def _spec(family: str, num_heads: int, num_kv_heads: int) -> ModelSpec:
         head_dim=8,
         max_positions=192,
         rms_eps=1e-6,
-        rope=RopeSpec(1e4),
+        theta=1e4,
         tie_embeddings=family == "qwen3",
         qkv_bias=family == "qwen2",
         out_bias=False,
@@ -121,9 +121,7 @@ def mismatched_tokens() -> Callable[..., int]:
         lengths = np.array([len(t) for t in tokens], dtype=np.int32)
         ends = np.cumsum(lengths)
         spec = model.spec
-        attend = PackedAttention(
-            lengths, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, device=CPU
-        )
+        attend = PackedAttention(lengths, device=CPU)
         positions = np.concatenate([np.arange(n) for n in lengths])
         rows = np.concatenate(
             [

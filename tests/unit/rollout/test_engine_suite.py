@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.model.hf import random_weights
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.build import build as build_native
 from tests.dist.train_case import write_model_folder
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestNative(EngineSuite):
     @pytest.fixture
     def case(self, folder: Path) -> EngineCase:
-        spec = ModelSpec.from_folder(folder)
+        spec = read_spec(folder)
         cfg = NativeEngineConfig(max_batch=16, max_step_tokens=64)
         engine = build_native(cfg, str(folder), CPU, decode)
 

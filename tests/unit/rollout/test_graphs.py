@@ -59,7 +59,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
         decode_graphs, "record", lambda work, memory: (SimpleNamespace(replay=lambda: None), None)
     )
     monkeypatch.setattr(GraphInputs, "uploaded", [])
-    cache = SimpleNamespace(data=torch.zeros(1), split=0, page_size=4)
+    cache = SimpleNamespace(device=torch.device("cpu"), split=0, page_size=4)
     return DecodeGraphs(None, cache, SequenceTable(6, 64, 4), None, None)
 
 

@@ -9,10 +9,10 @@ from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.memory import (
+    cache_token_bytes,
     engine_memory,
     kv_budget,
     kv_pages,
-    kv_token_bytes,
     running_kv_bytes,
 )
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
@@ -25,8 +25,8 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return write_config("8B", tmp_path_factory.mktemp("model"))
 
 
-def test_kv_of_qwen3_8b() -> None:
-    assert kv_token_bytes(36, 8, 128, 2) == TOKEN_8B
+def test_kv_of_qwen3_8b(spec: ModelSpec) -> None:
+    assert cache_token_bytes(spec, 2) == TOKEN_8B
 
 
 def test_a_budget_of_pages() -> None:

@@ -34,7 +34,7 @@ def draw(model, new_engine, finish):
 
 @pytest.fixture(scope="module")
 def logits(model):
-    attend = PackedAttention(np.array([4]), num_heads=4, num_kv_heads=2, device=torch.device("cpu"))
+    attend = PackedAttention(np.array([4]), device=torch.device("cpu"))
     return model(torch.from_numpy(PROMPT).long(), torch.arange(4), attend, torch.tensor([3]))[
         0
     ].double()
@@ -99,9 +99,7 @@ def test_each_token_is_drawn_with_the_key_of_its_seed_prompt_sample_and_position
     samples = finish(new_engine(model), requests)
     for request in requests:
         sample = samples[request.uid, request.index]
-        attend = PackedAttention(
-            np.array([10]), num_heads=4, num_kv_heads=2, device=torch.device("cpu")
-        )
+        attend = PackedAttention(np.array([10]), device=torch.device("cpu"))
         tokens = torch.from_numpy(np.concatenate([PROMPT, sample.tokens])).long()
         rows = model(tokens, torch.arange(10), attend, torch.arange(3, 9))
         same = np.ones(6, dtype=np.int64)

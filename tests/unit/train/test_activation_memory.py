@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from spmd_rl.model.layers.block import BlockSpec
+from spmd_rl.model.layers.gqa import Gqa
+from spmd_rl.model.layers.mlp import Mlp
 from spmd_rl.train.activation_memory import (
     NO_HEAD,
     Activations,
     HeadShape,
-    LayerShape,
     activations,
     forward_bytes,
 )
 
 TOKENS, LAYERS, VOCAB = 16384, 28, 151936
-LAYER = LayerShape(hidden=1024, intermediate=3072, query_width=2048, kv_width=1024)
+HIDDEN = 1024
+BLOCK = BlockSpec(HIDDEN, Gqa(HIDDEN, 16, 8, 128, rms_eps=1e-6), Mlp(HIDDEN, 3072))
+LAYER = BLOCK.cost()
 HEAD = HeadShape(VOCAB, 1024, rows=2048, scored=TOKENS, keeps_slopes=True)
 
 
 def pass_of(recompute: str, head: HeadShape = HEAD, **more: int) -> Activations:
-    sizes = {"num_tokens": TOKENS, "num_layers": LAYERS, "element_bytes": 2} | more
-    return activations(LAYER, head, recompute=recompute, **sizes)
+    sizes = {"num_tokens": TOKENS, "element_bytes": 2} | more
+    return activations([LAYER] * LAYERS, HIDDEN, head, recompute=recompute, **sizes)
 
 
 def test_what_a_layer_keeps_of_a_token() -> None:
@@ -27,9 +31,9 @@ def test_what_a_layer_keeps_of_a_token() -> None:
     values, attended = 1024, 2048
     gate_and_up, product = 2 * 3072, 3072
     everything = sums + norms + projected + rotated + values + attended + gate_and_up + product
-    assert LAYER.kept_elements("none") == everything == 22528
-    assert LAYER.kept_elements("cheap") == everything - norms - rotated - product
-    assert LAYER.kept_elements("all") == 2 * 1024
+    assert LAYER.kept("none") == everything == 22528
+    assert LAYER.kept("cheap") == everything - norms - rotated - product
+    assert LAYER.kept("all") == 2 * 1024
 
 
 def test_the_head_keeps_slopes_and_two_chunks_of_logits() -> None:
@@ -66,14 +70,14 @@ def test_one_layer_at_a_time_is_computed_again() -> None:
 
 
 def test_what_waits_in_host_memory_is_counted_there() -> None:
-    found = pass_of("all", num_layers=3, num_host_layers=LAYERS - 1)
+    found = pass_of("all", num_on_gpu=3)
     pair = TOKENS * 2 * 2048
     assert (found.kept, found.host) == (3 * pair, (LAYERS - 1) * pair)
 
 
 def test_a_forward_pass_alone_has_a_layer_or_the_head() -> None:
-    found = forward_bytes(LAYER, NO_HEAD, num_tokens=TOKENS, element_bytes=2)
+    found = forward_bytes([LAYER], HIDDEN, NO_HEAD, num_tokens=TOKENS, element_bytes=2)
     assert found == TOKENS * 2 * 22528
     head = HeadShape(VOCAB, 1024, rows=2048, scored=TOKENS, keeps_slopes=False)
-    found = forward_bytes(LAYER, head, num_tokens=TOKENS, element_bytes=2)
+    found = forward_bytes([LAYER], HIDDEN, head, num_tokens=TOKENS, element_bytes=2)
     assert found == TOKENS * 2 * 2048 + 2 * 2048 * VOCAB * 4

@@ -8,16 +8,15 @@ import pytest
 
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.model.lora import LoraConfig
-from spmd_rl.model.rope_spec import RopeSpec
-from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import Fsdp2Config, ParameterGroup, TrainerConfig
 from spmd_rl.train.memory import step_sizes, trainer_memory
 from spmd_rl.train.step_memory import step_points
+from tests.specs import dense_spec
 
-SPEC = ModelSpec(
+SPEC = dense_spec(
     family="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36,
     num_heads=32, num_kv_heads=8, head_dim=128, max_positions=40960, rms_eps=1e-6,
-    rope=RopeSpec(1e6), tie_embeddings=False, qkv_bias=False, out_bias=False, mlp_bias=False,
+    theta=1e6, tie_embeddings=False, qkv_bias=False, out_bias=False, mlp_bias=False,
     qk_norm=True,
 )  # fmt: skip
 CONFIG = TrainerConfig(lora=LoraConfig(rank=16), groups=(ParameterGroup("*.lora_B.*"),))

@@ -24,7 +24,7 @@ from spmd_rl.kernels import PackedAttention
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.value_head import ValueModel
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.frozen import FrozenModel
@@ -90,9 +90,7 @@ def hidden_states(model: Any, batch: Batch) -> list[Tensor]:
     found, ends = [], np.cumsum(batch.lengths)
     for start, end in zip(ends - batch.lengths, ends, strict=True):
         tokens = torch.from_numpy(batch.tokens[start:end]).long()
-        attend = PackedAttention(
-            np.array([len(tokens)]), num_heads=4, num_kv_heads=2, device=tokens.device
-        )
+        attend = PackedAttention(np.array([len(tokens)]), device=tokens.device)
         states = model(tokens, torch.arange(len(tokens)), attend)
         found.append(states[np.flatnonzero(batch.mask[start:end]) - 1])
     return found
@@ -104,7 +102,7 @@ def plain_logprobs(model: CausalLM, batch: Batch) -> list[Tensor]:
 
 
 def plain_model(trainer: TrainingRole) -> CausalLM:
-    model = CausalLM(ModelSpec.from_folder(trainer.model))
+    model = CausalLM(read_spec(trainer.model))
     model.load_state_dict(
         {name: one.local.detach() for name, one in local_weights(trainer).items()}
     )
@@ -138,7 +136,7 @@ def test_dpo(new_trainer: Any, new_frozen: Any, max_tokens: int) -> None:
     loss = partial(dpo_loss, beta=0.3)
     found = gradients(trainer, lambda: stats.update(trainer.train_step(batch, loss)))
 
-    other = CausalLM(ModelSpec.from_folder(trainer.model))
+    other = CausalLM(read_spec(trainer.model))
     other.load_state_dict(dict(random_weights(other.spec, 5)))
     ratios = (
         of_tokens(batch, plain_logprobs(model, batch))
@@ -164,7 +162,7 @@ def test_a_reward_model(context: RoleContext, model_folder: Any, max_tokens: int
     batch = pairs(6)
     ends = sequence_ends(batch)
     trainer.train_step(ends, bradley_terry_loss)  # the head is no longer zero
-    model = ValueModel(ModelSpec.from_folder(trainer.model))
+    model = ValueModel(read_spec(trainer.model))
     model.load_state_dict(
         {name: one.local.detach() for name, one in local_weights(trainer).items()}
     )
@@ -199,7 +197,7 @@ def test_distillation_of_the_whole_vocabulary(
     loss, needs = partial(topk_kl_loss, direction=direction), Needs(candidates=True)
     found = gradients(trainer, lambda: stats.update(trainer.train_step(batch, loss, needs=needs)))
 
-    other = CausalLM(ModelSpec.from_folder(trainer.model))
+    other = CausalLM(read_spec(trainer.model))
     other.load_state_dict(dict(random_weights(other.spec, 5)))
     student = torch.cat(plain_logprobs(model, batch))
     target = torch.cat(plain_logprobs(other, batch)).detach()

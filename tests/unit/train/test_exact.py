@@ -19,7 +19,7 @@ from spmd_rl.algo.packing import pack_sft
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.train.learner import Learner
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.batch import Batch
@@ -167,15 +167,13 @@ def test_without_padding_to_the_row_tile_bits_differ(
 def test_scores_are_the_log_softmax(new_trainer) -> None:
     trainer, batch = new_trainer(), make_batch()
     scores = _scores(trainer, batch)
-    spec = ModelSpec.from_folder(trainer.model)
+    spec = read_spec(trainer.model)
     model = CausalLM(spec)
     model.load_state_dict(dict(random_weights(spec, trainer.cfg.seed)))
     starts = np.cumsum(batch.lengths) - batch.lengths
     for i, start in enumerate(starts):
         tokens = torch.from_numpy(batch.tokens[start : start + batch.lengths[i]]).long()
-        attend = PackedAttention(
-            batch.lengths[[i]], num_heads=4, num_kv_heads=2, device=tokens.device
-        )
+        attend = PackedAttention(batch.lengths[[i]], device=tokens.device)
         with torch.no_grad():
             logits = model(tokens, torch.arange(len(tokens)), attend, torch.arange(len(tokens) - 1))
         temperature = batch.temperature[i] or 1.0

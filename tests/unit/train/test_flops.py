@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.train import flops
+from tests.specs import attention_of, with_layers
 
 
 def _counted(spec, lengths: list[int], num_scored: int) -> int:
@@ -20,7 +21,7 @@ def _counted(spec, lengths: list[int], num_scored: int) -> int:
     def leaf(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, requires_grad=True)
 
-    num_tokens = sum(lengths)
+    num_tokens, attention = sum(lengths), attention_of(spec)
     with FlopCounterMode(display=False) as counter:
         for name, shape in spec.parameter_shapes().items():
             if len(shape) == 2 and "embed_tokens" not in name and "lm_head" not in name:
@@ -29,7 +30,7 @@ def _counted(spec, lengths: list[int], num_scored: int) -> int:
             leaf(num_scored, spec.hidden_size), leaf(spec.vocab_size, spec.hidden_size)
         ).sum().backward()
         for length in lengths * spec.num_layers:
-            q, k, v = (leaf(spec.num_heads, length, spec.head_dim) for _ in range(3))
+            q, k, v = (leaf(attention.num_heads, length, attention.head_dim) for _ in range(3))
             ((q @ k.transpose(1, 2)) @ v).sum().backward()
     return counter.get_total_flops()
 
@@ -37,7 +38,7 @@ def _counted(spec, lengths: list[int], num_scored: int) -> int:
 def test_counted_products_agree(new_trainer) -> None:
     spec, lengths = new_trainer().backend.scorer.model.spec, [40, 7, 23]
     triangles = (
-        6 * sum(length**2 for length in lengths) * spec.num_heads * spec.head_dim * spec.num_layers
+        6 * sum(length**2 for length in lengths) * attention_of(spec).width * spec.num_layers
     )
     found = flops.train_flops(spec, np.array(lengths, np.int32), 11)
     assert found + triangles == _counted(spec, lengths, 11)
@@ -47,7 +48,9 @@ def test_weights_beside_adapters_have_no_gradient(new_trainer) -> None:
     """A pass multiplies the base twice and not three times, and the adapters thrice."""
     lora, lengths = LoraConfig(rank=4), np.array([40, 7, 23], np.int32)
     model = new_trainer(lora=lora).backend.scorer.model
-    attention = flops.train_flops(replace(model.spec, vocab_size=0, hidden_size=0), lengths, 11)
+    spec = replace(model.spec, vocab_size=0, hidden_size=0)
+    without_products = with_layers(spec, hidden_size=0)
+    attention = flops.train_flops(without_products, lengths, 11)
     base = flops.train_flops(model.spec, lengths, 11) - attention
     adapters = 6 * 70 * sum(one.numel() for layer in model.adapters() for one in layer.parameters())
     assert flops.train_flops(model.spec, lengths, 11, lora) == attention + base * 2 / 3 + adapters

@@ -17,7 +17,7 @@ from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.lora import LoraConfig, is_adapter
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.offload.phases import ALL, RoleSleep
 from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, ParameterGroup, TrainerConfig
 from spmd_rl.train.export import export_saved
@@ -51,7 +51,7 @@ def test_adapters_alone_change(new_trainer, options: dict[str, object]) -> None:
         trainer.train_step(make_batch(seed), grpo_loss)
     after = bits(trainer)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == set(LORA.shapes(ModelSpec.from_folder(trainer.model)))
+    assert changed == set(LORA.shapes(read_spec(trainer.model)))
     dtypes = {is_adapter(name): str(one.dtype) for name, one in after.items()}
     assert dtypes == {True: "torch.float32", False: f"torch.{options.get('dtype', 'float32')}"}
     kinds = {kind: {name for name, _ in of} for kind, of in trainer.backend.state().items()}
@@ -87,12 +87,12 @@ def test_a_trainer_without_adapters_has_no_base(new_trainer) -> None:
 def test_the_first_step_follows_the_gradient_of_plain_autograd(new_trainer) -> None:
     """With B = 0, AdamW's first step moves each element of B by the rate, against its gradient."""
     trainer, batch = new_trainer(lora=LORA, lr=1e-3, eps=1e-12, clip_norm=0.0), make_batch()
-    spec = ModelSpec.from_folder(trainer.model)
+    spec = read_spec(trainer.model)
     model = CausalLM(spec, LORA)
     model.load_state_dict({name: trainer.backend.gather(name) for name in dict(bits(trainer))})
     trainer.train_step(batch, grpo_loss)
     lengths = batch.lengths
-    attend = PackedAttention(lengths, num_heads=4, num_kv_heads=2, device=torch.device("cpu"))
+    attend = PackedAttention(lengths, device=torch.device("cpu"))
     positions = torch.cat([torch.arange(int(n)) for n in lengths])
     there = np.flatnonzero(batch.mask)
     tokens = torch.from_numpy(batch.tokens).long()
@@ -163,7 +163,7 @@ def test_an_exported_folder_loads_from_anywhere(
     trainer = new_trainer(lora=LORA)
     trainer.save(str(tmp_path / "saved"))
     trainer.wait_until_saved()
-    spec = ModelSpec.from_folder(trainer.model)
+    spec = read_spec(trainer.model)
     save_folder(tmp_path / "m/base", trainer.model, random_weights(spec, 0))
     monkeypatch.chdir(tmp_path)
     export_saved("saved", "m/base", "adapter")
@@ -230,16 +230,14 @@ def test_peft_computes_the_same_logits(new_trainer, tmp_path: Path) -> None:
     for seed in range(3):
         trainer.train_step(make_batch(seed), grpo_loss)
     trainer.export_hf(str(tmp_path / "adapter"))
-    spec = ModelSpec.from_folder(trainer.model)
+    spec = read_spec(trainer.model)
     config = transformers.AutoConfig.from_pretrained(trainer.model)
     base = transformers.AutoModelForCausalLM.from_config(config).eval()
     base.load_state_dict(dict(random_weights(spec, 0)))
     ours = CausalLM(spec, LORA)
     ours.load_state_dict({name: trainer.backend.gather(name) for name in bits(trainer)})
     tokens = torch.arange(40) % spec.vocab_size
-    attend = PackedAttention(
-        np.array([40], np.int32), num_heads=4, num_kv_heads=2, device=tokens.device
-    )
+    attend = PackedAttention(np.array([40], np.int32), device=tokens.device)
     with torch.no_grad():
         without = base(tokens[None]).logits[0]
         theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(tokens[None]).logits[0]

@@ -13,15 +13,16 @@ import pytest
 
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.split import RoleSplit, Split, plan_split
-from spmd_rl.model.moe_spec import MoeSpec, read_spec
-from spmd_rl.model.rope_spec import RopeSpec
+from spmd_rl.model.layers.moe import Moe
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.plan.axes import check_axes
 from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
 from spmd_rl.train.megatron.config import OWNED, MegatronConfig, check_layout
 from tests.backends.megatron_case import FAMILIES, SIZES
+from tests.specs import dense_spec, with_experts, with_layers
 
-SPEC = ModelSpec(
+SPEC = dense_spec(
     family="llama",
     vocab_size=960,
     hidden_size=64,
@@ -32,23 +33,33 @@ SPEC = ModelSpec(
     head_dim=16,
     max_positions=64,
     rms_eps=1e-6,
-    rope=RopeSpec(10000.0),
+    theta=10000.0,
     tie_embeddings=False,
     qkv_bias=False,
     out_bias=False,
     mlp_bias=False,
     qk_norm=False,
 )
-MOE = MoeSpec(**vars(SPEC), num_experts=8, experts_per_token=2, expert_size=32)
+MOE = with_experts(SPEC, num_experts=8, experts_per_token=2, expert_size=32)
 TIED = replace(SPEC, tie_embeddings=True)
 
 
 @pytest.mark.parametrize(
     ("spec", "axes", "settings", "sentence"),
     [
-        (SPEC, {"tp": 5}, {}, "split.train.tp = 5 does not divide the model's 12 heads"),
-        (replace(SPEC, intermediate_size=125), {"tp": 2}, {}, "the 125 rows of the model's MLP"),
-        (SPEC, {"tp": 4}, {}, "tp = 4 and the model's 6 key-value heads: one must be a multiple"),
+        (SPEC, {"tp": 5}, {}, "split.train.tp = 5 does not divide the 12 attention heads"),
+        (
+            with_layers(SPEC, intermediate_size=125),
+            {"tp": 2},
+            {},
+            "the 125 hidden units of the MLP",
+        ),
+        (
+            SPEC,
+            {"tp": 4},
+            {},
+            "split.train.tp = 4 neither divides the 6 key-value heads nor is a multiple of them",
+        ),
         (replace(SPEC, vocab_size=100), {"tp": 12}, {}, "without a token of the vocabulary of 100"),
         (SPEC, {"pp": 16}, {}, "split.train.pp = 16 is more than the model's 12 layers"),
         (SPEC, {"pp": 5}, {}, "split.train.pp = 5 does not divide the model's 12 layers"),
@@ -59,7 +70,7 @@ TIED = replace(SPEC, tie_embeddings=True)
         (MOE, {"ep": 3}, {}, "split.train.ep = 3 does not divide the model's 8 experts"),
         (MOE, {"tp": 2}, {}, "with experts needs trainer.backend.sequence_parallel = true"),
         (TIED, {"pp": 2}, {}, "with tied embeddings needs trainer.backend.distributed_optimizer"),
-        (replace(SPEC, mlp_bias=True), {}, {}, "the model has biases outside of its queries"),
+        (with_layers(SPEC, bias=True), {}, {}, "the model has biases outside of its queries"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(
@@ -112,7 +123,7 @@ def test_axes_are_checked_before_a_run(tmp_path: Any) -> None:
     check_axes(megatron, placements)
     with pytest.raises(PlanError, match="FSDP2 has the axes dp and fsdp alone"):
         check_axes(plain, placements)
-    with pytest.raises(ConfigError, match="does not divide the model's 4 heads"):
+    with pytest.raises(ConfigError, match="does not divide the 4 attention heads"):
         check_axes(megatron, plan_split(Split(RoleSplit(tp=3)), 3))
     with pytest.raises(PlanError, match=r"split\.infer\.pp = 2: this role has the axes"):
         check_axes(megatron, plan_split(Split(infer=RoleSplit(pp=2)), 4))
@@ -122,13 +133,14 @@ def test_a_mixture_of_experts_is_read_for_megatron_alone(tmp_path: Any) -> None:
     config = SIZES | FAMILIES["qwen3_moe"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = read_spec(tmp_path)
-    assert isinstance(spec, MoeSpec)
-    assert (spec.num_experts, spec.experts_per_token, spec.expert_size) == (4, 2, 24)
+    moe = spec.blocks[0].mlp
+    assert isinstance(moe, Moe)
+    assert (moe.num_experts, moe.experts_per_token, moe.expert_size) == (4, 2, 24)
     assert "model.layers.3.mlp.experts.3.up_proj.weight" in spec.parameter_shapes()
     assert "model.layers.3.mlp.up_proj.weight" not in spec.parameter_shapes()
     way = "`spmd-rl run sft` trains it with --trainer.backend.kind=megatron and --split.train.ep=N"
-    with pytest.raises(ConfigError, match=f"'qwen3_moe' is not one of .*: {way}; no engine gener"):
-        ModelSpec.from_folder(tmp_path)
+    with pytest.raises(ConfigError, match=f"of the family 'qwen3_moe': {way}; no engine gener"):
+        spec.require_network()
     for other in ({"model_type": "mixtral", "num_local_experts": 8}, {"model_type": "qwen2_moe"}):
         (tmp_path / "config.json").write_text(json.dumps(config | other))
         with pytest.raises(ConfigError, match="of mixtures of experts, qwen3_moe alone is trained"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.model.moe_spec import read_spec
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.megatron.exact import has_engine_bits

@@ -18,8 +18,8 @@ from spmd_rl.errors import ContractError
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.scorer import Scorer
-from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.train.microbatch import lay_out
@@ -133,7 +133,7 @@ def test_without_replay_log_probs_are_those_over_all_tokens(new_trainer) -> None
 
 
 def new_model(trainer: Trainer) -> CausalLM:
-    spec = ModelSpec.from_folder(trainer.model)
+    spec = read_spec(trainer.model)
     model = CausalLM(spec)
     model.load_state_dict(dict(random_weights(spec, trainer.cfg.seed)))
     return model
@@ -153,15 +153,13 @@ def test_log_probs_and_gradients_are_those_of_a_float64_masked_softmax(new_train
     groups = rollout(trainer, FILTERS["mixed rows"])
     batch = pack(groups, group_advantage(groups))
     kept, micro, model = kept_by(groups), lay_out(batch, CPU), new_model(trainer)
-    spec, factor = model.spec, torch.randn(len(kept), generator=torch.Generator().manual_seed(0))
+    factor = torch.randn(len(kept), generator=torch.Generator().manual_seed(0))
     scored = Scorer(model, 1000, recomputes=False)(micro).logprobs
     (scored * factor).sum().backward()
     gradients = [parameter.grad.double() for parameter in model.parameters()]
     model.zero_grad()
     attend = PackedAttention(
         micro.lengths,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
         device=CPU,
         prefixes=micro.prefixes,
     )

@@ -19,8 +19,8 @@ from spmd_rl.kernels import PackedAttention, Scores
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.scorer import Scorer
-from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train import config, learner, sharded_model
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch, split_sequences
@@ -40,7 +40,7 @@ class Oracle:
 
     def __init__(self, trainer: Trainer) -> None:
         self.cfg = cfg = trainer.cfg
-        spec = ModelSpec.from_folder(trainer.model)
+        spec = read_spec(trainer.model)
         self.model = CausalLM(spec)
         self.model.load_state_dict(dict(random_weights(spec, cfg.seed)))
         decay = [one for one in self.model.parameters() if one.dim() > 1]
@@ -61,9 +61,7 @@ class Oracle:
             ends - batch.lengths, ends, batch.temperature, strict=True
         ):
             tokens = torch.from_numpy(batch.tokens[start:end]).long()
-            attend = PackedAttention(
-                np.array([len(tokens)]), num_heads=4, num_kv_heads=2, device=tokens.device
-            )
+            attend = PackedAttention(np.array([len(tokens)]), device=tokens.device)
             logits = self.model.logits(self.model(tokens, torch.arange(len(tokens)), attend))
             lp = (
                 (logits.double() / float(temperature or 1.0))
@@ -179,7 +177,7 @@ def test_what_is_compared_is_differentiated_wherever_the_weights_are_still_the_f
 def test_a_model_has_no_memory_before_it_is_sharded(
     new_trainer, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str
 ) -> None:
-    spec, folder, there = ModelSpec.from_folder(model_folder), tmp_path / "hf", []
+    spec, folder, there = read_spec(model_folder), tmp_path / "hf", []
     save_folder(folder, model_folder, random_weights(spec, seed=3))
     shard = sharded_model._shard
 
@@ -222,7 +220,7 @@ def test_scores_are_of_new_weights_also_where_no_step_brought_them(new_trainer, 
     """
     trainer, fresh, batch = new_trainer(wrap=wrap), new_trainer(wrap=wrap, seed=3), make_batch()
     before, expected = (one.learner.score(batch) for one in (trainer, fresh))
-    trainer.backend.fill(random_weights(ModelSpec.from_folder(trainer.model), seed=3))
+    trainer.backend.fill(random_weights(read_spec(trainer.model), seed=3))
     assert np.array_equal(trainer.learner.score(batch), expected)
     assert not np.array_equal(before, expected)
 
@@ -420,5 +418,5 @@ def test_mfu_is_told_where_the_peak_is_known(
         assert "perf/mfu" not in stats
         return
     seconds = batch.num_tokens / stats["perf/train_tokens_per_s"]
-    flops = train_flops(ModelSpec.from_folder(trainer.model), batch.lengths, int(batch.mask.sum()))
+    flops = train_flops(read_spec(trainer.model), batch.lengths, int(batch.mask.sum()))
     assert stats["perf/mfu"] == pytest.approx(flops / seconds / peak)

@@ -20,7 +20,8 @@ from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import model_weights, random_weights, save_folder
-from spmd_rl.model.spec import VALUE_HEAD, ModelSpec, head_of
+from spmd_rl.model.read import head_of, read_spec
+from spmd_rl.model.spec import VALUE_HEAD
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.model.value_head import ValueModel
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
@@ -65,7 +66,7 @@ def bits(trainer: ValueTrainer) -> dict[str, bytes]:
 
 def plain_model(critic: ValueTrainer) -> ValueModel:
     """The critic's weights in a model that nothing shards."""
-    model = ValueModel(ModelSpec.from_folder(critic.model))
+    model = ValueModel(read_spec(critic.model))
     model.load_state_dict({name: one.local.detach() for name, one in local_weights(critic).items()})
     return model
 
@@ -76,9 +77,7 @@ def plain_values(model: ValueModel, batch: Batch) -> torch.Tensor:
     ends = np.cumsum(batch.lengths)
     for start, end in zip(ends - batch.lengths, ends, strict=True):
         tokens = torch.from_numpy(batch.tokens[start:end]).long()
-        attend = PackedAttention(
-            np.array([len(tokens)]), num_heads=4, num_kv_heads=2, device=tokens.device
-        )
+        attend = PackedAttention(np.array([len(tokens)]), device=tokens.device)
         hidden = model(tokens, torch.arange(len(tokens)), attend).double()
         of_states = hidden @ model.score.weight.double()[0]
         values.append(of_states[np.flatnonzero(batch.mask[start:end]) - 1])
@@ -233,14 +232,14 @@ def test_a_language_model_refuses_the_folder_of_a_value_model(
 
 
 def test_a_reward_model_must_have_its_head(model_folder: Path, context, tmp_path: Path) -> None:
-    spec = ModelSpec.from_folder(model_folder)
+    spec = read_spec(model_folder)
     save_folder(tmp_path / "hf", model_folder, random_weights(spec, 3), head="value")
     with pytest.raises(ConfigError, match=rf"lacks 1 weights of its config, first {VALUE_HEAD}"):
         FrozenModel(FrozenConfig(), context, str(tmp_path / "hf"))
 
 
 def test_a_head_of_several_labels_is_refused(model_folder: Path, tmp_path: Path) -> None:
-    spec = ModelSpec.from_folder(model_folder)
+    spec = read_spec(model_folder)
     weights = dict(random_weights(spec, 3, "value")) | {VALUE_HEAD: torch.zeros(2, 36)}
     save_folder(tmp_path / "hf", model_folder, weights.items(), head="value")
     with pytest.raises(ConfigError, match=r"is \[2, 36\], and the config asks for \[1, 36\]"):
@@ -255,7 +254,7 @@ def test_the_head_of_a_language_model_is_left_out(
     folder.mkdir()
     config = json.loads((model_folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     save_folder(tmp_path / "hf", folder, random_weights(spec, 3))
     found = dict(model_weights(tmp_path / "hf", spec.parameter_shapes("value")))
     expected = dict(random_weights(spec, 3, "value"))

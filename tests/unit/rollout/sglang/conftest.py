@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spmd_rl.model.hf import random_weights
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.sglang.build import build
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
@@ -41,7 +41,7 @@ def grant(engine: SglangEngine, steps: int) -> None:
 
 def new_sglang_case(folder: Path, site: Path, **options: Any) -> SglangCase:
     """An engine of the model in `folder`; keywords are options of the fake SGLang."""
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     cfg = SglangEngineConfig(
         python=str(write_site(site)),
         options=options,

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError, LostRankError, PlanError, WeightsError
-from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.sglang.build import watch
 from spmd_rl.rollout.sglang.child_calls import CALLS, DIGEST, RECEIVE, SETTLE, ChildContext
@@ -37,8 +36,9 @@ from spmd_rl.rollout.sglang.tensor_parallel import (
 )
 from spmd_rl.weights.layout import Box, Piece
 from spmd_rl.weights.peer_socket import PeerSocket
+from tests.specs import attention_of, dense_spec, with_layers
 
-SPEC = ModelSpec(
+SPEC = dense_spec(
     family="qwen3",
     vocab_size=1000,
     hidden_size=64,
@@ -49,7 +49,7 @@ SPEC = ModelSpec(
     head_dim=8,
     max_positions=64,
     rms_eps=1e-6,
-    rope=RopeSpec(10000.0),
+    theta=10000.0,
     tie_embeddings=False,
     qkv_bias=True,
     out_bias=False,
@@ -71,7 +71,7 @@ def test_the_ranks_have_every_element(size: int) -> None:
     for name, count in counts.items():
         copies = size if "norm" in name else 1
         if "k_proj" in name or "v_proj" in name:
-            copies = max(size // SPEC.num_kv_heads, 1)
+            copies = max(size // attention_of(SPEC).num_kv_heads, 1)
         assert torch.equal(count, torch.full_like(count, copies)), name
 
 
@@ -89,17 +89,17 @@ def test_parts_follow_the_heads_and_the_padded_vocabulary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "size", "sentence"),
+    ("spec", "size", "sentence"),
     [
-        ({}, 3, "does not divide the 8 attention heads"),
-        ({"num_heads": 9, "num_kv_heads": 2}, 3, "neither divides the 2 key-value heads"),
-        ({"intermediate_size": 97}, 2, "does not divide the 97 columns"),
-        ({"vocab_size": 20}, 2, "leaves ranks without a token of the vocabulary"),
+        (SPEC, 3, "does not divide the 8 attention heads"),
+        (with_layers(SPEC, num_heads=9), 3, "neither divides the 2 key-value heads"),
+        (with_layers(SPEC, intermediate_size=97), 2, "does not divide the 97 hidden units"),
+        (replace(SPEC, vocab_size=20), 2, "leaves ranks without a token of the vocabulary"),
     ],
 )
-def test_what_cannot_be_split_is_refused(changed: dict[str, int], size: int, sentence: str) -> None:
+def test_what_cannot_be_split_is_refused(spec: ModelSpec, size: int, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        check_sizes(replace(SPEC, **changed), size)
+        check_sizes(spec, size)
 
 
 def test_a_part_without_a_rule_is_refused() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from spmd_rl.errors import LostRankError, SpmdError, WeightsError
 from spmd_rl.model.hf import random_weights
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.sglang.child_weights import parameter_views
 from spmd_rl.rollout.sglang.engine import SglangEngine
@@ -46,7 +46,7 @@ PIECES = {
 
 @pytest.fixture
 def weights(folder: Path) -> dict[str, Tensor]:
-    return dict(random_weights(ModelSpec.from_folder(folder), 0))
+    return dict(random_weights(read_spec(folder), 0))
 
 
 def model(**rows: int) -> nn.Module:

@@ -1,0 +1,33 @@
+"""Which kernels of attention a model runs, for all that depends on what they can do."""
+
+from __future__ import annotations
+
+import torch
+
+from spmd_rl.kernels.attention.backend import AttentionBackend, attention_backend
+from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
+from spmd_rl.model.spec import ModelSpec
+
+
+def backend_of(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, split: int = 0
+) -> AttentionBackend:
+    """Return the kernels of the model's attention, all of whose heads have one size.
+
+    Raises: ConfigError as `attention_backend`.
+    """
+    return attention_backend(head_size(spec), dtype, device, split)
+
+
+def head_size(spec: ModelSpec) -> int:
+    """Return the size of the heads of keys; any that is supported where no layer has keys."""
+    caches = (layer.cache() for layer in spec.distinct_layers())
+    return next(
+        (one.arrays[0][-1] for one in caches if one and one.queries_per_key), FLASH_HEAD_DIMS[0]
+    )
+
+
+def fits_cuda_graphs(spec: ModelSpec, backend: AttentionBackend) -> bool:
+    """Return whether a decoding step can be recorded: layers with pages of other arrays cannot."""
+    caches = (layer.cache() for layer in spec.distinct_layers())
+    return backend.fits_cuda_graphs and all(one is None or one.queries_per_key for one in caches)

@@ -1,0 +1,147 @@
+"""Grouped-query attention: several query heads share a key-value head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from spmd_rl.model.layers.layer import (
+    CacheSpec,
+    Cut,
+    LayerCost,
+    PointDef,
+    TensorSpec,
+    num_elements,
+    weights_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+QKV = "qkv_proj"  # the product of the three projections as one
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+FUSED = {QKV: PROJECTIONS[:3]}
+
+
+@dataclass(frozen=True)
+class Gqa:
+    """Attention of `num_heads` queries to `num_kv_heads` keys and values, with rotary positions.
+
+    With `qk_norm`, the heads of queries and keys are normed before they are rotated.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    name: str = "self_attn"
+
+    refusal = ""
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def parameters(self) -> Sequence[TensorSpec]:
+        hidden, own = self.hidden_size, self.name
+        heads = Cut(0, self.num_heads, "attention heads")
+        kv_heads = Cut(0, self.num_kv_heads, "key-value heads", repeats=True)
+        columns = Cut(1, self.num_heads, "attention heads")
+        q, k, v, o = (f"{own}.{projection}" for projection in PROJECTIONS)
+        qkv = f"{own}.{QKV}"
+        return [
+            *weights_of(q, self.width, hidden, self.qkv_bias, cut=heads, fused=qkv),
+            *weights_of(k, self.kv_width, hidden, self.qkv_bias, cut=kv_heads, fused=qkv),
+            *weights_of(v, self.kv_width, hidden, self.qkv_bias, cut=kv_heads, fused=qkv),
+            *weights_of(o, hidden, self.width, self.out_bias, cut=columns, writes_residual=True),
+            *(
+                TensorSpec(f"{own}.{norm}.weight", (self.head_dim,))
+                for norm in ("q_norm", "k_norm")
+                if self.qk_norm
+            ),
+        ]
+
+    def cost(self, tp: int = 1) -> LayerCost:
+        width, kv_width = self.width // tp, -(-self.num_kv_heads // tp) * self.head_dim
+        return LayerCost(
+            parameters=num_elements(self.parameters()),
+            multiplied=2 * self.hidden_size * (width + kv_width),
+            # queries, keys and values as projected, and the output
+            kept_products=2 * width + 2 * kv_width,
+            kept_cheap=width + kv_width,  # queries and keys, normed and rotated
+            gradients=2 * width + 2 * kv_width,
+            workspace=2 * (width + 2 * kv_width),
+            flops_per_key=4 * width,
+            query_heads=self.num_heads // tp,
+        )
+
+    def cache(self, tp: int = 1) -> CacheSpec:
+        heads = -(-self.num_kv_heads // tp)
+        kv = heads, self.head_dim
+        return CacheSpec((kv, kv), queries_per_key=self.num_heads // self.num_kv_heads)
+
+    def points(self) -> Sequence[PointDef]:
+        heads, kv_heads = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        shapes = {"q": heads, "k": kv_heads, "v": kv_heads}
+        words = {"q": "query", "k": "key", "v": "value"}
+        projections = [
+            PointDef(
+                f"{one}_proj",
+                f"{words[one]} projection",
+                shapes[one],
+                inputs=("input_norm",),
+                output_of=f"{self.name}.{one}_proj",
+                fused=f"{self.name}.{QKV}",
+                is_product=True,
+            )
+            for one in "qkv"
+        ]
+        rotated = "as attention takes them: normed and turned"
+        taken = {"q": f"queries, {rotated}", "k": f"keys, {rotated}", "v": "values"}
+        return [
+            *projections,
+            *(
+                PointDef(
+                    one,
+                    taken[one],
+                    shapes[one],
+                    (f"{one}_proj",),
+                    source="input_norm",
+                    norm=f"{self.name}.{one}_norm" if one != "v" else "",
+                )
+                for one in "qkv"
+            ),
+            PointDef("attention", "causal attention", heads, ("q", "k", "v")),
+            PointDef(
+                "o_proj",
+                "output projection of attention",
+                (self.hidden_size,),
+                ("attention",),
+                output_of=f"{self.name}.o_proj",
+                is_product=True,
+                is_added=True,
+            ),
+        ]
+
+    def facts(
+        self, device: torch.device, dtype: torch.dtype, attention_split: int
+    ) -> dict[str, str | int]:
+        from spmd_rl.kernels.contract import contract
+
+        return contract(device, dtype, self.head_dim, attention_split)
+
+    def module(self, number: int) -> nn.Module:
+        from spmd_rl.model.layers.gqa_module import Attention
+
+        sizes = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "name"}
+        return Attention(number, **sizes)

@@ -1,0 +1,53 @@
+"""Torch module of grouped-query attention."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from spmd_rl.kernels import QkNorm, Rotary, TokenAttention
+from spmd_rl.model.fused_projections import FusableLayer, project
+from spmd_rl.model.layers.norm_module import RmsNorm
+from spmd_rl.model.linear import Linear
+
+
+class Attention(FusableLayer):
+    """Attention of block `number`; the other arguments are the fields of `Gqa`."""
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rms_eps: float,
+        qkv_bias: bool,
+        out_bias: bool,
+        qk_norm: bool,
+    ) -> None:
+        super().__init__()
+        self.number = number
+        self.head_dim = head_dim
+        self.eps = rms_eps
+        width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
+        self.q_proj = Linear(hidden_size, width, bias=qkv_bias)
+        self.k_proj = Linear(hidden_size, kv_width, bias=qkv_bias)
+        self.v_proj = Linear(hidden_size, kv_width, bias=qkv_bias)
+        self.o_proj = Linear(width, hidden_size, bias=out_bias)
+        self.q_norm = RmsNorm(head_dim, rms_eps) if qk_norm else None
+        self.k_norm = RmsNorm(head_dim, rms_eps) if qk_norm else None
+
+    def fusable(self) -> list[Linear]:
+        return [self.q_proj, self.k_proj, self.v_proj]
+
+    def forward(self, x: Tensor, rotary: Rotary, attend: TokenAttention) -> Tensor:
+        projected = project(x, self.joined, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in projected)
+        norm = QkNorm(_weight(self.q_norm), _weight(self.k_norm), self.eps)
+        out = attend.rotate_and_attend(self.number, q, k, v, norm, rotary)
+        return self.o_proj(out.flatten(1))
+
+
+def _weight(norm: RmsNorm | None) -> Tensor | None:
+    return None if norm is None else norm.weight

@@ -1,0 +1,115 @@
+"""Gated MLP: down(silu(gate(x)) * up(x))."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spmd_rl.model.layers.layer import (
+    Cut,
+    LayerCost,
+    PointDef,
+    TensorSpec,
+    num_elements,
+    weights_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+GATE_UP = "gate_up_proj"  # the product of the two projections as one
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+FUSED = {GATE_UP: PROJECTIONS[:2]}
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A gated MLP with `intermediate_size` hidden units."""
+
+    hidden_size: int
+    intermediate_size: int
+    bias: bool = False
+    name: str = "mlp"
+
+    refusal = ""
+
+    def parameters(self) -> Sequence[TensorSpec]:
+        return gated_parameters(self.name, self.hidden_size, self.intermediate_size, self.bias)
+
+    def cost(self, tp: int = 1) -> LayerCost:
+        inner = -(-self.intermediate_size // tp)
+        return LayerCost(
+            parameters=num_elements(self.parameters()),
+            multiplied=3 * self.hidden_size * inner,
+            kept_products=2 * inner,  # gate and up
+            kept_cheap=inner,  # their product
+            gradients=3 * inner,
+            workspace=3 * inner,
+        )
+
+    def cache(self, tp: int = 1) -> None:
+        return None
+
+    def points(self) -> Sequence[PointDef]:
+        inner = (self.intermediate_size,)
+        projections = [
+            PointDef(
+                f"{one}_proj",
+                f"{one} projection",
+                inner,
+                inputs=("post_norm",),
+                output_of=f"{self.name}.{one}_proj",
+                fused=f"{self.name}.{GATE_UP}",
+                is_product=True,
+            )
+            for one in ("gate", "up")
+        ]
+        return [
+            *projections,
+            PointDef(
+                "act",
+                "SiLU(gate) * up",
+                inner,
+                ("gate_proj", "up_proj"),
+                source="post_norm",
+                input_of=f"{self.name}.down_proj",
+            ),
+            PointDef(
+                "down_proj",
+                "down projection",
+                (self.hidden_size,),
+                ("act",),
+                output_of=f"{self.name}.down_proj",
+                is_product=True,
+                is_added=True,
+            ),
+        ]
+
+    def facts(
+        self, device: torch.device, dtype: torch.dtype, attention_split: int
+    ) -> dict[str, str | int]:
+        return {}
+
+    def module(self, number: int) -> nn.Module:
+        from spmd_rl.model.layers.mlp_module import GatedMlp
+
+        return GatedMlp(self.hidden_size, self.intermediate_size, self.bias)
+
+
+def gated_parameters(
+    name: str, hidden_size: int, inner: int, bias: bool, expert: int | None = None
+) -> list[TensorSpec]:
+    """Return the parameters of a gated MLP whose module is `name`."""
+    unit = f"hidden units of the {'expert' if expert is not None else 'MLP'}"
+    rows, columns = Cut(0, inner, unit), Cut(1, inner, unit)
+    gate, up, down = (f"{name}.{projection}" for projection in PROJECTIONS)
+    fused = f"{name}.{GATE_UP}"
+    return [
+        *weights_of(gate, inner, hidden_size, bias, cut=rows, fused=fused, expert=expert),
+        *weights_of(up, inner, hidden_size, bias, cut=rows, fused=fused, expert=expert),
+        *weights_of(
+            down, hidden_size, inner, bias, cut=columns, expert=expert, writes_residual=True
+        ),
+    ]

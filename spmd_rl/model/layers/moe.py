@@ -1,0 +1,73 @@
+"""Mixture of experts: a router, and gated MLPs of which each token takes some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.model.layers.layer import LayerCost, PointDef, TensorSpec, num_elements
+from spmd_rl.model.layers.mlp import gated_parameters
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Moe:
+    """`num_experts` gated MLPs with `expert_size` hidden units each.
+
+    With `normalizes_weights`, the weights of a token's experts add up to one.
+    """
+
+    hidden_size: int
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    normalizes_weights: bool = True
+    name: str = "mlp"
+
+    refusal = (
+        "`spmd-rl run sft` trains it with --trainer.backend.kind=megatron and --split.train.ep=N; "
+        "no engine generates with a mixture of experts here, so a recipe that generates, such as "
+        "grpo, cannot take it"
+    )
+
+    def parameters(self) -> Sequence[TensorSpec]:
+        router = TensorSpec(f"{self.name}.gate.weight", (self.num_experts, self.hidden_size))
+        experts = (self.expert_parameters(number) for number in range(self.num_experts))
+        return [router, *(one for expert in experts for one in expert)]
+
+    def expert_parameters(self, number: int) -> list[TensorSpec]:
+        """Return the parameters of expert `number`."""
+        name = f"{self.name}.experts.{number}"
+        return gated_parameters(name, self.hidden_size, self.expert_size, False, expert=number)
+
+    def cost(self, tp: int = 1) -> LayerCost:
+        """Return the cost where all experts have equally many tokens."""
+        inner = -(-self.experts_per_token * self.expert_size // tp)
+        return LayerCost(
+            parameters=num_elements(self.parameters()),
+            multiplied=self.hidden_size * (3 * inner + self.num_experts),
+            kept_products=2 * inner,
+            kept_cheap=inner,
+            gradients=3 * inner,
+            workspace=3 * inner,
+            routed=2 * self.experts_per_token * self.hidden_size,
+        )
+
+    def cache(self, tp: int = 1) -> None:
+        return None
+
+    def points(self) -> Sequence[PointDef]:
+        return []
+
+    def facts(
+        self, device: torch.device, dtype: torch.dtype, attention_split: int
+    ) -> dict[str, str | int]:
+        return {}
+
+    def module(self, number: int) -> nn.Module:
+        raise ConfigError(f"a mixture of experts: {self.refusal}")
