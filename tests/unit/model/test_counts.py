@@ -1,0 +1,83 @@
+"""Parameters and operations of every family, against transformers' own networks and by hand."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from spmd_rl.mesh.split import RoleSplit, plan_split
+from spmd_rl.model.families import FAMILIES
+from spmd_rl.model.read import read_spec
+from spmd_rl.offload.ledger import TagBytes
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.flops import train_flops
+from spmd_rl.train.megatron.config import MegatronConfig
+from spmd_rl.train.memory import trainer_memory
+from tests.backends import megatron_case
+from tests.specs import dense_spec, with_experts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    config = megatron_case.SIZES | megatron_case.FAMILIES[family]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = read_spec(tmp_path)
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert spec.num_parameters == sum(one.numel() for one in theirs.parameters())
+    assert spec.parameter_shapes() == {one.name: one.shape for one in spec.parameters()}
+    assert spec.num_parameters == sum(map(prod, spec.parameter_shapes().values()))
+    assert spec.num_parameters == sum(block.cost().parameters for block in spec.blocks) + sum(
+        one.num_elements for one in spec.outer_parameters()
+    )
+
+
+def _master(memory: list[TagBytes]) -> int:
+    return next(one.num_bytes for one in memory if one.tag == "master")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_counts_them(family: str, tmp_path: Path) -> None:
+    config = megatron_case.SIZES | megatron_case.FAMILIES[family]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec, placement = read_spec(tmp_path), plan_split({"train": RoleSplit()}, 1).train
+    cfg = TrainerConfig(dtype="float32", backend=MegatronConfig())
+    # float32 weights, and the buffer of their gradients
+    assert _master(trainer_memory(spec, cfg, placement)) == 8 * spec.num_parameters
+    if not spec.num_experts:
+        assert _master(trainer_memory(spec, TrainerConfig(), placement)) == 4 * spec.num_parameters
+
+
+# as published: hidden size, layers, experts, of these a token's, rows of one
+MIXTURES = {
+    "Qwen3-30B-A3B": (2048, 48, 128, 8, 768, 30.5e9, 3.35e9),
+    "four experts a token": (2048, 48, 128, 4, 768, 30.5e9, None),
+    "experts of 512": (2048, 48, 128, 8, 512, None, None),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_operations_of_a_mixture_are_those_of_its_active_weights(name: str) -> None:
+    hidden, layers, experts, each, rows, total, active = MIXTURES[name]
+    dense = dense_spec(
+        family="qwen3_moe", vocab_size=151936, hidden_size=hidden, intermediate_size=6144,
+        num_layers=layers, num_heads=32, num_kv_heads=4, head_dim=128, max_positions=40960,
+        theta=1e6, qk_norm=True,
+    )  # fmt: skip
+    spec = with_experts(dense, experts, each, rows)
+    if total:
+        assert spec.num_parameters == pytest.approx(total, rel=0.01)
+    attention = hidden * 128 * (32 + 4 + 4 + 32)
+    by_token = layers * (attention + hidden * experts + each * 3 * hidden * rows)
+    if active:  # the embedding and the head beside what is multiplied in the layers
+        assert by_token + 2 * 151936 * hidden == pytest.approx(active, rel=0.01)
+    lengths = np.array([1000, 3000], np.int32)
+    pairs = layers * 12 * 128 * 32 * sum(int(length) ** 2 / 2 for length in lengths)
+    by_hand = 6 * (by_token * 4000 + 151936 * hidden * 2500) + pairs
+    assert train_flops(spec, lengths, 2500) == pytest.approx(by_hand, rel=0.01)
