@@ -63,8 +63,7 @@ class ModelSpec:
         for number, block in enumerate(self.blocks):
             prefix = block_prefix(number)
             for one in block.parameters():
-                fused = one.fused and prefix + one.fused
-                yield replace(one, name=prefix + one.name, fused=fused)
+                yield replace(one, name=prefix + one.name)
         yield from others
 
     def outer_parameters(self, head: Head = "lm") -> list[TensorSpec]:

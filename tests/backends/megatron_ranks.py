@@ -23,7 +23,7 @@ from spmd_rl.algo.losses import LossInput, Needs, grpo_loss
 from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
-from spmd_rl.model.families.rules import GateUp, Part, QkvByGroup
+from spmd_rl.model.families.rules import Joined, Part, QkvByGroup
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.megatron.backend import Megatron
 from spmd_rl.train.megatron.config import MegatronConfig
@@ -77,9 +77,10 @@ def plant(bug: str) -> None:
 
     What is read by such a rule is written by it too, so that only the model's outputs are wrong.
     """
-    of_mlp, of_attention = GateUp.parts, QkvByGroup.parts
+    of_tensors, of_attention = Joined.parts, QkvByGroup.parts
     if bug == "gate and up":
-        GateUp.parts = lambda rule, *args: of_mlp(GateUp(rule.up, rule.gate), *args)  # type: ignore[method-assign]
+        # only the gate and the up projection are joined
+        Joined.parts = lambda rule, *args: of_tensors(Joined(*rule.names[::-1]), *args)  # type: ignore[method-assign]
     if bug == "queries and keys":
         QkvByGroup.parts = lambda rule, *args: of_attention(  # type: ignore[method-assign]
             replace(rule, query=rule.key, key=rule.query), *args

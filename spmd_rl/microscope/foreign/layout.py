@@ -115,7 +115,7 @@ def check_points(
         points[point] = name
     if not points:
         raise DataError(where, "it holds no point, such as layers.0.attention")
-    _require_all_layers(where, points, spec.num_layers)
+    _require_all_layers(where, points, spec)
     return points
 
 
@@ -148,11 +148,12 @@ def _check_tensor(where: str, name: str, header: StoredHeader, wanted: tuple[int
         )
 
 
-def _require_all_layers(where: str, points: Mapping[Point, str], num_layers: int) -> None:
-    """Raise a DataError if an op is there in some layers only."""
+def _require_all_layers(where: str, points: Mapping[Point, str], spec: ModelSpec) -> None:
+    """Raise a DataError if an op is there in some only of the layers that have it."""
     for op in _layer_ops():
         layers = [point.layer for point in points if point.op == op]
-        missing = sorted(set(range(num_layers)) - set(layers))
+        having = {number for number, block in enumerate(spec.blocks) if block.has_point(op)}
+        missing = sorted(having - set(layers))
         if layers and missing:
             there, lacking = tensor_name(Point(min(layers), op)), tensor_name(Point(missing[0], op))
             raise DataError(where, f"it lacks {lacking}, though it holds {there}")

@@ -6,7 +6,7 @@ fused projection has none of its own. A difference there shows at the next point
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spmd_rl.model.layers.block import BlockSpec
@@ -39,10 +39,15 @@ def know_points(blocks: Sequence[BlockSpec]) -> None:
                 names.insert(place + 1, one.op)
                 defs[one.op] = one
             place = names.index(one.op)
+    set_ops({name: defs[name] for name in names})
+
+
+def set_ops(ops: Mapping[str, PointDef]) -> None:
+    """Make these the known ops, in their order."""
     OPS.clear()
-    OPS.update((name, defs[name]) for name in names)
+    OPS.update(ops)
     _ORDER.clear()
-    _ORDER.update((name, number) for number, name in enumerate(names))
+    _ORDER.update((name, number) for number, name in enumerate(OPS))
 
 
 _ORDER: dict[str, int] = {}

@@ -40,6 +40,9 @@ class BlockSpec:
             yield PointDef(op, words, (self.hidden_size,), input_of=layer.name, norm=norm)
             yield from layer.points()
 
+    def has_point(self, op: str) -> bool:
+        return any(one.op == op for one in self.points())
+
 
 # A model has many equal blocks, and a plan counts it many times.
 @lru_cache(NUM_KEPT)

@@ -58,11 +58,10 @@ class Gqa:
         kv_heads = Cut(0, self.num_kv_heads, "key-value heads", repeats=True)
         columns = Cut(1, self.num_heads, "attention heads")
         q, k, v, o = (f"{own}.{projection}" for projection in PROJECTIONS)
-        qkv = f"{own}.{QKV}"
         return [
-            *weights_of(q, self.width, hidden, self.qkv_bias, cut=heads, fused=qkv),
-            *weights_of(k, self.kv_width, hidden, self.qkv_bias, cut=kv_heads, fused=qkv),
-            *weights_of(v, self.kv_width, hidden, self.qkv_bias, cut=kv_heads, fused=qkv),
+            *weights_of(q, self.width, hidden, self.qkv_bias, cut=heads),
+            *weights_of(k, self.kv_width, hidden, self.qkv_bias, cut=kv_heads),
+            *weights_of(v, self.kv_width, hidden, self.qkv_bias, cut=kv_heads),
             *weights_of(o, hidden, self.width, self.out_bias, cut=columns, writes_residual=True),
             *(
                 TensorSpec(f"{own}.{norm}.weight", (self.head_dim,))

@@ -57,15 +57,13 @@ class TensorSpec:
     """A tensor of a layer, by its Hugging Face name within the block.
 
     `cut` is how tensor parallelism divides it, None where every rank has all of it. `expert` is the
-    number of the expert that it belongs to. Adapters stand beside those that are `adaptable`.
-    Parameters with the same `fused` can be one product of their common input.
+    number of the expert that it belongs to.
     """
 
     name: str
     shape: Dims
     cut: Cut | None = None
     expert: int | None = None
-    fused: str = ""
     writes_residual: bool = False  # whether its product is added to the residual stream
 
     @property
@@ -139,7 +137,7 @@ class PointDef:
     source: str = ""
     output_of: str = ""
     input_of: str = ""
-    fused: str = ""  # as of the tensors (`TensorSpec.fused`) whose product it is
+    fused: str = ""  # the product that it is columns of, where projections are one
     norm: str = ""  # module of the norm that it ends with
     is_product: bool = False  # whether it is its input times the weight of `output_of`
     is_added: bool = False  # whether it is added to the residual stream

@@ -105,10 +105,9 @@ def gated_parameters(
     unit = f"hidden units of the {'expert' if expert is not None else 'MLP'}"
     rows, columns = Cut(0, inner, unit), Cut(1, inner, unit)
     gate, up, down = (f"{name}.{projection}" for projection in PROJECTIONS)
-    fused = f"{name}.{GATE_UP}"
     return [
-        *weights_of(gate, inner, hidden_size, bias, cut=rows, fused=fused, expert=expert),
-        *weights_of(up, inner, hidden_size, bias, cut=rows, fused=fused, expert=expert),
+        *weights_of(gate, inner, hidden_size, bias, cut=rows, expert=expert),
+        *weights_of(up, inner, hidden_size, bias, cut=rows, expert=expert),
         *weights_of(
             down, hidden_size, inner, bias, cut=columns, expert=expert, writes_residual=True
         ),

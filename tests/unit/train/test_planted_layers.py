@@ -5,6 +5,7 @@ models takes them as they are.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +18,13 @@ from torch import Tensor
 from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.losses import grpo_loss, sft_loss
 from spmd_rl.algo.packing import pack
+from spmd_rl.errors import DataError
 from spmd_rl.microscope.diagnose.compare import compare
+from spmd_rl.microscope.foreign.layout import StoredHeader, check_points
 from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
+from spmd_rl.microscope.taps import points
 from spmd_rl.model.families import FAMILIES
 from spmd_rl.model.families.family import Family
 from spmd_rl.model.hf import random_weights, read_weights
@@ -60,9 +64,12 @@ LATENT = Family(
 
 
 @pytest.fixture(autouse=True)
-def _planted(monkeypatch: pytest.MonkeyPatch) -> None:
+def _planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(FAMILIES, "planted_moe", family.PLANTED)
     monkeypatch.setitem(FAMILIES, "planted_latent", LATENT)
+    known = dict(points.OPS)
+    yield
+    points.set_ops(known)  # other tests ask for the points of the families that are shipped
 
 
 @pytest.fixture(params=["planted_moe", "planted_latent"])
@@ -227,6 +234,21 @@ def test_every_point_is_compared(folder: Path, new_trainer) -> None:
     own = {"router", "experts"} if "moe" in read_spec(folder).family else {"latent", "mixed"}
     assert own <= ops
     assert comparison.agree
+
+
+def test_a_dump_may_hold_an_op_of_some_layers(folder: Path) -> None:
+    spec = read_spec(folder)
+    rows = {"tokens": StoredHeader("I64", (4,)), "positions": StoredHeader("I64", (4,))}
+    ops = {
+        f"layers.{number}.{one.op}": StoredHeader("F32", (4, *one.shape))
+        for number, block in enumerate(spec.blocks)
+        for one in block.points()
+    }
+    assert len(check_points("dump", rows | ops, spec)) == len(ops)
+    op = "router" if "moe" in spec.family else "latent"
+    del ops[f"layers.2.{op}"]
+    with pytest.raises(DataError, match=rf"it lacks layers\.2\.{op}, though it holds"):
+        check_points("dump", rows | ops, spec)
 
 
 def test_an_export_has_its_weights(folder: Path, new_trainer) -> None:
