@@ -28,7 +28,7 @@ from benchmarks.record import compared, counted, finish, gpu, gpu_machine
 from benchmarks.shapes import random_weights, write_config
 from benchmarks.table import Row
 from spmd_rl.rollout.engine import Request, SamplingConfig
-from spmd_rl.rollout.memory import cache_token_bytes
+from spmd_rl.rollout.kv_pages import cache_token_bytes
 from spmd_rl.rollout.sglang.build import build
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.errors import ConfigError
-from spmd_rl.rollout.engine import NativeEngineConfig
-from spmd_rl.rollout.sglang.config import SglangEngineConfig
-from spmd_rl.rollout.sglang.options import check_options
+from spmd_rl.rollout.kinds import EngineConfig, kind_of
 from spmd_rl.train.config import TrainerConfig
-
-EngineConfig = NativeEngineConfig | SglangEngineConfig
 
 
 def check_engine(
@@ -21,9 +17,10 @@ def check_engine(
     promises; for an option that SGLang does not have, or that a run may not set; without a version
     that serves.
     """
-    if run.exact and isinstance(engine, SglangEngineConfig):
+    if run.exact and not engine.promises_bits:
         raise ConfigError(
-            'engine.kind = "sglang" does not compute the trainer\'s bits: set run.exact = false, '
+            f'engine.kind = "{engine.kind}" does not compute the trainer\'s bits: set run.exact = '
+            "false, "
             'and the mismatch is measured on every step, or engine.kind = "native"'
         )
     if run.exact and trainer is not None and trainer.lora.merged_push:
@@ -32,8 +29,7 @@ def check_engine(
             "than the trainer's: set run.exact = false, and the mismatch is measured on every "
             "step, or trainer.lora.merged_push = false"
         )
-    if isinstance(engine, SglangEngineConfig):
-        check_options(engine)
+    kind_of(engine).check_options(engine)
 
 
 def announce_correction(
@@ -44,7 +40,7 @@ def announce_correction(
 
     `correction` is a clause such as "none". Other log-probs need none.
     """
-    causes = ["engine.kind = sglang"] if isinstance(engine, SglangEngineConfig) else []
+    causes = [] if engine.promises_bits else [f"engine.kind = {engine.kind}"]
     if trainer is not None and trainer.lora.merged_push:
         causes.append("trainer.lora.merged_push = true")
     if causes:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from spmd_rl.errors import ConfigError, PlanError
-from spmd_rl.mesh.axes import DATA, MODEL
+from spmd_rl.mesh.axes import MODEL
 from spmd_rl.mesh.split import Placement, Placements
 from spmd_rl.model.read import read_spec
-from spmd_rl.rollout.sglang.config import SglangEngineConfig
+from spmd_rl.rollout.kinds import EngineConfig, engine_of
+from spmd_rl.rollout.kinds import kind_of as kind_of_engine
 from spmd_rl.rollout.sglang.tensor_parallel import check_sizes
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.megatron.config import MegatronConfig, check_layout
@@ -20,10 +21,10 @@ def check_axes(cfg: Any, placements: Placements) -> None:
     Raises: ConfigError or PlanError, one sentence, for a role without an axis that the split gives
     it, or a model that cannot be cut along the axes.
     """
-    trainer = getattr(cfg, "trainer", None)
+    trainer, engine = getattr(cfg, "trainer", None), engine_of(cfg)
     for placement in placements.values():
-        if placement.name == "infer" and hasattr(cfg, "engine"):
-            _check_engine(cfg, placement)
+        if placement.name == "infer" and engine is not None:
+            _check_engine(engine, placement, getattr(cfg, "model", ""))
         elif placement.name != "train" or not isinstance(trainer, TrainerConfig):
             placement.require_data_axes_alone("this role")
         elif not isinstance(trainer.backend, MegatronConfig):
@@ -41,13 +42,11 @@ def check_axes(cfg: Any, placements: Placements) -> None:
             _check_beside(role.name, role.placement(placements))
 
 
-def _check_engine(cfg: Any, placement: Placement) -> None:
+def _check_engine(engine: EngineConfig, placement: Placement, model: str) -> None:
     """Raise an error for an engine without an axis that the split gives it."""
-    if not isinstance(cfg.engine, SglangEngineConfig):
-        placement.require_axes("the native engine", DATA, 'engine.kind = "sglang" has tp too')
-        return
-    placement.require_axes("the SGLang engine", (*DATA, "tp"), "set it to 1")
-    if model := getattr(cfg, "model", ""):
+    kind = kind_of_engine(engine)
+    placement.require_axes(kind.name, kind.axes, kind.advice)
+    if model and "tp" in kind.axes:
         check_sizes(read_spec(model).require_network(), placement.axes["tp"])
 
 

@@ -25,9 +25,8 @@ from spmd_rl.plan.memory import MemoryModel, kv_sized
 from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole, planned_roles, uncounted
 from spmd_rl.plan.routes import Routes, push_routes, whole
 from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, everything
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.kinds import engine_of
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
-from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.tensor_parallel import shard_boxes
 from spmd_rl.train.megatron.spec_to_train import spec_to_train
 from spmd_rl.train.memory import dtype_on_gpu
@@ -227,10 +226,8 @@ def planned_settings(
     number is set, or where a role that the ledger does not know shares its ranks. A plan that
     fails adds nothing here: the run itself reports the error.
     """
-    engine = getattr(cfg, "engine", None)
-    if not isinstance(engine, NativeEngineConfig | SglangEngineConfig):
-        return {}
-    if isinstance(engine, NativeEngineConfig) and engine.num_pages:
+    engine = engine_of(cfg)
+    if engine is None or engine.num_pages:
         return {}
     try:
         plan = resolve(cfg, world_size, capacity_bytes)

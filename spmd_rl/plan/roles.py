@@ -14,9 +14,8 @@ from spmd_rl.mesh.split import Placement, Placements
 from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import ALL, Tags
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.kinds import KINDS
 from spmd_rl.rollout.rollout import Rollout
-from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.train.config import FrozenConfig, Fsdp2Config, TrainerConfig
 from spmd_rl.train.extra_role import ExtraRole
 from spmd_rl.train.memory import dtype_on_gpu
@@ -26,7 +25,7 @@ TRAIN, INFER = "train", "infer"
 # the field of a recipe's config that each placement is planned by, and its types
 ROLE_CONFIGS: dict[str, tuple[str, tuple[type, ...]]] = {
     TRAIN: ("trainer", (TrainerConfig,)),
-    INFER: ("engine", (NativeEngineConfig, SglangEngineConfig)),
+    INFER: ("engine", tuple(kind.config for kind in KINDS)),
 }
 
 

@@ -24,7 +24,6 @@ from spmd_rl.hooks.keep_group import KeepGroup
 from spmd_rl.mesh.split import Placements, PolicySplit
 from spmd_rl.rollout.build import NO_ADAPTERS
 from spmd_rl.rollout.engine import SamplingConfig
-from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.train.extra_role import REFERENCE, ExtraRole, reference_roles
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.trainer import Trainer
@@ -49,7 +48,7 @@ def _check_lora(cfg: Any) -> None:
     """Raise a ConfigError for what cannot be done with a trainer of adapters."""
     if not hasattr(cfg, "trainer") or not cfg.trainer.lora.rank:
         return
-    if isinstance(cfg.engine, SglangEngineConfig) and cfg.trainer.adapted_base:
+    if cfg.trainer.adapted_base and not cfg.engine.takes_adapters:
         raise ConfigError(NO_ADAPTERS)
     expected = f"0 with trainer.lora.rank: {BASE_STAYS}"
     require(cfg.kl.refresh_every == 0, "kl.refresh_every", cfg.kl.refresh_every, expected)

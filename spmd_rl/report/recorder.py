@@ -24,7 +24,7 @@ from spmd_rl.observe.sinks import Sinks
 from spmd_rl.report.reward_warnings import RewardWarnings
 from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.rollout.engine import SamplingConfig
-from spmd_rl.rollout.sglang.config import SglangEngineConfig
+from spmd_rl.rollout.kinds import engine_of
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.memory import num_trained_parameters
 from spmd_rl.types.samples import Group, error_of
@@ -230,7 +230,8 @@ def _notes(cfg: Any) -> list[str]:
     sampling = getattr(cfg, "sampling", None)
     if not isinstance(sampling, SamplingConfig):
         return []
-    if isinstance(getattr(cfg, "engine", None), SglangEngineConfig):
+    engine = engine_of(cfg)
+    if engine is not None and not engine.returns_kept_sets:
         remedy = 'engine.kind = "native" returns the tokens that were left'
     elif sampling.replays:
         return []

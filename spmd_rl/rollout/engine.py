@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
+from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.types.samples import Sample, SampleStatus
 
@@ -114,6 +115,11 @@ def check_stop_ids(sampling: SamplingConfig, vocab_size: int) -> None:
 class NativeEngineConfig:
     """The native engine: its memory, and how much it does in a step."""
 
+    promises_bits: ClassVar[bool] = True  # its log-probs are the trainer's, to the bit
+    takes_adapters: ClassVar[bool] = True  # a push may bring adapters alone
+    returns_kept_sets: ClassVar[bool] = True  # as SamplingConfig.replay_filters says
+    sleep_weights: ClassVar[bool] = True  # its weights too are given back while it sleeps
+
     kind: Literal["native"] = "native"  # which engine generates
     page_size: int = 0  # tokens; 0: 128 where FlashAttention runs, else 16
     # 0: whole contexts for max_batch sequences, up to 1 GiB (CPU) or memory_fraction (GPU)
@@ -133,6 +139,15 @@ class NativeEngineConfig:
     # tokens whose keys are attended to at once, as in the trainer; 0: all (docs/numerics.md)
     attention_split: int = 0
     load_weights: bool = True  # false leaves the parameters to the first push
+
+    @property
+    def page_tokens(self) -> int:
+        """The tokens of a page on a GPU."""
+        return self.page_size or GPU_PAGE_SIZE
+
+    def memory_beside(self, weight_bytes: int, on_gpu: bool, tp: int) -> list[TagBytes]:
+        """Return what a rank keeps besides weights, pages and the work of a step: nothing."""
+        return []
 
     def __post_init__(self) -> None:
         self._check_pages()

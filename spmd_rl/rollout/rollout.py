@@ -36,15 +36,15 @@ from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import RoleSleep
 from spmd_rl.offload.residency import Receipt
-from spmd_rl.rollout.engine import Engine, NativeEngineConfig, SamplingConfig
+from spmd_rl.rollout.engine import Engine, SamplingConfig
 from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.episodes import Episodes
 from spmd_rl.rollout.grader_choice import GraderChoice, all_rewards
 from spmd_rl.rollout.grading import Grading
+from spmd_rl.rollout.kinds import EngineConfig, EngineSite
 from spmd_rl.rollout.memory import engine_memory
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.rollout.request_flow import RequestFlow
-from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
 
@@ -91,7 +91,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
 
     def __init__(
         self,
-        cfg: NativeEngineConfig | SglangEngineConfig,
+        cfg: EngineConfig,
         context: RoleContext,
         model: str,
         seed: int,
@@ -120,13 +120,9 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         self.memory = RoleMemory(sleep, context.device)
         self.engine: Engine = build_engine(
             cfg,
-            model,
-            context,
-            self._decode,
-            seed=seed,
-            reserved_bytes=reserved_bytes,
-            memory=self.memory,
-            adapted=lora,
+            EngineSite(
+                model, context, self._decode, seed, reserved_bytes, self.memory, adapted=lora
+            ),
         )
         self._pushes_all = lora is None
         spec, raises = read_spec(model).require_network(), hooks.on_error == "raise"
@@ -144,7 +140,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
     @classmethod
     def planned_memory(
         cls,
-        cfg: NativeEngineConfig | SglangEngineConfig,
+        cfg: EngineConfig,
         placement: Placement,
         model: str,
         on_gpu: bool,

@@ -12,7 +12,7 @@ from spmd_rl.model.attention import backend_of
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import as_size
 from spmd_rl.rollout.engine import GPU_STEP_TOKENS, NativeEngineConfig
-from spmd_rl.rollout.memory import cache_token_bytes, kv_budget, kv_pages
+from spmd_rl.rollout.kv_pages import cache_token_bytes, kv_budget, kv_pages
 
 CPU_POOL_BYTES = 1 << 30
 # of a GPU's free memory, for the pages of an engine that no plan has counted

@@ -18,7 +18,7 @@ from spmd_rl.mesh.private_folder import PrivateFolder
 from spmd_rl.model.read import read_spec
 from spmd_rl.offload.ledger import as_size
 from spmd_rl.rollout.interpreter import Interpreter
-from spmd_rl.rollout.memory import kv_budget
+from spmd_rl.rollout.kv_pages import kv_budget
 from spmd_rl.rollout.sglang.client import SchedulerClient, ended
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine

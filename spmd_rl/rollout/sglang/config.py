@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from spmd_rl.config.rules import require
+from spmd_rl.offload.gpu_overhead import CONTEXT_BYTES, NCCL_BYTES, NCCL_KERNEL_BYTES
+from spmd_rl.offload.ledger import TagBytes
 
 MIB = 1 << 20
 LEAST_SLAB_BYTES = 4096
@@ -15,6 +17,14 @@ LEAST_SLAB_BYTES = 4096
 @dataclass(frozen=True)
 class SglangEngineConfig:
     """The SGLang engine: one scheduler in a child process of each rank (docs/sglang.md)."""
+
+    promises_bits: ClassVar[bool] = False  # SGLang's kernels are not the trainer's
+    takes_adapters: ClassVar[bool] = False  # a push brings whole weights
+    returns_kept_sets: ClassVar[bool] = False  # SGLang does not say which tokens it left
+    # SGLang sizes its own pages and steps; the plan counts keys and values by the token
+    num_pages: ClassVar[int] = 0
+    page_tokens: ClassVar[int] = 1
+    max_step_tokens: ClassVar[int] = 0
 
     kind: Literal["sglang"] = "sglang"  # which engine generates
     # of the child: an interpreter, or a folder that SGLang was installed into; "" is our own
@@ -31,6 +41,17 @@ class SglangEngineConfig:
     start_deadline_s: float = 600.0  # for the child to load, and to record its graphs
     # for an answer to an abort, a push, a sleep or a wake, and for the next token
     answer_deadline_s: float = 120.0
+
+    def memory_beside(self, weight_bytes: int, on_gpu: bool, tp: int) -> list[TagBytes]:
+        """Return what a rank keeps besides weights, pages and the work of a step.
+
+        The slab of a push, the child's own context and its communicator stay while it sleeps.
+        """
+        child = CONTEXT_BYTES + (NCCL_BYTES + NCCL_KERNEL_BYTES if tp > 1 else 0)
+        return [
+            TagBytes("slab", min(self.slab_bytes, 2 * weight_bytes), "fixed"),
+            TagBytes("child", child if on_gpu else 0, "fixed"),
+        ]
 
     def __post_init__(self) -> None:
         require(0 < self.memory_fraction < 1, "memory_fraction", self.memory_fraction, "in (0, 1)")

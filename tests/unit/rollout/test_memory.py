@@ -8,13 +8,8 @@ from benchmarks.shapes import write_config
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig
-from spmd_rl.rollout.memory import (
-    cache_token_bytes,
-    engine_memory,
-    kv_budget,
-    kv_pages,
-    running_kv_bytes,
-)
+from spmd_rl.rollout.kv_pages import cache_token_bytes, kv_budget, kv_pages
+from spmd_rl.rollout.memory import engine_memory, running_kv_bytes
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 
 TOKEN_8B = 147_456  # 36 layers, 8 key-value heads of 128, bf16: 144 KiB

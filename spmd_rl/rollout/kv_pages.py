@@ -1,0 +1,36 @@
+"""Pages of keys and values: a token's bytes in them, and how many an engine has room for. Pure."""
+
+from __future__ import annotations
+
+from spmd_rl.model.spec import ModelSpec
+
+
+def cache_token_bytes(spec: ModelSpec, element_bytes: int, tp: int = 1) -> int:
+    """Return the bytes that one of `tp` ranks keeps of each token in pages, in all layers.
+
+    With more ranks than key-value heads, several have the same.
+    """
+    caches = (layer.cache(tp) for block in spec.blocks for layer in block.layers)
+    return sum(one.num_elements for one in caches if one is not None) * element_bytes
+
+
+def kv_budget(capacity_bytes: int, fraction: float, beside_bytes: int) -> int:
+    """Return the bytes left for pages, of the `fraction` of a GPU that a run may use.
+
+    The result is below 0 where other memory (`beside_bytes`) takes more than that.
+    """
+    return int(capacity_bytes * fraction) - beside_bytes
+
+
+def kv_pages(
+    token_bytes: int, page_size: int, *, context: int, batch: int, budget_bytes: int | None
+) -> int:
+    """Return the number of pages for an engine whose config does not set it.
+
+    It suffices for a full batch of whole contexts of `context` tokens if the budget allows that,
+    and for one whole context in any case.
+    """
+    context_pages = -(-context // page_size)
+    num_wanted = batch * context_pages
+    affordable = num_wanted if budget_bytes is None else budget_bytes // (token_bytes * page_size)
+    return max(context_pages, min(num_wanted, affordable))
