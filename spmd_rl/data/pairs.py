@@ -40,6 +40,9 @@ class PairConfig(PromptFormat):
     def answer_keys(self) -> tuple[str, ...]:
         return self.chosen_key, self.rejected_key
 
+    def check_answer(self, record: DataRecord, key: str) -> None:
+        answer_text(record, key, self.prompt_key)
+
 
 class PreferencePair(NamedTuple):
     """The sequences of both answers to one prompt."""

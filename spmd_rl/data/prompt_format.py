@@ -64,6 +64,10 @@ class PromptFormat(ChatFormat):
         """The keys of the answers that each record must have."""
         return ()
 
+    def check_answer(self, record: DataRecord, key: str) -> None:
+        """Raise a DataError unless the record has an answer of the right form under `key`."""
+        record.text_or_number(key)
+
     @property
     def used_keys(self) -> set[str]:
         """The keys of a record that make prompt and answers: no others are in `Prompt.meta`."""

@@ -40,6 +40,11 @@ class PromptConfig(PromptFormat):
         return (self.answer_key,) if self.answer_key else ()
 
 
+def graded(prompts: PromptFormat | None) -> PromptConfig | None:
+    """Return the settings of prompts whose samples graders see; None for those of other data."""
+    return prompts if isinstance(prompts, PromptConfig) else None
+
+
 class PromptPreparer(Preparer[Prompt]):
     """Makes a prompt of each record, with -1 as its uid, but for prompts that are too long."""
 

@@ -20,7 +20,7 @@ from spmd_rl.cli.data.view import View
 from spmd_rl.data.files import open_records
 from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.prompt_format import PromptEncoder, is_too_long
-from spmd_rl.data.prompt_records import PromptConfig
+from spmd_rl.data.prompt_records import PromptConfig, graded
 from spmd_rl.data.record import DataRecord, Records
 from spmd_rl.errors import DataError
 from spmd_rl.model.read import model_folder, read_spec
@@ -71,7 +71,7 @@ def check_records(
     if model:
         check_vocabulary(model, read_spec(model_folder(model)).vocab_size)
         preparer = view.preparer(load_tokenizer(model))
-    found = Checked(defect=preparer.defect if preparer else "")
+    found, of_graders = Checked(defect=preparer.defect if preparer else ""), graded(view.cfg)
     for group in _groups(records):
         num_before = found.num_records
         found.num_records += len(group)
@@ -80,8 +80,8 @@ def check_records(
         for place, record in enumerate(group):
             try:
                 sound[place] = _checked(record, view)
-                if num_before + place < MAX_GRADED and isinstance(view.cfg, PromptConfig):
-                    check_golds([sound[place]], view.cfg, rewards)
+                if num_before + place < MAX_GRADED and of_graders:
+                    check_golds([sound[place]], of_graders, rewards)
             except DataError as error:
                 problems[place] = _problem(error, record, view)
                 sound.pop(place, None)

@@ -9,7 +9,7 @@ from spmd_rl.config.load import load
 from spmd_rl.data.messages import written_messages
 from spmd_rl.data.pairs import PairConfig, pair_preparer
 from spmd_rl.data.preparer import Preparer
-from spmd_rl.data.prompt_format import PromptFormat, Tokenizer
+from spmd_rl.data.prompt_format import Tokenizer
 from spmd_rl.data.prompt_records import PromptConfig, PromptPreparer
 from spmd_rl.data.record import DataRecord
 from spmd_rl.data.sft import sft_preparer
@@ -31,7 +31,7 @@ class View:
     """
 
     recipe: str
-    cfg: PromptFormat
+    cfg: PairConfig | PromptConfig
     learn: Learn | None
     deduced: list[str]
 
@@ -40,7 +40,6 @@ class View:
         if isinstance(self.cfg, PairConfig):
             of_rewards = self.recipe == "reward_model"
             return pair_preparer(self.cfg, tokenizer, for_reward_model=of_rewards)
-        assert isinstance(self.cfg, PromptConfig)
         if self.learn:
             return sft_preparer(self.cfg, tokenizer, self.learn)
         return PromptPreparer(self.cfg, tokenizer)
@@ -63,8 +62,12 @@ def view_of(
         recipe, deduced = _deduced(settings, learn, first)
     if learn and recipe != "sft":
         raise ConfigError(f"--learn is a setting of sft, but the file is checked for {recipe}")
-    kind = PairConfig if recipe in PAIRS else PromptConfig
-    cfg: PromptFormat = load(kind, overrides=[*deduced, *settings])
+    overrides = [*deduced, *settings]
+    cfg: PairConfig | PromptConfig
+    if recipe in PAIRS:
+        cfg = load(PairConfig, overrides=overrides)
+    else:
+        cfg = load(PromptConfig, overrides=overrides)
     return View(recipe, cfg, (learn or "all") if recipe == "sft" else None, deduced)
 
 
