@@ -10,9 +10,8 @@ from spmd_rl.check.vocabulary import check_vocabulary
 from spmd_rl.data.documents import DocumentConfig, check_documents
 from spmd_rl.data.files import open_records
 from spmd_rl.data.mixture import data_weights
-from spmd_rl.data.pairs import PairConfig, answer_text
 from spmd_rl.data.prompt_format import LightTokenizer, PromptFormat, check_prompts
-from spmd_rl.data.prompt_records import PromptConfig, own_reward
+from spmd_rl.data.prompt_records import PromptConfig, graded, own_reward
 from spmd_rl.data.record import DataRecord
 from spmd_rl.data.sft import check_sft
 from spmd_rl.data.turns import Learn
@@ -30,7 +29,7 @@ from spmd_rl.rewards.ready import check_graders, checked_graders
 from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
 from spmd_rl.rollout.grader_choice import all_rewards
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.megatron.spec_to_train import spec_to_train
+from spmd_rl.train.kinds import require_trainable
 from spmd_rl.train.parameter_groups import update_rules
 
 CHECKED_BYTES = 1 << 26  # of a data file; what follows is checked when it is drawn
@@ -92,9 +91,9 @@ def check_inputs(
         check_hooks(hooks)
         if hooks.pick_sources and len(paths) == 1:
             raise ConfigError("hooks.pick_sources weights several sources, but data has only one")
-    if isinstance(prompts, PromptConfig):
+    if of_graders := graded(prompts):
         for path in paths:
-            _check_golds(path, prompts, reward_weights(reward))
+            _check_golds(path, of_graders, reward_weights(reward))
     names = checked_graders(rewards)
     check_graders(names, graders or GraderConfig(), hooks.deadline_s if hooks else 0.0)
 
@@ -108,7 +107,7 @@ def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpe
     """
     if not model:
         raise ConfigError("--model is missing: name a Hugging Face folder")
-    spec = spec_to_train(model, trainer)
+    spec = require_trainable(read_spec(model), trainer)
     check_has_tokenizer(model)
     check_vocabulary(model, spec.vocab_size)
     if trainer:
@@ -133,8 +132,9 @@ def _check_records(
         if prompts:
             _check_answers(chunk, prompts, learn)
             check_prompts(chunk, prompts, tokenizer)
-        if isinstance(prompts, PromptConfig) and prompts.reward_key:
-            _check_rewards(chunk, prompts, rewards)
+        of_graders = graded(prompts)
+        if of_graders and of_graders.reward_key:
+            _check_rewards(chunk, of_graders, rewards)
         tokenizer = None  # only the first prompts are tokenised
 
 
@@ -145,22 +145,19 @@ def check_record(record: DataRecord, prompts: PromptFormat, learn: Learn | None)
     """
     _check_answers([record], prompts, learn)
     check_prompts([record], prompts, None)
-    if isinstance(prompts, PromptConfig):
-        own_reward(record, prompts)
+    if of_graders := graded(prompts):
+        own_reward(record, of_graders)
 
 
 def _check_answers(
     records: Sequence[DataRecord], prompts: PromptFormat, learn: Learn | None
 ) -> None:
     """Raise a DataError unless every record has its answers, where the data has answers."""
-    if learn and isinstance(prompts, PromptConfig):
-        check_sft(records, prompts, learn)
+    if learn and (supervised := graded(prompts)):
+        check_sft(records, supervised, learn)
     for key in prompts.answer_keys:
         for record in records:
-            if isinstance(prompts, PairConfig):
-                answer_text(record, key, prompts.prompt_key)
-            else:
-                record.text_or_number(key)
+            prompts.check_answer(record, key)
 
 
 def _check_golds(path: str, prompts: PromptConfig, rewards: Iterable[str]) -> None:

@@ -11,8 +11,8 @@ from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.kinds import EngineConfig, engine_of
 from spmd_rl.rollout.kinds import kind_of as kind_of_engine
 from spmd_rl.rollout.sglang.tensor_parallel import check_sizes
-from spmd_rl.train.config import FrozenConfig, TrainerConfig
-from spmd_rl.train.megatron.config import MegatronConfig, check_layout
+from spmd_rl.train.config import is_sharded, trainer_of
+from spmd_rl.train.kinds import kind_of
 
 
 def check_axes(cfg: Any, placements: Placements) -> None:
@@ -21,24 +21,22 @@ def check_axes(cfg: Any, placements: Placements) -> None:
     Raises: ConfigError or PlanError, one sentence, for a role without an axis that the split gives
     it, or a model that cannot be cut along the axes.
     """
-    trainer, engine = getattr(cfg, "trainer", None), engine_of(cfg)
+    trainer, engine, model = trainer_of(cfg), engine_of(cfg), getattr(cfg, "model", "")
     for placement in placements.values():
         if placement.name == "infer" and engine is not None:
-            _check_engine(engine, placement, getattr(cfg, "model", ""))
-        elif placement.name != "train" or not isinstance(trainer, TrainerConfig):
+            _check_engine(engine, placement, model)
+        elif placement.name != "train" or trainer is None:
             placement.require_data_axes_alone("this role")
-        elif not isinstance(trainer.backend, MegatronConfig):
-            placement.require_data_axes_alone("FSDP2")
-        elif model := getattr(cfg, "model", ""):
-            spec = read_spec(model)
-            check_layout(spec, placement.axes, trainer.backend, placement.name)
-            if spec.num_experts and "infer" in placements:
+        else:
+            kind_of(trainer).check_axes(trainer, placement, model)
+            takes_mixtures = model and trainer.backend.takes_mixtures
+            if takes_mixtures and "infer" in placements and read_spec(model).num_experts:
                 raise ConfigError(
                     f"{model} is a mixture of experts, which no engine generates with here: train "
                     "it with a recipe that has no engine, such as sft"
                 )
     for role in cfg.extra_roles() if hasattr(cfg, "extra_roles") else ():
-        if isinstance(role.cfg, FrozenConfig | TrainerConfig):
+        if is_sharded(role.cfg):
             _check_beside(role.name, role.placement(placements))
 
 

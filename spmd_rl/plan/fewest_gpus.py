@@ -18,7 +18,7 @@ from spmd_rl.plan.concurrency import longest_sequence
 from spmd_rl.plan.resolve import RunPlan, resolve
 from spmd_rl.plan.roles import INFER
 from spmd_rl.plan.savings import LEAST_MICRO_BATCH, Flags, layouts, savers
-from spmd_rl.train.config import Fsdp2Config, TrainerConfig
+from spmd_rl.train.config import trainer_of
 
 WORLDS = tuple(2**power for power in range(14))  # 1 to 8,192
 GPUS_PER_HOST = 8
@@ -117,8 +117,8 @@ class Search:
         """The least size of a micro-batch that saves memory and holds every sequence; 0: none."""
         cfg = self.configure(())
         least = max(LEAST_MICRO_BATCH, longest_sequence(cfg))
-        trainer = getattr(cfg, "trainer", None)
-        return least if isinstance(trainer, TrainerConfig) and trainer.max_tokens > least else 0
+        trainer = trainer_of(cfg)
+        return least if trainer is not None and trainer.max_tokens > least else 0
 
     def _attempt(self, flags: Flags, world_size: int) -> Attempt | None:
         """Return an attempt; None where the flags are refused."""
@@ -200,15 +200,15 @@ def why_none(tried: list[Attempt], room: Room) -> str:
 
 def _with_longest(cfg: Any) -> Any:
     """Return a config whose micro-batches are counted with room for the longest sequence."""
-    trainer, longest = getattr(cfg, "trainer", None), longest_sequence(cfg)
-    if not isinstance(trainer, TrainerConfig) or trainer.max_tokens >= longest:
+    trainer, longest = trainer_of(cfg), longest_sequence(cfg)
+    if trainer is None or trainer.max_tokens >= longest:
         return cfg
     return replace(cfg, trainer=replace(trainer, max_tokens=longest))
 
 
 def _needs_one_shard(cfg: Any) -> bool:
-    backend = getattr(getattr(cfg, "trainer", None), "backend", None)
-    return isinstance(backend, Fsdp2Config) and backend.offload == "master"
+    trainer = trainer_of(cfg)
+    return trainer is not None and trainer.backend.offload == "master"
 
 
 def _usable(plan: RunPlan, room: Room) -> str:

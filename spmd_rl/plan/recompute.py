@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from spmd_rl.model.layers.layer import Recompute
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.plan.roles import PlannedRole
-from spmd_rl.train.config import Fsdp2Config, TrainerConfig
+from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.memory import step_sizes
 
-CHOICES: tuple[Recompute, ...] = ("none", "cheap", "all")
 # Of the operations of a step, two of six are the forward pass, which "all" does again. "cheap"
 # repeats no matrix product, and elementwise operations are too few to count.
 EXTRA_OPERATIONS: dict[Recompute, float] = {"none": 0.0, "cheap": 0.0, "all": 2 / 6}
@@ -28,16 +27,9 @@ class RecomputeRow:
 
 
 def recompute_rows(spec: ModelSpec, train: PlannedRole) -> Iterator[RecomputeRow]:
-    """Yield a row for each choice of FSDP2, as far as the trainer's other settings allow it."""
+    """Yield a row for each choice that the trainer's backend has beside its other settings."""
     cfg: TrainerConfig = train.cfg
-    if not isinstance(cfg.backend, Fsdp2Config):
-        return
     head: Head = getattr(train.role, "HEAD", "lm")
-    for choice in CHOICES:
-        if choice == "cheap" and cfg.backend.offload_activations:
-            continue
-        backend = replace(cfg.backend, recompute=choice)
+    for choice, backend in cfg.backend.recompute_choices.items():
         sizes = step_sizes(spec, replace(cfg, backend=backend), train.placement, head).activations
-        yield RecomputeRow(
-            choice, sizes.peak, EXTRA_OPERATIONS[choice], choice == cfg.backend.recompute
-        )
+        yield RecomputeRow(choice, sizes.peak, EXTRA_OPERATIONS[choice], backend == cfg.backend)

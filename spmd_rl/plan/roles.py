@@ -16,7 +16,7 @@ from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import ALL, Tags
 from spmd_rl.rollout.kinds import KINDS
 from spmd_rl.rollout.rollout import Rollout
-from spmd_rl.train.config import FrozenConfig, Fsdp2Config, TrainerConfig
+from spmd_rl.train.config import TrainerConfig, is_sharded, trainer_of
 from spmd_rl.train.extra_role import ExtraRole
 from spmd_rl.train.memory import dtype_on_gpu
 from spmd_rl.train.trainer import Trainer
@@ -43,6 +43,11 @@ class PlannedRole:
     model: str = ""
     is_refreshed: bool = False
     lora: LoraConfig = NO_LORA
+
+    @property
+    def trainer(self) -> TrainerConfig | None:
+        """Its settings, if it learns."""
+        return trainer_of(self, "cfg")
 
     @property
     def is_extra(self) -> bool:
@@ -75,20 +80,20 @@ class PlannedRole:
 
         Megatron-core fuses tensors.
         """
-        return isinstance(self.cfg, TrainerConfig) and isinstance(self.cfg.backend, Fsdp2Config)
+        return self.trainer is not None and self.trainer.backend.holds_whole_tensors
 
     @property
     def exchanges(self) -> bool:
         """Whether a train step sends rows of gradients or weights to each rank that shards."""
-        cfg = self.cfg
-        if not isinstance(cfg, TrainerConfig):
+        trainer = self.trainer
+        if trainer is None:
             return False
-        return cfg.deterministic or cfg.optimizer.kind == "muon"
+        return trainer.deterministic or trainer.optimizer.kind == "muon"
 
     @property
     def has_mesh(self) -> bool:
         """Whether its ranks gather weights or sum gradients around a ring."""
-        return isinstance(self.cfg, TrainerConfig | FrozenConfig)
+        return is_sharded(self.cfg)
 
     def memory(self, on_gpu: bool) -> Sequence[TagBytes]:
         """Return what it takes of one of its ranks; nothing where its class does not say."""
@@ -105,8 +110,8 @@ def planned_roles(placements: Placements, cfg: Any) -> tuple[PlannedRole, ...]:
     Raises: PlanError where the settings of a placed role are missing, or a role has no ranks.
     """
     classes = {TRAIN: getattr(cfg, "trainer_role", Trainer), INFER: Rollout}
-    trainer = getattr(cfg, "trainer", None)
-    lora = trainer.lora.of_engine if isinstance(trainer, TrainerConfig) else NO_LORA
+    trainer = trainer_of(cfg)
+    lora = NO_LORA if trainer is None else trainer.lora.of_engine
     main = [
         PlannedRole(
             name,

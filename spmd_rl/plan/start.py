@@ -15,7 +15,7 @@ from spmd_rl.offload.config import OffloadConfig
 from spmd_rl.offload.host_limit import host_bytes_left
 from spmd_rl.offload.phases import CONCURRENT, Phases
 from spmd_rl.plan.resolve import planned_settings, resolve
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import trainer_of
 
 
 def decide_start(cfg: Any, world_size: int) -> tuple[SleepPolicy, list[str]]:
@@ -25,8 +25,8 @@ def decide_start(cfg: Any, world_size: int) -> tuple[SleepPolicy, list[str]]:
     Raises: as `sleep_policy`.
     """
     policy, why = sleep_policy(cfg, world_size, gpu_bytes(), host_bytes_left())
-    trainer = getattr(cfg, "trainer", None)
-    backend = trainer.backend.describe() if isinstance(trainer, TrainerConfig) else ""
+    trainer = trainer_of(cfg)
+    backend = "" if trainer is None else trainer.backend.describe()
     return policy, [sentence for sentence in (backend, why) if sentence]
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from spmd_rl.config.rules import at_least, require
 from spmd_rl.errors import ConfigError
-from spmd_rl.train.config import TrainerConfig, learning_rate
+from spmd_rl.train.config import TrainerConfig, learning_rate, trainer_of
 from spmd_rl.train.training_role import TrainingRole
 
 
@@ -57,8 +57,8 @@ def _optimizer_steps(cfg: Any, num_steps: int) -> Iterator[tuple[str, TrainerCon
     """Yield key and settings of each trainer that learns, and its optimizer steps in the run."""
     is_ppo = getattr(cfg, "algorithm", "") == "ppo"
     for key in ("trainer", "critic") if is_ppo else ("trainer",):
-        trainer = getattr(cfg, key, None)
-        if isinstance(trainer, TrainerConfig):
+        trainer = trainer_of(cfg, key)
+        if trainer is not None:
             alone = cfg.critic_warmup_steps - cfg.start_step if is_ppo and key == "trainer" else 0
             yield key, trainer, max(0, num_steps - max(0, alone)) * trainer.minibatches
 

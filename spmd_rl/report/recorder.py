@@ -25,7 +25,7 @@ from spmd_rl.report.reward_warnings import RewardWarnings
 from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.kinds import engine_of
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import trainer_of
 from spmd_rl.train.memory import num_trained_parameters
 from spmd_rl.types.samples import Group, error_of
 
@@ -198,13 +198,13 @@ def _parameters(cfg: Any) -> dict[str, int]:
 
     The number of those that are trained is there if not all are.
     """
-    model, trainer = getattr(cfg, "model", None), getattr(cfg, "trainer", None)
+    model, trainer = getattr(cfg, "model", None), trainer_of(cfg)
     if not isinstance(model, str):
         return {}
     try:
         spec = read_spec(model)
         found = {"parameters": spec.num_parameters}
-        if isinstance(trainer, TrainerConfig) and (trainer.lora.rank or trainer.freeze):
+        if trainer is not None and (trainer.lora.rank or trainer.freeze):
             found["trained_parameters"] = num_trained_parameters(spec, trainer)
     except SpmdError:
         return {}

@@ -22,8 +22,6 @@ from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
-from spmd_rl.train.megatron.backend import Megatron
-from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.sharded_model import ShardedModel
 
 NO_VALUE_HEAD = (
@@ -32,26 +30,17 @@ NO_VALUE_HEAD = (
 )
 
 
-def build(
-    cfg: TrainerConfig,
-    folder: str,
-    context: RoleContext,
-    head: Head = "lm",
-    memory: RoleMemory | None = None,
+def build_fsdp2(
+    cfg: TrainerConfig, folder: str, context: RoleContext, head: Head, memory: RoleMemory
 ) -> Learner:
     """Build the model in a Hugging Face folder, sharded over the role's ranks.
 
     A rank holds its part, and while weights are read one whole tensor at a time. Master weights and
-    moments are in regions of `memory`, if there is one.
+    moments are in regions of `memory`.
 
     Ranks: all of the role. Raises: ConfigError if the model folder does not serve.
     """
-    memory = memory or RoleMemory(None, context.device)
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
-    if isinstance(cfg.backend, MegatronConfig) and head == "lm":
-        megatron = Megatron(read_spec(folder), context, cfg, memory)
-        megatron.fill(first_weights(cfg, folder, head))
-        return Learner(megatron, context, cfg)
     context.placement.require_data_axes_alone("FSDP2")
     spec = _spec(folder)
     if cfg.lora.rank and head == "value":

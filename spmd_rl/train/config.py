@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.layers.layer import Recompute
 from spmd_rl.model.lora import AdaptedBase, LoraConfig
 from spmd_rl.train.megatron.config import MegatronConfig
 
@@ -24,9 +26,6 @@ KIND_OF_LORA = "'adamw' with lora.rank: other optimizers are not for adapters"
 BACKEND_OF_LORA = "'fsdp2' with lora.rank: Megatron-core is not given adapters here"
 OFFLOAD_OF_LORA = "'none' with lora.rank: the moments of adapters are small"
 FREEZE_OF_LORA = "() with lora.rank: lora.targets says what is trained"
-KIND_OF_MEGATRON = "'adamw' with backend.kind = 'megatron': the others are built for 'fsdp2' alone"
-FREEZE_OF_MEGATRON = "() with backend.kind = 'megatron': 'fsdp2' can freeze parameters"
-SPLIT_OF_MEGATRON = "0 with backend.kind = 'megatron': 'fsdp2' has it"
 RECOMPUTE_TO_OFFLOAD = (
     "'all' or 'none' with offload_activations: what 'cheap' computes again needs its inputs on the "
     "GPU"
@@ -36,6 +35,10 @@ RECOMPUTE_TO_OFFLOAD = (
 @dataclass(frozen=True)
 class Fsdp2Config:
     """Settings of the FSDP2 backend alone."""
+
+    takes_mixtures: ClassVar[bool] = False  # of experts
+    # on one shard, each tensor is one piece, which an engine can share
+    holds_whole_tensors: ClassVar[bool] = True
 
     kind: Literal["fsdp2"] = "fsdp2"  # which backend computes gradients
     # what each layer computes again in the backward pass; cheap: all but its GEMMs
@@ -51,6 +54,19 @@ class Fsdp2Config:
     def __post_init__(self) -> None:
         if self.offload_activations:
             require(self.recompute != "cheap", "recompute", self.recompute, RECOMPUTE_TO_OFFLOAD)
+
+    @property
+    def recompute_choices(self) -> Mapping[Recompute, Fsdp2Config]:
+        """The config with each choice of recomputation, as far as its other settings allow it."""
+        choices: tuple[Recompute, ...] = ("none", "cheap", "all")
+        return {
+            choice: replace(self, recompute=choice)
+            for choice in choices
+            if choice != "cheap" or not self.offload_activations
+        }
+
+    def check_beside(self, optimizer: str, freeze: Sequence[str], attention_split: int) -> None:
+        """Raise nothing: this backend keeps all settings of a trainer."""
 
     def describe(self) -> str:
         """Return a sentence for the start of a run: none, for the backend that most runs have."""
@@ -139,8 +155,8 @@ class TrainerConfig:
         require(are_betas, "betas", self.betas, "two numbers in [0, 1)")
         _require_split(self.attention_split)
         self._check_lora()
-        self._check_megatron()
-        if isinstance(self.backend, Fsdp2Config) and self.backend.offload != "none":
+        self.backend.check_beside(self.optimizer.kind, self.freeze, self.attention_split)
+        if self.backend.offload != "none":
             kind = self.optimizer.kind
             require(kind == "adamw", "optimizer.kind", kind, KIND_TO_OFFLOAD)
         if self.schedule != "constant":
@@ -158,17 +174,9 @@ class TrainerConfig:
             kind, backend = self.optimizer.kind, self.backend.kind
             require(kind == "adamw", "optimizer.kind", kind, KIND_OF_LORA)
             require(backend == "fsdp2", "backend.kind", backend, BACKEND_OF_LORA)
-            offload = fsdp2_settings(self).offload
+            offload = self.backend.offload
             require(offload == "none", "backend.offload", offload, OFFLOAD_OF_LORA)
             require(not self.freeze, "freeze", self.freeze, FREEZE_OF_LORA)
-
-    def _check_megatron(self) -> None:
-        """Raise a ConfigError for settings that the Megatron-core backend does not keep."""
-        if isinstance(self.backend, MegatronConfig):
-            kind, split = self.optimizer.kind, self.attention_split
-            require(kind == "adamw", "optimizer.kind", kind, KIND_OF_MEGATRON)
-            require(not self.freeze, "freeze", self.freeze, FREEZE_OF_MEGATRON)
-            require(split == 0, "attention_split", split, SPLIT_OF_MEGATRON)
 
     @property
     def adapted_base(self) -> AdaptedBase | None:
@@ -181,12 +189,24 @@ class TrainerConfig:
 
 def fsdp2_settings(cfg: TrainerConfig) -> Fsdp2Config:
     """Return the settings of the FSDP2 backend. Raises: ConfigError if the config has another."""
-    if not isinstance(cfg.backend, Fsdp2Config):
+    if cfg.backend.kind != "fsdp2":
         raise ConfigError(
             f"trainer.backend.kind = '{cfg.backend.kind}' trains no value head: "
             "set it to 'fsdp2' for this role"
         )
     return cfg.backend
+
+
+def megatron_settings(cfg: TrainerConfig) -> MegatronConfig:
+    """Return the settings of the Megatron-core backend, of a trainer that has it."""
+    assert cfg.backend.kind == "megatron"
+    return cfg.backend
+
+
+def trainer_of(cfg: Any, key: str = "trainer") -> TrainerConfig | None:
+    """Return the trainer that a recipe's config has under `key`; None where it has none."""
+    trainer = getattr(cfg, key, None)
+    return trainer if isinstance(trainer, TrainerConfig) else None
 
 
 @dataclass(frozen=True)
@@ -213,9 +233,7 @@ class FrozenConfig:
         """
         names = ("init", "seed", "max_tokens", "logit_rows", "dtype", "attention_split")
         same: dict[str, Any] = {name: getattr(trainer, name) for name in names}
-        backend = trainer.backend
-        wrap: Wrap = backend.wrap if isinstance(backend, Fsdp2Config) else "auto"
-        return FrozenConfig(**same, wrap=wrap)
+        return FrozenConfig(**same, wrap=trainer.backend.wrap)
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "logit_rows"):
@@ -226,6 +244,11 @@ class FrozenConfig:
     def gathers_whole(self, num_bytes: int) -> bool:
         """Return whether a model with `num_bytes` of weights is gathered as one unit."""
         return _gathers_whole(self.wrap, num_bytes)
+
+
+def is_sharded(cfg: object) -> bool:
+    """Return whether these are settings of a model that is sharded over its role's ranks."""
+    return isinstance(cfg, TrainerConfig | FrozenConfig)
 
 
 def _gathers_whole(wrap: Wrap, num_bytes: int) -> bool:

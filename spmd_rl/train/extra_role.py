@@ -13,6 +13,11 @@ from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.value_trainer import ValueTrainer
 
 REFERENCE = "reference"  # name of the role, and of its ranks in a split
+# the class that is spawned for settings of each type
+CLASSES: tuple[tuple[type, type[Role]], ...] = (
+    (FrozenConfig, FrozenModel),
+    (TrainerConfig, ValueTrainer),
+)
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,9 @@ class ExtraRole:
         """The class that is spawned. Raises: PlanError where neither `role` nor `cfg` says it."""
         if self.role is not None:
             return self.role
-        if isinstance(self.cfg, FrozenConfig):
-            return FrozenModel
-        if isinstance(self.cfg, TrainerConfig):
-            return ValueTrainer
+        for settings, role in CLASSES:
+            if isinstance(self.cfg, settings):
+                return role
         raise PlanError(
             f"the role '{self.name}' has settings of type {type(self.cfg).__name__}: say its class "
             "in ExtraRole(role=...)"

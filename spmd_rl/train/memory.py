@@ -20,8 +20,6 @@ from spmd_rl.train.activation_memory import (
 )
 from spmd_rl.train.adapter_memory import adapter_sizes, merge_bytes, num_adapted
 from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
-from spmd_rl.train.megatron.config import MegatronConfig
-from spmd_rl.train.megatron.memory import megatron_memory
 from spmd_rl.train.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from spmd_rl.train.parameter_groups import FP32_BYTES, moment_bytes, update_rules
 from spmd_rl.train.step_memory import StepSizes, step_memory
@@ -41,19 +39,13 @@ def dtype_on_gpu(cfg: HasDtype) -> str:
     return "bfloat16" if cfg.dtype == "auto" else cfg.dtype
 
 
-def trainer_memory(
+def fsdp2_memory(
     spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head = "lm"
 ) -> list[TagBytes]:
-    """Return what a trainer takes of one of its ranks, by tag."""
-    if isinstance(cfg.backend, MegatronConfig) and head == "lm":
-        return megatron_memory(
-            spec,
-            cfg.backend,
-            placement,
-            dtype=dtype_on_gpu(cfg),
-            max_tokens=cfg.max_tokens,
-            logit_rows=cfg.logit_rows,
-        )
+    """Return what a trainer of FSDP2 takes of one of its ranks, by tag.
+
+    Raises: ConfigError if the config has another backend.
+    """
     offload = fsdp2_settings(cfg).offload
     step = step_memory(step_sizes(spec, cfg, placement, head), offload)
     if not cfg.lora.rank:

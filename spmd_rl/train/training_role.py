@@ -23,13 +23,13 @@ from spmd_rl.controller.capabilities import (
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import Placement
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import Head
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import RoleSleep
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.megatron.spec_to_train import spec_to_train
-from spmd_rl.train.memory import trainer_memory
+from spmd_rl.train.kinds import kind_of, require_trainable
 from spmd_rl.types.batch import Batch
 
 # tags of a trainer's memory; only a trainer of adapters has a base, and a merged push reads it
@@ -59,11 +59,10 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
         self.cfg: TrainerConfig = cfg
         self.model = model
         from spmd_rl.offload.role_memory import RoleMemory
-        from spmd_rl.train.build import build
         from spmd_rl.train.checkpoint import CheckpointWriter
 
         self.memory = RoleMemory(sleep, context.device)
-        self.learner = build(cfg, model, context, self.HEAD, self.memory)
+        self.learner = kind_of(cfg, self.HEAD).build(cfg, model, context, self.HEAD, self.memory)
         self.memory.reserve_saves()  # so that a host with too little is refused here
         self.backend = self.learner.backend
         self.checkpoints = CheckpointWriter(self.backend, context, cfg.save_optimizer)
@@ -77,7 +76,8 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
         cls, cfg: TrainerConfig, placement: Placement, model: str, on_gpu: bool
     ) -> Sequence[TagBytes]:
         """Return what the role takes of one of its ranks, by tag."""
-        return trainer_memory(spec_to_train(model, cfg), cfg, placement, cls.HEAD)
+        spec = require_trainable(read_spec(model), cfg)
+        return kind_of(cfg, cls.HEAD).memory(spec, cfg, placement, cls.HEAD)
 
     @collective
     def train_step(

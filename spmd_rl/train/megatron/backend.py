@@ -22,7 +22,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.adamw import MOMENTS
 from spmd_rl.train.backend import LossOf, Outputs, State, Visit, VisitTop
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import TrainerConfig, megatron_settings
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.megatron.config import MegatronConfig, check_layout
 from spmd_rl.train.megatron.exact import has_engine_bits
@@ -57,16 +57,16 @@ class Megatron:
         cfg: TrainerConfig,
         memory: RoleMemory | None = None,
     ) -> None:
-        assert isinstance(cfg.backend, MegatronConfig)
+        self._settings = megatron_settings(cfg)
         _refuse_what_is_missing(cfg, context)
         axes = context.placement.axes
-        check_layout(spec, axes, cfg.backend, context.placement.name)
-        self._library = _prepare(cfg.backend, context.device)
+        check_layout(spec, axes, self._settings, context.placement.name)
+        self._library = _prepare(self._settings, context.device)
         self.device, self.max_positions = context.device, spec.max_positions
         self._spec, self._cfg, self._axes = spec, cfg, axes
         self._dtype = getattr(torch, cfg.dtype)
-        self._layers = cfg.backend.layers
-        self.host_kinds = frozenset(MOMENTS if cfg.backend.offload == "moments" else ())
+        self._layers = self._settings.layers
+        self.host_kinds = frozenset(MOMENTS if self._settings.offload == "moments" else ())
         # transformer-engine's attention knows no prompts that sequences share
         self.packs_whole = axes.get("cp", 1) > 1 or self._layers == "transformer_engine"
         self._groups = groups_of(context)
@@ -74,7 +74,7 @@ class Megatron:
         with self._running(), memory.allocating("master"):
             chunks, config = self._build_chunks(context)
             self._parameters = parameters_of(chunks, spec, place_of(context))
-            self._models = [_wrapped(one, config, cfg.backend, self._groups) for one in chunks]
+            self._models = [_wrapped(one, config, self._settings, self._groups) for one in chunks]
             self._boxes = boxes_of(self._parameters)
             self._optimizer = self._build_optimizer()
         with self._running(), memory.allocating("moments"):
@@ -86,13 +86,13 @@ class Megatron:
 
     def _build_optimizer(self) -> MegatronOptimizer:
         rules = update_rules(self._spec.parameter_shapes(), self._cfg, num_shards=1)
-        return MegatronOptimizer(self._models, self._parameters, rules, self._cfg, self._groups)
+        return MegatronOptimizer(
+            self._models, self._parameters, rules, self._cfg, self._settings, self._groups
+        )
 
     def _build_schedule(self, context: RoleContext, config: Any, last_chunk: Any) -> Schedule:
         """Return what runs micro-batches through the chunks of all stages."""
         spec = self._spec
-        backend = self._cfg.backend
-        assert isinstance(backend, MegatronConfig)
         tables = rope_table(
             inverse_frequencies(spec.rope), spec.max_positions, spec.rope.attention_factor
         )
@@ -102,7 +102,7 @@ class Megatron:
             config=config,
             groups=self._groups,
             context=cut_along(context, "cp"),
-            head=_head(last_chunk, spec, self._groups, backend.recomputes_layers),
+            head=_head(last_chunk, spec, self._groups, self._settings.recomputes_layers),
             rope_tables=(tables[0].to(self.device), tables[1].to(self.device)),
             logit_rows=self._cfg.logit_rows,
             layers=self._layers,
@@ -110,12 +110,11 @@ class Megatron:
 
     def _build_chunks(self, context: RoleContext) -> tuple[list[Any], Any]:
         """Return this rank's chunks, and their `TransformerConfig`. The vocabulary is padded."""
-        spec, backend = self._spec, self._cfg.backend
-        assert isinstance(backend, MegatronConfig)
+        spec, settings = self._spec, self._settings
         num_ranks = cut_along(context, "tp").count
         padded_vocab = -(-spec.vocab_size // num_ranks) * num_ranks
-        config = transformer_config(spec, backend, self._axes, self._dtype, self.device)
-        return build_chunks(spec, backend, config, self._groups, padded_vocab), config
+        config = transformer_config(spec, settings, self._axes, self._dtype, self.device)
+        return build_chunks(spec, settings, config, self._groups, padded_vocab), config
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Set the weights from whole tensors by name, of which each rank keeps its boxes."""
@@ -134,11 +133,10 @@ class Megatron:
         """Return what the forward pass's bits depend on besides the weights."""
         with torch.device("meta"):
             facts = CausalLM(self._spec).contract(self.device, self._dtype)
-        backend = self._cfg.backend
-        assert isinstance(backend, MegatronConfig)
-        if has_engine_bits(self._spec, self._axes, backend):
+        if has_engine_bits(self._spec, self._axes, self._settings):
             return facts
-        options = "".join(f", {name}={value}" for name, value in backend.model_options.items())
+        set_options = self._settings.model_options
+        options = "".join(f", {name}={value}" for name, value in set_options.items())
         return facts | {"network": f"{self.gradients}{options}"}
 
     @property

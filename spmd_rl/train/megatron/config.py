@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.families.megatron_layers import require_known
+from spmd_rl.model.layers.layer import Recompute
 from spmd_rl.model.spec import ModelSpec
 
 KEY = "trainer.backend"
 Layers = Literal["local", "transformer_engine"]
+KIND_OF_MEGATRON = "'adamw' with backend.kind = 'megatron': the others are built for 'fsdp2' alone"
+FREEZE_OF_MEGATRON = "() with backend.kind = 'megatron': 'fsdp2' can freeze parameters"
+SPLIT_OF_MEGATRON = "0 with backend.kind = 'megatron': 'fsdp2' has it"
 
 
 @dataclass(frozen=True)
 class MegatronConfig:
     """Settings of the Megatron-core backend alone (docs/megatron.md)."""
+
+    takes_mixtures: ClassVar[bool] = True  # of experts
+    holds_whole_tensors: ClassVar[bool] = False  # it fuses them
+    wrap: ClassVar[Literal["auto"]] = "auto"  # of a frozen model with these log-probs
 
     kind: Literal["megatron"] = "megatron"  # which backend computes gradients
     # chunks of layers on each stage of a pipeline, which the stages take turns with
@@ -40,6 +48,17 @@ class MegatronConfig:
     def recomputes_layers(self) -> bool:
         """Whether the backward pass computes whole layers again, and the head's logits."""
         return self.model_options.get("recompute_granularity") == "full"
+
+    @property
+    def recompute_choices(self) -> Mapping[Recompute, MegatronConfig]:
+        """The config with each choice of FSDP2's recomputation: it has none of them."""
+        return {}
+
+    def check_beside(self, optimizer: str, freeze: Sequence[str], attention_split: int) -> None:
+        """Raise a ConfigError for settings of the trainer that this backend does not keep."""
+        require(optimizer == "adamw", "optimizer.kind", optimizer, KIND_OF_MEGATRON)
+        require(not freeze, "freeze", freeze, FREEZE_OF_MEGATRON)
+        require(attention_split == 0, "attention_split", attention_split, SPLIT_OF_MEGATRON)
 
     def describe(self) -> str:
         """Return a sentence for the start of a run."""

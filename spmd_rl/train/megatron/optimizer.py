@@ -40,19 +40,22 @@ class MegatronOptimizer:
         parameters: Sequence[Parameter],
         rules: Mapping[str, UpdateRule],
         cfg: TrainerConfig,
+        settings: MegatronConfig,
         groups: Any,
     ) -> None:
-        assert isinstance(cfg.backend, MegatronConfig)
         self._chunks, self._parameters = chunks, parameters
         self._rules, self._cfg = rules, cfg
+        self._offload = settings.offload
         self._is_first_along_tp = groups.tp.rank() == 0
-        self._is_distributed = cfg.backend.distributed_optimizer
+        self._is_distributed = settings.distributed_optimizer
         self._parts: list[Any] = []
         self._num_copies: list[int] = []  # ranks that have equal gradients of each part
         for is_expert, copies in ((False, groups.dp_cp), (True, groups.expt_dp)):
             own = [one for one in parameters if one.is_expert == is_expert]
             if own:
-                self._parts.append(_build_part(chunks, own, rules, cfg, groups, is_expert))
+                self._parts.append(
+                    _build_part(chunks, own, rules, cfg, settings, groups, is_expert)
+                )
                 self._num_copies.append(1 if self._is_distributed else copies.size())
         self._streams: list[StreamedAdamW] = []  # of each part, where moments are on the host
 
@@ -61,9 +64,8 @@ class MegatronOptimizer:
 
         With trainer.backend.offload, `reserve` finds their room in host memory. Raises: as it does.
         """
-        assert isinstance(self._cfg.backend, MegatronConfig)
         for number, part in enumerate(self._parts):
-            if self._cfg.backend.offload == "none":
+            if self._offload == "none":
                 _allocate(part)
             else:
                 self._streams.append(self._streamed(number, reserve))
@@ -206,6 +208,7 @@ def _build_part(
     parameters: Sequence[Parameter],
     rules: Mapping[str, UpdateRule],
     cfg: TrainerConfig,
+    settings: MegatronConfig,
     groups: Any,
     is_expert: bool,
 ) -> Any:
@@ -218,7 +221,7 @@ def _build_part(
     model_group = groups.tp_ep_pp if is_expert else groups.mp
     buffers = "expert_parallel_buffers" if is_expert else "buffers"
     return _get_megatron_optimizer_based_on_param_groups(
-        config=_optimizer_config(cfg),
+        config=_optimizer_config(cfg, settings),
         model_chunks=list(chunks),
         param_groups=_param_groups(parameters, rules, cfg, is_expert),
         per_model_buffers={number: getattr(chunk, buffers) for number, chunk in enumerate(chunks)},
@@ -232,11 +235,10 @@ def _build_part(
     )
 
 
-def _optimizer_config(cfg: TrainerConfig) -> Any:
+def _optimizer_config(cfg: TrainerConfig, settings: MegatronConfig) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
-    assert isinstance(cfg.backend, MegatronConfig)
-    check_names("optimizer_options", cfg.backend.optimizer_options, OptimizerConfig)
+    check_names("optimizer_options", settings.optimizer_options, OptimizerConfig)
     return OptimizerConfig(
         optimizer="adam",
         lr=cfg.lr,
@@ -248,8 +250,8 @@ def _optimizer_config(cfg: TrainerConfig) -> Any:
         clip_grad=0.0,
         bf16=cfg.dtype == "bfloat16",
         params_dtype=getattr(torch, cfg.dtype),
-        use_distributed_optimizer=cfg.backend.distributed_optimizer,
-        **cfg.backend.optimizer_options,
+        use_distributed_optimizer=settings.distributed_optimizer,
+        **settings.optimizer_options,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.train.config import Fsdp2Config, ParameterGroup, TrainerConfig
-from spmd_rl.train.memory import step_sizes, trainer_memory
+from spmd_rl.train.memory import fsdp2_memory, step_sizes
 from spmd_rl.train.step_memory import step_points
 from tests.specs import dense_spec
 
@@ -37,7 +37,7 @@ def test_what_a_trainer_of_adapters_takes(num_shards: int) -> None:
     assert found.gathered == (NUM_ADAPTED + gathered) * 2
     assert found.activations == step_sizes(SPEC, TrainerConfig(), placement).activations
     assert found.reduced_grads == NUM_ADAPTED // num_shards * 4
-    base, *rest = trainer_memory(SPEC, CONFIG, placement)
+    base, *rest = fsdp2_memory(SPEC, CONFIG, placement)
     assert (base.tag, base.num_bytes, base.changes) == ("base", NUM_BASE // num_shards * 2, False)
     assert "base" not in {item.tag for item in rest}
 

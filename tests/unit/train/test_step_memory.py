@@ -12,7 +12,7 @@ from spmd_rl.mesh.split import Placement, Split, plan_split
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train import activation_offload
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig, Wrap
-from spmd_rl.train.memory import OFFLOADING_LAYERS, step_sizes, trainer_memory
+from spmd_rl.train.memory import OFFLOADING_LAYERS, fsdp2_memory, step_sizes
 from spmd_rl.train.step_memory import Point, step_points, table
 
 GB = 10**9
@@ -60,7 +60,7 @@ def test_the_peak_of_8b_fits_an_80_gb_gpu_with_master_alone(
     at = points(spec, config(offload))
     peak = max(point.gpu_bytes for point in at.values())
     assert least * GB < peak < most * GB
-    memory = trainer_memory(spec, config(offload), ONE)
+    memory = fsdp2_memory(spec, config(offload), ONE)
     assert sum(item.num_bytes for item in memory if not item.is_away_in_work) == peak
     by_tag = {item.tag: item for item in memory}
     assert by_tag["master"].num_bytes == 4 * spec.num_parameters
