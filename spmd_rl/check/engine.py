@@ -20,8 +20,7 @@ def check_engine(
     if run.exact and not engine.promises_bits:
         raise ConfigError(
             f'engine.kind = "{engine.kind}" does not compute the trainer\'s bits: set run.exact = '
-            "false, "
-            'and the mismatch is measured on every step, or engine.kind = "native"'
+            'false, and the mismatch is measured on every step, or engine.kind = "native"'
         )
     if run.exact and trainer is not None and trainer.lora.merged_push:
         raise ConfigError(
