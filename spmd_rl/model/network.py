@@ -10,10 +10,8 @@ vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -25,30 +23,15 @@ from spmd_rl.kernels import (
     is_exact,
     linear_fp32,
     pad_rows,
-    rope_table,
     unpad_rows,
 )
-from spmd_rl.kernels.contract import digest_of
-from spmd_rl.mkl import warm_up_functions
 from spmd_rl.model.fused_projections import FusableLayer, join, lay_out
 from spmd_rl.model.layers.block_module import Block
 from spmd_rl.model.layers.norm_module import RmsNorm
 from spmd_rl.model.linear import Linear
 from spmd_rl.model.lora import NO_LORA, LoraConfig
-from spmd_rl.model.rope_frequencies import inverse_frequencies
+from spmd_rl.model.model_contract import model_contract, rope_tables
 from spmd_rl.model.spec import ModelSpec
-
-SOURCES = tuple(
-    sorted(
-        [
-            *(
-                Path(__file__).with_name(f"{name}.py")
-                for name in ("network", "linear", "fused_projections", "rope_frequencies")
-            ),
-            *Path(__file__).with_name("layers").glob("*_module.py"),
-        ]
-    )
-)
 
 
 class Decoder(nn.Module):
@@ -91,23 +74,9 @@ class CausalLM(nn.Module):
     def contract(
         self, device: torch.device, dtype: torch.dtype, attention_split: int = 0
     ) -> dict[str, str | int]:
-        """Return the numeric contract of the forward pass on `device`: the kernels', and its own.
-
-        The rotary table is made by the host's cosine, whose bits differ between kinds of processor.
-        """
-        table = hashlib.sha256(
-            b"".join(half.cpu().numpy().tobytes() for half in self.rope_tables(device))
-        )
-        facts: dict[str, str | int] = {}
-        for layer in self.spec.distinct_layers():
-            facts |= layer.facts(device, dtype, attention_split)
-        own = {
-            "network": digest_of(SOURCES),
-            "model": self.spec.arithmetic,
-            "rotary_table": table.hexdigest()[:16],
-        }
-        adapters = {"lora": self.lora.arithmetic} if self.lora.rank else {}
-        return facts | own | adapters
+        """Return the numeric contract of the forward pass on `device`."""
+        facts = model_contract(self.spec, self.rope_tables(device), device, dtype, attention_split)
+        return facts | ({"lora": self.lora.arithmetic} if self.lora.rank else {})
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: TokenAttention, rows: Tensor | None = None
@@ -172,13 +141,6 @@ class CausalLM(nn.Module):
     def rope_tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of all positions, [P, D/2] fp32 each."""
         if device not in self._rope:
-            # The table must allow gradients later, even if an engine asks first.
-            warm_up_functions()
-            with torch.device("cpu"), torch.inference_mode(False):
-                cos, sin = rope_table(
-                    inverse_frequencies(self.spec.rope),
-                    self.spec.max_positions,
-                    self.spec.rope.attention_factor,
-                )
-                self._rope[device] = (cos.to(device), sin.to(device))
+            cos, sin = rope_tables(self.spec)
+            self._rope[device] = (cos.to(device), sin.to(device))
         return self._rope[device]

@@ -76,11 +76,6 @@ class Latent:
             ),
         ]
 
-    def facts(
-        self, device: torch.device, dtype: torch.dtype, attention_split: int
-    ) -> dict[str, str | int]:
-        return {}
-
     def module(self, number: int) -> nn.Module:
         return LatentModule(self, number)
 

@@ -78,11 +78,6 @@ class SharedMoe:
             ),
         ]
 
-    def facts(
-        self, device: torch.device, dtype: torch.dtype, attention_split: int
-    ) -> dict[str, str | int]:
-        return {}
-
     def module(self, number: int) -> nn.Module:
         return SharedMoeModule(self)
 

@@ -17,7 +17,6 @@ from spmd_rl.model.layers.layer import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 QKV = "qkv_proj"  # the product of the three projections as one
@@ -131,13 +130,6 @@ class Gqa:
                 is_added=True,
             ),
         ]
-
-    def facts(
-        self, device: torch.device, dtype: torch.dtype, attention_split: int
-    ) -> dict[str, str | int]:
-        from spmd_rl.kernels.contract import contract
-
-        return contract(device, dtype, self.head_dim, attention_split)
 
     def module(self, number: int) -> nn.Module:
         from spmd_rl.model.layers.gqa_module import Attention

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from spmd_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 Dims = tuple[int, ...]
@@ -161,11 +160,6 @@ class LayerSpec(Protocol):
 
     def points(self) -> Sequence[PointDef]:
         """Return the points in the order in which the forward pass reaches them."""
-
-    def facts(
-        self, device: torch.device, dtype: torch.dtype, attention_split: int
-    ) -> dict[str, str | int]:
-        """Return the facts of the numeric contract that depend on the layer's sizes."""
 
     def module(self, number: int) -> nn.Module:
         """Return the layer's torch module for block `number`. Raises: ConfigError if there is none.

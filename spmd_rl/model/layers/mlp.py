@@ -16,7 +16,6 @@ from spmd_rl.model.layers.layer import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 GATE_UP = "gate_up_proj"  # the product of the two projections as one
@@ -86,11 +85,6 @@ class Mlp:
                 is_added=True,
             ),
         ]
-
-    def facts(
-        self, device: torch.device, dtype: torch.dtype, attention_split: int
-    ) -> dict[str, str | int]:
-        return {}
 
     def module(self, number: int) -> nn.Module:
         from spmd_rl.model.layers.mlp_module import GatedMlp

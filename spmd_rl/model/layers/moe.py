@@ -11,7 +11,6 @@ from spmd_rl.model.layers.layer import LayerCost, PointDef, TensorSpec, num_elem
 from spmd_rl.model.layers.mlp import gated_parameters
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -63,11 +62,6 @@ class Moe:
 
     def points(self) -> Sequence[PointDef]:
         return []
-
-    def facts(
-        self, device: torch.device, dtype: torch.dtype, attention_split: int
-    ) -> dict[str, str | int]:
-        return {}
 
     def module(self, number: int) -> nn.Module:
         raise ConfigError(f"a mixture of experts: {self.refusal}")

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ConfigError, ContractError
-from spmd_rl.kernels import rope_table
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.families.megatron import OUTPUT, WORD_EMBEDDING
-from spmd_rl.model.network import CausalLM
-from spmd_rl.model.rope_frequencies import inverse_frequencies
+from spmd_rl.model.model_contract import model_contract, rope_tables
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.adamw import MOMENTS
@@ -93,9 +91,7 @@ class Megatron:
     def _build_schedule(self, context: RoleContext, config: Any, last_chunk: Any) -> Schedule:
         """Return what runs micro-batches through the chunks of all stages."""
         spec = self._spec
-        tables = rope_table(
-            inverse_frequencies(spec.rope), spec.max_positions, spec.rope.attention_factor
-        )
+        tables = rope_tables(spec)
         return Schedule(
             spec=spec,
             chunks=self._models,
@@ -131,8 +127,8 @@ class Megatron:
 
     def contract(self) -> dict[str, str | int]:
         """Return what the forward pass's bits depend on besides the weights."""
-        with torch.device("meta"):
-            facts = CausalLM(self._spec).contract(self.device, self._dtype)
+        tables = rope_tables(self._spec)
+        facts = model_contract(self._spec, tables, self.device, self._dtype)
         if has_engine_bits(self._spec, self._axes, self._settings):
             return facts
         set_options = self._settings.model_options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from spmd_rl.model.read import read_spec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.flops import train_flops
+from spmd_rl.train.kinds import kind_of
 from spmd_rl.train.megatron.config import MegatronConfig
-from spmd_rl.train.memory import trainer_memory
 from tests.backends import megatron_case
 from tests.specs import dense_spec, with_experts
 
@@ -38,7 +39,7 @@ def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> No
     )
 
 
-def _master(memory: list[TagBytes]) -> int:
+def _master(memory: Sequence[TagBytes]) -> int:
     return next(one.num_bytes for one in memory if one.tag == "master")
 
 
@@ -49,9 +50,11 @@ def test_the_plan_counts_them(family: str, tmp_path: Path) -> None:
     spec, placement = read_spec(tmp_path), plan_split({"train": RoleSplit()}, 1).train
     cfg = TrainerConfig(dtype="float32", backend=MegatronConfig())
     # float32 weights, and the buffer of their gradients
-    assert _master(trainer_memory(spec, cfg, placement)) == 8 * spec.num_parameters
+    assert _master(kind_of(cfg).memory(spec, cfg, placement, "lm")) == 8 * spec.num_parameters
     if not spec.num_experts:
-        assert _master(trainer_memory(spec, TrainerConfig(), placement)) == 4 * spec.num_parameters
+        cfg = TrainerConfig()
+        found = kind_of(cfg).memory(spec, cfg, placement, "lm")
+        assert _master(found) == 4 * spec.num_parameters
 
 
 # as published: hidden size, layers, experts, of these a token's, rows of one

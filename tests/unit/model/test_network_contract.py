@@ -11,7 +11,7 @@ import torch
 
 from spmd_rl.kernels import contract
 from spmd_rl.kernels.contract import digest_of
-from spmd_rl.model import network
+from spmd_rl.model import model_contract
 from spmd_rl.model.layers.gqa import Gqa
 from spmd_rl.model.layers.mlp import Mlp
 from spmd_rl.model.network import CausalLM
@@ -32,11 +32,12 @@ def test_the_code_of_the_network_is_part_of_it(
     facts = model.contract(CPU, torch.float32)
     rest = contract(CPU, torch.float32, attention_of(model.spec).head_dim)
     table = facts.pop("rotary_table")
-    assert facts == rest | {"network": digest_of(network.SOURCES), "model": model.spec.arithmetic}
+    own = {"network": digest_of(model_contract.SOURCES), "model": model.spec.arithmetic}
+    assert facts == rest | own
     assert re.fullmatch("[0-9a-f]{16}", str(table))
     edited = tmp_path / "network.py"
-    edited.write_text(network.SOURCES[0].read_text() + "\n")
-    monkeypatch.setattr(network, "SOURCES", (edited, *network.SOURCES[1:]))
+    edited.write_text(model_contract.SOURCES[0].read_text() + "\n")
+    monkeypatch.setattr(model_contract, "SOURCES", (edited, *model_contract.SOURCES[1:]))
     assert model.contract(CPU, torch.float32)["network"] != facts["network"]
 
 

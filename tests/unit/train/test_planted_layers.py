@@ -37,7 +37,7 @@ from spmd_rl.rollout.memory import cache_token_bytes, engine_memory, running_kv_
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.flops import train_flops
-from spmd_rl.train.memory import trainer_memory
+from spmd_rl.train.kinds import kind_of
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group
 from tests.dist.train_case import make_batch
@@ -202,7 +202,8 @@ def test_what_it_takes_is_planned(folder: Path) -> None:
     from spmd_rl.mesh.split import RoleSplit, plan_split
 
     spec, placement = read_spec(folder), plan_split({"train": RoleSplit()}, 1).train
-    trained = {one.tag: one for one in trainer_memory(spec, TrainerConfig(), placement)}
+    cfg = TrainerConfig()
+    trained = {one.tag: one for one in kind_of(cfg).memory(spec, cfg, placement, "lm")}
     assert trained["master"].num_bytes == 4 * spec.num_parameters
     served = {one.tag: one for one in engine_memory(spec, CONFIG, False)}
     assert served["weights"].num_bytes == 2 * spec.num_parameters
