@@ -141,12 +141,13 @@ class PagedAttention(TokenAttention):
         cache: KvCache,
         slots: Tensor,
         kernel: AttentionKernel,
-        chunks: Sequence[tuple[NDArray[np.int64], int, int]] = (),
+        tables: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> None:
         self.cache = cache
         self.slots = slots
         self.kernel = kernel
-        self.of_sequences = chunks  # pages, tokens in the cache before, and new tokens
+        # on the host: pages, tokens already in the cache, and new tokens of each sequence
+        self.tables = tables
 
     @classmethod
     def chunks(
@@ -167,8 +168,7 @@ class PagedAttention(TokenAttention):
         kernel = cache.backend.chunks(
             page_table, starts, lengths, cache.page_size, cache.heads_per_kv, cache.tile_counter
         )
-        sequences = list(zip(page_table, starts.tolist(), lengths.tolist(), strict=True))
-        return cls(cache, upload(slots, cache.device), kernel, sequences)
+        return cls(cache, upload(slots, cache.device), kernel, (page_table, starts, lengths))
 
     @classmethod
     def decode(
@@ -212,8 +212,10 @@ class PagedAttention(TokenAttention):
         pages, device = self.cache.layers[layer], self.slots.device
         for array, new in zip(pages, rows, strict=True):
             array.flatten(0, 1)[self.slots] = new[: len(self.slots)].to(array.dtype)
+        assert self.tables is not None, "a layer with pages of its own is in no graph"
+        page_table, starts, lengths = self.tables
         first = 0
-        for table, start, length in self.of_sequences:
+        for table, start, length in zip(page_table, starts.tolist(), lengths.tolist(), strict=True):
             own = torch.from_numpy(table[: -(-(start + length) // self.cache.page_size)]).to(device)
             so_far = [array[own].flatten(0, 1)[: start + length] for array in pages]
             yield slice(first, first + length), so_far

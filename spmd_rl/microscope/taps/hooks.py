@@ -124,7 +124,7 @@ class _HookedPagedAttention(PagedAttention):
     """
 
     def __init__(self, attend: PagedAttention, observe: Observe) -> None:
-        super().__init__(attend.cache, attend.slots, attend.kernel, attend.of_sequences)
+        super().__init__(attend.cache, attend.slots, attend.kernel, attend.tables)
         self._attend, self._observe = attend, observe
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
