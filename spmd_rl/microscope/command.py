@@ -29,7 +29,7 @@ from spmd_rl.microscope.replay.weights import (
     sampling_weights,
     step_to_confirm,
 )
-from spmd_rl.model.read import read_spec
+from spmd_rl.model.read import read_network_spec
 from spmd_rl.observe.run_folder import refuse_links
 
 EXIT_AGREE, EXIT_DIFFER = 0, 1
@@ -190,7 +190,7 @@ def _notes(
     notes += sides.megatron_notes(options, loaded.settings)
     if options.step is not None:
         notes.append(f"Replayed under {loaded.weights.description}.")
-    spec = read_spec(loaded.weights.folder)
+    spec = read_network_spec(loaded.weights.folder)
     if sides.drop_splits(loaded.settings, spec, dtype, device):
         notes.append(
             "The run's attention_split needs FlashAttention-4: "

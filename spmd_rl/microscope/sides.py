@@ -33,7 +33,7 @@ from spmd_rl.microscope.replay.forward_pass import (
 )
 from spmd_rl.microscope.replay.megatron_pass import MegatronPass
 from spmd_rl.model.attention import backend_of
-from spmd_rl.model.read import read_spec
+from spmd_rl.model.read import read_network_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig
 
@@ -124,7 +124,7 @@ def forward_passes(
         if name in SGLANG:
             side = _sglang_side(name, options)
             path = write_sglang_dump(side, case, model, dtype_of_side[name], temporary)
-        recorded = DumpPass(Dump(path, read_spec(model)), device, name)
+        recorded = DumpPass(Dump(path, read_network_spec(model)), device, name)
     left, right = (
         _side(name, model, dtype, device, settings, recorded, context)
         for name, dtype in dtype_of_side.items()

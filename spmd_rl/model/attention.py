@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.backend import AttentionBackend, attention_backend
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
 from spmd_rl.model.spec import ModelSpec
@@ -20,14 +21,18 @@ def backend_of(
 
 
 def head_size(spec: ModelSpec) -> int:
-    """Return the size of the heads of keys; any that is supported where no layer has keys."""
-    caches = (layer.cache() for layer in spec.distinct_layers())
-    return next(
-        (one.arrays[0][-1] for one in caches if one and one.queries_per_key), FLASH_HEAD_DIMS[0]
-    )
+    """Return the size of the heads of keys; any that is supported where no layer has keys.
+
+    Raises: ConfigError if layers have heads of several sizes.
+    """
+    caches = [block.cache() for block in spec.distinct_blocks()]
+    sizes = {one.arrays[0][-1] for one in caches if one and one.queries_per_key}
+    if len(sizes) > 1:
+        raise ConfigError(f"layers with heads of several sizes are not supported: {sorted(sizes)}")
+    return next(iter(sizes), FLASH_HEAD_DIMS[0])
 
 
 def fits_cuda_graphs(spec: ModelSpec, backend: AttentionBackend) -> bool:
     """Return whether a decoding step can be recorded: layers with pages of other arrays cannot."""
-    caches = (layer.cache() for layer in spec.distinct_layers())
+    caches = (block.cache() for block in spec.distinct_blocks())
     return backend.fits_cuda_graphs and all(one is None or one.queries_per_key for one in caches)

@@ -7,13 +7,12 @@ from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Literal
 
-from spmd_rl.errors import ConfigError
 from spmd_rl.model.layers.block import BlockSpec
 from spmd_rl.model.layers.layer import Cut, LayerSpec, TensorSpec, num_elements
 from spmd_rl.model.rope_spec import RopeSpec
 
 # fields on which no bit of a forward pass depends, once the rotary table is given
-NOT_ARITHMETIC = {"family", "rope", "eos_ids", "init_std", "blocks"}
+NOT_ARITHMETIC = {"family", "rope", "eos_ids", "init_std"}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NORM = "model.norm.weight"
 VALUE_HEAD = "score.weight"  # the name that transformers gives it
@@ -45,8 +44,8 @@ class ModelSpec:
 
         For example `vocab_size=104, hidden_size=64, ..., blocks=28 x BlockSpec(...)`.
         """
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
-        sizes = [f"{name}={value}" for name, value in own.items() if name not in NOT_ARITHMETIC]
+        names = [one.name for one in fields(self) if one.name not in NOT_ARITHMETIC | {"blocks"}]
+        sizes = [f"{name}={getattr(self, name)}" for name in names]
         blocks = (f"{len(list(equal))} x {block}" for block, equal in groupby(self.blocks))
         return ", ".join([*sizes, f"blocks={' + '.join(blocks)}"])
 
@@ -69,7 +68,7 @@ class ModelSpec:
     def outer_parameters(self, head: Head = "lm") -> list[TensorSpec]:
         """Return the parameters that belong to no block: of the embedding, a norm and the head."""
         vocabulary = self.vocab_size, self.hidden_size
-        rows = Cut(0, self.vocab_size, "tokens of the vocabulary")
+        rows = Cut(0, self.vocab_size, "tokens of the vocabulary", is_padded=True)
         outer = [TensorSpec(EMBEDDING, vocabulary, rows), TensorSpec(NORM, (self.hidden_size,))]
         if head == "value":
             outer.append(TensorSpec(VALUE_HEAD, (1, self.hidden_size)))
@@ -95,24 +94,14 @@ class ModelSpec:
         return list(dict.fromkeys(one for block in self.distinct_blocks() for one in block.layers))
 
     def distinct_tensors(self) -> list[TensorSpec]:
-        """Return the tensors of the layers that differ from each other, by name within a block."""
-        return [one for layer in self.distinct_layers() for one in layer.parameters()]
+        """Return the tensors of the blocks that differ from each other, by name within a block."""
+        return [one for block in self.distinct_blocks() for one in block.parameters()]
 
     @property
     def num_experts(self) -> int:
         """Number of experts of the largest mixture; 0 for a dense model."""
         tensors = self.distinct_tensors()
         return max((1 + one.expert for one in tensors if one.expert is not None), default=0)
-
-    def require_network(self) -> ModelSpec:
-        """Return the specification itself, of a model that our own network can be built for.
-
-        Raises: ConfigError for one that has a layer without a module of ours.
-        """
-        for layer in self.distinct_layers():
-            if layer.refusal:
-                raise ConfigError(f"the model is of the family {self.family!r}: {layer.refusal}")
-        return self
 
 
 def block_prefix(number: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.axes import MODEL
 from spmd_rl.mesh.split import Placement, Placements
-from spmd_rl.model.read import read_spec
+from spmd_rl.model.read import read_network_spec, read_spec
 from spmd_rl.rollout.kinds import EngineConfig, engine_of
 from spmd_rl.rollout.kinds import kind_of as kind_of_engine
 from spmd_rl.rollout.sglang.tensor_parallel import check_sizes
@@ -45,7 +45,7 @@ def _check_engine(engine: EngineConfig, placement: Placement, model: str) -> Non
     kind = kind_of_engine(engine)
     placement.require_axes(kind.name, kind.axes, kind.advice)
     if model and "tp" in kind.axes:
-        check_sizes(read_spec(model).require_network(), placement.axes["tp"])
+        check_sizes(read_network_spec(model), placement.axes["tp"])
 
 
 def _check_beside(name: str, placement: Placement) -> None:

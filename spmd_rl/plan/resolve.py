@@ -15,7 +15,6 @@ from typing import Any
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.axes import MODEL, groups_along
 from spmd_rl.mesh.split import Placement, Placements, disjoint, plan_split
-from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.config import OffloadConfig
 from spmd_rl.offload.ledger import Ledger, as_size
@@ -30,7 +29,7 @@ from spmd_rl.rollout.kinds import engine_of
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
 from spmd_rl.rollout.sglang.tensor_parallel import shard_boxes
 from spmd_rl.train.config import trainer_of
-from spmd_rl.train.kinds import require_trainable
+from spmd_rl.train.kinds import read_trainable
 from spmd_rl.train.memory import dtype_on_gpu
 
 
@@ -144,7 +143,7 @@ def resolve(
     model = getattr(cfg, "model", "")
     if not model or not isinstance(model, str):
         return RunPlan(world_size, placements, None, Routes.none(world_size), {})
-    spec = require_trainable(read_spec(model), trainer_of(cfg))
+    spec = read_trainable(model, trainer_of(cfg))
     roles = planned_roles(placements, cfg)
     memory = MemoryModel(
         world_size,

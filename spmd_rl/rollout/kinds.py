@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.axes import DATA
 from spmd_rl.rollout.engine import Engine, NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
@@ -114,8 +115,11 @@ KINDS = (NATIVE, SGLANG)
 
 
 def kind_of(cfg: EngineConfig) -> EngineKind:
-    """Return the kind of an engine."""
-    return next(kind for kind in KINDS if isinstance(cfg, kind.config))
+    """Return the kind of an engine. Raises: ConfigError for one of no kind."""
+    for kind in KINDS:
+        if isinstance(cfg, kind.config):
+            return kind
+    raise ConfigError(f"engine is a {type(cfg).__name__}, which is no engine")
 
 
 def engine_of(cfg: Any) -> EngineConfig | None:

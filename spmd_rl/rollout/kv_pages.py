@@ -10,7 +10,7 @@ def cache_token_bytes(spec: ModelSpec, element_bytes: int, tp: int = 1) -> int:
 
     With more ranks than key-value heads, several have the same.
     """
-    caches = (layer.cache(tp) for block in spec.blocks for layer in block.layers)
+    caches = (block.cache(tp) for block in spec.blocks)
     return sum(one.num_elements for one in caches if one is not None) * element_bytes
 
 

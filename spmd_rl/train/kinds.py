@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.split import Placement
-from spmd_rl.model.read import read_spec
+from spmd_rl.model.read import read_network_spec, read_spec
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig, megatron_settings
@@ -86,16 +87,21 @@ def kind_of(cfg: TrainerConfig, head: Head = "lm") -> BackendKind:
     """Return the kind of a trainer's backend.
 
     FSDP2 alone has value heads. Its functions raise a ConfigError where the config has another.
+    Raises: ConfigError for a backend of no kind.
     """
     if head == "value":
         return FSDP2
-    return next(kind for kind in KINDS if isinstance(cfg.backend, kind.config))
+    for kind in KINDS:
+        if isinstance(cfg.backend, kind.config):
+            return kind
+    raise ConfigError(f"trainer.backend is a {type(cfg.backend).__name__}, which is no backend")
 
 
-def require_trainable(spec: ModelSpec, trainer: TrainerConfig | None) -> ModelSpec:
-    """Return the specification itself, of a model that a trainer's backend takes.
+def read_trainable(folder: str, trainer: TrainerConfig | None) -> ModelSpec:
+    """Read the specification of a model that a trainer's backend takes.
 
-    Raises: ConfigError for a layer without a module of ours, where the backend needs one.
+    Raises: as `read_spec`; ConfigError for a layer without a module of ours, where the backend
+    needs one.
     """
     takes_all = trainer is not None and trainer.backend.takes_mixtures
-    return spec if takes_all else spec.require_network()
+    return read_spec(folder) if takes_all else read_network_spec(folder)

@@ -45,7 +45,7 @@ def _read(config: Fields) -> Blocks:
     return (dense, *rest), attention.head_dim
 
 
-PLANTED = Family("Planted", "Planted", _read)
+PLANTED = Family("Planted", _read)
 
 
 def plant() -> None:

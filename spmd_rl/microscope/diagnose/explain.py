@@ -26,9 +26,10 @@ from spmd_rl.microscope.diagnose.variants import (
     variants_from_source,
 )
 from spmd_rl.microscope.replay.case import ReplayCase
-from spmd_rl.microscope.taps.points import BEFORE, OPS, Point
+from spmd_rl.microscope.taps.points import BEFORE, Point, definition
 from spmd_rl.microscope.taps.taps import ValueTap
 from spmd_rl.model.layers.block import NORM_OPS
+from spmd_rl.model.layers.layer import PointDef
 from spmd_rl.model.spec import ModelSpec
 
 LOGIT_ROWS = 1024
@@ -124,7 +125,8 @@ class VariantSearch:
         inputs = self._inputs(point) or self._residual_stream(point)
         all_rows = torch.ones(self.case.num_rows, dtype=torch.bool)
         if inputs:
-            for description, compute in variants(point.op):
+            is_product = self._definition(point).is_product
+            for description, compute in variants(point.op, is_product):
                 yield _Candidate(description, compute, tuple(inputs), None, all_rows)
         source = self._source(point)
         if source is None:
@@ -137,13 +139,13 @@ class VariantSearch:
 
     def _source(self, point: Point) -> Tensor | None:
         """Return what the op reads if it begins with its own projections."""
-        source_op = OPS[point.op].source
+        source_op = self._definition(point).source
         return self._recorded_input(Point(point.layer, source_op)) if source_op else None
 
     def _rows_with_inputs(self, point: Point, values: ValueTap) -> Tensor:
         """Return in which rows `values` show all that the op reads. Shape: [rows] bool."""
         shown = torch.ones(self.case.num_rows, dtype=torch.bool)
-        for op in OPS[point.op].inputs:
+        for op in self._definition(point).inputs:
             read = Point(point.layer, op)
             if read not in values.table:
                 return torch.zeros_like(shown)
@@ -152,7 +154,8 @@ class VariantSearch:
 
     def _inputs(self, point: Point) -> list[Tensor]:
         """Return the recorded inputs of an op, or nothing if one of them is not recorded."""
-        inputs = [self._recorded_input(Point(point.layer, op)) for op in OPS[point.op].inputs]
+        read = [Point(point.layer, op) for op in self._definition(point).inputs]
+        inputs = [self._recorded_input(one) for one in read]
         if all(tensor is not None for tensor in inputs):
             return [tensor for tensor in inputs if tensor is not None]
         hidden = self._recorded_input(Point(point.layer, "final_norm"))
@@ -175,7 +178,7 @@ class VariantSearch:
 
         They stand for logits that neither side shows.
         """
-        weight = _module(self.model, Point(0, "logits")).weight
+        weight = self._module(Point(0, "logits")).weight
         logits = torch.zeros(len(hidden), len(weight))
         rows = torch.from_numpy(
             np.concatenate(
@@ -237,7 +240,7 @@ class VariantSearch:
         device = self._device
         return VariantInputs(
             x=tuple(tensor[rows].to(device) for tensor in candidate.inputs),
-            module=_module(self.model, point),
+            module=self._module(point),
             spec=self.spec,
             positions=self._select(self.case.positions, rows),
             targets=self._select(self.case.targets, rows),
@@ -247,6 +250,26 @@ class VariantSearch:
             source=None if candidate.source is None else candidate.source[rows].to(device),
             projections=self._projections(point),
         )
+
+    def _definition(self, point: Point) -> PointDef:
+        """Return what the layer of a recorded point says of it."""
+        found = definition(point, self.spec)
+        assert found is not None
+        return found
+
+    def _module(self, point: Point) -> Any:
+        """Return the module that has the weights of `point`, or None."""
+        model = self.model
+        if point.op == "logprob":
+            return None
+        if point.op == "logits":
+            return model.lm_head if model.lm_head is not None else model.model.embed_tokens
+        if point.op == "final_norm":
+            return model.model.norm
+        layer, found = model.model.layers[point.layer], self._definition(point)
+        # the norm of an op that ends with one, if the model has it
+        name = found.norm or (found.output_of if found.is_product else "")
+        return dict(layer.named_modules()).get(name) if name else None
 
     @property
     def _device(self) -> torch.device:
@@ -259,7 +282,7 @@ class VariantSearch:
 
     def _projections(self, point: Point) -> tuple[Any, ...]:
         """Return the modules of the points that the op reads."""
-        return tuple(_module(self.model, Point(point.layer, op)) for op in OPS[point.op].inputs)
+        return tuple(self._module(Point(point.layer, op)) for op in self._definition(point).inputs)
 
     def _computed_together(
         self, point: Point, rows: Tensor, step_of: Sequence[int]
@@ -277,17 +300,3 @@ def _match(candidate: _Candidate, rows: Tensor, unequal_rows: Tensor) -> Variant
     """Return the match of a variant that gives the bits of `rows`."""
     num_unequal = int((rows & unequal_rows).sum())
     return VariantMatch(candidate.description, int(rows.sum()), num_unequal)
-
-
-def _module(model: Any, point: Point) -> Any:
-    """Return the module that has the weights of `point`, or None."""
-    if point.op == "logprob":
-        return None
-    if point.op == "logits":
-        return model.lm_head if model.lm_head is not None else model.model.embed_tokens
-    if point.op == "final_norm":
-        return model.model.norm
-    layer, found = model.model.layers[point.layer], OPS[point.op]
-    # the norm of an op that ends with one, if the model has it
-    name = found.norm or (found.output_of if found.is_product else "")
-    return dict(layer.named_modules()).get(name) if name else None

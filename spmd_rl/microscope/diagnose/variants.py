@@ -27,7 +27,6 @@ from spmd_rl.kernels import (
     token_logprobs,
 )
 from spmd_rl.microscope.replay.split_reference import merged_attention
-from spmd_rl.microscope.taps.points import OPS
 from spmd_rl.model.attention import head_size
 from spmd_rl.model.rope_frequencies import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
@@ -61,8 +60,9 @@ Compute = Callable[[VariantInputs], Tensor]
 Variant = tuple[str, Compute]
 
 
-def variants(op: str) -> list[Variant]:
-    return _products(op) if OPS[op].is_product else _OTHERS.get(op, [])
+def variants(op: str, is_product: bool = False) -> list[Variant]:
+    """Return the variants of an op; of a product with a weight, those of any product."""
+    return _products(op) if is_product else _OTHERS.get(op, [])
 
 
 def _products(op: str = "") -> list[Variant]:

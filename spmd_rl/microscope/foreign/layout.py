@@ -19,9 +19,9 @@ from spmd_rl.microscope.taps.points import (
     BEFORE_LAYERS,
     OPS,
     Point,
+    definition,
     is_in_layer,
     know_points,
-    point_shape,
 )
 from spmd_rl.model.spec import ModelSpec
 
@@ -108,10 +108,9 @@ def check_points(
         rows = num_scored if point.op in SCORED_OPS else num_rows
         if not rows:
             raise DataError(where, f"it holds {name}, but 'scored' does not say of which rows")
-        shape = point_shape(point, spec)
-        if shape is None:
+        if (found := definition(point, spec)) is None:
             raise DataError(where, f"{name!a} is no point of this layer")
-        _check_tensor(where, name, headers[name], (rows, prod(shape)))
+        _check_tensor(where, name, headers[name], (rows, prod(found.shape)))
         points[point] = name
     if not points:
         raise DataError(where, "it holds no point, such as layers.0.attention")

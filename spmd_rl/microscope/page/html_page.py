@@ -130,7 +130,7 @@ def _num_places(findings: list[dict[str, Any]]) -> Counter[str]:
 
 def _op_cell(finding: dict[str, Any], num_places: int) -> str:
     return (
-        f"{_name(finding)}<br><small>{html.escape(OPS[finding['op']].words)}; "
+        f"{_name(finding)}<br><small>{html.escape(OPS[finding['op']])}; "
         f"in {num_places} place{'s' * (num_places > 1)}</small>"
     )
 

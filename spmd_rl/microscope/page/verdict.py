@@ -111,7 +111,7 @@ def _list_ops(ops: Sequence[str]) -> str:
     """Return text that has each op once, with its number of places."""
     counts = Counter(ops)
     return ", ".join(
-        f"{op} ({OPS[op].words}) in {count} place{_plural(count)}" for op, count in counts.items()
+        f"{op} ({OPS[op]}) in {count} place{_plural(count)}" for op, count in counts.items()
     )
 
 

@@ -162,7 +162,7 @@ def hook_modules(model: Any, spec: ModelSpec, observe: Observe) -> Iterator[None
 def _hook_layer(
     layer: nn.Module, block: BlockSpec, number: int, observe: Observe, stack: ExitStack
 ) -> None:
-    """Hook the points of a block at its modules, as far as the network has and calls them."""
+    """Hook the points of a block at its modules. Some networks lack modules whose output is one."""
     modules = dict(layer.named_modules())
     for one in block.points():
         point = Point(number, one.op)

@@ -7,6 +7,7 @@ fused projection has none of its own. A difference there shows at the next point
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from spmd_rl.model.layers.block import BlockSpec
@@ -24,33 +25,33 @@ _OUTER = [
     PointDef("logprob", "log-probability", (), ("logits",)),
 ]
 BEFORE_LAYERS, AFTER_LAYERS = ("embed",), ("final_norm", "logits", "logprob")
-# all ops that a model of this process has, in the order in which a forward pass reaches them
-OPS: dict[str, PointDef] = {one.op: one for one in _OUTER}
+# words for all ops that a model of this process has, as a forward pass reaches them
+OPS: dict[str, str] = {one.op: one.words for one in _OUTER}
+_ORDER: dict[str, int] = {}
 
 
 def know_points(blocks: Sequence[BlockSpec]) -> None:
-    """Note the ops of these blocks, so that their points have a name and an order."""
-    names = list(OPS)
-    defs = dict(OPS)
-    for block in blocks:
+    """Note the ops of these blocks, so that their points have words and an order."""
+    names, words = list(OPS), dict(OPS)
+    for block in dict.fromkeys(blocks):
         place = names.index(BEFORE_LAYERS[-1])
         for one in block.points():
-            if one.op not in defs:
+            if one.op not in words:
                 names.insert(place + 1, one.op)
-                defs[one.op] = one
+                words[one.op] = one.words
             place = names.index(one.op)
-    set_ops({name: defs[name] for name in names})
+    set_ops({name: words[name] for name in names})
 
 
-def set_ops(ops: Mapping[str, PointDef]) -> None:
+def set_ops(words: Mapping[str, str]) -> None:
     """Make these the known ops, in their order."""
+    known = dict(words)
     OPS.clear()
-    OPS.update(ops)
+    OPS.update(known)
     _ORDER.clear()
-    _ORDER.update((name, number) for number, name in enumerate(OPS))
+    _ORDER.update((name, number) for number, name in enumerate(known))
 
 
-_ORDER: dict[str, int] = {}
 # those of a dense block, whatever its sizes
 know_points([BlockSpec(2, Gqa(2, 1, 1, 2, rms_eps=1e-6), Mlp(2, 2))])
 
@@ -77,10 +78,10 @@ def is_in_layer(op: str) -> bool:
     return op not in BEFORE_LAYERS and op not in AFTER_LAYERS
 
 
-def point_shape(point: Point, spec: ModelSpec) -> tuple[int, ...] | None:
-    """Return the shape of a token's value; None if the model's layer has no such point."""
+def definition(point: Point, spec: ModelSpec) -> PointDef | None:
+    """Return what the model's layer says of a point; None if it has no such point."""
     if not is_in_layer(point.op):
         sizes = {"logits": spec.vocab_size, "logprob": 1}
-        return (sizes.get(point.op, spec.hidden_size),)
-    block = spec.blocks[point.layer]
-    return next((one.shape for one in block.points() if one.op == point.op), None)
+        found = next(one for one in _OUTER if one.op == point.op)
+        return replace(found, shape=(sizes.get(point.op, spec.hidden_size),))
+    return next((one for one in spec.blocks[point.layer].points() if one.op == point.op), None)

@@ -20,6 +20,5 @@ class Family:
     transformers' classes begin with.
     """
 
-    title: str
     class_name: str
     read: Callable[[Fields], Blocks]

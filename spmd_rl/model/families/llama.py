@@ -33,4 +33,4 @@ def _read(config: Fields) -> Blocks:
     return equal_blocks(config, attention, mlp)
 
 
-LLAMA = Family("Llama-3", "Llama", _read)
+LLAMA = Family("Llama", _read)

@@ -16,4 +16,4 @@ def _read(config: Fields) -> Blocks:
     return equal_blocks(config, attention, Mlp(hidden, config.count("intermediate_size")))
 
 
-QWEN2 = Family("Qwen2.5", "Qwen2", _read)
+QWEN2 = Family("Qwen2", _read)

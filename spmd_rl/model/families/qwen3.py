@@ -27,4 +27,4 @@ def _read(config: Fields) -> Blocks:
     return equal_blocks(config, qwen3_attention(config), mlp)
 
 
-QWEN3 = Family("Qwen3", "Qwen3", _read)
+QWEN3 = Family("Qwen3", _read)

@@ -28,4 +28,4 @@ def _read(config: Fields) -> Blocks:
     return equal_blocks(config, qwen3_attention(config), moe)
 
 
-QWEN3_MOE = Family("Qwen3-MoE", "Qwen3Moe", _read)
+QWEN3_MOE = Family("Qwen3Moe", _read)

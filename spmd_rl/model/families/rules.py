@@ -64,14 +64,17 @@ class Joined:
         row = 0
         for name in self.names:
             one = tensors[name]
-            if one.cut is not None and one.cut.dim == 1:
-                start, stop = one.cut.part(one.shape[1], rank.index, rank.count)
-                box = Box((0, start), (one.shape[0], stop - start))
-            elif one.cut is not None:
+            if one.cut is None:
+                box = _rows(one.shape, (0, one.shape[0]))
+            elif one.cut.is_padded:
                 start, stop = rank.of(-(-one.shape[0] // rank.count) * rank.count)
                 box = _rows(one.shape, (start, min(stop, one.shape[0])))
             else:
-                box = _rows(one.shape, (0, one.shape[0]))
+                size = one.shape[one.cut.dim]
+                start, stop = one.cut.part(size, rank.index, rank.count)
+                is_rows = one.cut.dim == 0
+                columns = Box((0, start), (one.shape[0], stop - start))
+                box = _rows(one.shape, (start, stop)) if is_rows else columns
             if box.extent[0] > 0:
                 yield Part(name, one.shape, box, (row, row + box.extent[0]))
             row += box.extent[0]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from spmd_rl.model.layers.layer import LayerCost, LayerSpec, PointDef, TensorSpec
+from spmd_rl.model.layers.layer import CacheSpec, LayerCost, LayerSpec, PointDef, TensorSpec
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 NUM_KEPT = 256  # blocks whose parameters and costs a process keeps
@@ -33,6 +33,10 @@ class BlockSpec:
     def cost(self, tp: int = 1) -> LayerCost:
         """Return the cost of the block on one of `tp` ranks that share it."""
         return _cost(self, tp)
+
+    def cache(self, tp: int = 1) -> CacheSpec | None:
+        """Return what one of `tp` ranks keeps of each token in pages; None for nothing."""
+        return self.mixer.cache(tp)
 
     def points(self) -> Iterator[PointDef]:
         """Yield the points in the order in which the forward pass reaches them."""

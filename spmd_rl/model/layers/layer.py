@@ -24,13 +24,15 @@ class Cut:
     """How ranks that share a parameter divide it: into ranges of equal units along `dim`.
 
     A unit is never split, for example a head. With `repeats`, more ranks than units hold the same
-    one several times. `unit` says in words what a unit is.
+    one several times. `is_padded` says that ranks hold equally many rows beyond the last unit, as
+    of a vocabulary. `unit` says in words what a unit is.
     """
 
     dim: int
     num_units: int
     unit: str
     repeats: bool = False
+    is_padded: bool = False
 
     def check(self, num_parts: int, at: str) -> None:
         """Raises: ConfigError, beginning with `at`, unless so many ranks can divide the units."""
@@ -45,6 +47,7 @@ class Cut:
 
     def part(self, size: int, part: int, num_parts: int) -> tuple[int, int]:
         """Return the range of `size` elements along `dim` that part `part` of `num_parts` has."""
+        assert self.repeats or self.num_units % num_parts == 0, "see check"
         if num_parts > self.num_units:
             part, num_parts = part * self.num_units // num_parts, self.num_units
         extent = size // num_parts

@@ -64,4 +64,4 @@ class Moe:
         return []
 
     def module(self, number: int) -> nn.Module:
-        raise ConfigError(f"a mixture of experts: {self.refusal}")
+        raise ConfigError(f"our own network has no mixture of experts: {self.refusal}")

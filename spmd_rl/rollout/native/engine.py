@@ -209,7 +209,7 @@ class NativeEngine:
 
     def _new_runner(self) -> ModelRunner:
         cache = KvCache(
-            [block.mixer.cache() for block in self.spec.blocks],
+            [block.cache() for block in self.spec.blocks],
             num_pages=self.sizes.num_pages,
             page_size=self.sizes.page_size,
             dtype=self.sizes.dtype,

@@ -14,7 +14,7 @@ import msgspec
 
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.model.layers.layer import TensorSpec
-from spmd_rl.model.spec import EMBEDDING, HEAD, ModelSpec
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.weights.layout import Box, Dims
 
 # rows of SGLang's embeddings are padded to a multiple of this before they are split
@@ -102,7 +102,7 @@ def _box(tensor: TensorSpec, rank: int, size: int) -> Box:
     shape, cut = tensor.shape, tensor.cut
     if cut is None:
         return Box((0,) * len(shape), shape)
-    if tensor.name in (EMBEDDING, HEAD):
+    if cut.is_padded:
         rows = -(-shape[0] // VOCAB_PADDING) * VOCAB_PADDING // size
         return _rows(shape, rank * rows, rows)
     start, stop = cut.part(shape[cut.dim], rank, size)

@@ -236,6 +236,23 @@ def test_bad_input_is_one_sentence_and_exits_two(
     assert len(captured.err.strip().splitlines()) == 1
 
 
+def test_a_mixture_of_experts_is_refused_before_anything_is_made(
+    folder: Path, mismatch, capsys, tmp_path: Path
+) -> None:
+    model, out = tmp_path / "mixture", tmp_path / "out"
+    shutil.copytree(folder, model)
+    config = json.loads((model / "config.json").read_text())
+    mixture = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    mixture["moe_intermediate_size"] = 8
+    (model / "config.json").write_text(json.dumps(config | mixture))
+    words = ("--model", model, "--prompts", "1+1=", "--out", out)
+    for right in ("trainer", "megatron"):
+        assert mismatch(*words, "--left", "transformers", "--right", right) == 2
+        said = capsys.readouterr().err
+        assert f"{model / 'config.json'}: model_type 'qwen3_moe': `spmd-rl run sft` trains" in said
+    assert not out.exists()
+
+
 BROKEN = {
     "{}": "it lacks 'tokens'",
     '{"prompt_uid": 7, "index": 0, "tokens": [22, 1]}': "it lacks 'prompt'",

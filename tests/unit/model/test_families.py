@@ -198,7 +198,7 @@ def test_there_and_back_is_byte_equal(values: tuple) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_fused_rows_are_in_the_order_of_megatron(tp: int) -> None:
     """An oracle written from Megatron's own documentation of its layout, with numpy alone."""
-    spec = spec_of("qwen2", 2, 3, 96, False)
+    spec = spec_of("qwen2", 2, 4, 96, False)
     arrays = random_arrays(spec)
     ranks = list(to_megatron(arrays, spec, Grid(tp)).values())
     layer, dim = "model.layers.1.", attention_of(spec).head_dim
@@ -206,7 +206,7 @@ def test_fused_rows_are_in_the_order_of_megatron(tp: int) -> None:
     groups = [
         np.concatenate(
             [
-                q[g * 3 * dim : (g + 1) * 3 * dim],
+                q[g * 4 * dim : (g + 1) * 4 * dim],
                 k[g * dim : (g + 1) * dim],
                 v[g * dim : (g + 1) * dim],
             ]

@@ -14,7 +14,7 @@ import pytest
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.split import RoleSplit, Split, plan_split
 from spmd_rl.model.layers.moe import Moe
-from spmd_rl.model.read import read_spec
+from spmd_rl.model.read import read_network_spec, read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.plan.axes import check_axes
 from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
@@ -139,8 +139,8 @@ def test_a_mixture_of_experts_is_read_for_megatron_alone(tmp_path: Any) -> None:
     assert "model.layers.3.mlp.experts.3.up_proj.weight" in spec.parameter_shapes()
     assert "model.layers.3.mlp.up_proj.weight" not in spec.parameter_shapes()
     way = "`spmd-rl run sft` trains it with --trainer.backend.kind=megatron and --split.train.ep=N"
-    with pytest.raises(ConfigError, match=f"of the family 'qwen3_moe': {way}; no engine gener"):
-        spec.require_network()
+    with pytest.raises(ConfigError, match=f"config.json: model_type 'qwen3_moe': {way}; no"):
+        read_network_spec(tmp_path)
     for other in ({"model_type": "mixtral", "num_local_experts": 8}, {"model_type": "qwen2_moe"}):
         (tmp_path / "config.json").write_text(json.dumps(config | other))
         with pytest.raises(ConfigError, match="of mixtures of experts, qwen3_moe alone is trained"):

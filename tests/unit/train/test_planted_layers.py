@@ -48,7 +48,6 @@ CPU = torch.device("cpu")
 CONFIG = NativeEngineConfig(page_size=4, max_batch=8, max_step_tokens=40, num_pages=200)
 LATENT = Family(
     "Latent",
-    "Latent",
     lambda config: (
         (
             BlockSpec(
