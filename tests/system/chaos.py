@@ -58,6 +58,7 @@ ARITHMETIC = [
         "--warmup_pairs=16",
         "--prompts_per_step=8",
         "--steps=400",
+        "--trainer.total_steps=500",
     ),
 ]
 
