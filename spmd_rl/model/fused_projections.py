@@ -9,6 +9,7 @@ projections have an adapter, each is added to its part of the product.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -59,16 +60,16 @@ class FusedProjections:
         return silu_mul_linear(x, self.weight)
 
 
-class FusableLayer(nn.Module):
+class FusableLayer(nn.Module, ABC):
     """A layer with projections of one input; `joined` has them as one product, where that is on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.joined: FusedProjections | None = None
 
+    @abstractmethod
     def fusable(self) -> list[Linear]:
         """Return the projections that can be one product, in the order of its columns."""
-        raise NotImplementedError
 
 
 def project(x: Tensor, joined: FusedProjections | None, *projections: Linear) -> Sequence[Tensor]:

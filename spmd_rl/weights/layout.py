@@ -91,8 +91,15 @@ def chunk_box(shape: Dims, part: int, num_parts: int) -> Box:
     may be short or empty.
     """
     rows = -(-shape[0] // num_parts)
-    start = min(part * rows, shape[0])
-    return Box((start, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:]))
+    return range_box(shape, 0, part * rows, (part + 1) * rows)
+
+
+def range_box(shape: Dims, dim: int, start: int, stop: int) -> Box:
+    """Return the box of a range along `dim`, as far as the tensor has it; it may be empty."""
+    start, stop = min(start, shape[dim]), min(stop, shape[dim])
+    offset, extent = [0] * len(shape), list(shape)
+    offset[dim], extent[dim] = start, max(stop - start, 0)
+    return Box(tuple(offset), tuple(extent))
 
 
 def disjoint(boxes: Iterable[Box]) -> bool:

@@ -6,13 +6,13 @@ It computes every expert for every token, and weighs those that the router did n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from spmd_rl.model.layers.layer import LayerCost, PointDef, TensorSpec, num_elements
-from spmd_rl.model.layers.mlp import Mlp, gated_parameters
+from spmd_rl.model.layers.mlp import Mlp, gated_cost, gated_parameters
 from spmd_rl.model.layers.mlp_module import GatedMlp
 from spmd_rl.model.linear import Linear
 
@@ -46,13 +46,12 @@ class SharedMoe:
 
     def cost(self, tp: int = 1) -> LayerCost:
         inner = self.experts_per_token * self.expert_size + self.shared_size
-        return LayerCost(
+        cost = gated_cost(self.hidden_size, inner)
+        router = self.hidden_size * self.num_experts
+        return replace(
+            cost,
             parameters=num_elements(self.parameters()),
-            multiplied=self.hidden_size * (3 * inner + self.num_experts),
-            kept_products=2 * inner,
-            kept_cheap=inner,
-            gradients=3 * inner,
-            workspace=3 * inner,
+            multiplied=cost.multiplied + router,
         )
 
     def cache(self, tp: int = 1) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from spmd_rl.model.layers.layer import TensorSpec
-from spmd_rl.weights.layout import Box, Dims
+from spmd_rl.model.shard import shard_box
+from spmd_rl.weights.layout import Box, Dims, range_box
 
 Range = tuple[int, int]  # first row, and the row after the last
 Tensors = Mapping[str, TensorSpec]  # the Hugging Face tensors, by the name within a block
@@ -64,17 +65,7 @@ class Joined:
         row = 0
         for name in self.names:
             one = tensors[name]
-            if one.cut is None:
-                box = _rows(one.shape, (0, one.shape[0]))
-            elif one.cut.is_padded:
-                start, stop = rank.of(-(-one.shape[0] // rank.count) * rank.count)
-                box = _rows(one.shape, (start, min(stop, one.shape[0])))
-            else:
-                size = one.shape[one.cut.dim]
-                start, stop = one.cut.part(size, rank.index, rank.count)
-                is_rows = one.cut.dim == 0
-                columns = Box((0, start), (one.shape[0], stop - start))
-                box = _rows(one.shape, (start, stop)) if is_rows else columns
+            box = shard_box(one, rank.index, rank.count)
             if box.extent[0] > 0:
                 yield Part(name, one.shape, box, (row, row + box.extent[0]))
             row += box.extent[0]
@@ -106,12 +97,6 @@ class QkvByGroup:
                 first, last = max(start, row), min(stop, row + size)
                 if first < last:
                     base = group * size - row
-                    box = _rows(shape, (first + base, last + base))
+                    box = range_box(shape, 0, first + base, last + base)
                     yield Part(name, shape, box, (first - start, last - start))
                 row += size
-
-
-def _rows(shape: Dims, rows: Range) -> Box:
-    """Return the box of some rows; it is empty if the first is not before the last."""
-    start, stop = rows
-    return Box((start, *(0 for _ in shape[1:])), (max(stop - start, 0), *shape[1:]))

@@ -13,6 +13,7 @@ from spmd_rl.model.layers.layer import (
     PointDef,
     TensorSpec,
     num_elements,
+    product,
     weights_of,
 )
 
@@ -93,14 +94,13 @@ class Gqa:
         shapes = {"q": heads, "k": kv_heads, "v": kv_heads}
         words = {"q": "query", "k": "key", "v": "value"}
         projections = [
-            PointDef(
+            product(
+                self.name,
                 f"{one}_proj",
                 f"{words[one]} projection",
                 shapes[one],
-                inputs=("input_norm",),
-                output_of=f"{self.name}.{one}_proj",
-                fused=f"{self.name}.{QKV}",
-                is_product=True,
+                "input_norm",
+                fused=QKV,
             )
             for one in "qkv"
         ]
@@ -120,13 +120,12 @@ class Gqa:
                 for one in "qkv"
             ),
             PointDef("attention", "causal attention", heads, ("q", "k", "v")),
-            PointDef(
+            product(
+                self.name,
                 "o_proj",
                 "output projection of attention",
                 (self.hidden_size,),
-                ("attention",),
-                output_of=f"{self.name}.o_proj",
-                is_product=True,
+                "attention",
                 is_added=True,
             ),
         ]

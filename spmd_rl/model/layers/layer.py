@@ -185,5 +185,12 @@ def weights_of(name: str, rows: int, columns: int, bias: bool, **facts: Any) -> 
     return found
 
 
+def product(layer: str, module: str, words: str, shape: Dims, read: str, **facts: Any) -> PointDef:
+    """Return the point of a linear module of a layer: the product of the point `read`."""
+    return PointDef(
+        module, words, shape, (read,), output_of=f"{layer}.{module}", is_product=True, **facts
+    )
+
+
 def num_elements(parameters: Sequence[TensorSpec]) -> int:
     return sum(one.num_elements for one in parameters)

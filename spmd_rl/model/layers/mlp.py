@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from spmd_rl.model.layers.layer import (
@@ -12,6 +12,7 @@ from spmd_rl.model.layers.layer import (
     PointDef,
     TensorSpec,
     num_elements,
+    product,
     weights_of,
 )
 
@@ -38,15 +39,8 @@ class Mlp:
         return gated_parameters(self.name, self.hidden_size, self.intermediate_size, self.bias)
 
     def cost(self, tp: int = 1) -> LayerCost:
-        inner = -(-self.intermediate_size // tp)
-        return LayerCost(
-            parameters=num_elements(self.parameters()),
-            multiplied=3 * self.hidden_size * inner,
-            kept_products=2 * inner,  # gate and up
-            kept_cheap=inner,  # their product
-            gradients=3 * inner,
-            workspace=3 * inner,
-        )
+        cost = gated_cost(self.hidden_size, -(-self.intermediate_size // tp))
+        return replace(cost, parameters=num_elements(self.parameters()))
 
     def cache(self, tp: int = 1) -> None:
         return None
@@ -54,14 +48,8 @@ class Mlp:
     def points(self) -> Sequence[PointDef]:
         inner = (self.intermediate_size,)
         projections = [
-            PointDef(
-                f"{one}_proj",
-                f"{one} projection",
-                inner,
-                inputs=("post_norm",),
-                output_of=f"{self.name}.{one}_proj",
-                fused=f"{self.name}.{GATE_UP}",
-                is_product=True,
+            product(
+                self.name, f"{one}_proj", f"{one} projection", inner, "post_norm", fused=GATE_UP
             )
             for one in ("gate", "up")
         ]
@@ -75,13 +63,12 @@ class Mlp:
                 source="post_norm",
                 input_of=f"{self.name}.down_proj",
             ),
-            PointDef(
+            product(
+                self.name,
                 "down_proj",
                 "down projection",
                 (self.hidden_size,),
-                ("act",),
-                output_of=f"{self.name}.down_proj",
-                is_product=True,
+                "act",
                 is_added=True,
             ),
         ]
@@ -90,6 +77,17 @@ class Mlp:
         from spmd_rl.model.layers.mlp_module import GatedMlp
 
         return GatedMlp(self.hidden_size, self.intermediate_size, self.bias)
+
+
+def gated_cost(hidden_size: int, inner: int) -> LayerCost:
+    """Return what a token costs in gated MLPs with `inner` hidden units in all."""
+    return LayerCost(
+        multiplied=3 * hidden_size * inner,
+        kept_products=2 * inner,  # gate and up
+        kept_cheap=inner,  # their product
+        gradients=3 * inner,
+        workspace=3 * inner,
+    )
 
 
 def gated_parameters(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.layers.layer import LayerCost, PointDef, TensorSpec, num_elements
-from spmd_rl.model.layers.mlp import gated_parameters
+from spmd_rl.model.layers.mlp import gated_cost, gated_parameters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,13 +47,11 @@ class Moe:
     def cost(self, tp: int = 1) -> LayerCost:
         """Return the cost where all experts have equally many tokens."""
         inner = -(-self.experts_per_token * self.expert_size // tp)
-        return LayerCost(
+        cost = gated_cost(self.hidden_size, inner)
+        return replace(
+            cost,
             parameters=num_elements(self.parameters()),
-            multiplied=self.hidden_size * (3 * inner + self.num_experts),
-            kept_products=2 * inner,
-            kept_cheap=inner,
-            gradients=3 * inner,
-            workspace=3 * inner,
+            multiplied=cost.multiplied + self.hidden_size * self.num_experts,
             routed=2 * self.experts_per_token * self.hidden_size,
         )
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from spmd_rl.errors import ConfigError, PlanError
-from spmd_rl.model.layers.layer import TensorSpec
+from spmd_rl.model.shard import shard_box
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.weights.layout import Box, Dims
+from spmd_rl.weights.layout import Box
 
 # rows of SGLang's embeddings are padded to a multiple of this before they are split
 # Source: DEFAULT_VOCAB_PADDING_SIZE in sglang 0.5.16, layers/vocab_parallel_embedding.py
@@ -95,23 +95,4 @@ def check_sizes(spec: ModelSpec, size: int) -> None:
 
 def shard_boxes(spec: ModelSpec, rank: int, size: int) -> Mapping[str, Box]:
     """Return the box of each tensor that rank `rank` of `size` has; it may be empty."""
-    return {one.name: _box(one, rank, size) for one in spec.parameters()}
-
-
-def _box(tensor: TensorSpec, rank: int, size: int) -> Box:
-    shape, cut = tensor.shape, tensor.cut
-    if cut is None:
-        return Box((0,) * len(shape), shape)
-    if cut.is_padded:
-        rows = -(-shape[0] // VOCAB_PADDING) * VOCAB_PADDING // size
-        return _rows(shape, rank * rows, rows)
-    start, stop = cut.part(shape[cut.dim], rank, size)
-    offset, extent = [0] * len(shape), list(shape)
-    offset[cut.dim], extent[cut.dim] = start, stop - start
-    return Box(tuple(offset), tuple(extent))
-
-
-def _rows(shape: Dims, start: int, count: int) -> Box:
-    """Return up to `count` rows from `start`, as far as the tensor has them."""
-    start = min(start, shape[0])
-    return Box((start, *(0,) * (len(shape) - 1)), (min(count, shape[0] - start), *shape[1:]))
+    return {one.name: shard_box(one, rank, size, VOCAB_PADDING) for one in spec.parameters()}
