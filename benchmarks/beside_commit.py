@@ -1,4 +1,4 @@
-"""This code beside an earlier commit's: the decode step, a rollout of 512 x 8 and the demo's step.
+"""This code beside an earlier commit's: decode step, rollout, training step, call, the demo's step.
 
 Both run in the same environment, each from its own folder, and take turns in slices of a few
 seconds. What they run is a recipe that names only what both have (beside_recipe.py), so that the
@@ -8,17 +8,19 @@ controller, the channel and the worker's loop are part of every figure.
   that draws n tokens after each prompt. Start-up and prefill cancel.
 - Rollout: 512 prompts with 8 samples each in one call. A share of the token ids ends a sample, so
   that lengths are unequal. Figures are per token, since the two may draw others.
+- Training step: a step of GRPO's loss and AdamW on samples of equal length (beside_train.py).
+- Control call: `stats` of an idle engine on two ranks, per call.
 - Demo: a step of examples/arithmetic on two ranks, after a few supervised steps (beside_demo.py).
   The bar is on what both codes have: where the earlier one does not compare the weights of every
   push, this one does not either. Its step as shipped is in a row of its own.
 
-On a GPU the model has the shape of Qwen3-0.6B and random weights, and the demo is left out. On a
+On a GPU the model has the shape of Qwen3-0.6B and random weights; call and demo are left out. On a
 CPU it is that of the demo, with random weights.
 
-    python -m benchmarks.beside_commit [--tar then.tar] [--quick] [--save] [decode rollout demo]
+    python -m benchmarks.beside_commit [--tar then.tar] [--quick] [--save] [PART ...]
 
-The commit is bd9fb46, or that of a file of `git archive COMMIT spmd_rl examples`, such as a copy on
-a host without git.
+The parts are decode, rollout, train, control and demo. The commit is 61fd90ce, or that of a file of
+`git archive COMMIT spmd_rl examples`, such as a copy on a host without git.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from benchmarks.shapes import VOCAB, write_folder
 from benchmarks.table import Row
 
 ROOT = Path(__file__).parents[1]
-COMMIT, BAR = "bd9fb46", 1.03
+COMMIT, BAR = "61fd90ce", 1.02
 GPU_TOKENIZER = ROOT / "examples/arithmetic/model-20m"
 PROMPTS, SAMPLES = 512, 8
 NOW, SHIPPED, THEN = "now", "as shipped", "then"
@@ -55,7 +57,8 @@ COMPARISON = "verify_every"  # the setting of a run by which pushes are compared
 @dataclass(frozen=True)
 class Work:
     """What is measured on a machine. `decode` are batches, `short` and `long` answers of them; a
-    rollout draws at most `new_tokens`, or up to one of so many `stop_ids`.
+    rollout draws at most `new_tokens`, or up to one of so many `stop_ids`. A training step has
+    `train_samples` of `train_length` tokens.
     """
 
     model: str
@@ -66,12 +69,17 @@ class Work:
     long: int
     new_tokens: int
     stop_ids: int
+    train_samples: int
+    train_length: int
     decode_turns: int
     rollout_turns: int
+    train_turns: int
     engine: tuple[str, ...] = ()
 
 
-ON_CPU = Work(f"{SIZES[0].millions}M parameters", 100, 32, (1, 64), 16, 64, 64, 3, 8, 6)
+ON_CPU = Work(
+    f"{SIZES[0].millions}M parameters", 100, 32, (1, 64), 16, 64, 64, 3, 64, 128, 8, 6, 12
+)
 ON_GPU = Work(
     "Qwen3-0.6B",
     VOCAB,
@@ -81,11 +89,15 @@ ON_GPU = Work(
     384,
     192,
     300,
+    32,
+    1024,
     5,
     3,
+    12,
     ("--engine.num_pages=1600", "--engine.max_batch=512"),
 )
 DEMO_TURNS, DEMO_LAPS, DEMO_RANKS = 15, 4, 2
+CALLS, CALL_TURNS, CALL_RANKS = 300, 15, 2
 
 
 @dataclass
@@ -223,6 +235,27 @@ def rollout(work: Work, sides: dict[str, Side], turns: int) -> Iterator[Row]:
     yield from rows_of(what, sides, "us", 1e6)
 
 
+def train(work: Work, sides: dict[str, Side], turns: int) -> Iterator[Row]:
+    def turn(side: Side, number: int) -> None:
+        reply = side.ask(seed=number, samples=work.train_samples, length=work.train_length)
+        side.wall_s.append(reply["seconds"])
+        side.cpu_s.append(reply["cpu_s"])
+
+    take_turns(sides, turns, turn)
+    what = f"{work.model}, training step of {work.train_samples} x {work.train_length} tokens"
+    yield from rows_of(what, sides, "ms", 1e3)
+
+
+def control(sides: dict[str, Side], turns: int) -> Iterator[Row]:
+    def turn(side: Side, number: int) -> None:
+        reply = side.ask(calls=CALLS)
+        side.wall_s.append(reply["seconds"] / CALLS)
+        side.cpu_s.append(reply["cpu_s"] / CALLS)
+
+    take_turns(sides, turns, turn)
+    yield from rows_of("a call of two workers", sides, "us", 1e6)
+
+
 def demo(sides: dict[str, Side], turns: int) -> Iterator[Row]:
     def turn(side: Side, number: int) -> None:
         reply = side.ask(laps=DEMO_LAPS)
@@ -255,15 +288,20 @@ def measure(parts: list[str], tar: Path, folder: Path, *, quick: bool) -> tuple[
     work, rows = ON_GPU if torch.cuda.is_available() else ON_CPU, list[Row]()
     (folder / THEN).mkdir()
     code, commit = roots(tar, folder)
+    about = [f"--model={folder / 'model'}", f"--vocab={work.vocab}"]
+    write_the_model(work, folder)
     if {"decode", "rollout"} & set(parts):
-        write_the_model(work, folder)
-        words = ["benchmarks.beside_recipe", f"--model={folder / 'model'}"]
-        words += [f"--vocab={work.vocab}", *work.engine]
-        with started(code, words, 1) as sides:
+        with started(code, ["benchmarks.beside_recipe", *about, *work.engine], 1) as sides:
             if "decode" in parts:
                 rows += decode(work, sides, 1 if quick else work.decode_turns)
             if "rollout" in parts:
                 rows += rollout(work, sides, 1 if quick else work.rollout_turns)
+    if "train" in parts:
+        with started(code, ["benchmarks.beside_train", *about], 1) as sides:
+            rows += train(work, sides, 1 if quick else work.train_turns)
+    if "control" in parts:
+        with started(code, ["benchmarks.beside_recipe", *about], CALL_RANKS) as sides:
+            rows += control(sides, 1 if quick else CALL_TURNS)
     if "demo" in parts:
         words = ["benchmarks.beside_demo", "--config=examples/arithmetic/demo.toml"]
         words += ["--warmup_steps=10", "--steps=270"]
@@ -279,13 +317,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", help="decode, rollout, demo (not on a GPU)")
+    parser.add_argument("parts", nargs="*", help="by default all that this machine measures")
     parser.add_argument("--tar", type=Path, help="the earlier code, as git archive packs it")
     parser.add_argument("--quick", action="store_true", help="one turn of each")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
-    parts = options.parts or ["decode", "rollout", *([] if on_gpu else ["demo"])]
+    parts = options.parts or [
+        "decode",
+        "rollout",
+        "train",
+        *([] if on_gpu else ["control", "demo"]),
+    ]
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder, tar = Path(name), options.tar
         if tar is None:

@@ -7,41 +7,37 @@ spmd-rl run benchmarks.beside_recipe --model FOLDER
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import spmd_rl as rl
 from benchmarks.peer import Laps
-from spmd_rl.rollout import engine as engines
-
-# before engines of other kinds
-EngineConfig: Any = getattr(engines, "NativeEngineConfig", None) or engines.EngineConfig  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Config:
     model: str
     vocab: int = 100  # the prompts' ids are below
-    reward: str = ""
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.Split = field(default_factory=rl.Split)
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: rl.NativeEngineConfig = field(default_factory=rl.NativeEngineConfig)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     on = ctl.world.split(cfg.split).infer
-    if "model" in {one.name for one in fields(EngineConfig)}:
-        engine = replace(cfg.engine, model=cfg.model, reward=cfg.reward)
-        rollout = ctl.spawn(rl.Rollout, engine, on=on)
-    else:
-        settings = {"model": cfg.model, "seed": 0, "reward": cfg.reward}
-        rollout = ctl.spawn(rl.Rollout, cfg.engine, on=on, **settings)
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=on, model=cfg.model, seed=0)
+    code = str(Path(rl.__file__).resolve().parents[1])
     laps = Laps()
     while True:
         asked = laps.request()
+        if "calls" in asked:
+            began = time.perf_counter()
+            for _ in range(asked["calls"]):
+                rollout.stats.call()
+            laps.reply(seconds=time.perf_counter() - began, code=code)
+            continue
         rng = np.random.default_rng(asked["seed"])
         tokens = rng.integers(2, cfg.vocab, (asked["prompts"], asked["length"]), dtype=np.int32)
         prompts = [rl.Prompt(uid, one) for uid, one in enumerate(tokens)]
@@ -55,5 +51,4 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         groups = rollout.generate.call(prompts, sampling)
         seconds = time.perf_counter() - began
         num_tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
-        code = str(Path(rl.__file__).resolve().parents[1])
         laps.reply(seconds=seconds, num_tokens=num_tokens, code=code)
