@@ -174,25 +174,13 @@ class RoleContext:
         """
         import torch.distributed as dist
 
-        self._make_equally_many_groups()
+        _make_equally_many_groups(self.world.rank, self.group)
         ranks = list(self.placement.ranks)
         group = dist.new_group(
             ranks, COLLECTIVE_TIMEOUT, backend="gloo", use_local_synchronization=True
         )
         prove(self.world, group)
         return group
-
-    def _make_equally_many_groups(self) -> None:
-        """Have each rank of the role make groups of itself until it has as many as the others.
-
-        torch names a group that only some ranks make by the number of groups that a rank has. With
-        different names, the ranks would wait for each other until the deadline.
-        """
-        import torch.distributed as dist
-
-        names = dist.distributed_c10d._world.pg_names
-        for _ in range(self.all_reduce_max(len(names)) - len(names)):
-            dist.new_group([self.world.rank], backend="gloo", use_local_synchronization=True)
 
     def barrier(self) -> None:
         """Wait for all ranks of the role.
@@ -238,16 +226,23 @@ class Meshes:
                 self._build_axis_groups(placement)
 
     def _build_shard_groups(self, placement: Placement) -> None:
-        """Make a host group of the ranks of each shard, where a shard has several."""
+        """Make a host group of this rank's shard, where a shard has several ranks.
+
+        Only its ranks take part. Where the world has NCCL, torch has the others wait in a split of
+        NCCL's communicator, which members of a group without NCCL do not join.
+        """
         import torch.distributed as dist
 
-        size = placement.size // placement.data_size
-        shards = groups_along(placement.ranks, placement.axes, SHARD) if size > 1 else ()
-        for ranks in shards:
-            group = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT, backend="gloo")
-            if self.world.rank in ranks:
-                prove(self.world, group)
-                self._shard_groups[_key(placement)] = group
+        if placement.size == placement.data_size or self.world.rank not in placement.ranks:
+            return
+        _make_equally_many_groups(self.world.rank, self._built[_key(placement)][1])
+        shards = groups_along(placement.ranks, placement.axes, SHARD)
+        (own,) = [list(ranks) for ranks in shards if self.world.rank in ranks]
+        group = dist.new_group(
+            own, COLLECTIVE_TIMEOUT, backend="gloo", use_local_synchronization=True
+        )
+        prove(self.world, group)
+        self._shard_groups[_key(placement)] = group
 
     def _build_axis_groups(self, placement: Placement) -> None:
         """Make the groups in which the ranks of a shard of a model talk to each other."""
@@ -309,3 +304,21 @@ def _all_gather_bytes(blob: bytes, group: ProcessGroup, num_ranks: int) -> list[
     gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(num_ranks)]
     dist.all_gather(gathered, padded, group=group)
     return [blob[: int(size)].numpy().tobytes() for blob, size in zip(gathered, sizes, strict=True)]
+
+
+def _make_equally_many_groups(rank: int, group: ProcessGroup) -> None:
+    """Have each rank of `group` make groups of itself until it has as many as the others.
+
+    torch names a group that only some ranks make by the number of groups that a rank has. With
+    different names, the ranks would wait for each other until the deadline.
+
+    Ranks: all of `group`. Blocks: until each has called.
+    """
+    import torch
+    import torch.distributed as dist
+
+    names = dist.distributed_c10d._world.pg_names
+    most = torch.tensor([len(names)], dtype=torch.int64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    for _ in range(int(most.item()) - len(names)):
+        dist.new_group([rank], backend="gloo", use_local_synchronization=True)

@@ -141,6 +141,8 @@ class CausalLM(nn.Module):
     def rope_tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of all positions, [P, D/2] fp32 each."""
         if device not in self._rope:
-            cos, sin = rope_tables(self.spec)
-            self._rope[device] = (cos.to(device), sin.to(device))
+            # The copy must allow gradients later, even if an engine asks first.
+            with torch.inference_mode(False):
+                cos, sin = rope_tables(self.spec)
+                self._rope[device] = (cos.to(device), sin.to(device))
         return self._rope[device]
