@@ -26,6 +26,7 @@ The parts are decode, rollout, train, control and demo. The commit is 61fd90ce, 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tarfile
@@ -144,7 +145,7 @@ def started(
 
         def start(name: str) -> Peer:
             environment = {
-                "PYTHONPATH": str(code[name]),
+                "PYTHONPATH": os.pathsep.join([str(code[name]), *sys.path[1:]]),
                 "OMP_NUM_THREADS": "1",
                 "TOKENIZERS_PARALLELISM": "false",
             }

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = "tests/gpu"
 SEATS = 3  # files that share a GPU
 KERNEL_WORKERS = 4  # of a file in kernels/, because most of its time goes into compiling
+HOST_THREADS = 4  # of a process of tests: with a thread a core each, all would wait for each other
 USUAL_S = 60.0  # of a file that no result knows
 END_S = 20.0  # for fixtures to end what they have started
 UNFINISHED = "no report"
@@ -158,7 +159,8 @@ def run_file(file: GpuFile, gpus: list[str], out: Path, give_up_at: float) -> st
         process = subprocess.Popen(
             [*command, f"{TESTS}/{file.name}"],
             cwd=ROOT,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+            env=os.environ
+            | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": str(HOST_THREADS)},
             stdout=log,
             stderr=log,
         )

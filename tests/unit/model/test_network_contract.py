@@ -98,3 +98,12 @@ def test_a_bit_of_the_rotary_table_is_part_of_it() -> None:
     cosines.view(torch.int32)[7, 3] ^= 1
     changed = model.contract(CPU, torch.float32)
     assert {key for key, value in facts.items() if changed[key] != value} == {"rotary_table"}
+
+
+def test_tables_serve_gradients_where_an_engine_asked_for_them_first() -> None:
+    """On a device other than the host the tables are copies, which are made in that context too."""
+    with torch.device("meta"):
+        model = CausalLM(read_spec(MODEL))
+    with torch.inference_mode():
+        tables = model.rope_tables(torch.device("meta"))
+    assert not any(one.is_inference() for one in tables)
