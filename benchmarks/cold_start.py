@@ -66,7 +66,7 @@ RULES = (
     ("rollout/native/", "engine: other"),
     ("_engine_run_backward", "train: backward"),
     ("torch/optim/", "train: optimizer"),
-    ("train/fsdp2.py", "train: forward and FSDP2"),
+    ("train/fsdp2/backend.py", "train: forward and FSDP2"),
     ("train/", "train: other"),
     ("weights/", "weights: push"),
     ("model/", "model: load or forward"),

@@ -29,8 +29,8 @@ from benchmarks.training import batch, config, learner, scored
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import Executor
-from spmd_rl.weights.plan import plan_moves
-from spmd_rl.weights.verification import Verifier
+from spmd_rl.weights.plan.moves import plan_moves
+from spmd_rl.weights.proof.verification import Verifier
 
 PACKAGES = ("torch", "triton", "flash-attn-4")
 STEP_TOKENS, KV_PAGES = 65536, 16

@@ -28,7 +28,7 @@ from benchmarks.train_step import PACKAGES, STEP_TOKENS, step_seconds
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.mesh.world import World
 from spmd_rl.train.config import fsdp2_settings
-from spmd_rl.train.fsdp2 import Fsdp2
+from spmd_rl.train.fsdp2.backend import Fsdp2
 
 PREFETCH = {"its own": False, "a layer ahead": True}
 REPEATS, WARMUPS = 5, 2

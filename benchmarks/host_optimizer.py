@@ -38,10 +38,10 @@ from benchmarks.shapes import QWEN3, write_config
 from benchmarks.table import Row
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS, Chunk
-from spmd_rl.train.moment_stream import MomentStream
-from spmd_rl.train.parameter_groups import UpdateRule
-from spmd_rl.train.streamed_adamw import StreamedAdamW
+from spmd_rl.train.optimizer.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS, Chunk
+from spmd_rl.train.optimizer.moment_stream import MomentStream
+from spmd_rl.train.optimizer.parameter_groups import UpdateRule
+from spmd_rl.train.optimizer.streamed_adamw import StreamedAdamW
 from spmd_rl.weights.local_tensors import LocalTensors
 
 DEVICE = torch.device("cuda")

@@ -51,16 +51,16 @@ from benchmarks.ipc_child import (
 from benchmarks.record import compared, counted, finish, gpu, gpu_machine, measured
 from benchmarks.table import Row
 from spmd_rl.offload import vmm
-from spmd_rl.weights.bucket_writer import BucketWriter
-from spmd_rl.weights.buckets import cut_box
 from spmd_rl.weights.copies import Copies
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import Executor
-from spmd_rl.weights.layout import Box, Dims, Layout, Piece
 from spmd_rl.weights.local_tensors import LocalTensors
-from spmd_rl.weights.peer_socket import PeerSocket
-from spmd_rl.weights.plan import plan_moves
-from spmd_rl.weights.slab import Slab
+from spmd_rl.weights.plan.layout import Box, Dims, Layout, Piece
+from spmd_rl.weights.plan.moves import plan_moves
+from spmd_rl.weights.slab.bucket_writer import BucketWriter
+from spmd_rl.weights.slab.buckets import cut_box
+from spmd_rl.weights.slab.peer_socket import PeerSocket
+from spmd_rl.weights.slab.slab import Slab
 from spmd_rl.weights.tensor_ends import TensorSource
 
 PACKAGES = ("torch", "msgspec")

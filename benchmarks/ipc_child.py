@@ -23,10 +23,10 @@ from torch import Tensor
 
 from benchmarks.shapes import write_config
 from spmd_rl.offload import vmm
-from spmd_rl.weights.bucket_reader import BucketReader
-from spmd_rl.weights.layout import Box, Dims
-from spmd_rl.weights.peer_socket import BucketEntry, PeerMessage, PeerSocket
-from spmd_rl.weights.slab import MappedSlab
+from spmd_rl.weights.plan.layout import Box, Dims
+from spmd_rl.weights.slab.bucket_reader import BucketReader
+from spmd_rl.weights.slab.peer_socket import BucketEntry, PeerMessage, PeerSocket
+from spmd_rl.weights.slab.slab import MappedSlab
 
 WARM_UPS, TURNS = 3, 10
 DEADLINE_S = 120.0

@@ -36,8 +36,8 @@ from spmd_rl.config.load import load
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.recipes.grpo import Config
-from spmd_rl.train.memory import step_sizes
-from spmd_rl.train.step_memory import step_points, table
+from spmd_rl.train.cost.memory import step_sizes
+from spmd_rl.train.cost.step_memory import step_points, table
 
 PACKAGES = ("torch", "triton", "flash-attn-4", "torch_memory_saver")
 RECIPE = "benchmarks.large_recipe"

@@ -4,7 +4,7 @@ FSDP2, Megatron-core with the local layers, and with transformer-engine's take t
 backend after the other: learner.train_step on 64 sequences of 128 + 896 tokens in packs of 16,384.
 At 4B, moments are in host memory and all backends recompute whole layers. Values are medians of
 the host's clock around a step, with the GPU drained before and after. MFU counts no recomputation
-(spmd_rl/train/flops.py). One more step of each is profiled, and says where the time goes. With
+(spmd_rl/train/cost/flops.py). One more step of each is profiled, and says where the time goes. With
 smaller packs, the same tokens take more launches: what a step then takes more is the host's time.
 
 The log-probs of all backends are compared before the first step. Those of FSDP2 are the native
@@ -35,7 +35,7 @@ from benchmarks.table import Row
 from benchmarks.train_step import STEP_TOKENS, WARMUPS, step_seconds
 from benchmarks.training import PACK_TOKENS, batch, config, learner, scored
 from spmd_rl.train.config import TrainerConfig, fsdp2_settings
-from spmd_rl.train.flops import peak_flops
+from spmd_rl.train.cost.flops import peak_flops
 from spmd_rl.train.megatron.config import Layers, MegatronConfig
 from spmd_rl.types.batch import Batch
 

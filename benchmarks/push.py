@@ -32,13 +32,13 @@ from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.shapes import write_config
 from benchmarks.table import Row
 from spmd_rl.kernels.runtime.interleaved_timing import shuffled_turns
-from spmd_rl.weights.digest import BoxSums
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import Executor
 from spmd_rl.weights.local_tensors import LocalTensors
-from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.plan.moves import plan_moves
+from spmd_rl.weights.proof.digest import BoxSums
+from spmd_rl.weights.proof.verification import Verifier
 from spmd_rl.weights.tensor_ends import TensorSource
-from spmd_rl.weights.verification import Verifier
 
 PACKAGES = ("torch", "triton")
 GPU_BAR, ROUND_TRIP_BAR_MS = 1.2, 3.0

@@ -40,7 +40,7 @@ from benchmarks.record import MACHINE, compared, finish, gpu, gpu_machine, measu
 from benchmarks.several_gpus import DEMO, placement_words
 from benchmarks.shapes import write_config
 from benchmarks.table import Row
-from spmd_rl.weights.plan import bucket_bytes
+from spmd_rl.weights.plan.moves import bucket_bytes
 
 PACKAGES = ("torch", "numpy")
 RECIPE = "benchmarks.push_across_recipe"

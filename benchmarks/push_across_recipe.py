@@ -79,8 +79,8 @@ def shards(folder: str, dtype: str, part: int, num_parts: int, device: Any) -> L
     """Return this part of random weights, by the rows that FSDP2 gives to it."""
     import torch
 
-    from spmd_rl.weights.layout import chunk_box
     from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
+    from spmd_rl.weights.plan.layout import chunk_box
 
     found = {}
     for name, shape in read_spec(folder).parameter_shapes().items():

@@ -36,7 +36,7 @@ PLACES = {
     # memory of the trainer is taken, and its bytes are still on the host
     "wake": ("spmd_rl.offload.region", "TorchRegion.map"),
     # this rank's part of the checkpoint is written, and the index of all parts is not
-    "save": ("spmd_rl.train.checkpoint", "write_shards"),
+    "save": ("spmd_rl.train.checkpoint.checkpoint", "write_shards"),
 }
 
 

@@ -34,11 +34,11 @@ from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
 from spmd_rl.rollout.sglang.options import ask_site
 from spmd_rl.types.samples import Sample
-from spmd_rl.weights.digest import digest
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import Executor
 from spmd_rl.weights.local_tensors import LocalTensors
-from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.plan.moves import plan_moves
+from spmd_rl.weights.proof.digest import digest
 from spmd_rl.weights.tensor_ends import TensorSource
 
 TOKENIZER_OF = Path("examples/arithmetic/model-20m")

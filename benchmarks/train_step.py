@@ -12,8 +12,8 @@ A step is learner.train_step on 64 sequences of 128 + 896 tokens in packs of 16,
 optimizer. Values are medians of the host's clock around it, with the GPU drained before and after.
 
 MFU counts 6 operations for every weight and token that meet, the causal half of attention, and no
-recomputation (spmd_rl/train/flops.py). It is given against 989 TFLOP/s, and against the 788 that a
-large product reaches. Forward, backward and optimizer are times between CUDA events in the contract
+recomputation (spmd_rl/train/cost/flops.py). It is given against 989 TFLOP/s, and against the 788
+that a large product reaches. Forward, backward and optimizer are times between CUDA events in the contract
 path. Peak memory is of that path too. Products are swapped in the forward pass only; in the
 backward pass all variants use torch's.
 
@@ -36,7 +36,7 @@ from benchmarks.table import Row
 from benchmarks.train_variants import VARIANTS
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.train.flops import PEAK_FLOPS_PER_S, train_flops
+from spmd_rl.train.cost.flops import PEAK_FLOPS_PER_S, train_flops
 from spmd_rl.train.learner import Learner
 from spmd_rl.train.on_policy import COMPARED, MISMATCHED
 from spmd_rl.types.batch import Batch

@@ -29,7 +29,7 @@ from spmd_rl.kernels.runtime.padding import dense
 from spmd_rl.kernels.vocab.lm_head import Logits
 from spmd_rl.model import scorer
 from spmd_rl.model.layers import norm_module
-from spmd_rl.train.determinism import WORKSPACE, WORKSPACES, deterministic
+from spmd_rl.train.fsdp2.determinism import WORKSPACE, WORKSPACES, deterministic
 
 os.environ.setdefault(WORKSPACE, WORKSPACES[0])  # torch's own default on Hopper
 

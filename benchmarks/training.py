@@ -17,7 +17,7 @@ from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.split import RoleSplit, Split, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
-from spmd_rl.train.fsdp2 import Fsdp2
+from spmd_rl.train.fsdp2.backend import Fsdp2
 from spmd_rl.train.learner import Learner
 from spmd_rl.train.megatron.backend import Megatron
 from spmd_rl.train.megatron.config import MegatronConfig

@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from spmd_rl.controller.pending import Pending as Pending
     from spmd_rl.controller.prefetch import CallQueue as CallQueue
     from spmd_rl.controller.routing import Route as Route
-    from spmd_rl.data.answer_end import AnswerEnd as AnswerEnd
     from spmd_rl.data.documents import DocumentConfig as DocumentConfig
     from spmd_rl.data.documents import Documents as Documents
     from spmd_rl.data.pairs import PairConfig as PairConfig
@@ -81,6 +80,7 @@ if TYPE_CHECKING:
     from spmd_rl.data.pairs import PreferencePairs as PreferencePairs
     from spmd_rl.data.prompts import PromptConfig as PromptConfig
     from spmd_rl.data.prompts import Prompts as Prompts
+    from spmd_rl.data.render.answer_end import AnswerEnd as AnswerEnd
     from spmd_rl.data.sft import SftPairs as SftPairs
     from spmd_rl.data.sft_file import SftFile as SftFile
     from spmd_rl.data.source import DataSource as DataSource
@@ -178,7 +178,7 @@ _HOMES = {
     "algo.pair_packing": ("pack_pairs",),
     "algo.rejection": ("accepted_samples",),
     "algo.sample_rewards": ("pack_samples", "with_rewards"),
-    "data.answer_end": ("AnswerEnd",),
+    "data.render.answer_end": ("AnswerEnd",),
     "data.documents": ("DocumentConfig", "Documents"),
     "data.pairs": ("PairConfig", "PreferencePair", "PreferencePairs"),
     "data.sft_file": ("SftFile",),

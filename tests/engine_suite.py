@@ -21,11 +21,11 @@ from spmd_rl.errors import DataError, ResidencyError, SpmdError
 from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
 from spmd_rl.types.samples import Sample
 from spmd_rl.weights.delivery import Delivery
-from spmd_rl.weights.digest import digest
 from spmd_rl.weights.ends import WeightSink
-from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensors
-from spmd_rl.weights.plan import Move
+from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.plan.moves import Move
+from spmd_rl.weights.proof.digest import digest
 from tests.samples import Samples, finish
 
 NUM_TOKENS = 24  # of a whole sample

@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.rewards.code.sandbox import check_sandbox
 from spmd_rl.rewards.config import CodeConfig
-from spmd_rl.rewards.sandbox import check_sandbox
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 DRIVER = Path("/proc/driver/nvidia/version")

@@ -8,13 +8,13 @@ from pathlib import Path
 from spmd_rl.check.golds import check_golds
 from spmd_rl.check.vocabulary import check_vocabulary
 from spmd_rl.data.documents import DocumentConfig, check_documents
-from spmd_rl.data.files import open_records
+from spmd_rl.data.files.files import open_records
+from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.mixture import data_weights
-from spmd_rl.data.prompt_format import LightTokenizer, PromptFormat, check_prompts
 from spmd_rl.data.prompt_records import PromptConfig, graded, own_reward
-from spmd_rl.data.record import DataRecord
+from spmd_rl.data.render.prompt_format import LightTokenizer, PromptFormat, check_prompts
+from spmd_rl.data.render.turns import Learn
 from spmd_rl.data.sft import check_sft
-from spmd_rl.data.turns import Learn
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.signatures import check_hooks, load_reward, reward_weights
@@ -30,7 +30,7 @@ from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
 from spmd_rl.rollout.grader_choice import all_rewards
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.kinds import read_trainable
-from spmd_rl.train.parameter_groups import update_rules
+from spmd_rl.train.optimizer.parameter_groups import update_rules
 
 CHECKED_BYTES = 1 << 26  # of a data file; what follows is checked when it is drawn
 CHECKED_GOLDS = 1000  # records of a data file of which the answer is parsed as graders do

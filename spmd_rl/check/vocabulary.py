@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spmd_rl.data.eos import eos_ids
+from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.tokenizer import FolderTokenizer, light_tokenizer, load_tokenizer
 

@@ -13,7 +13,7 @@ from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.weight_sync import PlanSummary, RankLayouts, RankPush, WeightSync
 from spmd_rl.errors import ConfigError, WeightMismatchError
 from spmd_rl.mesh.split import Placement
-from spmd_rl.weights.verdict import Verification, WeightMismatch
+from spmd_rl.weights.proof.verdict import Verification, WeightMismatch
 
 
 @dataclass(frozen=True)

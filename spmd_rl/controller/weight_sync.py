@@ -13,14 +13,14 @@ from spmd_rl.controller.endpoint import Role, Sharded, collective, concurrent
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.weights.ends import LocalEnds
-from spmd_rl.weights.layout_rules import LayoutRules, compressed
-from spmd_rl.weights.plan import Traffic, plan_moves
-from spmd_rl.weights.verdict import Verification
+from spmd_rl.weights.plan.layout_rules import LayoutRules, compressed
+from spmd_rl.weights.plan.moves import Traffic, plan_moves
+from spmd_rl.weights.proof.verdict import Verification
 
 if TYPE_CHECKING:
     from spmd_rl.weights.executors import Executor
-    from spmd_rl.weights.plan import WeightPlan
-    from spmd_rl.weights.verification import Verifier
+    from spmd_rl.weights.plan.moves import WeightPlan
+    from spmd_rl.weights.proof.verification import Verifier
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class WeightSync(Role):
     def transfer(self, verify: bool) -> Sharded[list[RankPush]]:
         """Carry out the plan and, with `verify`, compare what arrived with the sources."""
         from spmd_rl.weights.executors import Executor
-        from spmd_rl.weights.verification import Verifier
+        from spmd_rl.weights.proof.verification import Verifier
 
         plan, ends, group = self._planned(), self._ends, self.context.group
         if ends.source is not None:
@@ -144,8 +144,8 @@ class WeightSync(Role):
     def transfer_one(self, name: str, perturb: bool) -> Sharded[list[RankPush]]:
         """Carry out the moves of one tensor, and compare. With `perturb`, other bits are sent."""
         from spmd_rl.weights.executors import execute
-        from spmd_rl.weights.perturbed_source import PerturbedSource
-        from spmd_rl.weights.verification import Verifier
+        from spmd_rl.weights.proof.perturbed_source import PerturbedSource
+        from spmd_rl.weights.proof.verification import Verifier
 
         plan, ends = self._planned(), self._ends
         moves = [move for move in plan.moves if move.name == name]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.data.files import without_slice
+from spmd_rl.data.files.files import without_slice
 from spmd_rl.errors import ConfigError
 
 Pick = Callable[[int, list[str]], Mapping[str, float]]

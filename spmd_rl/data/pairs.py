@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.data.answer_end import assistant
-from spmd_rl.data.chat import chat_of, render
-from spmd_rl.data.files import DataRecord
-from spmd_rl.data.messages import written_messages
+from spmd_rl.data.files.files import DataRecord
 from spmd_rl.data.preparer import Preparer
-from spmd_rl.data.prompt_format import (
+from spmd_rl.data.render.answer_end import assistant
+from spmd_rl.data.render.chat import chat_of, render
+from spmd_rl.data.render.messages import written_messages
+from spmd_rl.data.render.prompt_format import (
     PromptEncoder,
     PromptFormat,
     Tokenizer,
@@ -95,8 +95,7 @@ class PairPreparer(Preparer[PreferencePair]):
         prompts = [tokens for _, tokens in self._prompts.encode(records)]
         fit = [not is_too_long(cfg, len(prompt)) for prompt in prompts]
         chosen, rejected = (
-            self._sequences(records, prompts, fit, key, source)
-            for key in cfg.answer_keys
+            self._sequences(records, prompts, fit, key, source) for key in cfg.answer_keys
         )
         return [
             PreferencePair(better, worse) if better and worse else None

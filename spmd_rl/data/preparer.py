@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from spmd_rl.data.record import DataRecord
+from spmd_rl.data.files.record import DataRecord
 
 T = TypeVar("T")
 

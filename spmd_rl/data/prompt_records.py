@@ -12,16 +12,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.data.chat import chat_of
+from spmd_rl.data.files.record import DataRecord, short
 from spmd_rl.data.preparer import Preparer
-from spmd_rl.data.prompt_format import (
+from spmd_rl.data.render.chat import chat_of
+from spmd_rl.data.render.prompt_format import (
     PromptEncoder,
     PromptFormat,
     Tokenizer,
     is_too_long,
     report_numeric_answers,
 )
-from spmd_rl.data.record import DataRecord, short
 from spmd_rl.errors import DataError
 from spmd_rl.rewards.names import canonical_name
 from spmd_rl.types.prompts import Prompt

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from spmd_rl.data.eos import StopConditions, sampling_warnings
 from spmd_rl.data.mixture import Pick
-from spmd_rl.data.prompt_format import Tokenizer
 from spmd_rl.data.prompt_records import PromptConfig as PromptConfig
 from spmd_rl.data.prompt_records import PromptPreparer
+from spmd_rl.data.render.eos import StopConditions, sampling_warnings
+from spmd_rl.data.render.prompt_format import Tokenizer
 from spmd_rl.data.source import DataSource
 from spmd_rl.data.stream import RecordStream
 from spmd_rl.errors import SpmdError

@@ -8,21 +8,21 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.data.chat import Chat, chat_of
-from spmd_rl.data.chat_reader import ChatReader
-from spmd_rl.data.eos import eos_disagreement, eos_ids
-from spmd_rl.data.files import DataRecord
-from spmd_rl.data.messages import written_messages
+from spmd_rl.data.files.files import DataRecord
 from spmd_rl.data.preparer import Preparer
-from spmd_rl.data.prompt_format import (
+from spmd_rl.data.prompt_records import PromptConfig
+from spmd_rl.data.render.chat import Chat, chat_of
+from spmd_rl.data.render.chat_reader import ChatReader
+from spmd_rl.data.render.eos import eos_disagreement, eos_ids
+from spmd_rl.data.render.messages import written_messages
+from spmd_rl.data.render.prompt_format import (
     PromptEncoder,
     Tokenizer,
     is_too_long,
     report_numeric_answers,
 )
-from spmd_rl.data.prompt_records import PromptConfig
+from spmd_rl.data.render.turns import Learn, encode_turns, ends_early, is_empty, learned_turns
 from spmd_rl.data.stream import RecordStream
-from spmd_rl.data.turns import Learn, encode_turns, ends_early, is_empty, learned_turns
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.types.sft_pair import SftPair
 

@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from spmd_rl.data.epoch_order import EpochOrder
-from spmd_rl.data.files import open_records
+from spmd_rl.data.files.files import open_records
+from spmd_rl.data.files.record import Records
+from spmd_rl.data.files.record_store import open_store
 from spmd_rl.data.mixture import Mixture, Pick, data_weights, source_names
 from spmd_rl.data.preparer import Preparer
-from spmd_rl.data.record import Records
-from spmd_rl.data.record_store import open_store
 from spmd_rl.errors import DataError
 
 T = TypeVar("T")

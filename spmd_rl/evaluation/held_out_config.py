@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from spmd_rl.config.load import overlay
 from spmd_rl.data.documents import DocumentConfig
-from spmd_rl.data.prompt_format import PromptFormat
+from spmd_rl.data.render.prompt_format import PromptFormat
 from spmd_rl.evaluation.schedule import EvalTimes, check_sets, name_of_file
 
 Format = TypeVar("Format", PromptFormat, DocumentConfig)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from spmd_rl.data.chat import Chat, Template, render
-from spmd_rl.data.messages import messages_of, tools_of
+from spmd_rl.data.render.chat import Chat, Template, render
+from spmd_rl.data.render.messages import messages_of, tools_of
 from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.messages import AskText, AskTokens, Encoded, Question, Refused, Text
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from spmd_rl.controller.lifecycle.import_guard import importing
 from spmd_rl.errors import ConfigError, source_line
-from spmd_rl.rewards.boxed import in_last_box
+from spmd_rl.rewards.answers.boxed import in_last_box
 from spmd_rl.rewards.names import PACKAGES, find_grader, is_short_name
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spmd_rl.model.layers.layer import TensorSpec
-from spmd_rl.weights.layout import Box, range_box
+from spmd_rl.weights.plan.layout import Box, range_box
 
 
 def shard_box(tensor: TensorSpec, part: int, num_parts: int, padding: int = 1) -> Box:

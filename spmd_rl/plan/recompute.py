@@ -9,7 +9,7 @@ from spmd_rl.model.layers.layer import Recompute
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.plan.roles import PlannedRole
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.memory import step_sizes
+from spmd_rl.train.cost.memory import step_sizes
 
 # Of the operations of a step, two of six are the forward pass, which "all" does again. "cheap"
 # repeats no matrix product, and elementwise operations are too few to count.

@@ -29,8 +29,8 @@ from spmd_rl.rollout.kinds import engine_of
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
 from spmd_rl.rollout.sglang.tensor_parallel import shard_boxes
 from spmd_rl.train.config import trainer_of
+from spmd_rl.train.cost.memory import dtype_on_gpu
 from spmd_rl.train.kinds import read_trainable
-from spmd_rl.train.memory import dtype_on_gpu
 
 
 @dataclass(frozen=True)

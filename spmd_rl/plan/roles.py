@@ -17,8 +17,8 @@ from spmd_rl.offload.phases import ALL, Tags
 from spmd_rl.rollout.kinds import KINDS
 from spmd_rl.rollout.rollout import Rollout
 from spmd_rl.train.config import TrainerConfig, is_sharded, trainer_of
+from spmd_rl.train.cost.memory import dtype_on_gpu
 from spmd_rl.train.extra_role import ExtraRole
-from spmd_rl.train.memory import dtype_on_gpu
 from spmd_rl.train.trainer import Trainer
 
 TRAIN, INFER = "train", "infer"

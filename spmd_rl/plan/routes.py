@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.mesh.split import Placement
-from spmd_rl.weights.layout import ITEM_BYTES, Box, Dims, chunk_box
-from spmd_rl.weights.plan import ROUNDS_AT_ONCE, bucket_bytes
+from spmd_rl.weights.plan.layout import ITEM_BYTES, Box, Dims, chunk_box
+from spmd_rl.weights.plan.moves import ROUNDS_AT_ONCE, bucket_bytes
 
 # a tensor's shape, and what the ranks of one engine want of it, in their order along tp
 Wanted = tuple[Dims, tuple[Box, ...]]

@@ -20,7 +20,7 @@ class Config:
     data: str | dict[str, float]
     # module:function or path/to/file.py:function; several as a table of names and weights;
     # "": samples are not graded
-    reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
+    reward: str | dict[str, float] = "spmd_rl.rewards.answers.match:exact"
     steps: int = 1  # files of samples that are written
     prompts_per_step: int = 32  # each with sampling.num_samples samples
     run: rl.RunConfig = field(default_factory=rl.RunConfig)

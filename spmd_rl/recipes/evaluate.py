@@ -22,7 +22,7 @@ class Config:
     sets: dict[str, rl.EvalSet] = field(default_factory=dict)  # several sets by name, not data
     # grades what no set grades itself: module:function or path/to/file.py:function; several as a
     # table of names and weights
-    reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
+    reward: str | dict[str, float] = "spmd_rl.rewards.answers.match:exact"
     threshold: float = 1.0  # least reward of a correct sample
     # weights of a run instead of the model's, such as runs/grpo/checkpoints/step_000100
     checkpoint: str = ""

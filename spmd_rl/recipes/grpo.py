@@ -20,7 +20,7 @@ class Config(rl.PolicyConfig):
     # prompts: a file, or a table of files and weights (docs/data.md); a slice as path@[a:b]
     data: str | dict[str, float]
     # module:function or path/to/file.py:function; several as a table of names and weights
-    reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
+    reward: str | dict[str, float] = "spmd_rl.rewards.answers.match:exact"
     steps: int = 200  # training steps of the whole run
     epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
     start_step: int = 0  # steps that a new run counts as done, with their data (docs/resume.md)

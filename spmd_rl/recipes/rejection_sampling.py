@@ -23,7 +23,7 @@ class Config:
     # prompts: a file, or a table of files and weights (docs/data.md); a slice as path@[a:b]
     data: str | dict[str, float]
     # module:function or path/to/file.py:function; several as a table of names and weights
-    reward: str | dict[str, float] = "spmd_rl.rewards.match:exact"
+    reward: str | dict[str, float] = "spmd_rl.rewards.answers.match:exact"
     epochs: int = 1  # how often samples are drawn for each prompt
     prompts_per_step: int = 128  # each with sampling.num_samples samples
     # which samples become data; best: the best correct one of each prompt's step

@@ -26,7 +26,7 @@ from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.kinds import engine_of
 from spmd_rl.train.config import trainer_of
-from spmd_rl.train.memory import num_trained_parameters
+from spmd_rl.train.cost.memory import num_trained_parameters
 from spmd_rl.types.samples import Group, error_of
 
 RESULTS = (

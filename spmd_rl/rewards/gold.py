@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from spmd_rl.rewards import code_tests, deepscaler, instructions, math, multiple_choice, squad
+from spmd_rl.rewards.answers import deepscaler, math, multiple_choice, squad
+from spmd_rl.rewards.code import code_tests
+from spmd_rl.rewards.instructions import graders
 from spmd_rl.rewards.names import BOXED
 from spmd_rl.types.prompts import Prompt
 
@@ -15,8 +17,8 @@ CHECKS: dict[str, Callable[[Prompt], object]] = {
     "multiple_choice": multiple_choice.check_answer,
     "exact_match": squad.check_answers,
     "f1": squad.check_answers,
-    "ifeval": instructions.check_ifeval,
-    "ifbench": instructions.check_ifbench,
+    "ifeval": graders.check_ifeval,
+    "ifbench": graders.check_ifbench,
     "code": code_tests.read_tests,
 }
 

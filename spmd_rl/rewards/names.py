@@ -7,21 +7,21 @@ import os
 from spmd_rl.errors import ConfigError
 
 GRADERS = {
-    "exact": "spmd_rl.rewards.match:exact",
-    "contains": "spmd_rl.rewards.match:contains",
-    "last_number": "spmd_rl.rewards.match:last_number",
-    "math": "spmd_rl.rewards.math:math",
-    "boxed_math": "spmd_rl.rewards.math:boxed_math",
-    "dapo": "spmd_rl.rewards.dapo:dapo",
-    "deepscaler": "spmd_rl.rewards.deepscaler:deepscaler",
-    "multiple_choice": "spmd_rl.rewards.multiple_choice:multiple_choice",
-    "exact_match": "spmd_rl.rewards.squad:exact_match",
-    "f1": "spmd_rl.rewards.squad:f1",
-    "ifeval": "spmd_rl.rewards.instructions:ifeval",
-    "ifbench": "spmd_rl.rewards.instructions:ifbench",
-    "code": "spmd_rl.rewards.code:code",
-    "remote": "spmd_rl.rewards.remote:remote",
-    "judge": "spmd_rl.rewards.judge:judge",
+    "exact": "spmd_rl.rewards.answers.match:exact",
+    "contains": "spmd_rl.rewards.answers.match:contains",
+    "last_number": "spmd_rl.rewards.answers.match:last_number",
+    "math": "spmd_rl.rewards.answers.math:math",
+    "boxed_math": "spmd_rl.rewards.answers.math:boxed_math",
+    "dapo": "spmd_rl.rewards.answers.dapo:dapo",
+    "deepscaler": "spmd_rl.rewards.answers.deepscaler:deepscaler",
+    "multiple_choice": "spmd_rl.rewards.answers.multiple_choice:multiple_choice",
+    "exact_match": "spmd_rl.rewards.answers.squad:exact_match",
+    "f1": "spmd_rl.rewards.answers.squad:f1",
+    "ifeval": "spmd_rl.rewards.instructions.graders:ifeval",
+    "ifbench": "spmd_rl.rewards.instructions.graders:ifbench",
+    "code": "spmd_rl.rewards.code.graders:code",
+    "remote": "spmd_rl.rewards.remote.remote:remote",
+    "judge": "spmd_rl.rewards.remote.judge:judge",
 }
 _SHORT = {target: name for name, target in GRADERS.items()}
 BOXED = "boxed_"  # before the name of a grader of TEXT: it grades what is in the last \boxed{...}

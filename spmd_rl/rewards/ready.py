@@ -34,7 +34,7 @@ def check_graders(names: Iterable[str], cfg: GraderConfig, call_s: float) -> Non
         is_less = not call_s or settings.deadline_s < call_s
         require(is_less, f"graders.{name}.deadline_s", settings.deadline_s, expected)
     if "code" in names:
-        from spmd_rl.rewards.sandbox import check_sandbox
+        from spmd_rl.rewards.code.sandbox import check_sandbox
 
         check_sandbox(cfg.code)
     if "remote" in names:
@@ -49,7 +49,7 @@ def check_graders(names: Iterable[str], cfg: GraderConfig, call_s: float) -> Non
 
 
 def _check_client(setting: str, name: str, variables: dict[str, str]) -> None:
-    from spmd_rl.rewards.http import check_httpx, header_values
+    from spmd_rl.rewards.remote.http import check_httpx, header_values
 
     check_httpx()
     header_values(variables, f"graders.{name}.{setting}")

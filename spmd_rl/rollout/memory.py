@@ -14,7 +14,7 @@ from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.rollout.engine import GPU_STEP_TOKENS
 from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.rollout.kv_pages import cache_token_bytes, kv_budget, kv_pages
-from spmd_rl.weights.layout import ITEM_BYTES
+from spmd_rl.weights.plan.layout import ITEM_BYTES
 
 KV = "kv"
 

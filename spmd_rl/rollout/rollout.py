@@ -22,7 +22,7 @@ from spmd_rl.controller.capabilities import (
 from spmd_rl.controller.deferred import Deferred
 from spmd_rl.controller.endpoint import Role, Sharded, collective, concurrent, routed
 from spmd_rl.controller.routing import Route
-from spmd_rl.data.eos import eos_ids
+from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo

@@ -20,9 +20,9 @@ from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.model.value_head import ValueModel, ValueScorer
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
-from spmd_rl.train.fsdp2 import Fsdp2
+from spmd_rl.train.fsdp2.backend import Fsdp2
+from spmd_rl.train.fsdp2.sharded_model import ShardedModel
 from spmd_rl.train.learner import Learner
-from spmd_rl.train.sharded_model import ShardedModel
 
 NO_VALUE_HEAD = (
     "lora.rank is set for a model with a value head, which would not be trained: adapters are for "

@@ -12,8 +12,8 @@ from spmd_rl.config.load import read_toml
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.controller.run.evaluations import best_of_run
 from spmd_rl.errors import ConfigError
-from spmd_rl.train.checkpoint_index import INDEX_FILE
-from spmd_rl.train.export import export_saved
+from spmd_rl.train.checkpoint.checkpoint_index import INDEX_FILE
+from spmd_rl.train.checkpoint.export import export_saved
 
 
 def main(words: list[str]) -> int:

@@ -25,9 +25,9 @@ from spmd_rl.model.read import head_of, read_network_spec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import RoleSleep
 from spmd_rl.offload.residency import Receipt
+from spmd_rl.train.checkpoint.trainer_state import TrainerState
 from spmd_rl.train.config import FrozenConfig
-from spmd_rl.train.memory import frozen_memory
-from spmd_rl.train.trainer_state import TrainerState
+from spmd_rl.train.cost.memory import frozen_memory
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.token_values import SequenceValues, TokenValues, TopLogprobs
 
@@ -60,7 +60,7 @@ class FrozenModel(Role, WeightReceiver, Saver, Sleeper, Contracted, MemoryPlanne
         from spmd_rl.offload.role_memory import RoleMemory
         from spmd_rl.train.batch_runner import BatchRunner
         from spmd_rl.train.build import build_frozen
-        from spmd_rl.train.checkpoint import CheckpointWriter
+        from spmd_rl.train.checkpoint.checkpoint import CheckpointWriter
 
         self.memory = RoleMemory(sleep, context.device)
         self.backend = build_frozen(cfg, model, context, self.memory)
@@ -125,8 +125,8 @@ class FrozenModel(Role, WeightReceiver, Saver, Sleeper, Contracted, MemoryPlanne
     @collective
     def load(self, folder: str) -> int:
         """Continue with the weights of a checkpoint, and return their version."""
-        from spmd_rl.train import checkpoint
         from spmd_rl.train.build import first_weights
+        from spmd_rl.train.checkpoint import checkpoint
 
         self.memory.require("load", WEIGHTS)
         if (Path(folder) / UNCHANGED_FILE).exists():

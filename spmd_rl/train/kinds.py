@@ -15,9 +15,9 @@ from spmd_rl.model.read import read_network_spec, read_spec
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig, megatron_settings
+from spmd_rl.train.cost.memory import dtype_on_gpu, fsdp2_memory
 from spmd_rl.train.megatron.config import MegatronConfig, check_layout
 from spmd_rl.train.megatron.memory import megatron_memory
-from spmd_rl.train.memory import dtype_on_gpu, fsdp2_memory
 
 if TYPE_CHECKING:
     from spmd_rl.mesh.role_context import RoleContext

@@ -25,9 +25,10 @@ from spmd_rl.errors import ContractError, SpmdError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.train.backend import Backend, Outputs
 from spmd_rl.train.batch_runner import NOTHING_ELSE, BatchRunner, logprobs_of
+from spmd_rl.train.checkpoint.trainer_state import TrainerState
 from spmd_rl.train.config import TrainerConfig, learning_rate
-from spmd_rl.train.determinism import deterministic
-from spmd_rl.train.flops import peak_flops
+from spmd_rl.train.cost.flops import peak_flops
+from spmd_rl.train.fsdp2.determinism import deterministic
 from spmd_rl.train.metric_sums import MetricSums
 from spmd_rl.train.microbatch import MicroBatch, split_sequences
 from spmd_rl.train.on_policy import (
@@ -36,7 +37,6 @@ from spmd_rl.train.on_policy import (
     compare_with_rollout,
     on_policy_metrics,
 )
-from spmd_rl.train.trainer_state import TrainerState
 from spmd_rl.types.batch import Batch
 
 TOKENS = "train/tokens"

@@ -58,7 +58,7 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
         self.cfg: TrainerConfig = cfg
         self.model = model
         from spmd_rl.offload.role_memory import RoleMemory
-        from spmd_rl.train.checkpoint import CheckpointWriter
+        from spmd_rl.train.checkpoint.checkpoint import CheckpointWriter
 
         self.memory = RoleMemory(sleep, context.device)
         self.learner = kind_of(cfg, self.HEAD).build(cfg, model, context, self.HEAD, self.memory)
@@ -130,7 +130,7 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
     @collective
     def load(self, folder: str) -> int:
         """Resume from a checkpoint, written by any number of ranks, and return its version."""
-        from spmd_rl.train import checkpoint
+        from spmd_rl.train.checkpoint import checkpoint
 
         self.memory.require("load", MASTER, MOMENTS)
         self.checkpoints.wait_until_read()
@@ -155,7 +155,7 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
 
         Adapters make a folder that `peft` loads, with the tokenizer.
         """
-        from spmd_rl.train.export import export_hf
+        from spmd_rl.train.checkpoint.export import export_hf
 
         self.memory.require("export_hf", MASTER)
         export_hf(folder, self.model, self.backend, self.context, dtype, self.cfg.lora)

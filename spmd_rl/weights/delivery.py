@@ -11,7 +11,7 @@ from spmd_rl.errors import WeightsError
 from spmd_rl.weights.copies import Copies
 from spmd_rl.weights.ends import WeightSink, WeightSource
 from spmd_rl.weights.packing import BucketCopies, PackedBucket
-from spmd_rl.weights.plan import Move
+from spmd_rl.weights.plan.moves import Move
 
 
 @dataclass(frozen=True)

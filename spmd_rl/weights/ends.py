@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from spmd_rl.weights.layout import Box, Layout
+from spmd_rl.weights.plan.layout import Box, Layout
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from spmd_rl.weights.delivery import DeliveredMoves, Delivery
 from spmd_rl.weights.ends import LocalEnds, Shared, WeightSink, WeightSource
-from spmd_rl.weights.layout import Box
 from spmd_rl.weights.packing import PackedBucket, aligned
-from spmd_rl.weights.plan import ROUND_BYTES, Move, Traffic
+from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.plan.moves import ROUND_BYTES, Move, Traffic
 
 Buckets = dict[int, list[list[Move]]]  # by peer rank, in rounds
 

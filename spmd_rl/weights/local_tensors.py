@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from spmd_rl.weights.layout import Box, Dims, Layout, Piece
+from spmd_rl.weights.plan.layout import Box, Dims, Layout, Piece
 
 
 @dataclass(frozen=True)

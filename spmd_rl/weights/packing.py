@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmd_rl.weights.copies import copy_all
 from spmd_rl.weights.ends import LocalEnds, WeightSource
-from spmd_rl.weights.plan import Move
+from spmd_rl.weights.plan.moves import Move
 
 ALIGN_BYTES = 16
 

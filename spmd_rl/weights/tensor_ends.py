@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
-from spmd_rl.weights.digest import MODULUS, BoxSums
-from spmd_rl.weights.layout import Box, Layout, Piece
 from spmd_rl.weights.local_tensors import LocalTensor
+from spmd_rl.weights.plan.layout import Box, Layout, Piece
+from spmd_rl.weights.proof.digest import MODULUS, BoxSums
 
 
 def do_nothing() -> None: ...

@@ -26,9 +26,9 @@ from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import execute
-from spmd_rl.weights.layout import Box, Layout, Piece
 from spmd_rl.weights.local_tensors import LocalTensors
-from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.plan.layout import Box, Layout, Piece
+from spmd_rl.weights.plan.moves import plan_moves
 from spmd_rl.weights.tensor_ends import TensorSink, TensorSource
 from tests.backends.megatron_case import make_batch
 from tests.dist.weights_ranks import SMALL_BUCKET_BYTES, gathered

@@ -30,9 +30,13 @@ PRELOADED = [
     *("spmd_rl.controller.worker", "spmd_rl.controller.link", "spmd_rl.check.inputs"),
     *("spmd_rl.recipes.grpo", "spmd_rl.recipes.policy_update", "spmd_rl.hooks.child"),
     *("spmd_rl.rollout.build", "spmd_rl.rollout.rollout", "spmd_rl.rollout.native.build"),
-    *("spmd_rl.train.build", "spmd_rl.train.training_role", "spmd_rl.train.fsdp2"),
-    *("spmd_rl.train.checkpoint", "spmd_rl.train.export", "spmd_rl.algo.make"),
-    *("spmd_rl.weights.executors", "spmd_rl.weights.verification"),
+    *("spmd_rl.train.build", "spmd_rl.train.training_role", "spmd_rl.train.fsdp2.backend"),
+    *(
+        "spmd_rl.train.checkpoint.checkpoint",
+        "spmd_rl.train.checkpoint.export",
+        "spmd_rl.algo.make",
+    ),
+    *("spmd_rl.weights.executors", "spmd_rl.weights.proof.verification"),
 ]
 
 

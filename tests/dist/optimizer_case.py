@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.train.config import OptimizerConfig, ParameterGroup, TrainerConfig
-from spmd_rl.weights.layout import chunk_box
 from spmd_rl.weights.local_tensors import LocalTensor
+from spmd_rl.weights.plan.layout import chunk_box
 
 STEPS = 5
 # 3 rows on 2 ranks are uneven, 1 row leaves a rank without any, and 5 matrices are 2.5 rounds

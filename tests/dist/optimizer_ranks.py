@@ -20,8 +20,8 @@ from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, TrainerConfig
-from spmd_rl.train.optimizers import build_optimizer
-from spmd_rl.train.parameter_groups import moment_bytes, update_rules
+from spmd_rl.train.optimizer.optimizers import build_optimizer
+from spmd_rl.train.optimizer.parameter_groups import moment_bytes, update_rules
 from spmd_rl.train.trainer import Trainer
 from tests.dist.checkpoint_ranks import digests
 from tests.dist.optimizer_case import SHAPES, config, gradients, rate, rows, shards

@@ -25,8 +25,8 @@ from spmd_rl.types.batch import Batch
 from spmd_rl.types.token_values import TokenValues
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import execute
-from spmd_rl.weights.layout_rules import LayoutRules, compressed
-from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.plan.layout_rules import LayoutRules, compressed
+from spmd_rl.weights.plan.moves import plan_moves
 from tests.dist.checkpoint_ranks import digests
 from tests.dist.train_case import make_batch
 from tests.dist.train_ranks import context_of

@@ -22,14 +22,14 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.trainer import Trainer
-from spmd_rl.weights.digest import combine, digest
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import alias, execute
-from spmd_rl.weights.layout import Layout
 from spmd_rl.weights.local_tensors import LocalTensors
-from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.plan.layout import Layout
+from spmd_rl.weights.plan.moves import plan_moves
+from spmd_rl.weights.proof.digest import combine, digest
+from spmd_rl.weights.proof.verification import Verifier
 from spmd_rl.weights.tensor_ends import TensorSink
-from spmd_rl.weights.verification import Verifier
 from tests.dist.train_case import local_weights, make_batch
 
 SMALL_BUCKET_BYTES = 1000

@@ -116,8 +116,8 @@ def test_a_forbidden_thing_is_seen(text: str) -> None:
         ("spmd_rl.rollout.sglang.sink", "import zmq"),
         ("spmd_rl.rollout.sglang.engine", "def f():\n    import sglang.srt.server_args"),
         ("spmd_rl.weights.executors", "dist.new_group([0, 1])"),
-        ("spmd_rl.train.fsdp2", "mesh = DeviceMesh('cpu', [0])"),
-        ("spmd_rl.data.files", "import subprocess"),
+        ("spmd_rl.train.fsdp2.backend", "mesh = DeviceMesh('cpu', [0])"),
+        ("spmd_rl.data.files.files", "import subprocess"),
     ],
 )
 def test_a_wrong_owner_is_seen(name: str, text: str) -> None:

@@ -126,7 +126,7 @@ def test_heavy_packages_have_one_room_and_come_late() -> None:
     [
         ("spmd_rl.algo.losses", "from spmd_rl.train import role"),
         ("spmd_rl.observe.run_folder", "def f():\n    import spmd_rl.mesh.role_context"),
-        ("spmd_rl.data.files", "from spmd_rl import Prompts"),
+        ("spmd_rl.data.files.files", "from spmd_rl import Prompts"),
     ],
 )
 def test_an_upward_arrow_is_seen(name: str, text: str) -> None:

@@ -18,7 +18,7 @@ from spmd_rl.cli.data.inspect import (
 from spmd_rl.cli.data.problems import problem_lines
 from spmd_rl.cli.data.view import RECIPES, View, view_of
 from spmd_rl.config.load import load
-from spmd_rl.data.files import open_records
+from spmd_rl.data.files.files import open_records
 from spmd_rl.data.logs.convert import convert, write_rejects
 from spmd_rl.data.logs.formats import FORMATS, OURS, log_format
 from spmd_rl.data.prompt_records import PromptConfig

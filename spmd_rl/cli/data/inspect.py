@@ -17,11 +17,11 @@ from spmd_rl.check.inputs import check_record
 from spmd_rl.check.vocabulary import check_vocabulary
 from spmd_rl.cli.data.problems import Problem, problem_of
 from spmd_rl.cli.data.view import View
-from spmd_rl.data.files import open_records
+from spmd_rl.data.files.files import open_records
+from spmd_rl.data.files.record import DataRecord, Records
 from spmd_rl.data.preparer import Preparer
-from spmd_rl.data.prompt_format import PromptEncoder, is_too_long
 from spmd_rl.data.prompt_records import PromptConfig, graded
-from spmd_rl.data.record import DataRecord, Records
+from spmd_rl.data.render.prompt_format import PromptEncoder, is_too_long
 from spmd_rl.errors import DataError
 from spmd_rl.model.read import model_folder, read_spec
 from spmd_rl.model.tokenizer import load_tokenizer

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from spmd_rl.data.prompt_format import PromptFormat
-from spmd_rl.data.record import DataRecord
+from spmd_rl.data.files.record import DataRecord
+from spmd_rl.data.render.prompt_format import PromptFormat
 
 _FEW = 3  # records with the same problem, which have a line each
 _SETTINGS = ("prompt_key", "answer_key", "chosen_key", "rejected_key")

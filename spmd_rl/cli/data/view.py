@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_rl.config.load import load
-from spmd_rl.data.messages import written_messages
+from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.pairs import PairConfig, pair_preparer
 from spmd_rl.data.preparer import Preparer
-from spmd_rl.data.prompt_format import Tokenizer
 from spmd_rl.data.prompt_records import PromptConfig, PromptPreparer
-from spmd_rl.data.record import DataRecord
+from spmd_rl.data.render.messages import written_messages
+from spmd_rl.data.render.prompt_format import Tokenizer
+from spmd_rl.data.render.turns import Learn
 from spmd_rl.data.sft import sft_preparer
-from spmd_rl.data.turns import Learn
 from spmd_rl.errors import ConfigError, DataError
 
 PAIRS = ("dpo", "reward_model")
@@ -87,8 +87,10 @@ def _deduced(
         return "dpo", _without_given([_CHAT] if chat else [], given)
     key = given.get("prompt_key", "prompt")
     wanted = []
-    if key not in row and "prompt_key" not in given and isinstance(
-        _listed(row.get("messages")), list
+    if (
+        key not in row
+        and "prompt_key" not in given
+        and isinstance(_listed(row.get("messages")), list)
     ):
         key, wanted = "messages", [_MESSAGES]
     prompt = _listed(row.get(key))

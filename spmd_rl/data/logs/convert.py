@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from spmd_rl.data.files import read_records
+from spmd_rl.data.files.files import read_records
 from spmd_rl.data.logs.form import Json
 from spmd_rl.data.logs.formats import FORMATS, deduce, export_row, import_row
 from spmd_rl.errors import ConfigError, DataError

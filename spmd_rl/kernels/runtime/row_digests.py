@@ -1,7 +1,7 @@
 """Digests of many boxes on NVIDIA GPUs: each element is read once, in a single launch.
 
 A box is given as runs: rows of equal length and distance in memory, and in the index of the whole
-tensor. The sums are those of weights/digest.py, whose additions may come in any order.
+tensor. The sums are those of weights/proof/digest.py, whose additions may come in any order.
 """
 
 from __future__ import annotations

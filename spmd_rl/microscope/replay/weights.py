@@ -11,8 +11,8 @@ from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.errors import ConfigError
 from spmd_rl.microscope.replay.inputs import find_samples
 from spmd_rl.model.weight_files import has_weights
-from spmd_rl.train.checkpoint_index import INDEX_FILE, read_index
-from spmd_rl.train.export import export_saved
+from spmd_rl.train.checkpoint.checkpoint_index import INDEX_FILE, read_index
+from spmd_rl.train.checkpoint.export import export_saved
 
 
 @dataclass(frozen=True)

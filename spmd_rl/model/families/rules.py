@@ -12,7 +12,7 @@ from typing import Protocol
 
 from spmd_rl.model.layers.layer import TensorSpec
 from spmd_rl.model.shard import shard_box
-from spmd_rl.weights.layout import Box, Dims, range_box
+from spmd_rl.weights.plan.layout import Box, Dims, range_box
 
 Range = tuple[int, int]  # first row, and the row after the last
 Tensors = Mapping[str, TensorSpec]  # the Hugging Face tensors, by the name within a block

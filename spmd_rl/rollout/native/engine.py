@@ -34,8 +34,8 @@ from spmd_rl.rollout.native.step_plan import StepPlan
 from spmd_rl.rollout.native.stop_checker import StopChecker
 from spmd_rl.types.prompts import prompt_name
 from spmd_rl.types.samples import Sample, SampleStatus
-from spmd_rl.weights.digest import base_fact, digest
 from spmd_rl.weights.local_tensors import LocalTensors
+from spmd_rl.weights.proof.digest import base_fact, digest
 from spmd_rl.weights.tensor_ends import TensorSink
 
 NO_WEIGHTS = (

@@ -39,7 +39,7 @@ from spmd_rl.rollout.sglang.tensor_parallel import (
     check_sizes,
     shard_boxes,
 )
-from spmd_rl.weights.layout import ITEM_BYTES
+from spmd_rl.weights.plan.layout import ITEM_BYTES
 
 # SGLang's options where its own defaults serve a trainer beside it badly; a run may set them
 DEFAULTS: dict[str, Any] = {

@@ -48,7 +48,7 @@ def main(fd: int, parent_pid: int) -> None:
     load_package()
     from spmd_rl.rollout.sglang.child_scheduler import run
     from spmd_rl.rollout.sglang.messages import MESSAGES
-    from spmd_rl.weights.peer_socket import Failure, PeerSocket
+    from spmd_rl.weights.slab.peer_socket import Failure, PeerSocket
 
     peer = PeerSocket(socket.socket(fileno=fd), "the rank", MESSAGES)
     try:

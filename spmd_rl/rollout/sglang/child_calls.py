@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spmd_rl.weights.peer_socket import PeerSocket
+    from spmd_rl.weights.slab.peer_socket import PeerSocket
 
 PREFIX = "spmd_"
 ATTACH = "spmd_attach_slab"

@@ -20,7 +20,7 @@ from spmd_rl.rollout.sglang.child_calls import (
     ChildContext,
 )
 from spmd_rl.rollout.sglang.messages import CallDone, ChildReady, ChildSpec
-from spmd_rl.weights.peer_socket import Failure, PeerSocket
+from spmd_rl.weights.slab.peer_socket import Failure, PeerSocket
 
 SPEC_DEADLINE_S = 120.0
 OTHER_RANKS = (0, 0, 0, 0, None)  # in SGLang's other kinds of parallelism, each of size 1

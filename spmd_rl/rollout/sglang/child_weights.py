@@ -19,12 +19,12 @@ from spmd_rl.errors import WeightsError
 from spmd_rl.model.layers import gqa, mlp
 from spmd_rl.rollout.sglang.child_calls import ATTACH, DIGEST, RECEIVE, ChildContext, call
 from spmd_rl.rollout.sglang.messages import PushedPieces, WeightDigests
-from spmd_rl.weights.bucket_reader import Bucket, BucketReader
-from spmd_rl.weights.digest import digest
-from spmd_rl.weights.layout import Box, Dims, Piece
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
-from spmd_rl.weights.peer_socket import BucketEntry
-from spmd_rl.weights.slab import MappedSlab
+from spmd_rl.weights.plan.layout import Box, Dims, Piece
+from spmd_rl.weights.proof.digest import digest
+from spmd_rl.weights.slab.bucket_reader import Bucket, BucketReader
+from spmd_rl.weights.slab.peer_socket import BucketEntry
+from spmd_rl.weights.slab.slab import MappedSlab
 
 DEADLINE_S = 600.0
 # the parts of a fused parameter, in their order along its rows; SGLang gives it our own name

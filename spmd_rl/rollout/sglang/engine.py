@@ -33,7 +33,7 @@ from spmd_rl.rollout.sglang.structs import (
     ResumeMemoryOccupationReqOutput,
 )
 from spmd_rl.types.samples import Sample
-from spmd_rl.weights.layout import Box
+from spmd_rl.weights.plan.layout import Box
 
 POLL_S = 0.2  # how long a step waits for tokens; the child's end is noticed at once
 

@@ -22,7 +22,7 @@ from spmd_rl.rollout.sglang.messages import CallDone
 from spmd_rl.rollout.sglang.rank_engine import RankEngine
 from spmd_rl.rollout.sglang.sink import SglangSink
 from spmd_rl.types.samples import Sample
-from spmd_rl.weights.layout import Box
+from spmd_rl.weights.plan.layout import Box
 
 
 class PassedOnCalls:

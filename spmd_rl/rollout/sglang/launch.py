@@ -21,7 +21,7 @@ from spmd_rl.mesh.environment import without_world
 from spmd_rl.rollout.interpreter import Interpreter, meeting_environment
 from spmd_rl.rollout.sglang.messages import MESSAGES, ChildReady, ChildSpec
 from spmd_rl.rollout.sglang.options import SglangSite
-from spmd_rl.weights.peer_socket import PeerSocket
+from spmd_rl.weights.slab.peer_socket import PeerSocket
 
 CHILD_PROGRAM = Path(__file__).with_name("child.py")
 END_DEADLINE_S = 30.0

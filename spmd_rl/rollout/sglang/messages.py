@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmd_rl.weights.layout import Box, Piece
-from spmd_rl.weights.peer_socket import PeerMessage
+from spmd_rl.weights.plan.layout import Box, Piece
+from spmd_rl.weights.slab.peer_socket import PeerMessage
 
 
 class ChildSpec(PeerMessage, tag=True, frozen=True):

@@ -13,10 +13,10 @@ from spmd_rl.errors import DeadlineError, LostRankError, SpmdError, WeightsError
 from spmd_rl.rollout.sglang.child_calls import ATTACH, DIGEST, RECEIVE
 from spmd_rl.rollout.sglang.launch import Child
 from spmd_rl.rollout.sglang.messages import PushedPieces, WeightDigests
-from spmd_rl.weights.bucket_writer import BucketWriter
-from spmd_rl.weights.buckets import cut_box
-from spmd_rl.weights.layout import ITEM_BYTES, Box, Dims, Layout, Piece
-from spmd_rl.weights.slab import Slab
+from spmd_rl.weights.plan.layout import ITEM_BYTES, Box, Dims, Layout, Piece
+from spmd_rl.weights.slab.bucket_writer import BucketWriter
+from spmd_rl.weights.slab.buckets import cut_box
+from spmd_rl.weights.slab.slab import Slab
 
 
 class PushedEngine(Protocol):

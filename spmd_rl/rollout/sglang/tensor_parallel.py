@@ -15,7 +15,7 @@ import msgspec
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.model.shard import shard_box
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.weights.layout import Box
+from spmd_rl.weights.plan.layout import Box
 
 # rows of SGLang's embeddings are padded to a multiple of this before they are split
 # Source: DEFAULT_VOCAB_PADDING_SIZE in sglang 0.5.16, layers/vocab_parallel_embedding.py

@@ -18,10 +18,9 @@ from spmd_rl.model.families.megatron import OUTPUT, WORD_EMBEDDING
 from spmd_rl.model.model_contract import model_contract, rope_tables
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.role_memory import RoleMemory
-from spmd_rl.train.adamw import MOMENTS
 from spmd_rl.train.backend import LossOf, Outputs, State, Visit, VisitTop
 from spmd_rl.train.config import TrainerConfig, megatron_settings
-from spmd_rl.train.flops import train_flops
+from spmd_rl.train.cost.flops import train_flops
 from spmd_rl.train.megatron.config import MegatronConfig, check_layout
 from spmd_rl.train.megatron.exact import has_engine_bits
 from spmd_rl.train.megatron.gather import GatheredTensors
@@ -37,7 +36,8 @@ from spmd_rl.train.megatron.parameters import boxes_of, parameters_of
 from spmd_rl.train.megatron.schedule import Schedule
 from spmd_rl.train.megatron.scores import VocabularyHead
 from spmd_rl.train.microbatch import MicroBatch
-from spmd_rl.train.parameter_groups import update_rules
+from spmd_rl.train.optimizer.adamw import MOMENTS
+from spmd_rl.train.optimizer.parameter_groups import update_rules
 from spmd_rl.weights.tensor_ends import TensorSource
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.weights.layout import Box, Dims
 from spmd_rl.weights.local_tensors import LocalTensor
+from spmd_rl.weights.plan.layout import Box, Dims
 
 Named = Sequence[tuple[str, LocalTensor]]
 Held = dict[str, tuple[Dims, list[Box]]]  # a tensor's shape, and a rank's boxes of it

@@ -12,11 +12,11 @@ from spmd_rl.mesh.split import Placement
 from spmd_rl.model.layers.layer import num_elements
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import TagBytes
-from spmd_rl.train.activation_memory import HeadShape, activations
+from spmd_rl.train.cost.activation_memory import HeadShape, activations
 from spmd_rl.train.megatron.config import MegatronConfig
-from spmd_rl.train.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
-from spmd_rl.train.parameter_groups import FP32_BYTES
-from spmd_rl.weights.layout import ITEM_BYTES
+from spmd_rl.train.optimizer.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
+from spmd_rl.train.optimizer.parameter_groups import FP32_BYTES
+from spmd_rl.weights.plan.layout import ITEM_BYTES
 
 NUM_MOMENTS = 2  # AdamW's
 

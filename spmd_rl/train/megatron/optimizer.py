@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.train.adamw import MOMENTS
 from spmd_rl.train.backend import State
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.host_stack import Reserve
 from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.megatron.model import check_names
 from spmd_rl.train.megatron.parameters import Parameter
-from spmd_rl.train.parameter_groups import UpdateRule
-from spmd_rl.train.streamed_adamw import StreamedAdamW
-from spmd_rl.train.torch_groups import LR_SCALE, set_rates, state_tensors
-from spmd_rl.weights.layout import Box
+from spmd_rl.train.optimizer.adamw import MOMENTS
+from spmd_rl.train.optimizer.host_stack import Reserve
+from spmd_rl.train.optimizer.parameter_groups import UpdateRule
+from spmd_rl.train.optimizer.streamed_adamw import StreamedAdamW
+from spmd_rl.train.optimizer.torch_groups import LR_SCALE, set_rates, state_tensors
 from spmd_rl.weights.local_tensors import LocalTensor
+from spmd_rl.weights.plan.layout import Box
 
 
 class MegatronOptimizer:

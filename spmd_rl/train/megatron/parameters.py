@@ -16,8 +16,8 @@ from torch import Tensor
 from spmd_rl.model.families.megatron import LAYERS, Place, parts_of
 from spmd_rl.model.families.rules import Part
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.weights.layout import Box, Dims
 from spmd_rl.weights.local_tensors import LocalTensor
+from spmd_rl.weights.plan.layout import Box, Dims
 
 Rectangle = tuple[int, int, int, int]  # first row, number of rows, first column, number of columns
 

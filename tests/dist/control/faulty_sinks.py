@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spmd_rl.weights.layout import Box
-from spmd_rl.weights.perturbed_source import flip_lowest_bit
+from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.proof.perturbed_source import flip_lowest_bit
 from spmd_rl.weights.tensor_ends import TensorSink
 
 

@@ -36,8 +36,8 @@ class Source(Role, WeightProvider):
         self.rows.fill_(value + self.context.rank)
 
     def weight_source(self) -> Any:
-        from spmd_rl.weights.layout import chunk_box
         from spmd_rl.weights.local_tensors import LocalTensor
+        from spmd_rl.weights.plan.layout import chunk_box
         from spmd_rl.weights.tensor_ends import TensorSource
 
         parts = (0, 1) if self.cfg.fault == "replicas" else (self.context.rank, self.context.size)

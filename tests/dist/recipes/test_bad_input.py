@@ -26,7 +26,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
         (["--model=nowhere"], "no model folder at nowhere"),
         (["--data=nowhere.jsonl"], "nowhere.jsonl"),
         (["--data=."], ".: this is a folder, not a file"),
-        (["--reward=spmd_rl.rewards.match:excat"], "has no 'excat'"),
+        (["--reward=spmd_rl.rewards.answers.match:excat"], "has no 'excat'"),
         (["--sampling.temperature=-1"], "temperature = -1.0: expected 0 (greedy), or at least"),
         (["--sampling.temperature=0"], "sampling.temperature = 0.0: expected more than 0"),
         (["--sampling.stop_ids=[4000]"], "sampling.stop_ids holds 4000"),

@@ -16,8 +16,8 @@ from benchmarks.shapes import random_weights, write_config
 from spmd_rl.rollout.sglang.build import build
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
-from spmd_rl.weights.digest import digest
 from spmd_rl.weights.local_tensors import LocalTensors
+from spmd_rl.weights.proof.digest import digest
 from tests.engine_suite import EngineCase, EngineSuite, put
 
 PYTHON = os.environ.get("SPMD_RL_SGLANG", "/tmp/sgl" if Path("/tmp/sgl/sglang").is_dir() else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd_rl.train.fsdp2 import Fsdp2
+from spmd_rl.train.fsdp2.backend import Fsdp2
 from spmd_rl.train.trainer import Trainer
 
 

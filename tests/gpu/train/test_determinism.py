@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.kernels.attention.flash import flash_supports
-from spmd_rl.train.determinism import deterministic
+from spmd_rl.train.fsdp2.determinism import deterministic
 
 DEVICE = torch.device("cuda")
 LENGTHS = np.array([1, 300, 129, 1500, 64, 700, 1, 2048, 16, 511])

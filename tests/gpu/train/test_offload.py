@@ -17,11 +17,11 @@ from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.kernels.attention.flash import flash_supports
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.offload.role_memory import RoleMemory
-from spmd_rl.train.adamw import ShardedAdamW
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
-from spmd_rl.train.moment_chunks import UNIT
-from spmd_rl.train.parameter_groups import UpdateRule
-from spmd_rl.train.streamed_adamw import StreamedAdamW
+from spmd_rl.train.optimizer.adamw import ShardedAdamW
+from spmd_rl.train.optimizer.moment_chunks import UNIT
+from spmd_rl.train.optimizer.parameter_groups import UpdateRule
+from spmd_rl.train.optimizer.streamed_adamw import StreamedAdamW
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.batch import Batch
 from spmd_rl.weights.local_tensors import LocalTensors
@@ -90,7 +90,7 @@ def unequal(one: Trainer, other: Trainer) -> list[tuple[str, str]]:
 def test_no_bit_changes(
     context: RoleContext, model: Path, monkeypatch, offload: str, activations: bool
 ) -> None:
-    monkeypatch.setattr("spmd_rl.train.activation_offload.LEAST_BYTES", 1)
+    monkeypatch.setattr("spmd_rl.train.fsdp2.activation_offload.LEAST_BYTES", 1)
     plain = Trainer(replace(config(), max_tokens=150), context, str(model))
     cfg = replace(config(offload=offload, offload_activations=activations), max_tokens=150)
     offloading = Trainer(cfg, context, str(model))

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, OptimizerKind, TrainerConfig, Wrap
-from spmd_rl.train.optimizers import build_optimizer
-from spmd_rl.train.parameter_groups import update_rules
+from spmd_rl.train.optimizer.optimizers import build_optimizer
+from spmd_rl.train.optimizer.parameter_groups import update_rules
 from spmd_rl.train.trainer import Trainer
-from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor
+from spmd_rl.weights.plan.layout import Box
 from tests.dist.torchrun import torchrun
 from tests.dist.train_case import local_weights, make_batch
 

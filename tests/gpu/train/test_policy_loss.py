@@ -9,7 +9,7 @@ import torch
 
 from spmd_rl.algo.losses import LossInput
 from spmd_rl.algo.policy_loss import Surrogate, policy_loss
-from spmd_rl.train.determinism import deterministic
+from spmd_rl.train.fsdp2.determinism import deterministic
 
 pytestmark = pytest.mark.gpu
 

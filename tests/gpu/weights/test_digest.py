@@ -13,15 +13,15 @@ from torch import Tensor
 from spmd_rl.kernels.runtime.cuda_kernels import has_cupy
 from spmd_rl.kernels.runtime.row_digests import RowDigests
 from spmd_rl.weights.copies import copy_all
-from spmd_rl.weights.digest import box_sums
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import alias, execute
-from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
-from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.plan.moves import plan_moves
+from spmd_rl.weights.proof.digest import box_sums
+from spmd_rl.weights.proof.verdict import Verification
+from spmd_rl.weights.proof.verification import Verifier
 from spmd_rl.weights.tensor_ends import TensorSource
-from spmd_rl.weights.verdict import Verification
-from spmd_rl.weights.verification import Verifier
 from tests.gpu.rollout.graph_case import DEVICE, new_engine, new_model
 
 pytestmark = pytest.mark.skipif(not has_cupy(), reason="pip install -e '.[gpu]'")

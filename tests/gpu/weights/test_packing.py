@@ -9,7 +9,7 @@ from spmd_rl.kernels.runtime.cuda_kernels import has_cupy
 from spmd_rl.weights.delivery import Delivery
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.packing import PackedBucket
-from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.plan.moves import plan_moves
 from spmd_rl.weights.tensor_ends import TensorSource
 from tests.gpu.rollout.graph_case import DEVICE
 from tests.unit.weights.ends_case import sink_of, whole

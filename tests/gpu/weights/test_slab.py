@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from spmd_rl.errors import LostRankError, WeightsError
-from spmd_rl.weights import bucket_writer
-from spmd_rl.weights.bucket_writer import BucketWriter
-from spmd_rl.weights.layout import Box
-from spmd_rl.weights.peer_socket import PeerSocket, SlabHeader
-from spmd_rl.weights.slab import MappedSlab, Slab
+from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.slab import bucket_writer
+from spmd_rl.weights.slab.bucket_writer import BucketWriter
+from spmd_rl.weights.slab.peer_socket import PeerSocket, SlabHeader
+from spmd_rl.weights.slab.slab import MappedSlab, Slab
 from tests.unit.weights.peer_process import Peer, digest, order, peer_process, push, report
 
 DEADLINE_S = 120.0

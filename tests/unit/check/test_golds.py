@@ -100,16 +100,16 @@ def test_data_check_says_it_of_every_record(
 def test_a_record_is_checked_by_the_graders_that_it_names(tmp_path: Path) -> None:
     rows = [{"answer": "2", "by": None}, {"answer": "???", "by": "exact_match"}]
     check(write(tmp_path / "a.jsonl", rows), {"math": 1.0, "exact_match": 1.0}, reward_key="by")
-    rows[1]["by"] = {"spmd_rl.rewards.math:math": 0.5}
+    rows[1]["by"] = {"spmd_rl.rewards.answers.math:math": 0.5}
     with pytest.raises(DataError, match=r"b\.jsonl:2: the answer '\?\?\?' of this prompt"):
         check(write(tmp_path / "b.jsonl", rows), {"math": 1.0, "exact_match": 1.0}, reward_key="by")
 
 
 def test_a_short_name_and_the_full_one_are_the_same_grader(tmp_path: Path) -> None:
-    rows = [{"by": "spmd_rl.rewards.math:math"}, {"by": "math"}]
+    rows = [{"by": "spmd_rl.rewards.answers.math:math"}, {"by": "math"}]
     path = write(tmp_path / "data.jsonl", rows)
     check(path, "math", reward_key="by")
-    check(path, "spmd_rl.rewards.math:math", reward_key="by")
+    check(path, "spmd_rl.rewards.answers.math:math", reward_key="by")
 
 
 def test_only_the_first_records_of_a_huge_file_are_parsed(

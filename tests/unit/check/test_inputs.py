@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from spmd_rl.check import inputs
 from spmd_rl.check.inputs import check_inputs
-from spmd_rl.data.prompt_format import CHECKED_CHARACTERS, CHECKED_PROMPTS
 from spmd_rl.data.prompts import PromptConfig
+from spmd_rl.data.render.prompt_format import CHECKED_CHARACTERS, CHECKED_PROMPTS
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.model.hf import random_weights
@@ -227,7 +227,7 @@ def test_of_a_large_file_the_first_part_is_checked(
 def test_a_grader_that_lacks_its_server_is_refused(model: Path, kind: str) -> None:
     data = model.with_name("data.jsonl")
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    name = "spmd_rl.rewards.remote:remote"
+    name = "spmd_rl.rewards.remote.remote:remote"
     reward = name if kind == "reward" else ""
     hooks = HookConfig(extra_rewards=(name,) if kind == "extra_rewards" else ())
 

@@ -13,9 +13,9 @@ import pytest
 from spmd_rl.cli.data.command import main
 from spmd_rl.cli.data.view import view_of
 from spmd_rl.cli.main import main as cli_main
-from spmd_rl.data import record
+from spmd_rl.data.files.files import record
+from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.pairs import PairConfig
-from spmd_rl.data.record import DataRecord
 from spmd_rl.errors import ConfigError, DataError
 from tests.control_texts import COMMANDS, is_harmless
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmd_rl.data.answer_end import AnswerEnd
 from spmd_rl.data.pairs import PairConfig, PreferencePairs
+from spmd_rl.data.render.answer_end import AnswerEnd
 from spmd_rl.errors import DataError
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.data.chat import ChatFormat, chat_of, render
-from spmd_rl.data.files import DataRecord
-from spmd_rl.data.messages import messages_of
+from spmd_rl.data.files.files import DataRecord
 from spmd_rl.data.prompts import PromptConfig, Prompts
+from spmd_rl.data.render.chat import ChatFormat, chat_of, render
+from spmd_rl.data.render.messages import messages_of
+from spmd_rl.data.render.shown import ShownParts
 from spmd_rl.data.sft import SftPairs
-from spmd_rl.data.shown import ShownParts
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.recipes import rejection_sampling
 from spmd_rl.types.prompts import Prompt

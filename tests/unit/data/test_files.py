@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.data.files import DataRecord, read_records
+from spmd_rl.data.files.files import DataRecord, read_records
 from spmd_rl.errors import ConfigError, DataError
 
 Jsonl = Callable[..., str]

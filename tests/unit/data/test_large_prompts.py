@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.data import record_store
 from spmd_rl.data.epoch_order import EpochOrder
+from spmd_rl.data.files.files import record_store
 from spmd_rl.data.prompts import PromptConfig, Prompts
 from spmd_rl.errors import DataError
 

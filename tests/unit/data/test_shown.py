@@ -11,8 +11,8 @@ import pytest
 from spmd_rl.config.load import load
 from spmd_rl.data.pairs import PairConfig, PreferencePairs
 from spmd_rl.data.prompts import PromptConfig, Prompts
+from spmd_rl.data.render.template_arguments import unread
 from spmd_rl.data.sft import SftPairs
-from spmd_rl.data.template_arguments import unread
 from spmd_rl.errors import ConfigError, DataError
 from tests.unit.data.chat_templates import CHATML, LLAMA, QWEN, tokenizer_of
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.data.arrow_values import rows_of
-from spmd_rl.data.files import open_records, read_records
+from spmd_rl.data.files.arrow_values import rows_of
+from spmd_rl.data.files.files import open_records, read_records
 from spmd_rl.data.prompts import PromptConfig, Prompts
 from spmd_rl.data.sft import SftPairs
 from spmd_rl.errors import DataError
@@ -111,9 +111,7 @@ def test_calls_of_other_tools_leave_no_nulls(tmp_path: Path, kind: str) -> None:
     first, second = texts(path)
     called = '{"name": "temperature", "arguments": {"place": "Oslo"}}'
     assert first == f"<call>{called}<|end|>4 degrees.<|end|>"
-    assert second == (
-        '<call>{"name": "multiply", "arguments": {"x": 5, "y": 6}}<|end|>30.<|end|>'
-    )
+    assert second == ('<call>{"name": "multiply", "arguments": {"x": 5, "y": 6}}<|end|>30.<|end|>')
     prompts = Prompts(path, CONVERSATIONS, tokenizer_of(CHATML)).take(2)
     for prompt, row in zip(prompts, ROWS, strict=True):
         assert json.dumps(row["tools"]) in prompt.text
@@ -168,9 +166,7 @@ def test_what_datasets_writes(tmp_path: Path) -> None:
     asked = [row["messages"][:1] for row in ROWS]
     prompts = datasets.Dataset.from_dict(
         {"prompt": asked, "answer": ["a", "b"]},
-        features=datasets.Features(
-            {"prompt": datasets.Json(), "answer": datasets.Value("string")}
-        ),
+        features=datasets.Features({"prompt": datasets.Json(), "answer": datasets.Value("string")}),
     )
     prompts.save_to_disk(str(tmp_path / "prompts"))
     expected = learned(write_all(tmp_path / "plain", ROWS)["jsonl"])

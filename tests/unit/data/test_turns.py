@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.data.chat import Chat
 from spmd_rl.data.prompts import PromptConfig
+from spmd_rl.data.render.chat import Chat
+from spmd_rl.data.render.turns import Learn, encode_turns
 from spmd_rl.data.sft import SftPairs
-from spmd_rl.data.turns import Learn, encode_turns
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.types.sft_pair import SftPair
 from tests.unit.data.chat_templates import CHATML, LLAMA, MISTRAL, PLAIN, QWEN, tokenizer_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.data.files import read_records
+from spmd_rl.data.files.files import read_records
 from spmd_rl.data.pairs import PairConfig, PreferencePairs
 from spmd_rl.data.prompts import PromptConfig, Prompts
 from spmd_rl.data.sft import SftPairs, check_sft

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.data.chat import Chat
-from spmd_rl.data.turns import encode_turns
+from spmd_rl.data.render.chat import Chat
+from spmd_rl.data.render.turns import encode_turns
 from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.conversation import Conversation
 from spmd_rl.hooks.episode_texts import EpisodeTexts

@@ -217,7 +217,7 @@ def test_what_a_hook_prints_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_more_than_a_socket_takes_at_once_arrives() -> None:
-    with HookPool(HookConfig(deadline_s=0), ["spmd_rl.rewards.match:exact"]) as pool:
+    with HookPool(HookConfig(deadline_s=0), ["spmd_rl.rewards.answers.match:exact"]) as pool:
         events = grade_all(pool, ["8" * 2_000_000, "85"])
     assert rewards(events, "exact") == [0.0, 1.0]
 

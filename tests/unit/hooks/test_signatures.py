@@ -14,11 +14,11 @@ from spmd_rl.hooks.signatures import (
     load_reward,
     reward_weights,
 )
-from spmd_rl.rewards import match
+from spmd_rl.rewards.answers import match
 
 
 def test_a_function_by_module_and_by_file(tmp_path: Path) -> None:
-    assert load_reward("spmd_rl.rewards.match:exact").function is match.exact
+    assert load_reward("spmd_rl.rewards.answers.match:exact").function is match.exact
     file = tmp_path / "mine.py"
     file.write_text("def half(prompt, sample):\n    return 0.5\n")
     assert load_reward(f"{file}:half").function(None, None) == 0.5
@@ -31,11 +31,11 @@ def test_a_function_by_module_and_by_file(tmp_path: Path) -> None:
         ("rules:", "write it as package.module:function or path/to/file.py:function"),
         ("no.such.module:f", "there is no module 'no.such.module'"),
         (
-            "spmd_rl.rewards.match:exakt",
+            "spmd_rl.rewards.answers.match:exakt",
             "has no 'exakt' .its functions: exact, contains, last_number",
         ),
         ("nowhere/mine.py:f", "there is no file nowhere/mine.py"),
-        ("spmd_rl.rewards.match:re", "it is a module, not a function"),
+        ("spmd_rl.rewards.answers.match:re", "it is a module, not a function"),
     ],
 )
 def test_a_wrong_name_is_told_with_the_fix(name: str, sentence: str) -> None:

@@ -20,7 +20,7 @@ from spmd_rl.rollout.grading import Grading
 from spmd_rl.types.prompts import FIRST_EVALUATED
 from tests.unit.hooks.cases import make_prompt, make_sample
 
-NAMES = ["math", "boxed_exact", "spmd_rl.rewards.math:math", "rules.py:score"]
+NAMES = ["math", "boxed_exact", "spmd_rl.rewards.answers.math:math", "rules.py:score"]
 
 
 def failed(function: int, **problem: Any) -> Failed:

@@ -30,11 +30,11 @@ from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.model.hf import read_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import NativeEngineConfig
-from spmd_rl.train.checkpoint_index import INDEX_FILE, merged
-from spmd_rl.train.shards import write_shards
-from spmd_rl.train.trainer_state import TrainerState
-from spmd_rl.weights.layout import Piece
+from spmd_rl.train.checkpoint.checkpoint_index import INDEX_FILE, merged
+from spmd_rl.train.checkpoint.shards import write_shards
+from spmd_rl.train.checkpoint.trainer_state import TrainerState
 from spmd_rl.weights.local_tensors import LocalTensors
+from spmd_rl.weights.plan.layout import Piece
 
 SENTENCE = {
     "prompt_uid": 7,

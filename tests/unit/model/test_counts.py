@@ -17,7 +17,7 @@ from spmd_rl.model.families import FAMILIES
 from spmd_rl.model.read import read_spec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.flops import train_flops
+from spmd_rl.train.cost.flops import train_flops
 from spmd_rl.train.kinds import kind_of
 from spmd_rl.train.megatron.config import MegatronConfig
 from tests.backends import megatron_case

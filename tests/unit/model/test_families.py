@@ -26,7 +26,7 @@ from spmd_rl.model.families.rules import Joined, Part, QkvByGroup, RankPart
 from spmd_rl.model.layers.mlp import Mlp
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.spec import EMBEDDING, ModelSpec
-from spmd_rl.weights.layout import Dims
+from spmd_rl.weights.plan.layout import Dims
 from tests.specs import attention_of, dense_spec, mlp_of, with_experts
 
 Arrays = dict[str, np.ndarray]

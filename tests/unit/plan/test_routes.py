@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from spmd_rl.mesh.split import Placement
 from spmd_rl.plan.routes import Wanted, push_routes, whole
-from spmd_rl.weights.layout import Box, Dims, Layout, Piece, chunk_box
-from spmd_rl.weights.plan import bucket_bytes, plan_moves
+from spmd_rl.weights.plan.layout import Box, Dims, Layout, Piece, chunk_box
+from spmd_rl.weights.plan.moves import bucket_bytes, plan_moves
 
 Pairs = Counter[tuple[int, int]]
 Case = tuple[int, Placement, Placement, dict[Dims, int]]

@@ -10,9 +10,9 @@ from uuid import uuid4
 import pytest
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.rewards.code.sandbox import Outcome, check_sandbox, run_in_sandbox
+from spmd_rl.rewards.code.sandbox_command import FOLDER, program_command
 from spmd_rl.rewards.config import CodeConfig
-from spmd_rl.rewards.sandbox import Outcome, check_sandbox, run_in_sandbox
-from spmd_rl.rewards.sandbox_command import FOLDER, program_command
 
 
 def missing() -> str:

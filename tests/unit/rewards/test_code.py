@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.tasks import Failed, Graded
-from spmd_rl.rewards import code as code_module
-from spmd_rl.rewards.code import code
-from spmd_rl.rewards.code_block import last_block
-from spmd_rl.rewards.code_tests import AssertTest, CallTest, PairTest, read_tests
-from spmd_rl.rewards.sandbox import Outcome
+from spmd_rl.rewards.code.code_block import last_block
+from spmd_rl.rewards.code.code_tests import AssertTest, CallTest, PairTest, read_tests
+from spmd_rl.rewards.code.graders import code
+from spmd_rl.rewards.code.graders import code as code_module
+from spmd_rl.rewards.code.sandbox import Outcome
 from tests.unit.hooks.cases import make_sample
 from tests.unit.rewards.graded import context, grade, make_prompt
 from tests.unit.rewards.sandboxed import Marked, needs_sandbox
@@ -47,8 +47,8 @@ def fenced(program: str, word: str = "python") -> str:
         ("~~~python\nx = 1\n~~~", "x = 1\n"),
         ("~~~ py\nx = 1\n~~~~ end", "x = 1\n"),
         ("~~~\nx = 1\n~~~", "x = 1\n"),
-        ("~~~python\ns = \"\"\"\n```\n\"\"\"\n~~~", 's = """\n```\n"""\n'),
-        ("```python\ns = \"\"\"\n~~~\n\"\"\"\n```", 's = """\n~~~\n"""\n'),
+        ('~~~python\ns = """\n```\n"""\n~~~', 's = """\n```\n"""\n'),
+        ('```python\ns = """\n~~~\n"""\n```', 's = """\n~~~\n"""\n'),
         ("```python\nx = 1\n\n```python\nx = 2\n```", "x = 2\n"),
         ("```{.python}\nx = 1\n```", "x = 1\n"),
         ("~~~python\nx = 1\n```", None),

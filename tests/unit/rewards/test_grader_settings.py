@@ -81,7 +81,7 @@ def test_settings_of_the_page_fit_a_recipe(tmp_path: Path) -> None:
 def test_short_names_lead_to_graders_and_those_that_need_it_are_checked() -> None:
     for short in CHECKED:
         assert load_reward(GRADERS[short]).name == short
-    both = ["judge", "spmd_rl.rewards.code:code", "mine.py:code"]
+    both = ["judge", "spmd_rl.rewards.code.graders:code", "mine.py:code"]
     assert checked_graders(both) == {"judge", "code"}
     assert checked_graders(["mine.py:judge"]) == set()
     remote = GraderConfig(remote=RemoteConfig(url="http://x", deadline_s=30.0))

@@ -18,10 +18,10 @@ from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.pool import HookPool
 from spmd_rl.hooks.tasks import Graded, SampleTask
-from spmd_rl.rewards import math as math_module
-from spmd_rl.rewards.math import agrees, boxed_math, check_answer, math, parse_answer
-from spmd_rl.rewards.math_cost import MAX_SOLVED, is_costly, num_parts
-from spmd_rl.rewards.math_parse import MAX_ATTEMPTS, arithmetic, is_harmless, parse
+from spmd_rl.rewards.answers import math as math_module
+from spmd_rl.rewards.answers.math import agrees, boxed_math, check_answer, math, parse_answer
+from spmd_rl.rewards.answers.math_cost import MAX_SOLVED, is_costly, num_parts
+from spmd_rl.rewards.answers.math_parse import MAX_ATTEMPTS, arithmetic, is_harmless, parse
 from tests.unit.hooks.cases import events_of
 from tests.unit.rewards.cases import ask, say
 

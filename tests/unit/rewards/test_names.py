@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.load import load_function
 from spmd_rl.hooks.signatures import load_reward, reward_weights
-from spmd_rl.rewards import match, names
-from spmd_rl.rewards.boxed import last_boxed
+from spmd_rl.rewards import names
+from spmd_rl.rewards.answers import match
+from spmd_rl.rewards.answers.boxed import last_boxed
 from tests.unit.rewards.cases import ask, say
 
 
@@ -111,8 +112,8 @@ def test_a_box_ends_where_its_braces_do(content: str, after: str) -> None:
     ("name", "canonical"),
     [
         ("math", "math"),
-        ("spmd_rl.rewards.math:math", "math"),
-        ("spmd_rl.rewards.math:agrees", "spmd_rl.rewards.math:agrees"),
+        ("spmd_rl.rewards.answers.math:math", "math"),
+        ("spmd_rl.rewards.answers.math:agrees", "spmd_rl.rewards.answers.math:agrees"),
         ("boxed_exact", "boxed_exact"),
         ("rules.py:score", "rules.py:score"),
         ("./rules.py:score", "rules.py:score"),

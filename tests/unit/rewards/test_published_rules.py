@@ -13,9 +13,9 @@ from types import ModuleType
 
 import pytest
 
-from spmd_rl.rewards.code import code
-from spmd_rl.rewards.dapo import dapo
-from spmd_rl.rewards.squad import exact_match
+from spmd_rl.rewards.answers.dapo import dapo
+from spmd_rl.rewards.answers.squad import exact_match
+from spmd_rl.rewards.code.graders import code
 from tests.unit.hooks.cases import make_sample
 from tests.unit.rewards.cases import ask, say
 from tests.unit.rewards.graded import context, make_prompt

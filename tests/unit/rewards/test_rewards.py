@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmd_rl.rewards import match
+from spmd_rl.rewards.answers import match
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 

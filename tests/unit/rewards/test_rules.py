@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.rewards import squad
-from spmd_rl.rewards.dapo import dapo
-from spmd_rl.rewards.deepscaler import deepscaler
-from spmd_rl.rewards.multiple_choice import chosen, multiple_choice, shuffled
-from spmd_rl.rewards.squad import exact_match, f1
+from spmd_rl.rewards.answers import squad
+from spmd_rl.rewards.answers.dapo import dapo
+from spmd_rl.rewards.answers.deepscaler import deepscaler
+from spmd_rl.rewards.answers.multiple_choice import chosen, multiple_choice, shuffled
+from spmd_rl.rewards.answers.squad import exact_match, f1
 from tests.unit.rewards.cases import ask, say
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.rewards import sandbox, sandbox_command, sandbox_filter
+from spmd_rl.rewards.code.graders import sandbox, sandbox_command, sandbox_filter
+from spmd_rl.rewards.code.sandbox import check_sandbox
+from spmd_rl.rewards.code.sandbox_filter import filter_program
 from spmd_rl.rewards.config import CodeConfig
-from spmd_rl.rewards.sandbox import check_sandbox
-from spmd_rl.rewards.sandbox_filter import filter_program
 from tests.laws.source import ROOT
 from tests.unit.rewards.sandboxed import Marked, needs_sandbox
 
@@ -366,7 +366,7 @@ def test_processor_time_is_bounded() -> None:
 
 KILLED = """
 import os, signal, sys
-from spmd_rl.rewards import sandbox
+from spmd_rl.rewards.code.graders import sandbox
 from tests.unit.rewards.sandboxed import Marked
 take, limit, pids = sandbox._Output._take, sandbox._limit, []
 def limited(cfg, pid):
@@ -444,7 +444,7 @@ def test_a_command_that_the_sandbox_does_not_show_is_told(tmp_path: Path) -> Non
 
 UNPRIVILEGED = """
 from spmd_rl.rewards.config import CodeConfig
-from spmd_rl.rewards.sandbox import check_sandbox, run_in_sandbox
+from spmd_rl.rewards.code.sandbox import check_sandbox, run_in_sandbox
 cfg = CodeConfig(processes=8)
 check_sandbox(cfg)
 program = '''

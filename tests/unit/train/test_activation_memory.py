@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmd_rl.model.layers.block import BlockSpec
 from spmd_rl.model.layers.gqa import Gqa
 from spmd_rl.model.layers.mlp import Mlp
-from spmd_rl.train.activation_memory import (
+from spmd_rl.train.cost.activation_memory import (
     NO_HEAD,
     Activations,
     HeadShape,

@@ -9,8 +9,8 @@ import pytest
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.train.config import Fsdp2Config, ParameterGroup, TrainerConfig
-from spmd_rl.train.memory import fsdp2_memory, step_sizes
-from spmd_rl.train.step_memory import step_points
+from spmd_rl.train.cost.memory import fsdp2_memory, step_sizes
+from spmd_rl.train.cost.step_memory import step_points
 from tests.specs import dense_spec
 
 SPEC = dense_spec(

@@ -16,8 +16,8 @@ from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.controller.run.checksums import checksum
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.observe import atomic_write
-from spmd_rl.train import checkpoint, shards
-from spmd_rl.train.checkpoint_index import INDEX_FILE
+from spmd_rl.train.checkpoint.checkpoint import checkpoint, shards
+from spmd_rl.train.checkpoint.checkpoint_index import INDEX_FILE
 from spmd_rl.train.config import OptimizerConfig, TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import local_weights, make_batch

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.errors import SpmdError
-from spmd_rl.train.checkpoint_index import Shard, WrittenByRank, merged, share
-from spmd_rl.train.trainer_state import TrainerState
-from spmd_rl.weights.layout import Box, Piece, chunk_box
+from spmd_rl.train.checkpoint.checkpoint_index import Shard, WrittenByRank, merged, share
+from spmd_rl.train.checkpoint.trainer_state import TrainerState
+from spmd_rl.weights.plan.layout import Box, Piece, chunk_box
 
 SHAPE = (7, 3)
 

@@ -8,7 +8,7 @@ import torch
 from spmd_rl.algo.losses import LossInput, grpo_loss
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention import backend
-from spmd_rl.train.determinism import WORKSPACE, deterministic, require_deterministic
+from spmd_rl.train.fsdp2.determinism import WORKSPACE, deterministic, require_deterministic
 from tests.dist.train_case import local_weights, make_batch
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from spmd_rl.model.lora import LoraConfig
-from spmd_rl.train import flops
+from spmd_rl.train.cost import flops
 from tests.specs import attention_of, with_layers
 
 

@@ -10,7 +10,7 @@ import torch
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.errors import ConfigError
 from spmd_rl.train.config import OptimizerConfig, ParameterGroup, TrainerConfig
-from spmd_rl.train.parameter_groups import UpdateRule, moment_bytes, update_rules
+from spmd_rl.train.optimizer.parameter_groups import UpdateRule, moment_bytes, update_rules
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import local_weights, make_batch
 from tests.unit.train.test_step import Oracle

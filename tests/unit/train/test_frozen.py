@@ -18,8 +18,8 @@ from spmd_rl.train.frozen import UNCHANGED_FILE, FrozenModel
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import alias, execute
-from spmd_rl.weights.layout_rules import compressed
-from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.plan.layout_rules import compressed
+from spmd_rl.weights.plan.moves import plan_moves
 from tests.dist.train_case import make_batch
 
 NewFrozen = Callable[..., FrozenModel]

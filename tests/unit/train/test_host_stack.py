@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmd_rl.train.host_stack import ALIGNMENT, HostStack
+from spmd_rl.train.optimizer.host_stack import ALIGNMENT, HostStack
 
 BLOCK = 4 * ALIGNMENT
 SIZES = st.lists(st.integers(1, 6 * ALIGNMENT), max_size=12)

@@ -19,8 +19,8 @@ from spmd_rl.model.lora import LoraConfig, is_adapter
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
 from spmd_rl.offload.phases import ALL, RoleSleep
+from spmd_rl.train.checkpoint.export import export_saved
 from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, ParameterGroup, TrainerConfig
-from spmd_rl.train.export import export_saved
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import make_batch
 

@@ -18,7 +18,7 @@ from spmd_rl.offload.phases import ALL, COLOCATED, RoleSleep
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.trainer import Trainer
-from spmd_rl.weights.layout import Box
+from spmd_rl.weights.plan.layout import Box
 from tests.dist.train_case import make_batch
 
 LORA = LoraConfig(rank=4, alpha=7.0, merged_push=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.train.moment_chunks import UNIT, MomentLayout, lay_out
+from spmd_rl.train.optimizer.moment_chunks import UNIT, MomentLayout, lay_out
 
 SIZES = st.lists(st.integers(0, 5 * UNIT), max_size=8)
 

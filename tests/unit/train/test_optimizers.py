@@ -21,8 +21,8 @@ from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.train.config import OptimizerConfig, TrainerConfig
-from spmd_rl.train.optimizers import ShardOptimizer, build_optimizer
-from spmd_rl.train.parameter_groups import update_rules
+from spmd_rl.train.optimizer.optimizers import ShardOptimizer, build_optimizer
+from spmd_rl.train.optimizer.parameter_groups import update_rules
 from tests.dist.optimizer_case import BLOCKS, SHAPES, config, gradients, rate, shards, weights
 from tests.dist.train_case import make_batch, write_model_folder
 

@@ -36,7 +36,7 @@ from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.memory import cache_token_bytes, engine_memory, running_kv_bytes
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.flops import train_flops
+from spmd_rl.train.cost.flops import train_flops
 from spmd_rl.train.kinds import kind_of
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.train.adamw import ShardedAdamW
 from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, TrainerConfig
-from spmd_rl.train.moment_chunks import NUM_SLOTS, UNIT, Chunk
-from spmd_rl.train.moment_stream import MomentStream
-from spmd_rl.train.parameter_groups import update_rules
-from spmd_rl.train.streamed_adamw import StreamedAdamW
+from spmd_rl.train.optimizer.adamw import ShardedAdamW
+from spmd_rl.train.optimizer.moment_chunks import NUM_SLOTS, UNIT, Chunk
+from spmd_rl.train.optimizer.moment_stream import MomentStream
+from spmd_rl.train.optimizer.parameter_groups import update_rules
+from spmd_rl.train.optimizer.streamed_adamw import StreamedAdamW
 from tests.dist.optimizer_case import config, gradients, rate, shards
 
 # A matrix over many chunks, with a tail that fills no vector, and others that share one.

@@ -24,8 +24,8 @@ from spmd_rl.model.read import head_of, read_spec
 from spmd_rl.model.spec import VALUE_HEAD
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.model.value_head import ValueModel
+from spmd_rl.train.checkpoint.export import export_saved
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
-from spmd_rl.train.export import export_saved
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.train.value_trainer import ValueTrainer

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from spmd_rl.weights.buckets import cut_box
 from spmd_rl.weights.ends import LocalEnds, WeightSink, WeightSource
-from spmd_rl.weights.layout import Box, Layout
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
-from spmd_rl.weights.plan import WeightPlan, plan_moves
+from spmd_rl.weights.plan.layout import Box, Layout
+from spmd_rl.weights.plan.moves import WeightPlan, plan_moves
+from spmd_rl.weights.slab.buckets import cut_box
 from spmd_rl.weights.tensor_ends import TensorSink, TensorSource
 
 CPU = torch.device("cpu")

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from spmd_rl.errors import LostRankError, SpmdError
-from spmd_rl.weights.bucket_reader import BucketReader
-from spmd_rl.weights.bucket_writer import BucketWriter
-from spmd_rl.weights.buckets import cut_box
-from spmd_rl.weights.layout import ITEM_BYTES, Box
-from spmd_rl.weights.peer_socket import PeerMessage, PeerSocket
-from spmd_rl.weights.slab import MappedSlab, Slab
+from spmd_rl.weights.plan.layout import ITEM_BYTES, Box
+from spmd_rl.weights.slab.bucket_reader import BucketReader
+from spmd_rl.weights.slab.bucket_writer import BucketWriter
+from spmd_rl.weights.slab.buckets import cut_box
+from spmd_rl.weights.slab.peer_socket import PeerMessage, PeerSocket
+from spmd_rl.weights.slab.slab import MappedSlab, Slab
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 120.0  # generous: an end of file comes at once

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmd_rl.errors import DeadlineError, LostRankError, WeightsError
-from spmd_rl.weights.bucket_reader import BucketReader
-from spmd_rl.weights.bucket_writer import BucketWriter
-from spmd_rl.weights.buckets import cut_box
-from spmd_rl.weights.layout import Box
-from spmd_rl.weights.peer_socket import (
+from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.slab.bucket_reader import BucketReader
+from spmd_rl.weights.slab.bucket_writer import BucketWriter
+from spmd_rl.weights.slab.buckets import cut_box
+from spmd_rl.weights.slab.peer_socket import (
     BucketAck,
     BucketEntry,
     BucketTable,
@@ -28,7 +28,7 @@ from spmd_rl.weights.peer_socket import (
     Failure,
     PeerSocket,
 )
-from spmd_rl.weights.slab import MappedSlab, Slab
+from spmd_rl.weights.slab.slab import MappedSlab, Slab
 from tests.laws.test_import import HEAVY, probe
 from tests.unit.weights.peer_process import (
     Peer,
@@ -296,7 +296,7 @@ def test_a_full_half_gives_no_slot(pair: Pair) -> None:
 
 
 def test_the_other_process_needs_no_heavy_package_but_torch() -> None:
-    _, modules = probe("import spmd_rl.weights.bucket_reader")
+    _, modules = probe("import spmd_rl.weights.slab.bucket_reader")
     assert modules & HEAVY == {"torch"}
 
 

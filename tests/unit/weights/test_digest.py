@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.errors import ContractError
-from spmd_rl.weights import digest as digest_module
-from spmd_rl.weights.digest import combine, digest
-from spmd_rl.weights.layout import Box, chunk_box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
+from spmd_rl.weights.plan.layout import Box, chunk_box
+from spmd_rl.weights.proof import digest as digest_module
+from spmd_rl.weights.proof.digest import combine, digest
 
 WHOLE = torch.randn(9, 6, 4, generator=torch.Generator().manual_seed(0))
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import Executor, _buckets, alias, execute
-from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
-from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.plan.moves import plan_moves
 from spmd_rl.weights.tensor_ends import TensorSource
 from tests.unit.weights.ends_case import (
     BucketSink,

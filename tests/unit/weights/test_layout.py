@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.weights.layout import Box, chunk_box
+from spmd_rl.weights.plan.layout import Box, chunk_box
 
 SHAPE = (5, 4, 6)
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.weights.layout import Box, Dims, Layout, Piece, chunk_box
-from spmd_rl.weights.layout_rules import (
+from spmd_rl.weights.plan.layout import Box, Dims, Layout, Piece, chunk_box
+from spmd_rl.weights.plan.layout_rules import (
     LayoutRules,
     compressed,
     expanded,
@@ -19,7 +19,7 @@ from spmd_rl.weights.layout_rules import (
     split_name,
     values,
 )
-from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.plan.moves import plan_moves
 
 MIB = 1 << 20
 SHAPES: dict[str, Dims] = {

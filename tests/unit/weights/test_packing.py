@@ -9,7 +9,7 @@ from torch import Tensor
 from spmd_rl.weights.delivery import Delivery
 from spmd_rl.weights.ends import WeightSink
 from spmd_rl.weights.packing import PackedBucket
-from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.plan.moves import plan_moves
 from spmd_rl.weights.tensor_ends import TensorSource
 from tests.unit.weights.ends_case import (
     BucketSink,

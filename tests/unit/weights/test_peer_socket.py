@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.errors import DeadlineError, LostRankError, WeightsError
-from spmd_rl.weights.layout import Box
-from spmd_rl.weights.peer_socket import (
+from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.slab.peer_socket import (
     MAX_MESSAGE_BYTES,
     BucketAck,
     BucketEntry,

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.errors import PlanError
-from spmd_rl.weights.layout import ITEM_BYTES, Box, Dims, Layout, Piece, chunk_box
-from spmd_rl.weights.plan import Move, WeightPlan, bucket_bytes, plan_moves
+from spmd_rl.weights.plan.layout import ITEM_BYTES, Box, Dims, Layout, Piece, chunk_box
+from spmd_rl.weights.plan.moves import Move, WeightPlan, bucket_bytes, plan_moves
 
 
 def _grid(shape: Dims, parts: tuple[int, int], index: int) -> Box:

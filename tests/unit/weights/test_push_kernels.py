@@ -10,10 +10,10 @@ from torch import Tensor
 
 from spmd_rl.kernels.runtime.row_digests import RowDigests, Rows
 from spmd_rl.kernels.runtime.run_copies import BufferCopies, copy_all, programs_beside_nccl
-from spmd_rl.weights.digest import box_sums
-from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor
-from spmd_rl.weights.memory_rows import memory_rows
+from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.proof.digest import box_sums
+from spmd_rl.weights.proof.memory_rows import memory_rows
 from tests.unit.weights.push_on_host import COMPILER, SIZES, HostKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is installed")

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from spmd_rl.errors import StaleSlabError, WeightsError
-from spmd_rl.weights import bucket_reader, bucket_writer
-from spmd_rl.weights.bucket_reader import BucketReader
-from spmd_rl.weights.bucket_writer import BucketWriter
-from spmd_rl.weights.layout import Box
-from spmd_rl.weights.peer_socket import (
+from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.slab.bucket_reader import BucketReader
+from spmd_rl.weights.slab.bucket_writer import BucketWriter
+from spmd_rl.weights.slab.peer_socket import (
     BucketEntry,
     BucketTable,
     PeerMessage,
     PeerSocket,
     RepeatedBucket,
 )
+from spmd_rl.weights.slab.slab import bucket_reader, bucket_writer
 from tests.unit.weights.peer_process import Peer, digest, order, peer_process, push, report
 from tests.unit.weights.test_buckets import DEADLINE_S, Pair, pair, send_slab
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from spmd_rl.errors import ResidencyError, StaleSlabError, WeightsError
-from spmd_rl.weights.bucket_writer import BucketWriter
-from spmd_rl.weights.layout import Box
-from spmd_rl.weights.peer_socket import EndOfPush, PeerSocket, SlabHeader
-from spmd_rl.weights.slab import MappedSlab, Slab
+from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.slab.bucket_writer import BucketWriter
+from spmd_rl.weights.slab.peer_socket import EndOfPush, PeerSocket, SlabHeader
+from spmd_rl.weights.slab.slab import MappedSlab, Slab
 from tests.unit.weights.peer_process import order, peer_process, report
 
 CPU = torch.device("cpu")

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import alias, execute
-from spmd_rl.weights.layout import Box
-from spmd_rl.weights.perturbed_source import PerturbedSource
-from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.plan.moves import plan_moves
+from spmd_rl.weights.proof.perturbed_source import PerturbedSource
+from spmd_rl.weights.proof.verdict import Verification
+from spmd_rl.weights.proof.verification import MAX_NAMED, Verifier
 from spmd_rl.weights.tensor_ends import TensorSource
-from spmd_rl.weights.verdict import Verification
-from spmd_rl.weights.verification import MAX_NAMED, Verifier
 from tests.unit.weights.ends_case import (
     BucketSink,
     ReadSource,

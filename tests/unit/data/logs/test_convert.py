@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spmd_rl.cli.data.command import main
 from spmd_rl.cli.data.inspect import check_records, describe_file
 from spmd_rl.cli.data.view import View
-from spmd_rl.data.files import open_records
+from spmd_rl.data.files.files import open_records
 from spmd_rl.data.logs.convert import convert
 from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.errors import ConfigError

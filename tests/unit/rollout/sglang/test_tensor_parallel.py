@@ -34,8 +34,8 @@ from spmd_rl.rollout.sglang.tensor_parallel import (
     check_sizes,
     shard_boxes,
 )
-from spmd_rl.weights.layout import Box, Piece
-from spmd_rl.weights.peer_socket import PeerSocket
+from spmd_rl.weights.plan.layout import Box, Piece
+from spmd_rl.weights.slab.peer_socket import PeerSocket
 from tests.specs import attention_of, dense_spec, with_layers
 
 SPEC = dense_spec(

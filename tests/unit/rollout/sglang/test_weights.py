@@ -18,13 +18,13 @@ from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.sglang.child_weights import parameter_views
 from spmd_rl.rollout.sglang.engine import SglangEngine
-from spmd_rl.weights.digest import digest
 from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import Executor, execute
-from spmd_rl.weights.layout import Box, Piece
 from spmd_rl.weights.local_tensors import LocalTensors
-from spmd_rl.weights.peer_socket import BucketTable, PeerMessage, RepeatedBucket
-from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.plan.layout import Box, Piece
+from spmd_rl.weights.plan.moves import plan_moves
+from spmd_rl.weights.proof.digest import digest
+from spmd_rl.weights.slab.peer_socket import BucketTable, PeerMessage, RepeatedBucket
 from spmd_rl.weights.tensor_ends import TensorSource
 from tests.engine_suite import GREEDY, push, put
 

@@ -1,0 +1,1 @@
+"""Records of files and of data set folders."""

@@ -1,0 +1,1 @@
+"""From messages to tokens: chat templates, and what they show."""

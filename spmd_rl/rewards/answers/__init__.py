@@ -1,0 +1,1 @@
+"""Graders that compare a response's answer with the record's."""

@@ -1,0 +1,1 @@
+"""Graders that run a response's program in a sandbox."""

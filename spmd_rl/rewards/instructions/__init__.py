@@ -1,0 +1,1 @@
+"""Graders that check whether a response follows its instructions."""

@@ -1,0 +1,231 @@
+"""Checks of instructions in IFBench (Pyatkin et al. 2025), one pure function each.
+
+A check takes the response and the arguments that the data gives, under the published names. Those
+that need a corpus or a trained model are in `REFUSED`.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from datetime import date
+from itertools import pairwise
+
+from spmd_rl.rewards.instructions.ifbench_layout import LAYOUT_CHECKS
+from spmd_rl.rewards.instructions.ifbench_sentences import SENTENCE_CHECKS
+from spmd_rl.rewards.instructions.ifeval_checks import Arguments, Check
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_AROUND = string.punctuation + " "
+_CONJUNCTIONS = frozenset("and but for nor or so yet".split())
+_PRONOUNS = frozenset(
+    "i me my mine myself we us our ours ourselves you your yours yourself yourselves he him his "
+    "himself she her hers herself it its itself they them their theirs themselves".split()
+)
+_CONSONANTS = re.compile(r"[bcdfghjklmnpqrstvwxyz]{2}")
+_JAPANESE = re.compile("[\u3040-\u30ff\u4e00-\u9fff]")
+_PRIMES = frozenset(n for n in range(2, 100) if all(n % divisor for divisor in range(2, n)))
+_DATE = re.compile(r"(\d{4})-(\d{2})-(\d{2})", re.ASCII)
+_OPENED, _CLOSED = re.compile("<(?:i|em)>"), re.compile("</(?:i|em)>")
+_CITY_HEADER = ["ID", "Country", "City", "Year", "Count"]
+
+
+def _plain_words(text: str) -> list[str]:
+    return text.lower().translate(_PUNCTUATION).split()
+
+
+def _word_count_range(text: str, given: Arguments) -> bool:
+    count = len(re.findall(r"\w+", text))
+    return int(given["min_words"]) <= count <= int(given["max_words"])
+
+
+def _unique_word_count(text: str, given: Arguments) -> bool:
+    return len({word.strip(_AROUND) for word in text.lower().split()}) >= int(given["N"])
+
+
+def _conjunctions(text: str, given: Arguments) -> bool:
+    """As published, spellings with other capitals or punctuation count as others."""
+    found = {word for word in text.split() if word.strip(_AROUND).lower() in _CONJUNCTIONS}
+    return len(found) >= int(given["small_n"])
+
+
+def _numbers(text: str, given: Arguments) -> bool:
+    return len(re.findall(r"\d+", text.translate(_PUNCTUATION))) == int(given["N"])
+
+
+def _punctuation(text: str, _: Arguments) -> bool:
+    """Every mark occurs, and an interrobang besides."""
+    if not any(mark in text for mark in ("!?", "?!", "\u203d")):
+        return False
+    rest = text.replace("?!", "", 1) if "?!" in text else text.replace("!?", "", 1)
+    return all(mark in rest for mark in ".,!?;:")
+
+
+def _pronouns(text: str, given: Arguments) -> bool:
+    words = _plain_words(text.replace("/", " "))
+    return sum(word in _PRONOUNS for word in words) >= int(given["N"])
+
+
+def _keywords_multiple(text: str, given: Arguments) -> bool:
+    counts = {f"keyword{number}": times for number, times in enumerate((1, 2, 3, 5, 7), start=1)}
+    lower = text.lower()
+    return all(lower.count(given[key].lower()) == times for key, times in counts.items())
+
+
+def _words_japanese(text: str, given: Arguments) -> bool:
+    nth = int(given["N"])
+    words = [word.strip(_AROUND) for word in text.split()[nth - 1 :: nth]]
+    return all(_JAPANESE.search(word) for word in words if word and not word.isdigit())
+
+
+def _alphabet(text: str, _: Arguments) -> bool:
+    letters = [word[0] for word in _plain_words(text)]
+    if not letters or letters[0] not in string.ascii_lowercase:
+        return False
+    first = string.ascii_lowercase.index(letters[0])
+    wanted = (string.ascii_lowercase[(first + n) % 26] for n in range(len(letters)))
+    return all(letter == right for letter, right in zip(letters, wanted, strict=True))
+
+
+def _vowel(text: str, _: Arguments) -> bool:
+    inner = text.strip()
+    return "\n" not in inner and len(set("aeiou") & set(inner.lower())) <= 3
+
+
+def _consonants(text: str, _: Arguments) -> bool:
+    return all(_CONSONANTS.search(word) for word in text.lower().split())
+
+
+def _palindrome(text: str, _: Arguments) -> bool:
+    return sum(len(word) >= 5 and word == word[::-1] for word in _plain_words(text)) >= 10
+
+
+def _prime_lengths(text: str, _: Arguments) -> bool:
+    return all(len(word) in _PRIMES for word in text.translate(_PUNCTUATION).split())
+
+
+def _repeats(text: str, given: Arguments) -> bool:
+    counts = Counter(_plain_words(text))
+    return max(counts.values(), default=0) <= int(given["small_n"])
+
+
+def _paragraph_last_first(text: str, _: Arguments) -> bool:
+    lines = [line.strip().lower().strip(_AROUND).split() for line in text.split("\n")]
+    return all(words[0] == words[-1] for words in lines if words)
+
+
+def _no_consecutive(text: str, _: Arguments) -> bool:
+    letters = [word[0] for word in _plain_words(text)]
+    return all(one != other for one, other in pairwise(letters))
+
+
+def _newline(text: str, _: Arguments) -> bool:
+    """Each word stands on a line of its own."""
+    plain = text.translate(_PUNCTUATION).strip()
+    return sum(line != "" for line in plain.split("\n")) == len(plain.split())
+
+
+def _list(text: str, given: Arguments) -> bool:
+    return len(re.findall(re.escape(given["sep"]), text)) >= 2
+
+
+def _thesis(text: str, _: Arguments) -> bool:
+    parts = _OPENED.split(text, maxsplit=1)
+    thesis, *rest = _CLOSED.split(parts[-1], maxsplit=1)
+    return len(parts) == 2 and bool(thesis.strip() and rest and rest[0].strip())
+
+
+def _output_template(text: str, _: Arguments) -> bool:
+    return all(part in text for part in ("My Answer:", "My Conclusion:", "Future Outlook:"))
+
+
+def _no_whitespace(text: str, _: Arguments) -> bool:
+    return not any(letter.isspace() for letter in text)
+
+
+def _repeat_change(text: str, given: Arguments) -> bool:
+    wanted = given["prompt_to_repeat"]
+    return text != wanted and text.split()[1:] == wanted.split()[1:]
+
+
+def _repeat_span(text: str, given: Arguments) -> bool:
+    span = slice(int(given["n_start"]), int(given["n_end"]))
+    return text.lower().split() == given["prompt_to_repeat"].lower().split()[span]
+
+
+def _character_reverse(text: str, _: Arguments) -> bool:
+    return "elgae dlab" in text.lower()
+
+
+def _multiples(text: str, _: Arguments) -> bool:
+    return re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"]
+
+
+def _date_format_list(text: str, _: Arguments) -> bool:
+    return all(_is_napoleonic(part.strip()) for part in text.strip().split(","))
+
+
+def _is_napoleonic(text: str) -> bool:
+    found = _DATE.fullmatch(text)
+    if found is None:
+        return False
+    try:
+        return 1769 <= date(*map(int, found.groups())).year <= 1821
+    except ValueError:  # such as the 31st of June
+        return False
+
+
+def _csv_city(text: str, _: Arguments) -> bool:
+    rows: Sequence[list[str]]
+    try:
+        rows = list(csv.reader(text.splitlines(keepends=True)))
+    except csv.Error:  # a field of 128 KiB
+        return False
+    return len(rows) == 8 and rows[0] == _CITY_HEADER and all(len(row) == 5 for row in rows)
+
+
+CHECKS: dict[str, Check] = {
+    "count:word_count_range": _word_count_range,
+    "count:unique_word_count": _unique_word_count,
+    "count:conjunctions": _conjunctions,
+    "count:numbers": _numbers,
+    "count:punctuation": _punctuation,
+    "count:pronouns": _pronouns,
+    "count:keywords_multiple": _keywords_multiple,
+    "count:words_japanese": _words_japanese,
+    "words:alphabet": _alphabet,
+    "words:vowel": _vowel,
+    "words:consonants": _consonants,
+    "words:palindrome": _palindrome,
+    "words:prime_lengths": _prime_lengths,
+    "words:repeats": _repeats,
+    "words:paragraph_last_first": _paragraph_last_first,
+    "words:no_consecutive": _no_consecutive,
+    "format:newline": _newline,
+    "format:list": _list,
+    "format:thesis": _thesis,
+    "format:output_template": _output_template,
+    "format:no_whitespace": _no_whitespace,
+    "repeat:repeat_change": _repeat_change,
+    "repeat:repeat_span": _repeat_span,
+    "custom:character_reverse": _character_reverse,
+    "custom:multiples": _multiples,
+    "custom:date_format_list": _date_format_list,
+    "custom:csv_city": _csv_city,
+    **SENTENCE_CHECKS,
+    **LAYOUT_CHECKS,
+}
+
+# published checks that are not here, and what they need
+REFUSED = {
+    "ratio:stop_words": "NLTK's list of stop words",
+    "words:start_verb": "NLTK's tagger",
+    "words:odd_even_syllables": "a dictionary of syllables",
+    "words:keywords_specific_position": "NLTK's tokenizer, which is a trained model",
+    "words:words_position": "NLTK's tokenizer, which is a trained model",
+    "format:title_case": "NLTK's tokenizer, which is a trained model",
+    "format:emoji": "a table of all emoji",
+}

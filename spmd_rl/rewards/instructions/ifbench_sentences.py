@@ -1,0 +1,98 @@
+"""Checks of IFBench that split a response into sentences, one pure function each."""
+
+from __future__ import annotations
+
+import string
+from itertools import pairwise
+
+from spmd_rl.rewards.instructions.ifeval_checks import Arguments, Check
+from spmd_rl.rewards.instructions.sentence_split import split_sentences
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_AROUND = string.punctuation + " "
+
+
+def _num_ending(sentences: list[str], end: str) -> int:
+    return sum(sentence.endswith(end) for sentence in sentences)
+
+
+def _sentence_type(text: str, _: Arguments) -> bool:
+    sentences = split_sentences(text)
+    return _num_ending(sentences, ".") == 2 * _num_ending(sentences, "?")
+
+
+def _sentence_balance(text: str, _: Arguments) -> bool:
+    sentences = split_sentences(text)
+    return len({_num_ending(sentences, end) for end in ".?!"}) == 1
+
+
+def _sentence_words(text: str, _: Arguments) -> bool:
+    """As published, the words of the three sentences may be the same."""
+    sentences = split_sentences(text)
+    return len(sentences) == 3 and len({len(sentence) for sentence in sentences}) == 1
+
+
+def _keyword(text: str, given: Arguments) -> bool:
+    sentences, nth = split_sentences(text), int(given["N"])
+    return len(sentences) >= nth and given["word"].lower() in sentences[nth - 1].lower()
+
+
+def _alliteration_increment(text: str, _: Arguments) -> bool:
+    counts = [_num_alliterative(sentence) for sentence in split_sentences(text)]
+    return all(one < other for one, other in pairwise(counts))
+
+
+def _num_alliterative(sentence: str) -> int:
+    """Return how many words are in runs of two or more words with the same first letter."""
+    letters = [word[0] for raw in sentence.lower().split() if (word := raw.lstrip(_AROUND))]
+    same = [one == other for one, other in pairwise(letters)]
+    num_runs = sum(now and not before for before, now in pairwise([False, *same]))
+    return sum(same) + num_runs
+
+
+def _last_first(text: str, _: Arguments) -> bool:
+    for sentence, following in pairwise(split_sentences(text)):
+        words, others = sentence.rstrip(_AROUND).split(), following.lstrip(_AROUND).split()
+        if not words or not others or words[-1].lower() != others[0].lower():
+            return False
+    return True
+
+
+def _increment(text: str, given: Arguments) -> bool:
+    counts = [len(one.translate(_PUNCTUATION).split()) for one in split_sentences(text)]
+    return all(other - one == int(given["small_n"]) for one, other in pairwise(counts))
+
+
+def _sentence_alphabet(text: str, _: Arguments) -> bool:
+    return [one[:1].lower() for one in split_sentences(text)] == [*string.ascii_lowercase]
+
+
+def _no_bullets_bullets(text: str, _: Arguments) -> bool:
+    """Lines of sentences come first, of which a blank line may be the last, and then bullets."""
+    num_sentences = num_bullets = 0
+    may_be_sentences = True
+    for line in map(str.strip, text.split("\n")):
+        if line.startswith("*"):
+            may_be_sentences = False
+            if num_sentences < 2:
+                return False
+            num_bullets += 1
+        elif may_be_sentences:
+            found = len(split_sentences(line))
+            num_sentences, may_be_sentences = num_sentences + found, found > 0
+        else:
+            return False
+    return num_bullets >= 2
+
+
+SENTENCE_CHECKS: dict[str, Check] = {
+    "ratio:sentence_type": _sentence_type,
+    "ratio:sentence_balance": _sentence_balance,
+    "ratio:sentence_words": _sentence_words,
+    "sentence:keyword": _keyword,
+    "sentence:alliteration_increment": _alliteration_increment,
+    "sentence:increment": _increment,
+    "words:last_first": _last_first,
+    "format:no_bullets_bullets": _no_bullets_bullets,
+    "custom:sentence_alphabet": _sentence_alphabet,
+}

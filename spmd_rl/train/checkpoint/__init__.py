@@ -1,0 +1,1 @@
+"""Checkpoints of a trainer, and exported model folders."""

@@ -1,0 +1,1 @@
+"""Cost of training: FLOPs and memory of a step, computed without torch."""

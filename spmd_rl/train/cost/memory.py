@@ -1,0 +1,200 @@
+"""Memory of the roles that train or are frozen, on one rank: from config, placement and model.
+
+It is computed without torch, for the plan and for the decision what sleeps. Units: bytes.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Protocol
+
+from spmd_rl.mesh.split import Placement
+from spmd_rl.model.spec import Head, ModelSpec
+from spmd_rl.offload.ledger import TagBytes
+from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
+from spmd_rl.train.cost.activation_memory import (
+    NO_HEAD,
+    Activations,
+    HeadShape,
+    activations,
+    forward_bytes,
+)
+from spmd_rl.train.cost.adapter_memory import adapter_sizes, merge_bytes, num_adapted
+from spmd_rl.train.cost.step_memory import StepSizes, step_memory
+from spmd_rl.train.optimizer.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
+from spmd_rl.train.optimizer.parameter_groups import FP32_BYTES, moment_bytes, update_rules
+from spmd_rl.weights.plan.layout import ITEM_BYTES
+
+NUM_MOMENTS = 2  # AdamW's, the only ones that are offloaded
+OFFLOADING_LAYERS = 3  # whose activations are on the GPU while they are copied out and back
+
+
+class HasDtype(Protocol):
+    @property
+    def dtype(self) -> str: ...
+
+
+def dtype_on_gpu(cfg: HasDtype) -> str:
+    """Return the dtype that a role computes in on a GPU."""
+    return "bfloat16" if cfg.dtype == "auto" else cfg.dtype
+
+
+def fsdp2_memory(
+    spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head = "lm"
+) -> list[TagBytes]:
+    """Return what a trainer of FSDP2 takes of one of its ranks, by tag.
+
+    Raises: ConfigError if the config has another backend.
+    """
+    offload = fsdp2_settings(cfg).offload
+    step = step_memory(step_sizes(spec, cfg, placement, head), offload)
+    if not cfg.lora.rank:
+        return step
+    num_shards = placement.axes["fsdp"]
+    base = -(-spec.num_parameters // num_shards) * ITEM_BYTES[dtype_on_gpu(cfg)]
+    if not cfg.lora.merged_push:
+        return [TagBytes("base", base, "save", changes=False), *step]
+    merge = TagBytes("merge", merge_bytes(spec, cfg.lora, num_shards), "fixed")
+    return [TagBytes("pushed_base", base, "save", changes=False), merge, *step]
+
+
+def num_trained_parameters(spec: ModelSpec, cfg: TrainerConfig) -> int:
+    """Return how many parameters learn: those of the adapters, or those that are not frozen."""
+    if cfg.lora.rank:
+        return num_adapted(spec, cfg.lora)
+    shapes = spec.parameter_shapes()
+    return sum(prod(shapes[name]) for name in update_rules(shapes, cfg, 1))
+
+
+def step_sizes(
+    spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head = "lm"
+) -> StepSizes:
+    """Return what a trainer of FSDP2 has of each class on one of its ranks, and on the host."""
+    num_shards = placement.axes["fsdp"]
+    element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
+    if cfg.lora.rank:
+        return _adapter_step_sizes(spec, cfg, placement)
+    shapes = spec.parameter_shapes(head)
+    rules = update_rules(shapes, cfg, num_shards)
+    layer, layers, rest = _unit_sizes(spec, head)
+    num_parameters = layers + rest
+    is_one_unit = fsdp2_settings(cfg).gathers_whole(num_parameters * FP32_BYTES)
+    unit = num_parameters if is_one_unit else max(layer, rest)
+    # One unit, and a model without shards, are gathered until the end of the step, and so long
+    # gradients are whole. Otherwise the root's weights and those of two neighbouring layers are
+    # there at once.
+    is_whole = num_shards == 1 or is_one_unit
+    num_gathered = num_parameters if is_whole else min(spec.num_layers, 2) * layer + rest
+    # Gathered weights in the dtype of the master, without shards, are the master itself.
+    is_copied = num_shards > 1 or element_bytes != FP32_BYTES
+    num_trained = sum(prod(shapes[name]) for name in rules)
+    reduced = -(-num_trained // num_shards)
+    return StepSizes(
+        master=-(-num_parameters // num_shards) * FP32_BYTES,
+        moments=moment_bytes(shapes, rules, num_shards),
+        grads=(num_trained if is_whole else reduced) * FP32_BYTES,
+        reduced_grads=reduced * FP32_BYTES,
+        gathered=num_gathered * element_bytes if is_copied else 0,
+        activations=_activations(spec, cfg, head),
+        kept_copies=num_parameters * element_bytes if is_one_unit and num_shards > 1 else 0,
+        gather_copies=unit * element_bytes if is_copied else 0,
+        layer_copies=_copies(min(layer, unit), num_shards),
+        unit_copies=_copies(unit, num_shards),
+        chunks=NUM_SLOTS * NUM_MOMENTS * CHUNK_ELEMENTS * FP32_BYTES,
+    )
+
+
+def _adapter_step_sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -> StepSizes:
+    """Return the sizes of a trainer whose adapters alone learn; its base is a tag of its own."""
+    num_shards, element_bytes = placement.axes["fsdp"], ITEM_BYTES[dtype_on_gpu(cfg)]
+    layer, _, rest = _unit_sizes(spec, "lm")
+    adapted = num_adapted(spec, cfg.lora)
+    is_gathered = num_shards > 1  # the base too; FSDP leaves it alone where there is one shard
+    unit_bytes = adapted * FP32_BYTES + is_gathered * spec.num_parameters * element_bytes
+    is_one_unit = fsdp2_settings(cfg).gathers_whole(unit_bytes)
+    num_gathered = spec.num_parameters if is_one_unit else min(spec.num_layers, 2) * layer + rest
+    sizes = adapter_sizes(spec, cfg, num_shards, element_bytes, num_gathered)
+    of_layer = -(-adapted // spec.num_layers)
+    is_whole = is_one_unit or not is_gathered
+    return StepSizes(
+        master=sizes.master,
+        moments=sizes.moments,
+        grads=adapted * FP32_BYTES if is_whole else sizes.grads,
+        reduced_grads=sizes.grads,
+        gathered=sizes.gathered,
+        activations=_activations(spec, cfg, "lm"),
+        kept_copies=sizes.gathered if is_one_unit and is_gathered else 0,
+        layer_copies=_copies(of_layer, num_shards),
+        unit_copies=_copies(adapted if is_one_unit else of_layer, num_shards),
+    )
+
+
+def frozen_memory(
+    spec: ModelSpec, cfg: FrozenConfig, placement: Placement, head: Head
+) -> list[TagBytes]:
+    """Return what a model that never learns takes of one of its ranks, by tag.
+
+    Its forward pass has one layer at a time. Its weights change by a push alone, so they are saved
+    once.
+    """
+    element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
+    layer, layers, rest = _unit_sizes(spec, head)
+    num_parameters = layers + rest
+    is_whole = cfg.gathers_whole(num_parameters * element_bytes)
+    num_gathered = num_parameters if is_whole else min(spec.num_layers, 2) * layer + rest
+    shards = placement.axes["fsdp"]
+    working = forward_bytes(
+        [block.cost() for block in spec.distinct_blocks()],
+        spec.hidden_size,
+        _head_shape(spec, cfg, head, keeps_slopes=False),
+        num_tokens=cfg.max_tokens,
+        element_bytes=element_bytes,
+    )
+    gathered = num_gathered * element_bytes
+    # until the first forward pass ends, FSDP keeps what it gathered of one unit twice
+    copies = [TagBytes("copies", gathered, "work")] if is_whole and shards > 1 else []
+    return [
+        TagBytes("weights", -(-num_parameters // shards) * element_bytes, "save", changes=False),
+        TagBytes("gathered", gathered, "work"),
+        *copies,
+        TagBytes("activations", working, "work"),
+    ]
+
+
+def _activations(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> Activations:
+    settings = fsdp2_settings(cfg)
+    offloads, recompute = settings.offload_activations, settings.recompute
+    keeps_slopes = dtype_on_gpu(cfg) != "float32" and recompute != "all"
+    return activations(
+        [block.cost() for block in spec.blocks],
+        spec.hidden_size,
+        _head_shape(spec, cfg, head, keeps_slopes),
+        num_tokens=cfg.max_tokens,
+        element_bytes=ITEM_BYTES[dtype_on_gpu(cfg)],
+        recompute=recompute,
+        num_on_gpu=OFFLOADING_LAYERS if offloads else None,
+    )
+
+
+def _head_shape(
+    spec: ModelSpec, cfg: TrainerConfig | FrozenConfig, head: Head, keeps_slopes: bool
+) -> HeadShape:
+    if head == "value":
+        return NO_HEAD
+    return HeadShape(
+        spec.vocab_size, spec.hidden_size, cfg.logit_rows, cfg.max_tokens, keeps_slopes
+    )
+
+
+def _unit_sizes(spec: ModelSpec, head: Head) -> tuple[int, int, int]:
+    """Return the parameters of the largest layer, of all layers, and of those outside of them."""
+    layers = [block.cost().parameters for block in spec.blocks]
+    return max(layers), sum(layers), sum(one.num_elements for one in spec.outer_parameters(head))
+
+
+def _copies(unit: int, num_shards: int) -> int:
+    """Return the bytes in which FSDP reduces a unit's gradients.
+
+    They are all of the unit, and a shard of it twice: as it is summed, and divided.
+    """
+    return (unit + 2 * -(-unit // num_shards)) * FP32_BYTES

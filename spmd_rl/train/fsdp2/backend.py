@@ -1,0 +1,279 @@
+"""FSDP2 backend: float32 master weights sharded over the mesh, compute in float32 or bfloat16.
+
+The optimizer works on the local shards as plain tensors (optimizers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from spmd_rl.algo.losses import Needs
+from spmd_rl.errors import ConfigError
+from spmd_rl.kernels import recomputing
+from spmd_rl.model.attention import head_size
+from spmd_rl.model.lora import is_adapter
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.scorer import Scorer
+from spmd_rl.model.spec import Head, ModelSpec
+from spmd_rl.model.value_head import ValueModel, ValueScorer
+from spmd_rl.offload.role_memory import RoleMemory
+from spmd_rl.train.backend import LossOf, State
+from spmd_rl.train.config import TrainerConfig, fsdp2_settings
+from spmd_rl.train.cost.flops import train_flops
+from spmd_rl.train.fsdp2.activation_offload import ActivationOffload
+from spmd_rl.train.fsdp2.determinism import SumInRankOrder, require_deterministic
+from spmd_rl.train.fsdp2.merged_source import MergedSource
+from spmd_rl.train.fsdp2.sharded_model import ShardedModel
+from spmd_rl.train.microbatch import MicroBatch
+from spmd_rl.train.optimizer.host_stack import Reserve
+from spmd_rl.train.optimizer.optimizers import ShardOptimizer, build_optimizer
+from spmd_rl.train.optimizer.parameter_groups import UpdateRule, update_rules
+from spmd_rl.weights.ends import WeightSource
+from spmd_rl.weights.tensor_ends import do_nothing
+
+
+class Fsdp2(ShardedModel):
+    """A model sharded over `mesh`, whose axes are dp and fsdp, with its optimizer.
+
+    Weights are unset until `fill`. Master weights, moments and the base beside adapters are in
+    regions of `memory`.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        mesh: DeviceMesh,
+        cfg: TrainerConfig,
+        device: torch.device,
+        head: Head = "lm",
+        memory: RoleMemory | None = None,
+    ) -> None:
+        dtype = getattr(torch, cfg.dtype)
+        if cfg.deterministic:
+            require_deterministic(device, dtype, head_size(spec), mesh.size(0))
+        self._memory = memory = memory or RoleMemory(None, device)
+        settings = fsdp2_settings(cfg)
+        self._offload = settings.offload
+        self._is_adamw = cfg.optimizer.kind == "adamw"
+        _require_one_shard(self._offload, mesh.size(1))
+        scorer = _scorer(spec, cfg, head)
+        _recompute(scorer.model, settings.recompute)
+        self._activations: ActivationOffload | None = None
+        if settings.offload_activations:
+            self._activations = ActivationOffload(device, memory.reserve)
+            self._activations.wrap(scorer.model.model.layers)
+        base = _make_base(scorer.model, dtype) if cfg.lora.rank else frozenset[str]()
+        rules = _freeze(scorer.model, cfg, mesh.size(1), base)
+        reshard = False if mesh.size(1) == 1 else None
+        super().__init__(
+            scorer,
+            mesh,
+            device,
+            dtype,
+            settings.gathers_whole,
+            reshard,
+            base,
+            partial(self._allocating, cfg),
+        )
+        for is_base, names in ((False, self.names()), (True, sorted(self.base))):
+            memory.hold(_tag(cfg, is_base), partial(self._locals, names))
+        _sum_gradients(self.units, cfg.deterministic)
+        build = partial(build_optimizer, self.local_weights(), rules, cfg, mesh.get_group("fsdp"))
+        self.optimizer = self._built(build, memory)
+
+    def _allocating(
+        self, cfg: TrainerConfig, is_base: bool, sizes: list[int]
+    ) -> AbstractContextManager[None]:
+        return self._memory.allocating(_tag(cfg, is_base), sizes, self._offload == "master")
+
+    def _locals(self, names: Sequence[str]) -> list[Tensor]:
+        return [self.local[name] for name in names]
+
+    def _built(
+        self, build: Callable[[Reserve | None], ShardOptimizer], memory: RoleMemory
+    ) -> ShardOptimizer:
+        """Return the optimizer, with its state in host memory or in a region of its own."""
+        if self._offload != "none":
+            optimizer = build(memory.reserve)
+            self.host_kinds = frozenset(optimizer.state())
+            return optimizer
+        with memory.allocating("moments", self._moment_sizes()):
+            optimizer = build(None)
+        memory.hold("moments", optimizer.tensors)
+        return optimizer
+
+    def _moment_sizes(self) -> list[int]:
+        """Return the bytes of AdamW's moments; other optimizers have fewer, of other sizes."""
+        trained = [one.nbytes for one in self.local.values() if one.requires_grad]
+        return 2 * trained if self._is_adamw else []
+
+    def source(self, on_open: Callable[[], None] = do_nothing) -> WeightSource:
+        lora = self.scorer.model.lora
+        if not lora.merged_push:
+            return super().source(on_open)
+        base = self.shards_of(name for name in self.parameters if name in self.base)
+        return MergedSource(base, self.local_weights(), lora.scale, self.gather, on_open)
+
+    def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
+        has_logits = isinstance(self.scorer, Scorer)
+        model = self.scorer.model
+        return train_flops(model.spec, lengths, num_scored if has_logits else 0, model.lora)
+
+    def forward_backward(self, micros: Sequence[MicroBatch], loss_of: LossOf, needs: Needs) -> None:
+        with self._without_master() if self._offload == "master" else nullcontext():
+            try:
+                self._accumulate(micros, loss_of, needs)
+            except BaseException:  # whatever is raised, a later step begins without these gradients
+                self.discard()
+                self._end_failed_pass()
+                raise
+
+    def _accumulate(self, micros: Sequence[MicroBatch], loss_of: LossOf, needs: Needs) -> None:
+        for number, micro in enumerate(micros):
+            loss = loss_of(number, self._outputs(micro, needs))
+            if self.num_shards == 1 or len(self.units) == 1:
+                # There is one shard, or one unit: gradients are reduced, and weights freed, once a
+                # step.
+                root, is_last = cast(FSDPModule, self.scorer), number == len(micros) - 1
+                root.set_requires_gradient_sync(is_last)
+                root.set_reshard_after_backward(is_last)
+            loss.backward()
+            if self._activations is not None:
+                self._activations.finish()
+
+    def base_alone(self) -> AbstractContextManager[None]:
+        return self.scorer.model.base_alone()
+
+    @contextmanager
+    def _without_master(self) -> Iterator[None]:
+        """Gather all weights, and have the master weights asleep while those compute."""
+        for unit in self.units:
+            unit.unshard()
+        self._memory.sleep(("master",))
+        try:
+            yield
+        finally:
+            self._free_gathered()
+            self._memory.wake(("master",))
+
+    def square_norm(self) -> float:
+        for name, parameter in self.parameters.items():
+            # An empty shard, of fewer rows than ranks, has nothing to update.
+            if parameter.grad is not None and self.local[name].numel():
+                self.local[name].grad = cast(DTensor, parameter.grad).to_local()
+        return float(nn.utils.get_total_norm(self._gradients())) ** 2 / self.num_replicas
+
+    def _gradients(self) -> list[Tensor]:
+        shards = self.local.values()
+        return [shard.grad for shard in shards if shard.grad is not None]
+
+    def step(self, lr: float, grad_scale: float) -> None:
+        self._memory.require("an optimizer step", "moments")
+        if grad_scale != 1.0:
+            torch._foreach_mul_(self._gradients(), grad_scale)
+        self.optimizer.step(lr)
+        self._memory.note_change("master")
+        self.discard()
+
+    def discard(self) -> None:
+        for parameter in (*self.parameters.values(), *self.local.values()):
+            parameter.grad = None
+        _discard_unreduced(self.units)
+
+    def state(self) -> State:
+        return {**super().state(), **self.optimizer.state()}
+
+    def on_loaded(self, optimizer_steps: int) -> None:
+        self.optimizer.on_loaded(optimizer_steps)
+
+
+def _require_one_shard(offload: str, num_shards: int) -> None:
+    """Raise a ConfigError if master weights of more than one shard are to sleep."""
+    if offload == "master" and num_shards > 1:
+        raise ConfigError(
+            f"trainer.backend.offload = 'master' needs one shard, and there are {num_shards}: with "
+            "more, weights are gathered from the master weights in each step, so they must be "
+            "awake; set it to 'moments'"
+        )
+
+
+def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
+    """Have each layer keep for its backward pass everything, all but cheap ops, or its input alone.
+
+    The forward method is wrapped and not the module, so that parameters keep their names.
+    """
+    for layer in model.model.layers:
+        if what == "cheap":
+            layer.forward = recomputing()(layer.forward)
+        elif what == "all":
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _tag(cfg: TrainerConfig, is_base: bool) -> str:
+    """Return the tag of the memory of the base, or of what learns."""
+    if not is_base:
+        return "master"
+    return "pushed_base" if cfg.lora.merged_push else "base"
+
+
+def _make_base(model: CausalLM, dtype: torch.dtype) -> frozenset[str]:
+    """Have all but adapters stored in `dtype`, in which they compute; return their names."""
+    base = {name: one for name, one in model.named_parameters() if not is_adapter(name)}
+    for parameter in base.values():
+        parameter.data = parameter.data.to(dtype)
+    return frozenset(base)
+
+
+def _freeze(
+    model: CausalLM, cfg: TrainerConfig, num_shards: int, base: Container[str]
+) -> dict[str, UpdateRule]:
+    """Have trained parameters alone take gradients, and return how each of them is updated."""
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if name not in base
+    }
+    rules = update_rules(shapes, cfg, num_shards)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in rules)
+    return rules
+
+
+def _scorer(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> Scorer | ValueScorer:
+    """Return the module that computes what the head gives, on the meta device."""
+    with torch.device("meta"):
+        if head == "value":
+            return ValueScorer(ValueModel(spec), cfg.attention_split)
+        recomputes = fsdp2_settings(cfg).recompute == "all"
+        return Scorer(CausalLM(spec, cfg.lora), cfg.logit_rows, recomputes, cfg.attention_split)
+
+
+def _discard_unreduced(units: Sequence[FSDPModule]) -> None:
+    """Discard the gradients that FSDP keeps for a later micro-batch to reduce."""
+    for unit in units:
+        group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # it was gathered before
+                parameter._unsharded_param.grad = None
+
+
+def _sum_gradients(units: Sequence[FSDPModule], deterministic: bool) -> None:
+    """Have gradients summed and not averaged: losses are divided by the batch's denominator."""
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        if deterministic:
+            unit.set_custom_reduce_scatter(cast(Any, SumInRankOrder()))

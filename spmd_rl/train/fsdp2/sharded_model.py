@@ -1,0 +1,258 @@
+"""ShardedModel: a model's weights sharded with FSDP2, and its forward pass.
+
+One mesh axis of size one is plain FSDP. dp x fsdp is HSDP, which shards within fsdp and replicates
+over dp. A frozen model is no more than this; a trainer adds gradients and an optimizer (fsdp2.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
+
+from spmd_rl.algo.losses import Needs
+from spmd_rl.errors import ContractError
+from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.model.attention import backend_of
+from spmd_rl.model.scorer import Scorer
+from spmd_rl.model.value_head import ValueScorer
+from spmd_rl.train.backend import Outputs, State, Visit, VisitTop
+from spmd_rl.train.microbatch import MicroBatch
+from spmd_rl.weights.ends import WeightSource
+from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
+from spmd_rl.weights.plan.layout import Layout, chunk_box
+from spmd_rl.weights.proof.digest import base_fact, combine, digest
+from spmd_rl.weights.tensor_ends import TensorSource, do_nothing
+
+Allocating = Callable[[bool, list[int]], AbstractContextManager[None]]
+
+
+class ShardedModel:
+    """The model of a scorer on the meta device, sharded over `mesh`, whose axes are dp and fsdp.
+
+    It computes in `dtype`. Weights are unset until `fill`. Those that `base` names never change:
+    `state`, `source` and `names` leave them out. FSDP leaves them alone where there is one shard,
+    for it would hold them twice. `allocating` is entered to allocate them, and to allocate the
+    rest; its arguments say which, and how many bytes each tensor takes.
+    """
+
+    gradients = "fsdp2"
+    packs_whole = False
+
+    def __init__(
+        self,
+        scorer: Scorer | ValueScorer,
+        mesh: DeviceMesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        gathers_whole: Callable[[int], bool],
+        reshard_after_forward: bool | None = None,
+        base: Collection[str] = (),
+        allocating: Allocating = lambda is_base, sizes: nullcontext(),
+    ) -> None:
+        spec = scorer.model.spec
+        backend_of(spec, dtype, device, scorer.attention_split)  # refuses what cannot run
+        self.device = device
+        self._dtype = dtype
+        self.max_positions = spec.max_positions
+        self.host_kinds: frozenset[str] = frozenset()
+        self.num_replicas = mesh.size(0)
+        self.num_shards, self.shard = mesh.size(1), mesh.get_local_rank("fsdp")
+        self.scorer = scorer
+        self.base = frozenset(base)
+        self.base_fact: dict[str, str | int] = {}
+        named = dict(scorer.model.named_parameters())
+        whole = {named[name] for name in base} if self.num_shards == 1 else set()
+        num_bytes = sum(one.nbytes for one in scorer.parameters() if one not in whole)
+        modules = _units(scorer, gathers_whole(num_bytes))
+        policy = _mixed_precision(scorer, dtype)
+        self.units = _shard(modules, mesh, policy, reshard_after_forward, whole)
+        if isinstance(scorer, Scorer):
+            register_fsdp_forward_method(scorer, "top_logprobs")
+        self._materialise(allocating)
+        self.parameters = dict(scorer.model.named_parameters())
+        self.local = {
+            name: nn.Parameter(_own(parameter).detach(), parameter.requires_grad)
+            for name, parameter in self.parameters.items()
+        }
+
+    def _materialise(self, allocating: Allocating) -> None:
+        """Give all parameters memory: of the base, and of the rest, inside one context each.
+
+        FSDP pads uneven shards when they are applied, which allocates too.
+        """
+        named = dict(self.scorer.model.named_parameters())
+        memory: dict[Tensor, Tensor] = {}
+        for is_base in sorted({name in self.base for name in named}, reverse=True):
+            chosen = [one for name, one in named.items() if (name in self.base) == is_base]
+            with allocating(is_base, [_own(one).nbytes for one in chosen]):
+                for parameter in chosen:
+                    memory[parameter] = torch.empty_like(parameter, device=self.device)
+                if not is_base:
+                    self.scorer._apply(memory.__getitem__)
+
+    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Set the weights from whole tensors by name, of which each rank keeps its rows."""
+        with torch.no_grad():
+            for name, whole in weights:
+                rows = chunk_box(tuple(whole.shape), self.shard, self.num_shards)
+                self.local[name].copy_(whole.narrow(0, rows.offset[0], rows.extent[0]))
+
+    def contract(self) -> dict[str, str | int]:
+        """Return what the forward pass's bits depend on besides the weights."""
+        facts = self.scorer.model.contract(self.device, self._dtype, self.scorer.attention_split)
+        return facts | self.base_fact
+
+    def forward(self, micros: Sequence[MicroBatch], visit: Visit, needs: Needs) -> None:
+        with torch.no_grad(), self._gathering():
+            for number, micro in enumerate(micros):
+                visit(number, self._outputs(micro, needs))
+
+    def top_logprobs(self, micros: Sequence[MicroBatch], num_top: int, visit: VisitTop) -> None:
+        """Find the `num_top` likeliest tokens at each scored position, without gradients.
+
+        `visit` gets the number of each micro-batch, their ids and their log-probs.
+        """
+        if not isinstance(self.scorer, Scorer):
+            raise ContractError("a model with a value head has no log-probs to score with")
+        vocab_size = self.scorer.model.spec.vocab_size
+        if not 1 <= num_top <= vocab_size:
+            raise ContractError(f"k = {num_top}: the model has {vocab_size} tokens to choose from")
+        with torch.no_grad(), self._gathering():
+            for number, micro in enumerate(micros):
+                visit(number, self.scorer.top_logprobs(micro, num_top))
+
+    def _outputs(self, micro: MicroBatch, needs: Needs) -> Outputs:
+        if isinstance(self.scorer, ValueScorer):
+            return Outputs(values=self.scorer(micro))
+        candidates = micro.columns["candidates"].long() if needs.candidates else None
+        scores = self.scorer(micro, entropy_grad=needs.entropy, candidates=candidates)
+        return Outputs(*scores)
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Free the gathered weights at the end, whatever is raised before."""
+        try:
+            yield
+        except BaseException:  # whatever is raised, a later pass begins without these weights
+            self._end_failed_pass()
+            raise
+        self._free_gathered()
+
+    def _end_failed_pass(self) -> None:
+        """Have FSDP forget a pass that raised, and free its gathered weights.
+
+        FSDP frees no weights of a pass that it takes for unfinished. The next pass would use them,
+        even after a load. torch 2.13 has a method for this.
+        """
+        root = self.units[-1]
+        if hasattr(root, "reset_iter_state"):
+            root.reset_iter_state()
+        else:
+            for unit in self.units:
+                state = cast(Any, unit)._get_fsdp_state()
+                state._training_state = TrainingState.IDLE
+                state._state_ctx.iter_forward_root = None
+                if state._fsdp_param_group is not None:
+                    state._fsdp_param_group._training_state = TrainingState.IDLE
+        self._free_gathered()
+
+    def _free_gathered(self) -> None:
+        """Free the gathered weights.
+
+        Without a backward pass nothing else does: they would take memory, and be stale after a
+        load.
+        """
+        for unit in self.units:
+            unit.reshard()
+
+    def state(self) -> State:
+        return {"weights": list(self.local_weights().items())}
+
+    def on_loaded(self, optimizer_steps: int) -> None: ...
+
+    def source(self, on_open: Callable[[], None] = do_nothing) -> WeightSource:
+        return TensorSource(self.local_weights().items(), on_open)
+
+    def names(self) -> list[str]:
+        return [name for name in self.parameters if name not in self.base]
+
+    def gather(self, name: str) -> Tensor:
+        """Return one whole parameter, on every rank."""
+        parameter = self.parameters[name]
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+    def local_weights(self) -> LocalTensors:
+        """Return this rank's shards of the weights."""
+        return self.shards_of(self.names())
+
+    def note_base(self, context: RoleContext) -> None:
+        """Have the contract name the base weights, which are set. Ranks: all of the role."""
+        shards = self.shards_of(self.base)
+        own = msgspec.msgpack.encode((shards.layout(context.rank), digest(shards)))
+        parts = [
+            msgspec.msgpack.decode(blob, type=tuple[Layout, dict[str, int]])
+            for blob in context.all_gather_bytes(own)
+        ]
+        self.base_fact = base_fact(combine(parts))
+
+    def shards_of(self, names: Iterable[str]) -> LocalTensors:
+        """Return this rank's shards of these parameters."""
+        shards = {}
+        for name in names:
+            shape = tuple(self.parameters[name].shape)
+            box = chunk_box(shape, self.shard, self.num_shards)
+            shards[name] = LocalTensor(shape, box, self.local[name])
+        return LocalTensors(shards)
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, the memory itself."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _units(scorer: Scorer | ValueScorer, gathers_whole: bool) -> list[nn.Module]:
+    """Return the modules to shard: the whole scorer, or each layer and then the rest."""
+    return [scorer] if gathers_whole else [*scorer.model.model.layers, scorer]
+
+
+def _shard(
+    modules: list[nn.Module],
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | None,
+    whole: set[nn.Parameter],
+) -> list[FSDPModule]:
+    """Make each module a unit whose weights are gathered at once, but for those that are whole."""
+    for module in modules:
+        fully_shard(
+            module,
+            mesh=mesh if mesh.size(0) > 1 else mesh["fsdp"],
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=whole or None,
+        )
+    return [cast(FSDPModule, module) for module in modules]
+
+
+def _mixed_precision(scorer: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Return the policy: compute in `dtype`, and sum gradients in float32."""
+    is_stored_so = all(parameter.dtype == dtype for parameter in scorer.parameters())
+    return MixedPrecisionPolicy(
+        param_dtype=None if is_stored_so else dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )

@@ -1,0 +1,1 @@
+"""Optimizers of sharded parameters, with state on the GPU or on the host."""

@@ -1,0 +1,1 @@
+"""Which box of which tensor goes from which rank to which. Pure."""

@@ -1,0 +1,1 @@
+"""Digests of weights, and the proof that both ends of a push have the same."""

@@ -1,0 +1,1 @@
+"""Buckets that pass through memory which two processes share."""

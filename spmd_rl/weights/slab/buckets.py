@@ -1,0 +1,64 @@
+"""Buckets of a push, from a rank to the process that generates on its GPU, through a slab.
+
+The slab has two halves. The rank fills one with boxes of tensors while the other process copies
+out the boxes of the other half. A table says what lies in a half; an acknowledgement gives the half
+back.
+
+    rank      fill half 0, table 0   fill half 1, table 1   wait for ack 0, fill half 0, table 2
+    process                          copy half 0, ack 0     copy half 1, ack 1
+
+A table is sent when the bytes are in the slab, and an acknowledgement when the copies are done:
+both ends wait for their own CUDA stream first, because no stream waits for another process.
+
+Pushes repeat each other. Both ends keep the last table of each bucket, and each table has a number.
+Where a bucket has the boxes that it had before, a message with that number takes the place of the
+table, and both ends use the tensors that they made then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from spmd_rl.errors import WeightsError
+from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.slab.slab import ALIGN_BYTES, MappedSlab, Slab
+
+MAX_KEPT_TABLES = 4096  # buckets with higher numbers have a table in every push
+
+
+def cut_box(box: Box, item_bytes: int, max_bytes: int) -> Iterator[Box]:
+    """Yield boxes of at most `max_bytes` that together are `box`, in the order of its elements.
+
+    Whole rows stay together where they fit; else each row is cut in the same way.
+    """
+    if box.num_elements * item_bytes <= max_bytes:
+        yield box
+        return
+    if not box.extent or item_bytes > max_bytes:
+        raise WeightsError(f"a bucket of {max_bytes} bytes has no room for one element")
+    row_bytes = box.num_elements // box.extent[0] * item_bytes
+    step = max(1, max_bytes // row_bytes)
+    for start in range(0, box.extent[0], step):
+        size = min(step, box.extent[0] - start)
+        offset = box.offset[0] + start
+        if row_bytes <= max_bytes:
+            yield Box((offset, *box.offset[1:]), (size, *box.extent[1:]))
+        else:
+            for part in cut_box(Box(box.offset[1:], box.extent[1:]), item_bytes, max_bytes):
+                yield Box((offset, *part.offset), (1, *part.extent))
+
+
+def half_bytes(slab: Slab | MappedSlab) -> int:
+    """Return the size of a bucket. Raises: WeightsError when the slab has no room for two."""
+    num_bytes = slab.num_bytes // 2 // ALIGN_BYTES * ALIGN_BYTES
+    if not num_bytes:
+        raise WeightsError(f"a slab of {slab.num_bytes} bytes is too small for two buckets")
+    return num_bytes
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Wait until the current CUDA stream is done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
