@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, Literal, Union
 
 KIND = "kind"
+KEYS = "keys"  # in a field's metadata: the keys of its table that serve there, which help shows
 SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 UNIONS = (Union, types.UnionType)
 

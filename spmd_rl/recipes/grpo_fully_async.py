@@ -29,6 +29,7 @@ class Config(grpo.Config):
     sampler: rl.SamplerConfig = field(default_factory=lambda: rl.SamplerConfig(max_lag=2))
     phases: ClassVar[rl.Phases] = rl.CONCURRENT  # nothing sleeps: both roles work at once
     is_on_policy: ClassVar[bool] = False
+    first_settings: ClassVar[tuple[str, ...]] = ("sampler.max_lag", "sampler.max_running")
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
