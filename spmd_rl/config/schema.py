@@ -94,7 +94,7 @@ def _list_in_words(origin: type, args: tuple[Any, ...]) -> str:
 
 
 def type_name(hint: Any) -> str:
-    """Return a type as `--help` shows it."""
+    """Return a type as `--help-all` shows it."""
     if isinstance(hint, type) and not typing.get_args(hint):
         return hint.__name__
     return str(hint).replace("typing.", "")

@@ -24,7 +24,7 @@ __all__ = ["Config", "check", "main"]
 
 @dataclass(frozen=True, kw_only=True)
 class Config(grpo.Config):
-    behaviour: Literal["old", "rollout"] = "rollout"  # which log-probs the ratio is taken against
+    behaviour: Literal["old", "rollout"] = "rollout"
     split: rl.SeparateSplit = field(default_factory=rl.SeparateSplit)
     sampler: rl.SamplerConfig = field(default_factory=lambda: rl.SamplerConfig(max_lag=2))
     phases: ClassVar[rl.Phases] = rl.CONCURRENT  # nothing sleeps: both roles work at once
