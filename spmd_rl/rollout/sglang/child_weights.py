@@ -85,7 +85,7 @@ def check_rules(pieces: Pieces, views: Mapping[str, Tensor]) -> None:
 
 
 @dataclass
-class WeightReceiver:
+class PushLoader:
     """Reads the buckets of each push. `staged` are the tensors for `load_weights`, in the making,
     and `missing` says how many of their elements have not come.
 
@@ -187,13 +187,13 @@ def attach_slab(context: ChildContext) -> None:
     pieces = {piece.name: piece for piece in message.pieces}
     views = parameter_views(context.model, pieces)
     check_rules(pieces, views)
-    context.kept["receiver"] = WeightReceiver(context, mapped, pieces, views)
+    context.kept["receiver"] = PushLoader(context, mapped, pieces, views)
 
 
 @call(RECEIVE)
 def receive_weights(context: ChildContext) -> None:
     """Load one push, and forget all K/V. Raises: WeightsError while the scheduler works."""
-    receiver: WeightReceiver = context.kept["receiver"]
+    receiver: PushLoader = context.kept["receiver"]
     receiver.receive()
     if not context.scheduler.flush_cache():
         raise WeightsError("the scheduler was not idle during a push")
@@ -202,7 +202,7 @@ def receive_weights(context: ChildContext) -> None:
 @call(DIGEST)
 def digest_weights(context: ChildContext) -> None:
     """Send the digests of what the parameters hold."""
-    receiver: WeightReceiver = context.kept["receiver"]
+    receiver: PushLoader = context.kept["receiver"]
     context.socket.send(receiver.digests())
 
 
