@@ -24,7 +24,7 @@ import zmq
 from spmd_rl.controller.channel import secret
 from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
 from spmd_rl.controller.channel.dealer import _client_socket
-from spmd_rl.controller.channel.envelope import FrameReader, FrameWriter
+from spmd_rl.controller.channel.envelope import EnvelopeReader, EnvelopeWriter
 from spmd_rl.controller.channel.messages import (
     Bye,
     Call,
@@ -108,7 +108,7 @@ def attack_controller(num_frames: int, seed: int, folder: Path, keys: secret.Key
     with zmq.Context() as context, _client_socket(context, keys, 1) as line:
         line.linger, line.rcvtimeo, line.sndhwm = 0, WAIT_MS, 1000
         line.connect(endpoint)
-        reader, writer = FrameReader(generation, decode_at_worker), FrameWriter(generation)
+        reader, writer = EnvelopeReader(generation, decode_at_worker), EnvelopeWriter(generation)
         fuzzer, sent = Fuzzer(seed, generation, TO_CONTROLLER, decode_at_controller), 0
 
         def say(message: Message) -> None:
@@ -162,8 +162,8 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
         line.bind(f"ipc://{folder}/worker")
         worker = Child("worker", f"ipc://{folder}/worker", str(generation), "0")
         reader, writer = (
-            FrameReader(generation, decode_at_controller, first=None),
-            FrameWriter(generation),
+            EnvelopeReader(generation, decode_at_controller, first=None),
+            EnvelopeWriter(generation),
         )
         fuzzer, sent, calls = Fuzzer(seed, generation, TO_WORKER, decode_at_worker), 0, 0
 

@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from spmd_rl.controller.channel.address import is_ipv6
 from spmd_rl.controller.channel.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
-from spmd_rl.controller.channel.envelope import FrameReader, FrameWriter
+from spmd_rl.controller.channel.envelope import EnvelopeReader, EnvelopeWriter
 from spmd_rl.controller.channel.event_loop import TICK_S, EventLoop
 from spmd_rl.controller.channel.frames import LAST, send
 from spmd_rl.controller.channel.leader_followers import LeaderFollowers
@@ -76,8 +76,8 @@ class Dealer:
         self._listener = listener
         self._inbox: deque[ReceivedCommand] = deque()  # commands that the main thread did not read
         self._outbox: deque[Answer] = deque()
-        self._reader = FrameReader(generation, decode_at_worker)
-        self._writer = FrameWriter(generation, secrets.randbits(62))
+        self._reader = EnvelopeReader(generation, decode_at_worker)
+        self._writer = EnvelopeWriter(generation, secrets.randbits(62))
         self._context = zmq.Context()
         self._socket = _client_socket(self._context, keys, rank)
         self._socket.ipv6 = is_ipv6(endpoint)

@@ -14,7 +14,7 @@ import zmq
 
 from spmd_rl.controller.channel.address import is_ipv6
 from spmd_rl.controller.channel.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
-from spmd_rl.controller.channel.envelope import FrameReader, FrameWriter
+from spmd_rl.controller.channel.envelope import EnvelopeReader, EnvelopeWriter
 from spmd_rl.controller.channel.event_loop import EventLoop
 from spmd_rl.controller.channel.frames import LAST, LATER, send
 from spmd_rl.controller.channel.leader_followers import LeaderFollowers
@@ -90,10 +90,10 @@ class Router:
         identities = [b"rank-%d" % rank for rank in range(world_size)]
         cache: dict[bytes, tuple[ToController, bytes]] = {}
         self._readers = [
-            FrameReader(generation, decode_at_controller, cache, None) for _ in range(world_size)
+            EnvelopeReader(generation, decode_at_controller, cache, None) for _ in range(world_size)
         ]
         self._senders = dict(zip(identities, enumerate(self._readers), strict=True))
-        self._writers = [(identity, FrameWriter(generation)) for identity in identities]
+        self._writers = [(identity, EnvelopeWriter(generation)) for identity in identities]
         self._listener = listener
         self._on_result = listener.on_result
         self._lifeline = lifeline
