@@ -28,8 +28,8 @@ from spmd_rl.controller.channel.envelope import EnvelopeReader, EnvelopeWriter
 from spmd_rl.controller.channel.messages import (
     Bye,
     Call,
+    ChannelMessage,
     Hello,
-    Message,
     Ping,
     Pong,
     Result,
@@ -111,7 +111,7 @@ def attack_controller(num_frames: int, seed: int, folder: Path, keys: secret.Key
         reader, writer = EnvelopeReader(generation, decode_at_worker), EnvelopeWriter(generation)
         fuzzer, sent = Fuzzer(seed, generation, TO_CONTROLLER, decode_at_controller), 0
 
-        def say(message: Message) -> None:
+        def say(message: ChannelMessage) -> None:
             nonlocal sent
             sent += 1
             line.send(writer.frame(encode(message)))
@@ -167,12 +167,12 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
         )
         fuzzer, sent, calls = Fuzzer(seed, generation, TO_WORKER, decode_at_worker), 0, 0
 
-        def say(message: Message, value: Packed = NOTHING, call: int = 0) -> None:
+        def say(message: ChannelMessage, value: Packed = NOTHING, call: int = 0) -> None:
             nonlocal sent
             sent += 1
             line.send_multipart([b"rank-0", writer.frame(encode(message), value, call)])
 
-        def hear(kind: type[Message]) -> tuple[Message, Packed, int]:
+        def hear(kind: type[ChannelMessage]) -> tuple[ChannelMessage, Packed, int]:
             while True:
                 opened = reader.read(line.recv_multipart()[1])
                 assert opened

@@ -19,8 +19,8 @@ from spmd_rl.controller.channel.frames import LAST, send
 from spmd_rl.controller.channel.leader_followers import LeaderFollowers
 from spmd_rl.controller.channel.messages import (
     Call,
+    ChannelMessage,
     Command,
-    Message,
     Stop,
     ToWorker,
     decode_at_worker,
@@ -110,7 +110,7 @@ class Dealer:
         """Pass these signals to the listener. Call it on the main thread only."""
         self._wakeup.catch_signals(*numbers)
 
-    def post(self, message: Message, value: Packed = NOTHING) -> None:
+    def post(self, message: ChannelMessage, value: Packed = NOTHING) -> None:
         """Send a message to the controller, in order with all others."""
         self._outbox.append((encode(message), value, 0))
         self._leader.run_or_wake(self._send)

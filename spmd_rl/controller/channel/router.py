@@ -19,7 +19,7 @@ from spmd_rl.controller.channel.event_loop import EventLoop
 from spmd_rl.controller.channel.frames import LAST, LATER, send
 from spmd_rl.controller.channel.leader_followers import LeaderFollowers
 from spmd_rl.controller.channel.messages import (
-    Message,
+    ChannelMessage,
     Refusal,
     Result,
     ToController,
@@ -126,7 +126,7 @@ class Router:
         self._wakeup.catch_signals(*numbers)
 
     def post(
-        self, ranks: Sequence[int], message: Message, value: Packed = NOTHING, call: int = 0
+        self, ranks: Sequence[int], message: ChannelMessage, value: Packed = NOTHING, call: int = 0
     ) -> None:
         """Send a message to each of `ranks`, in order with all others."""
         self.post_each(encode(message), [(tuple(ranks), value)], call)
