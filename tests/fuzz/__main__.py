@@ -29,10 +29,10 @@ from spmd_rl.controller.channel.messages import (
     Bye,
     Call,
     ChannelMessage,
+    CommandResult,
     Hello,
     Ping,
     Pong,
-    Result,
     StackRequest,
     Stacks,
     Stop,
@@ -184,7 +184,7 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
             calls += 1
             say(Ping(60.0, ""))
             say(Call(NAME, "echo"), pack((calls,)), calls)
-            _, answer, call = hear(Result)
+            _, answer, call = hear(CommandResult)
             assert (call, answer) == (calls, pack(calls))
 
         def wrong() -> int:

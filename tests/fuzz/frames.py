@@ -17,7 +17,7 @@ VALUE = pack({"value": [1, 2.5, "x", None, True], "array": np.arange(3)})
 PLACEMENT = Placement("actor", (0, 1), {"dp": 1, "fsdp": 2, "tp": 1})
 TO_CONTROLLER: list[ChannelMessage] = [
     wire_messages.Hello(1, "host", 77),
-    wire_messages.Result(),
+    wire_messages.CommandResult(),
     wire_messages.Failure("KeyError", "'x'", "Traceback", 1),
     wire_messages.Pong(),
     wire_messages.Stacks("reward.py:1 in score", "thread", {"replayed": 2}),

@@ -46,7 +46,7 @@ class Hello(ChannelMessage, frozen=True):
     pid: int
 
 
-class Result(ChannelMessage, frozen=True):
+class CommandResult(ChannelMessage, frozen=True):
     """The command returned the value of this message."""
 
 
@@ -111,8 +111,8 @@ class StackRequest(ChannelMessage, frozen=True):
 
 
 class Command(ChannelMessage, frozen=True):
-    """Base of the messages for a worker's main thread, which answers each by a Result or a Failure,
-    except an `Abort`.
+    """Base of the messages for a worker's main thread, which answers each by a CommandResult or a
+    Failure, except an `Abort`.
     """
 
 
@@ -167,7 +167,7 @@ class Stop(ChannelMessage, frozen=True):
     lost: list[Hello]
 
 
-ToController = Hello | Result | Failure | Pong | Stacks | Signalled | Dying | Bye
+ToController = Hello | CommandResult | Failure | Pong | Stacks | Signalled | Dying | Bye
 ToWorker = Ping | StackRequest | BuildMeshes | Spawn | Call | Abort | Stop
 
 decode_at_controller = msgspec.msgpack.Decoder(ToController).decode

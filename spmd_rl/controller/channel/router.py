@@ -20,8 +20,8 @@ from spmd_rl.controller.channel.frames import LAST, LATER, send
 from spmd_rl.controller.channel.leader_followers import LeaderFollowers
 from spmd_rl.controller.channel.messages import (
     ChannelMessage,
+    CommandResult,
     Refusal,
-    Result,
     ToController,
     decode_at_controller,
     encode,
@@ -185,7 +185,7 @@ class Router:
         if opened is None:
             return
         message, value, call = opened
-        if type(message) is Result:
+        if type(message) is CommandResult:
             accepted = self._on_result(call, rank, value)
         else:
             accepted = self._listener.on_message(rank, message, value, call)
