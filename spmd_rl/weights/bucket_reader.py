@@ -15,7 +15,7 @@ from spmd_rl.weights.peer_socket import (
     BucketEntry,
     BucketTable,
     EndOfPush,
-    Failure,
+    PeerFailure,
     PeerSocket,
     RepeatedBucket,
 )
@@ -102,7 +102,7 @@ class BucketReader:
 
     def fail(self, sentence: str) -> None:
         """Tell the peer why this push cannot go on; the peer raises a WeightsError."""
-        self._peer.send(Failure(sentence))
+        self._peer.send(PeerFailure(sentence))
 
     def _open(self, message: object) -> Bucket:
         if not isinstance(message, BucketTable | RepeatedBucket):

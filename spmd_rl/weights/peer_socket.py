@@ -95,7 +95,7 @@ class EndOfPush(PeerMessage, frozen=True):
     num_buckets: Count
 
 
-class Failure(PeerMessage, frozen=True):
+class PeerFailure(PeerMessage, frozen=True):
     """The sender cannot go on. The receiver raises a WeightsError with this sentence."""
 
     sentence: str
@@ -107,7 +107,7 @@ MESSAGES: tuple[type[PeerMessage], ...] = (
     RepeatedBucket,
     BucketAck,
     EndOfPush,
-    Failure,
+    PeerFailure,
 )
 
 
@@ -167,7 +167,7 @@ class PeerSocket:
             message: PeerMessage = self._decode(payload)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise self._refused(f"a message cannot be read: {error}") from error
-        if isinstance(message, Failure):
+        if isinstance(message, PeerFailure):
             raise WeightsError(f"{self.peer} reports: {message.sentence}")
         return message
 

@@ -25,7 +25,7 @@ from spmd_rl.weights.peer_socket import (
     BucketEntry,
     BucketTable,
     EndOfPush,
-    Failure,
+    PeerFailure,
     PeerSocket,
 )
 from spmd_rl.weights.slab import MappedSlab, Slab
@@ -365,4 +365,4 @@ def test_a_failure_of_the_process_ends_the_push_with_its_words(pair: Pair) -> No
     fill(pair.writer, "a")
     with pytest.raises(WeightsError, match="engine of rank 3 reports: tensor 'w' is not known"):
         pair.writer.finish()
-    assert Failure("x") != EndOfPush(0)
+    assert PeerFailure("x") != EndOfPush(0)

@@ -23,7 +23,7 @@ from spmd_rl.weights.peer_socket import (
     BucketEntry,
     BucketTable,
     EndOfPush,
-    Failure,
+    PeerFailure,
     PeerMessage,
     PeerSocket,
     SlabHeader,
@@ -190,7 +190,7 @@ def test_a_failure_of_the_peer_is_raised_with_its_words(
     ends: tuple[PeerSocket, socket.socket],
 ) -> None:
     peer, theirs = ends
-    PeerSocket(theirs, "rank 3").send(Failure("no tensor 'w'"))
+    PeerSocket(theirs, "rank 3").send(PeerFailure("no tensor 'w'"))
     with pytest.raises(WeightsError, match="engine of rank 3 reports: no tensor 'w'"):
         peer.receive(DEADLINE_S)
 
