@@ -3,6 +3,7 @@
 # make test-backends   Megatron-core on gloo ranks, layouts and whole runs: about 7 minutes on two cores
 # make test-system   a real browser, a real Slurm, random faults with their seed: programs from tests/system/install.sh
 # make api    the API reference as HTML, into build/api
+# make settings   docs/settings.md, from the configs of the recipes
 # All install what they need; PYTHON and TORCH can be overridden: make demo TORCH=torch==2.12.0
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
@@ -16,7 +17,7 @@ PIP    := $(BIN)/python -m pip $(QUIET) --disable-pip-version-check
 FAST   := OMP_NUM_THREADS=1
 TESTS  := $(FAST) $(BIN)/pytest -q --dist loadfile tests
 
-.PHONY: demo test lint unit dist test-backends test-system chaos fuzz api clean
+.PHONY: demo test lint unit dist test-backends test-system chaos fuzz api settings clean
 
 demo: $(VENV)/.demo
 	@aside=runs/demo-$$(date +%Y%m%d-%H%M%S); \
@@ -53,6 +54,9 @@ fuzz: $(VENV)/.dev
 api: $(VENV)/.docs
 	$(BIN)/python -m docs.build_api build/api
 	@echo "open build/api/index.html"
+
+settings: $(VENV)/.dev
+	$(BIN)/python -m docs.build_settings
 
 # A stamp is as old as the environment it speaks of: it is made anew when what it was built from changes.
 $(VENV)/.demo: setup.py constraints.txt

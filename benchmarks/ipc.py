@@ -2,9 +2,9 @@
 
     python -m benchmarks.ipc [--model 0.6B | --gib N] [--save] [--out FILE]
 
-A push gathers fp32 masters into buckets and casts them to bf16; the other process copies the
-buckets out and acknowledges them. It is timed on the host, from the first slot to the last
-acknowledgement. The floor is the same work within one process: the same buckets are filled from
+A push gathers fp32 masters into portions and casts them to bf16; the other process copies the
+portions out and acknowledges them. It is timed on the host, from the first slot to the last
+acknowledgement. The floor is the same work within one process: the same portions are filled from
 the same masters, and copied out into bf16 parameters, all queued on one stream that is waited for
 once. So floor and push both read 4 bytes and write 2 for each parameter, then read 2 and write 2.
 Both use the copies that the runtime prepares, and the push is that of the runtime's executor.
@@ -13,8 +13,8 @@ Two ways to share the memory take turns with the floor: a file descriptor of VMM
 what the package uses, and a legacy handle (cuIpcGetMemHandle), which is here for comparison alone.
 On a CPU there is the memfd alone.
 
-The two processes take turns on the GPU. Larger buckets have fewer turns and messages, and occupy
-more memory: a slab has two buckets.
+The two processes take turns on the GPU. Larger portions have fewer turns and messages, and occupy
+more memory: a slab has two portions.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from spmd_rl.weights.executors import Executor
 from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.plan.layout import Box, Dims, Layout, Piece
 from spmd_rl.weights.plan.moves import plan_moves
-from spmd_rl.weights.slab.bucket_writer import BucketWriter
-from spmd_rl.weights.slab.buckets import cut_box
 from spmd_rl.weights.slab.peer_socket import PeerSocket
+from spmd_rl.weights.slab.portion_writer import PortionWriter
+from spmd_rl.weights.slab.portions import cut_box
 from spmd_rl.weights.slab.slab import Slab
 from spmd_rl.weights.tensor_ends import TensorSource
 
 PACKAGES = ("torch", "msgspec")
-BUCKETS_MIB = (8, 32, 64, 128, 256, 512)
+PORTIONS_MIB = (8, 32, 64, 128, 256, 512)
 BAR = 1.3
 MIB = 1 << 20
 
@@ -114,7 +114,7 @@ class Owner:
 class SlabSink:
     """The sink of a push through a slab, without an engine."""
 
-    def __init__(self, writer: BucketWriter, shapes: dict[str, Dims]) -> None:
+    def __init__(self, writer: PortionWriter, shapes: dict[str, Dims]) -> None:
         self.writer = writer
         self.shapes = shapes
         self.in_flush_s = 0.0
@@ -163,7 +163,7 @@ class Push:
     def __init__(self, owner: Owner, slab: Slab, masters: dict[str, Tensor]) -> None:
         self.owner = owner
         source = TensorSource(LocalTensors.whole(masters).items())
-        writer = BucketWriter(slab, owner.peer, DEADLINE_S)
+        writer = PortionWriter(slab, owner.peer, DEADLINE_S)
         self.sink = SlabSink(writer, {name: tuple(one.shape) for name, one in masters.items()})
         ends = LocalEnds(0, source, self.sink, owner.device)
         moves = plan_moves([source.layout(0)], [self.sink.layout(0)], None, 0).moves
@@ -187,28 +187,28 @@ class Floor:
     """The work of a push within one process."""
 
     def __init__(
-        self, masters: dict[str, Tensor], parameters: dict[str, Tensor], bucket_bytes: int
+        self, masters: dict[str, Tensor], parameters: dict[str, Tensor], portion_bytes: int
     ) -> None:
         device = next(iter(masters.values())).device
-        halves = torch.empty(2, bucket_bytes // BF16_BYTES, dtype=torch.bfloat16, device=device)
-        buckets: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = [([], [], [])]
+        halves = torch.empty(2, portion_bytes // BF16_BYTES, dtype=torch.bfloat16, device=device)
+        portions: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = [([], [], [])]
         used = 0
         for name, tensor in masters.items():
-            for box in cut_box(whole(tuple(tensor.shape)), BF16_BYTES, bucket_bytes):
+            for box in cut_box(whole(tuple(tensor.shape)), BF16_BYTES, portion_bytes):
                 source = part(tensor, box)
                 if used + source.numel() > halves.shape[1]:
-                    buckets.append(([], [], []))
+                    portions.append(([], [], []))
                     used = 0
-                half = halves[(len(buckets) - 1) % 2]
+                half = halves[(len(portions) - 1) % 2]
                 slot = half[used : used + source.numel()].view(source.shape)
                 for to, one in zip(
-                    buckets[-1], (source, slot, part(parameters[name], box)), strict=True
+                    portions[-1], (source, slot, part(parameters[name], box)), strict=True
                 ):
                     to.append(one)
                 used += -(-source.numel() // 128) * 128
         self.copies = [
             copies
-            for sources, slots, targets in buckets
+            for sources, slots, targets in portions
             for copies in (Copies(slots, sources), Copies(targets, slots))
         ]
 
@@ -224,10 +224,10 @@ def whole(shape: Dims) -> Box:
 def push_rows(
     owner: Owner, masters: dict[str, Tensor], options: argparse.Namespace
 ) -> Iterator[Row]:
-    """Yield the time of a push for each size of bucket; the fastest bears the bar."""
+    """Yield the time of a push for each size of portion; the fastest bears the bar."""
     parameters = new_parameters({name: tuple(t.shape) for name, t in masters.items()}, owner.device)
     found, right = {}, []
-    for mib in options.buckets:
+    for mib in options.portions:
         slab, _ = owner.share(2 * mib * MIB)
         push, floor = Push(owner, slab, masters), Floor(masters, parameters, mib * MIB)
         times: dict[str, list[float]] = {"push": [], "floor": [], "flush": []}
@@ -339,7 +339,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="0.6B", choices=("0.6B", "4B", "8B"))
     parser.add_argument("--gib", type=float, help="GiB of bf16 in place of the model's")
-    parser.add_argument("--buckets", type=int, nargs="+", default=BUCKETS_MIB, help="sizes in MiB")
+    parser.add_argument("--portions", type=int, nargs="+", default=PORTIONS_MIB, help="in MiB")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--out", type=Path, help="a file for the rows as JSON")

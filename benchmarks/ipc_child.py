@@ -24,8 +24,8 @@ from torch import Tensor
 from benchmarks.shapes import write_config
 from spmd_rl.offload import vmm
 from spmd_rl.weights.plan.layout import Box, Dims
-from spmd_rl.weights.slab.bucket_reader import BucketReader
-from spmd_rl.weights.slab.peer_socket import BucketEntry, PeerMessage, PeerSocket
+from spmd_rl.weights.slab.peer_socket import PeerMessage, PeerSocket, PortionEntry
+from spmd_rl.weights.slab.portion_reader import PortionReader
 from spmd_rl.weights.slab.slab import MappedSlab
 
 WARM_UPS, TURNS = 3, 10
@@ -144,7 +144,7 @@ class Child:
         self.device = device
         self.parameters = new_parameters(all_shapes, device)
         self.mapped: MappedSlab | None = None
-        self.reader: BucketReader | None = None
+        self.reader: PortionReader | None = None
 
     def serve(self) -> None:
         """Follow orders until the order to leave."""
@@ -166,13 +166,13 @@ class Child:
         return {"slab_s": copy_s(own, self.mapped.memory), "own_s": copy_s(own, other)}
 
     def push(self) -> dict[str, float]:
-        self.reader = self.reader or BucketReader(self.mapped, self.peer, DEADLINE_S)
-        for bucket in self.reader:
-            bucket.copy(self.target)
-            self.reader.ack(bucket)
+        self.reader = self.reader or PortionReader(self.mapped, self.peer, DEADLINE_S)
+        for portion in self.reader:
+            portion.copy(self.target)
+            self.reader.ack(portion)
         return {}
 
-    def target(self, entry: BucketEntry) -> Tensor:
+    def target(self, entry: PortionEntry) -> Tensor:
         return part(self.parameters[entry.name], entry.box)
 
     def sum(self) -> dict[str, float]:

@@ -60,7 +60,7 @@ class Pushes:
 
     def push(self, version: int, verify: bool = True) -> dict[str, float]:
         """Push once, and return the seconds of each part. "transport" ends when the child has
-        copied the last bucket.
+        copied the last portion.
         """
         began = time.perf_counter()
         self.sink.open()

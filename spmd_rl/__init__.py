@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from spmd_rl.config.dump import as_data as as_data
     from spmd_rl.config.rules import at_least as at_least
     from spmd_rl.config.run import RunConfig as RunConfig
+    from spmd_rl.controller.call_queue import CallQueue as CallQueue
     from spmd_rl.controller.capabilities import Contracted as Contracted
     from spmd_rl.controller.capabilities import MemoryPlanner as MemoryPlanner
     from spmd_rl.controller.capabilities import Pumped as Pumped
@@ -71,7 +72,6 @@ if TYPE_CHECKING:
     from spmd_rl.controller.endpoint import local as local
     from spmd_rl.controller.endpoint import routed as routed
     from spmd_rl.controller.pending import Pending as Pending
-    from spmd_rl.controller.prefetch import CallQueue as CallQueue
     from spmd_rl.controller.routing import Route as Route
     from spmd_rl.data.documents import DocumentConfig as DocumentConfig
     from spmd_rl.data.documents import Documents as Documents
@@ -199,7 +199,7 @@ _HOMES = {
     "algo.losses": ("LossInput", "Needs", "ValueInput", "grpo_loss", "sft_loss"),
     "types.batch": ("Batch",),
     "config.rules": ("at_least",),
-    "controller.prefetch": ("CallQueue",),
+    "controller.call_queue": ("CallQueue",),
     "config.dump": ("as_data",),
     "config.run": ("RunConfig",),
     "controller.capabilities": (

@@ -11,7 +11,7 @@
       DiskError            a file could not be written: no room, or the system refuses
       WeightMismatchError  two ends of a weight push hold different bytes
       WeightsError         what a rank and the process on its GPU tell each other is refused
-        StaleSlabError     a bucket names a slab that its reader does not have mapped
+        StaleSlabError     a portion names a slab that its reader does not have mapped
       ResidencyError       memory was used, put to sleep or woken in the wrong state
 
 `exit_code` is the exit code of the process. By it a launcher can tell bad input (2) from a failed

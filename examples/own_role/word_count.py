@@ -32,7 +32,7 @@ class WordCount(Role, Contracted):
 
 @dataclass(frozen=True)
 class Config:
-    text: str = "the quick brown fox"
+    text: str = "the quick brown fox"  # whose words are counted
     run: RunConfig = field(default_factory=RunConfig)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from spmd_rl.algo.packing import Aggregation
 from spmd_rl.config.rules import at_least, require
@@ -129,6 +129,7 @@ class PolicyConfig:
     gae_lambda: float = 1.0  # ppo: 1 trusts the rewards alone, 0 the critic alone
     value_clip: float = 0.2  # ppo: largest change of a value in one step; 0: any
     critic_warmup_steps: int = 0  # ppo: first steps, in which the critic alone learns
+    first_settings: ClassVar[tuple[str, ...]] = ()  # of these, help shows shared ones first
 
     def __post_init__(self) -> None:
         for name in ("clip_low", "clip_high"):

@@ -27,7 +27,7 @@ def main(words: list[str]) -> int:
     if words and not HELP_FLAGS & set(words):
         return launch_run(words)
     names_recipe = bool(words) and not words[0].startswith("-")
-    text = of_recipe(words[0]) if names_recipe else of_run()
+    text = of_recipe(words[0], words) if names_recipe else of_run()
     print(text, file=sys.stdout if words else sys.stderr)
     return 0 if words else 2
 

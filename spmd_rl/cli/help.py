@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from spmd_rl.config.describe import describe
+from spmd_rl.cli.settings_text import all_lines, first_lines
 from spmd_rl.controller.run.recipe import load_recipe, shipped_recipes
 from spmd_rl.errors import ConfigError
 
-HELP_FLAGS = {"--help", "-h"}
+HELP_ALL = "--help-all"
+HELP_FLAGS = {"--help", "-h", HELP_ALL}
 
 
 class CommandEntry(NamedTuple):
@@ -91,7 +92,7 @@ USAGE = (
 USAGE_OF_EVAL = (
     "usage: spmd-rl eval --model PATH --data FILE [--reward NAME] [--checkpoint PATH] "
     "[--config RUN|F.toml] [--a.b=c ...]\n\n"
-    "  It is `spmd-rl run evaluate`, whose settings are these:\n"
+    "  It is `spmd-rl run evaluate`, whose settings are these:"
 )
 RUN = """\
 {usage}
@@ -100,7 +101,8 @@ RUN = """\
   --nproc N           ranks on this machine (default: one for each GPU, else one)
   --max-restarts N    how often all ranks are restarted after one fails (default: 0)
   --verbose           show the traceback of every error
-  --a.b=c             a setting of the recipe, as `spmd-rl run RECIPE --help` lists them
+  --a.b=c             a setting of the recipe: `spmd-rl run RECIPE --help` lists those that people
+                      change first, `spmd-rl run RECIPE --help-all` lists all
 
 RECIPE is a path to a .py file, a module, or one that is shipped:
 
@@ -123,19 +125,18 @@ def of_run() -> str:
     return RUN.format(usage=USAGE, recipes=_table(shipped().items()))
 
 
-def of_eval() -> str:
-    """Return the usage of `spmd-rl eval`, and a line for every setting."""
-    return of_recipe("evaluate").replace(USAGE, USAGE_OF_EVAL)
+def of_eval(words: Collection[str]) -> str:
+    """Return the usage of `spmd-rl eval`, and a line for each setting that `words` ask for."""
+    return of_recipe("evaluate", words).replace(USAGE, USAGE_OF_EVAL)
 
 
-def of_recipe(recipe: str) -> str:
-    """Return a line for every setting of a recipe.
+def of_recipe(recipe: str, words: Collection[str] = ()) -> str:
+    """Return a line for every setting that people change first, or for all after `--help-all`.
 
     Raises: ConfigError when there is no such recipe.
     """
-    keys = describe(load_recipe(recipe).config)
-    lines = [f"  --{key.name}={key.default}  ({key.type})  {key.doc}".rstrip() for key in keys]
-    return "\n".join([USAGE, *lines])
+    config = load_recipe(recipe).config
+    return "\n".join([USAGE, *(all_lines(config) if HELP_ALL in words else first_lines(config))])
 
 
 def shipped() -> dict[str, str]:

@@ -54,7 +54,7 @@ def _answer(words: list[str]) -> int:
         print(f"spmd-rl {__version__}")
         return 0
     if words[0] == "eval":
-        print(of_eval())
+        print(of_eval(words))
         return 0
     asks_for_help = words[0] != "run" and HELP_FLAGS & set(words)
     return _run_command([words[0], "--help"] if asks_for_help else words)

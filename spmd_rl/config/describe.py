@@ -6,13 +6,14 @@ import ast
 import inspect
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import MISSING, dataclass
 from functools import cache
 from itertools import takewhile
 from typing import Any
 
 from spmd_rl.config.schema import (
+    KEYS,
     KIND,
     classes_by_kind,
     classes_by_name,
@@ -41,21 +42,24 @@ def describe(cls: type) -> list[Key]:
     """Return every key of `cls`, nested ones dotted, in the order of definition.
 
     Where a key holds a class chosen by its `kind`, the keys of every kind are listed. Where it
-    holds several by name, their keys are listed once.
+    holds several by name, their keys are listed once. Keys of a table that do not serve where it
+    stands (`KEYS` in the metadata of its field) are left out.
     """
     return list(_keys(cls, "", MISSING))
 
 
-def _keys(cls: type, prefix: str, base: Any) -> Iterator[Key]:
+def _keys(cls: type, prefix: str, base: Any, names: Collection[str] = ()) -> Iterator[Key]:
     hints, comments = type_hints(cls), _inherited_comments(cls)
     for field in key_fields(cls):
+        if names and field.name not in names:
+            continue
         default = inherited_default(field, cls, base)
         name, hint = prefix + field.name, hints[field.name]
         classes = table_classes(hint)
         if len(classes) > 1:
             yield from _keys_by_kind(classes, name, default)
         elif classes:
-            yield from _keys(classes[0], f"{name}.", default)
+            yield from _keys(classes[0], f"{name}.", default, field.metadata.get(KEYS, ()))
         elif named := classes_by_name(hint):
             yield from _keys(named[0], f"{name}.{NAME}.", MISSING)
         else:

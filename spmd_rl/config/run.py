@@ -46,7 +46,7 @@ class RunConfig:
     lost_after_s: float = 20.0  # a rank silent for this long is lost
     start_s: float = 300.0  # how long all ranks may take to report
     grace_s: float = 25.0  # after SIGTERM, how long the step and its checkpoint may still take
-    resume: bool = False  # go on in a run's folder although its configuration has changed
+    resume: bool = False  # go on in a run's folder though its settings have changed
     save_every: int = 20  # steps between checkpoints; 0 saves once, after the last step
     keep_checkpoints: int = 2  # how many of the newest are kept
     keep_best: int = 1  # how many more are kept because of their reward, or of `best`
@@ -54,7 +54,7 @@ class RunConfig:
     # the reward of the step before it
     best: str = ""
     patience: int = 0  # evaluations without a better `best` after which the run ends; 0: none
-    sinks: tuple[str, ...] = ()  # where metrics go beside metrics.jsonl: "tensorboard", "wandb"
+    sinks: tuple[str, ...] = ()  # where metrics go too: "tensorboard", "wandb"
     trace: bool = True  # record what every process does when, in traces/ of the run's folder
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, Literal, Union
 
 KIND = "kind"
+KEYS = "keys"  # in a field's metadata: the keys of its table that serve there, which help shows
 SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 UNIONS = (Union, types.UnionType)
 
@@ -93,7 +94,7 @@ def _list_in_words(origin: type, args: tuple[Any, ...]) -> str:
 
 
 def type_name(hint: Any) -> str:
-    """Return a type as `--help` shows it."""
+    """Return a type as `--help-all` shows it."""
     if isinstance(hint, type) and not typing.get_args(hint):
         return hint.__name__
     return str(hint).replace("typing.", "")

@@ -18,7 +18,7 @@ import msgspec
 C = TypeVar("C")
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True):
+class ShardTurn(msgspec.Struct, frozen=True, array_like=True):
     """What the ranks of a shard do next: answer calls, run `num_commands`, and pump."""
 
     answered: list[int]
@@ -65,7 +65,7 @@ class ShardTurns(Generic[C]):
 
     def lead(self, commands: Iterable[C]) -> None:
         """Begin a turn that runs these commands. Blocks: until the other ranks begin it."""
-        turn = Turn(self._answered, sum(map(self._is_shared, commands)))
+        turn = ShardTurn(self._answered, sum(map(self._is_shared, commands)))
         self._answered = []
         self._broadcast(msgspec.msgpack.encode(turn))
 
@@ -77,7 +77,7 @@ class ShardTurns(Generic[C]):
         `receive(wait)` returns commands that this rank has got, and `release` answers calls.
         Blocks: until the first rank begins the turn, and its commands are here too.
         """
-        turn = msgspec.msgpack.decode(self._broadcast(b""), type=Turn)
+        turn = msgspec.msgpack.decode(self._broadcast(b""), type=ShardTurn)
         release(turn.answered)
         commands: list[C] = []
         num_shared = 0

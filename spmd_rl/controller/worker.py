@@ -26,9 +26,9 @@ from spmd_rl.controller.channel.messages import (
     Bye,
     Call,
     Command,
+    CommandResult,
     Failure,
     Hello,
-    Result,
     Spawn,
     Stop,
     encode,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 ENDPOINT_KEY = "spmd_rl/endpoint"
-_RESULT = encode(Result())
+_RESULT = encode(CommandResult())
 
 
 class Worker:

@@ -31,7 +31,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, kw_only=True)
 class PromptConfig(PromptFormat):
-    answer_key: str = "answer"  # the reference answer, for the reward function; "" if there is none
+    answer_key: str = "answer"  # the answer to grade by, or to learn; "" if there is none
     # the reward functions of a record's own: a name, or a table of names and weights; "": none
     reward_key: str = ""
 

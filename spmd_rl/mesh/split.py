@@ -20,20 +20,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from spmd_rl.config.schema import KEYS
 from spmd_rl.errors import PlanError
 from spmd_rl.mesh.axes import DATA, GRID, MODEL, SHARD, ranks_along
+
+# the keys of a role that help shows, by what the role is; a trainer may have all axes
+OF_ENGINE = {KEYS: ("ranks", "dp", "tp")}
+OF_DATA_ROLE = {KEYS: ("ranks", *DATA)}
 
 
 @dataclass(frozen=True)
 class RoleSplit:
     """Ranks and axis sizes of one role; `fsdp = 0` takes whatever the other axes leave."""
 
-    # "all", a count such as "4" (the next that no count before took), or a range such as "2-5";
-    # of a reference or a critic also "": those of the trainer
+    # "all", a count such as "4", or a range such as "2-5"; a count takes the next ranks that no
+    # count before took; of a reference or a critic also "": those of the trainer
     ranks: str = "all"
-    dp: int = 1  # copies of the model, among which data is split
-    # shards of a trainer's model (each rank of an engine has a copy); data is split among them too;
-    # 0: all ranks that the other axes leave
+    # copies of the model, among which data is split; an engine has as many as its ranks hold
+    dp: int = 1
+    # shards of a trainer's model, among which data is split too; 0: all ranks that the other axes
+    # leave
     fsdp: int = 0
     # these four are those of a trainer of Megatron-core; an SGLang engine has tp:
     tp: int = 1  # ranks that share each matrix
@@ -47,7 +53,7 @@ class Split:
     """The split of a trainer and an engine; the default colocates both on every rank."""
 
     train: RoleSplit = field(default_factory=RoleSplit)
-    infer: RoleSplit = field(default_factory=RoleSplit)
+    infer: RoleSplit = field(default_factory=RoleSplit, metadata=OF_ENGINE)
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,10 @@ class PolicySplit(Split):
 
     OPTIONAL: ClassVar[tuple[str, ...]] = ("reference", "critic")
 
-    reference: RoleSplit = field(default_factory=lambda: RoleSplit(ranks=""))
-    critic: RoleSplit = field(default_factory=lambda: RoleSplit(ranks=""))
+    reference: RoleSplit = field(
+        default_factory=lambda: RoleSplit(ranks=""), metadata=OF_DATA_ROLE
+    )
+    critic: RoleSplit = field(default_factory=lambda: RoleSplit(ranks=""), metadata=OF_DATA_ROLE)
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class SeparateSplit(PolicySplit):
     SEPARATE: ClassVar[tuple[str, ...]] = ("infer",)
 
     train: RoleSplit = field(default_factory=lambda: RoleSplit(ranks="1"))
-    infer: RoleSplit = field(default_factory=lambda: RoleSplit(ranks="1"))
+    infer: RoleSplit = field(default_factory=lambda: RoleSplit(ranks="1"), metadata=OF_ENGINE)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ ANY_PROMPT_TOKENS = 1024  # assumed of a prompt where prompts.max_prompt_tokens 
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningSequences:
     """Sequences that one engine has running at once, and the tokens of each at its end."""
 
     num_sequences: int
@@ -32,7 +32,7 @@ class Queue:
     """
 
     num_asked: int
-    running: Running
+    running: RunningSequences
     num_held: int
 
     @property
@@ -53,14 +53,14 @@ class Queue:
         )
 
 
-def running(cfg: Any, engines: Placement, spec: ModelSpec) -> Running:
+def running(cfg: Any, engines: Placement, spec: ModelSpec) -> RunningSequences:
     """Return what each engine has running: a step's samples, spread over the engines.
 
     It is `engine.max_batch` at most, and that too where the config does not say how many prompts a
     step has.
     """
     num_tokens = min(longest_sequence(cfg) or spec.max_positions, spec.max_positions)
-    return Running(min(num_asked(cfg, engines), cfg.engine.max_batch), num_tokens)
+    return RunningSequences(min(num_asked(cfg, engines), cfg.engine.max_batch), num_tokens)
 
 
 def num_asked(cfg: Any, engines: Placement) -> int:

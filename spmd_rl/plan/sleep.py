@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from spmd_rl.offload.ledger import Ledger, TagBytes, as_size
 from spmd_rl.offload.phases import ALL, Phases, Tags
-from spmd_rl.plan.concurrency import Running
+from spmd_rl.plan.concurrency import RunningSequences
 from spmd_rl.plan.memory import MemoryModel, Sleeping, kv_sized
 from spmd_rl.plan.roles import PlannedRole
 
@@ -28,7 +28,7 @@ class Need:
 
     limit_bytes: int
     kv_bytes: int = 0
-    running: Running | None = None
+    running: RunningSequences | None = None
     host_bytes: int | None = None
 
 

@@ -25,10 +25,10 @@ class Config:
     # sampled: the teacher judges the tokens drawn; topk: the student learns its likeliest tokens
     form: Literal["sampled", "topk"] = "sampled"
     coef: float = 1.0  # weight of the divergence
-    top_k: int = 64  # topk: how many of the teacher's likeliest tokens are compared
-    # topk: forward covers all that the teacher may say, reverse keeps to what it finds likely
+    top_k: int = 64  # how many of the teacher's likeliest tokens topk compares
+    # topk: forward covers all that the teacher may say; reverse keeps to what it finds likely
     direction: Literal["forward", "reverse"] = "reverse"
-    # sampled: the ratio of new to old probability is clipped below 1 - clip_low
+    # sampled clips the ratio of probabilities below 1 - clip_low
     clip_low: float = 0.2
     clip_high: float = 0.2  # and above 1 + clip_high
     # a set without a reward is graded by how much likelier the teacher finds the samples

@@ -24,7 +24,7 @@ class Config:
     # table of names and weights
     reward: str | dict[str, float] = "spmd_rl.rewards.answers.match:exact"
     threshold: float = 1.0  # least reward of a correct sample
-    # weights of a run instead of the model's, such as runs/grpo/checkpoints/step_000100
+    # whose weights replace the model's: a folder such as runs/grpo/checkpoints/step_000100
     checkpoint: str = ""
     seed: int = 0  # of the draws
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
@@ -40,6 +40,7 @@ class Config:
     trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(init="random"))
     offload: rl.OffloadConfig = field(default_factory=rl.OffloadConfig)
     phases: ClassVar[rl.Phases] = rl.COLOCATED
+    seldom_settings: ClassVar[tuple[str, ...]] = ("trainer",)  # nothing is trained
 
     def __post_init__(self) -> None:
         if not self.data and not self.sets:

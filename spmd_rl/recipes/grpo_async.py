@@ -18,7 +18,7 @@ __all__ = ["Config", "check", "main"]
 
 @dataclass(frozen=True, kw_only=True)
 class Config(grpo.Config):
-    behaviour: Literal["old", "rollout"] = "rollout"  # which log-probs the ratio is taken against
+    behaviour: Literal["old", "rollout"] = "rollout"
     phases: ClassVar[rl.Phases] = rl.CONCURRENT  # nothing sleeps: both roles work at once
     is_on_policy: ClassVar[bool] = False
 

@@ -24,11 +24,12 @@ __all__ = ["Config", "check", "main"]
 
 @dataclass(frozen=True, kw_only=True)
 class Config(grpo.Config):
-    behaviour: Literal["old", "rollout"] = "rollout"  # which log-probs the ratio is taken against
+    behaviour: Literal["old", "rollout"] = "rollout"
     split: rl.SeparateSplit = field(default_factory=rl.SeparateSplit)
     sampler: rl.SamplerConfig = field(default_factory=lambda: rl.SamplerConfig(max_lag=2))
     phases: ClassVar[rl.Phases] = rl.CONCURRENT  # nothing sleeps: both roles work at once
     is_on_policy: ClassVar[bool] = False
+    first_settings: ClassVar[tuple[str, ...]] = ("sampler.max_lag", "sampler.max_running")
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

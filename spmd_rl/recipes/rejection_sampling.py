@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import spmd_rl as rl
+from spmd_rl.mesh.split import OF_ENGINE
 
 
 @dataclass(frozen=True)
 class InferSplit:
-    infer: rl.RoleSplit = field(default_factory=rl.RoleSplit)
+    infer: rl.RoleSplit = field(default_factory=rl.RoleSplit, metadata=OF_ENGINE)
 
 
 @dataclass(frozen=True)

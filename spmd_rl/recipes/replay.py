@@ -20,13 +20,17 @@ __all__ = ["Config", "check", "main"]
 @dataclass(frozen=True, kw_only=True)
 class Config(grpo.Config):
     # settings of data, reward, eval, prompts, engine, hooks and sampler are accepted, and not used
-    recorded: str  # folder of a run of grpo, grpo_async, grpo_fully_async or collect
+    recorded: str  # folder of a run: of grpo, grpo_async, grpo_fully_async or collect
     data: str | dict[str, float] = ""
     epochs: float = 0.0  # must be 0: a replay counts in steps
     start_step: int = 0  # must be 0: a replay begins with the first recorded step
     sampler: rl.SamplerConfig = field(default_factory=rl.SamplerConfig)
     phases: ClassVar[rl.Phases] = rl.CONCURRENT  # nothing sleeps: there is no engine
     is_on_policy: ClassVar[bool] = False
+    # they are accepted, and not used
+    seldom_settings: ClassVar[tuple[str, ...]] = (
+        *("data", "epochs", "reward", "eval", "prompts", "sampling", "engine", "hooks"),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,7 +27,7 @@ class Config:
     epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
     start_step: int = 0  # steps that a new run counts as done, with their data (docs/resume.md)
     pairs_per_step: int = 32  # each a prompt with two answers
-    margin: float = 0.0  # by which the chosen answer's reward should exceed the other's
+    margin: float = 0.0  # by how much the chosen answer's reward should be larger
     center_coef: float = 0.0  # weight of a term that keeps rewards around zero
     eval: rl.HeldOutConfig = field(default_factory=rl.HeldOutConfig)
     run: rl.RunConfig = field(default_factory=rl.RunConfig)

@@ -16,7 +16,7 @@ from spmd_rl.recipes import grpo
 @dataclass(frozen=True)
 class Config(grpo.Config):
     reward: str = ""  # rewards come from reward_model
-    reward_model: str = ""  # Hugging Face folder that `spmd-rl run reward_model` has written
+    reward_model: str = ""  # Hugging Face folder from `spmd-rl run reward_model`
     prompts: rl.PromptConfig = field(default_factory=lambda: rl.PromptConfig(answer_key=""))
     frozen: rl.FrozenConfig = field(default_factory=rl.FrozenConfig)  # of the reward model
     phases: ClassVar[rl.Phases] = rl.COLOCATED.with_roles(
@@ -24,6 +24,8 @@ class Config(grpo.Config):
         # samples of an evaluation; the engine keeps its weights, as no push comes before the rest
         grade={"infer": ("weights",), "reward_model": rl.ALL},
     )
+
+    seldom_settings: ClassVar[tuple[str, ...]] = ("reward",)  # it must be empty
 
     def __post_init__(self) -> None:
         super().__post_init__()

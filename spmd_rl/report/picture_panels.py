@@ -33,7 +33,7 @@ MAX_LINES = 4  # of evaluation sets, and of reward parts, in one panel
 Draw = Callable[[Any, NDArray[Any], Rows], None]
 
 
-class Panel(NamedTuple):
+class PicturePanel(NamedTuple):
     """A panel, and the metrics it draws, of which it needs one that is not flat."""
 
     draw: Draw
@@ -48,7 +48,7 @@ def panels_of(rows: Rows, evaluated: Rows) -> list[Draw]:
     """
     panels = [panel for panel in _PANELS if any(_known(rows, name).size for name in panel.metrics)]
     if parts := _part_names(rows):
-        panels.append(Panel(_parts, parts))
+        panels.append(PicturePanel(_parts, parts))
     shown = [panel for panel in panels if panel.always or not _is_flat(rows, panel.metrics)]
     drawn = [panel.draw for panel in shown or panels]
     if evaluated and rows:
@@ -261,13 +261,13 @@ _PAIR_REWARDS = {
     "reward_model/rejected": "rejected",
 }
 _PANELS = (
-    Panel(_reward, ("reward/mean",), always=True),
-    Panel(_pairs, ("dpo/accuracy", "reward_model/accuracy"), always=True),
-    Panel(_pair_rewards, tuple(_PAIR_REWARDS)),
-    Panel(_length, ("rollout/response_tokens_mean", "rollout/truncated")),
-    Panel(_mismatch, (MISMATCHED,)),
-    Panel(_loss, ("train/loss", "train/entropy")),
-    Panel(_kl, ("train/kl",)),
-    Panel(_time, ("time/step",), always=True),
-    Panel(_throughput, ("rollout/tokens_per_s", "perf/train_tokens_per_s")),
+    PicturePanel(_reward, ("reward/mean",), always=True),
+    PicturePanel(_pairs, ("dpo/accuracy", "reward_model/accuracy"), always=True),
+    PicturePanel(_pair_rewards, tuple(_PAIR_REWARDS)),
+    PicturePanel(_length, ("rollout/response_tokens_mean", "rollout/truncated")),
+    PicturePanel(_mismatch, (MISMATCHED,)),
+    PicturePanel(_loss, ("train/loss", "train/entropy")),
+    PicturePanel(_kl, ("train/kl",)),
+    PicturePanel(_time, ("time/step",), always=True),
+    PicturePanel(_throughput, ("rollout/tokens_per_s", "perf/train_tokens_per_s")),
 )

@@ -20,7 +20,7 @@ MIN_CHANGE = 0.5  # of a prompt's mean reward
 _FILE = re.compile(r"eval_(.+)_step_(\d+)\.jsonl")
 
 
-class _Row(msgspec.Struct):
+class _GradedSample(msgspec.Struct):
     """The fields of a sample that tell how a prompt did."""
 
     prompt_uid: int
@@ -50,7 +50,7 @@ def turned_prompts(run: Path, *, small: bool = False) -> list[dict[str, Any]]:
 
 
 def _turned(
-    before: dict[int, list[_Row]], after: dict[int, list[_Row]], num_examples: int
+    before: dict[int, list[_GradedSample]], after: dict[int, list[_GradedSample]], num_examples: int
 ) -> dict[str, Any]:
     changes = {uid: _reward(after[uid]) - _reward(before[uid]) for uid in before if uid in after}
     right = [uid for uid, change in changes.items() if change >= MIN_CHANGE]
@@ -66,23 +66,23 @@ def _turned(
     }
 
 
-def _example(before: _Row, after: _Row, change: float) -> dict[str, Any]:
+def _example(before: _GradedSample, after: _GradedSample, change: float) -> dict[str, Any]:
     texts = user_text(before.prompt, before.question), before.answer, before.text, after.text
     prompt, answer, first, last = (text[-MAX_CHARACTERS:] for text in texts)
     return {"prompt": prompt, "answer": answer, "before": first, "after": last, "change": change}
 
 
-def _reward(rows: list[_Row]) -> float:
+def _reward(rows: list[_GradedSample]) -> float:
     return fmean(row.reward or 0.0 for row in rows)
 
 
-def _read(path: Path) -> dict[int, list[_Row]]:
+def _read(path: Path) -> dict[int, list[_GradedSample]]:
     """Return the samples that did not fail, by prompt."""
-    found: dict[int, list[_Row]] = defaultdict(list)
+    found: dict[int, list[_GradedSample]] = defaultdict(list)
     for number, line in numbered_lines(path):
         where = f"{path}:{number}"
         try:
-            row = msgspec.convert(parse_finite_json(where, line), _Row)
+            row = msgspec.convert(parse_finite_json(where, line), _GradedSample)
         except msgspec.ValidationError as error:
             raise DataError(where, f"not a sample: {error}") from error
         if row.reward is not None:

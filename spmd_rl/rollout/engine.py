@@ -39,9 +39,9 @@ class SamplingConfig:
     """How tokens are drawn, and over which of them log-probs are recorded."""
 
     num_samples: int = 1  # of each prompt
-    # 0 takes the most likely token and records its log-prob at temperature 1
+    # 0 takes the most likely token; its log-prob is recorded at temperature 1
     temperature: float = 1.0
-    # draw from the likeliest tokens whose probabilities sum to this; 1 is all
+    # draw from the likeliest tokens of this total probability; 1 is all
     top_p: float = 1.0
     top_k: int = 0  # draw from this many of the likeliest tokens; 0 is all
     # draw from tokens of at least this share of the likeliest one's probability; 0 is all

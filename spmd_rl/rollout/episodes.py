@@ -23,7 +23,7 @@ OBSERVED = "tool"  # the role of tokens that the policy did not draw
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
-class Episodes:
+class RunningEpisodes:
     """The episodes that run, and what they ask of the engine.
 
     With `raises`, an episode that fails ends the calls of the rank; else its sample has failed, and

@@ -12,7 +12,7 @@ from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded, Event, Failed, Graded
 from spmd_rl.observe.request_times import RequestTimes
 from spmd_rl.observe.trace import Trace, now_ns
 from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
-from spmd_rl.rollout.episodes import Episodes, Key, unstarted, with_turns
+from spmd_rl.rollout.episodes import Key, RunningEpisodes, unstarted, with_turns
 from spmd_rl.rollout.grading import Grading
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.types.prompts import Prompt
@@ -33,7 +33,7 @@ class RequestFlow:
         text_of: Callable[[list[int]], str],
         pool: HookPool | None = None,
         grading: Grading | None = None,
-        episodes: Episodes | None = None,
+        episodes: RunningEpisodes | None = None,
         trace: Trace | None = None,
     ) -> None:
         self._engine = engine
@@ -197,7 +197,7 @@ class RequestFlow:
         elif self._grading is not None and isinstance(event, (Graded, Failed)):
             self._close_if_whole(self._grading.take(event))
 
-    def _act_on_episode(self, episodes: Episodes, event: Event) -> None:
+    def _act_on_episode(self, episodes: RunningEpisodes, event: Event) -> None:
         if isinstance(event, EngineCall):
             self._begin_turn(episodes, event)
         elif isinstance(event, EpisodeEnded | Failed):
@@ -206,7 +206,7 @@ class RequestFlow:
             self._finish([(group, self._with_text(sample)) for sample in samples])
             self._close_if_whole(group)
 
-    def _begin_turn(self, episodes: Episodes, call: EngineCall) -> None:
+    def _begin_turn(self, episodes: RunningEpisodes, call: EngineCall) -> None:
         request = episodes.request_of(call)
         if request is None:
             return

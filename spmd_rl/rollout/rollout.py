@@ -38,7 +38,7 @@ from spmd_rl.offload.phases import RoleSleep
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.rollout.engine import Engine, SamplingConfig
 from spmd_rl.rollout.episode_samples import ModelLimits
-from spmd_rl.rollout.episodes import Episodes
+from spmd_rl.rollout.episodes import RunningEpisodes
 from spmd_rl.rollout.grader_choice import GraderChoice, all_rewards
 from spmd_rl.rollout.grading import Grading
 from spmd_rl.rollout.kinds import EngineConfig, EngineSite
@@ -129,7 +129,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         if pool is not None and rewards:
             grading = Grading(pool, GraderChoice(rewards, weights), raises=raises)
         if pool is not None and hooks.generate:
-            episodes = Episodes(pool, ModelLimits.of(spec), raises=raises)
+            episodes = RunningEpisodes(pool, ModelLimits.of(spec), raises=raises)
         self._flow = RequestFlow(self.engine, self._text_of, pool, grading, episodes, context.trace)
         known = self.tokenizer.config_eos_ids
         self._more_ends = tuple(

@@ -14,7 +14,7 @@ from spmd_rl.hooks.config import HookConfig
 class SamplerConfig:
     """How many groups are generated at a time, how old they may get, and which a step takes."""
 
-    # how many weight versions the oldest token may be behind the weights that learn from it
+    # how many weight versions a token may be behind the trainer
     max_lag: int = 0
     max_running: int = 0  # groups in generation at once; 0: as many as max_lag allows
     # how many times as many groups are generated as are needed; what is left over at a step's end

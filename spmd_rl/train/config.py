@@ -130,7 +130,7 @@ class TrainerConfig:
     # adapters that are trained alone, beside weights that stay as they are (docs/lora.md)
     lora: LoraConfig = field(default_factory=LoraConfig)
     clip_norm: float = 1.0  # largest gradient norm; 0 leaves gradients as they are
-    minibatches: int = 1  # optimizer steps a train step takes, each on a share of the batch
+    minibatches: int = 1  # optimizer steps of a train step; each has a share of its batch
     # tokens of a micro-batch on one rank; a longer sequence raises it to its own length
     max_tokens: int = 16384
     logit_rows: int = 2048  # rows of logits that exist at once

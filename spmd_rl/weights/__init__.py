@@ -11,9 +11,9 @@ executors      execute(moves, ends, ...) carries out a plan; alias(...) shares m
 delivery       Delivery: batched copies into a sink
 peer_socket    PeerSocket: messages and descriptors between a rank and its engine's process
 slab           Slab, MappedSlab: memory that both of these processes have mapped
-buckets        a push through the two halves of a slab; how boxes are cut to fit
-bucket_writer  BucketWriter: the rank's end of it
-bucket_reader  BucketReader: the end in the engine's process
+portions       a push through the two halves of a slab; how boxes are cut to fit
+portion_writer PortionWriter: the rank's end of it
+portion_reader PortionReader: the end in the engine's process
 digest         BoxSums: 64 bits a box; they add up to those of whole tensors
 verification   Verifier: compares both ends of a push; its result is in verdict (no torch)
 

@@ -1,7 +1,7 @@
 """Ends of a push on one rank: the protocols of its source and of its sink.
 
 A push reads boxes from sources and puts them into sinks. A sink either lets the source's memory be
-its own (`share`), or says where bytes are to be put (`slot`). A sink of buckets has room for some
+its own (`share`), or says where bytes are to be put (`slot`). A sink of portions has room for some
 boxes at a time, and makes room in `flush`.
 
     sink.open()

@@ -24,15 +24,15 @@ import zmq
 from spmd_rl.controller.channel import secret
 from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
 from spmd_rl.controller.channel.dealer import _client_socket
-from spmd_rl.controller.channel.envelope import FrameReader, FrameWriter
+from spmd_rl.controller.channel.envelope import EnvelopeReader, EnvelopeWriter
 from spmd_rl.controller.channel.messages import (
     Bye,
     Call,
+    ChannelMessage,
+    CommandResult,
     Hello,
-    Message,
     Ping,
     Pong,
-    Result,
     StackRequest,
     Stacks,
     Stop,
@@ -108,10 +108,10 @@ def attack_controller(num_frames: int, seed: int, folder: Path, keys: secret.Key
     with zmq.Context() as context, _client_socket(context, keys, 1) as line:
         line.linger, line.rcvtimeo, line.sndhwm = 0, WAIT_MS, 1000
         line.connect(endpoint)
-        reader, writer = FrameReader(generation, decode_at_worker), FrameWriter(generation)
+        reader, writer = EnvelopeReader(generation, decode_at_worker), EnvelopeWriter(generation)
         fuzzer, sent = Fuzzer(seed, generation, TO_CONTROLLER, decode_at_controller), 0
 
-        def say(message: Message) -> None:
+        def say(message: ChannelMessage) -> None:
             nonlocal sent
             sent += 1
             line.send(writer.frame(encode(message)))
@@ -162,17 +162,17 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
         line.bind(f"ipc://{folder}/worker")
         worker = Child("worker", f"ipc://{folder}/worker", str(generation), "0")
         reader, writer = (
-            FrameReader(generation, decode_at_controller, first=None),
-            FrameWriter(generation),
+            EnvelopeReader(generation, decode_at_controller, first=None),
+            EnvelopeWriter(generation),
         )
         fuzzer, sent, calls = Fuzzer(seed, generation, TO_WORKER, decode_at_worker), 0, 0
 
-        def say(message: Message, value: Packed = NOTHING, call: int = 0) -> None:
+        def say(message: ChannelMessage, value: Packed = NOTHING, call: int = 0) -> None:
             nonlocal sent
             sent += 1
             line.send_multipart([b"rank-0", writer.frame(encode(message), value, call)])
 
-        def hear(kind: type[Message]) -> tuple[Message, Packed, int]:
+        def hear(kind: type[ChannelMessage]) -> tuple[ChannelMessage, Packed, int]:
             while True:
                 opened = reader.read(line.recv_multipart()[1])
                 assert opened
@@ -184,7 +184,7 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
             calls += 1
             say(Ping(60.0, ""))
             say(Call(NAME, "echo"), pack((calls,)), calls)
-            _, answer, call = hear(Result)
+            _, answer, call = hear(CommandResult)
             assert (call, answer) == (calls, pack(calls))
 
         def wrong() -> int:

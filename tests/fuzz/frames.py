@@ -10,14 +10,14 @@ import numpy as np
 from spmd_rl.controller.channel import messages as wire_messages
 from spmd_rl.controller.channel.codec import pack
 from spmd_rl.controller.channel.envelope import PREAMBLE, PREAMBLE_BYTES
-from spmd_rl.controller.channel.messages import MALFORMED, Message
+from spmd_rl.controller.channel.messages import MALFORMED, ChannelMessage
 from spmd_rl.mesh.split import Placement
 
 VALUE = pack({"value": [1, 2.5, "x", None, True], "array": np.arange(3)})
 PLACEMENT = Placement("actor", (0, 1), {"dp": 1, "fsdp": 2, "tp": 1})
-TO_CONTROLLER: list[Message] = [
+TO_CONTROLLER: list[ChannelMessage] = [
     wire_messages.Hello(1, "host", 77),
-    wire_messages.Result(),
+    wire_messages.CommandResult(),
     wire_messages.Failure("KeyError", "'x'", "Traceback", 1),
     wire_messages.Pong(),
     wire_messages.Stacks("reward.py:1 in score", "thread", {"replayed": 2}),
@@ -25,7 +25,7 @@ TO_CONTROLLER: list[Message] = [
     wire_messages.Dying("lost its launcher"),
     wire_messages.Bye(),
 ]
-TO_WORKER: list[Message] = [
+TO_WORKER: list[ChannelMessage] = [
     wire_messages.Ping(20.0, "runs/run/checkpoints"),
     wire_messages.StackRequest(),
     wire_messages.BuildMeshes([PLACEMENT]),
@@ -53,7 +53,7 @@ class Fuzzer:
         self,
         seed: int,
         generation: int,
-        messages: Sequence[Message],
+        messages: Sequence[ChannelMessage],
         decode: Callable[[bytes], object],
     ):
         self._rng = random.Random(seed)

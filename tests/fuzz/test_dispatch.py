@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.controller.channel.codec import Codec, Packed, pack
 from spmd_rl.controller.channel.dealer import Dealer
-from spmd_rl.controller.channel.envelope import FrameWriter
+from spmd_rl.controller.channel.envelope import EnvelopeWriter
 from spmd_rl.controller.channel.messages import (
     Call,
     Hello,
@@ -92,9 +92,8 @@ def test_the_controller_takes_none(tmp_path: Path) -> None:
         closing(Router(f"ipc://{tmp_path}/s", KEYS, GENERATION, 2, listener, ours)) as router,
     ):
         router.start()
-        router.handle_message(
-            iter([b"rank-1", FrameWriter(GENERATION).frame(encode(Hello(1, "host", 1)))]).__next__
-        )
+        hello = EnvelopeWriter(GENERATION).frame(encode(Hello(1, "host", 1)))
+        router.handle_message(iter([b"rank-1", hello]).__next__)
         fuzzer = Fuzzer(1, GENERATION, TO_CONTROLLER, decode_at_controller)
         for count in range(WARM + FRAMES):
             if count == WARM:
@@ -110,7 +109,7 @@ def test_the_worker_takes_none(tmp_path: Path) -> None:
     listener = DealerListener()
     with closing(Dealer(f"ipc://{tmp_path}/nobody", KEYS, GENERATION, 0, listener)) as dealer:
         dealer.start()
-        writer = FrameWriter(GENERATION)
+        writer = EnvelopeWriter(GENERATION)
         assert dealer.handle_frame(writer.frame(encode(Call("actor", "go")), VALUE, 1))
         fuzzer = Fuzzer(2, GENERATION, TO_WORKER, decode_at_worker)
         for count in range(WARM + FRAMES):

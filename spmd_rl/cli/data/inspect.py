@@ -15,7 +15,7 @@ import numpy as np
 from spmd_rl.check.golds import check_golds
 from spmd_rl.check.inputs import check_record
 from spmd_rl.check.vocabulary import check_vocabulary
-from spmd_rl.cli.data.problems import Problem, problem_of
+from spmd_rl.cli.data.problems import RefusedRecord, problem_of
 from spmd_rl.cli.data.view import View
 from spmd_rl.data.files.files import open_records
 from spmd_rl.data.files.record import DataRecord, Records
@@ -42,7 +42,7 @@ class Checked:
     """
 
     num_records: int = 0
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[RefusedRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_dropped: int = 0
     defect: str = ""
@@ -75,7 +75,7 @@ def check_records(
     for group in _groups(records):
         num_before = found.num_records
         found.num_records += len(group)
-        problems: dict[int, Problem] = {}  # by the place in the group
+        problems: dict[int, RefusedRecord] = {}  # by the place in the group
         sound: dict[int, DataRecord] = {}
         for place, record in enumerate(group):
             try:
@@ -93,9 +93,9 @@ def check_records(
     return found
 
 
-def _problem(error: DataError, record: DataRecord | DataError, view: View) -> Problem:
+def _problem(error: DataError, record: DataRecord | DataError, view: View) -> RefusedRecord:
     if isinstance(record, DataError):
-        return Problem(error.where, str(error).removeprefix(f"{error.where}: "))
+        return RefusedRecord(error.where, str(error).removeprefix(f"{error.where}: "))
     return problem_of(error, record, view.cfg)
 
 

@@ -21,7 +21,7 @@ _OFTEN = {
 }
 
 
-class Problem(NamedTuple):
+class RefusedRecord(NamedTuple):
     """What a run would refuse of a record: where it stands, and a sentence.
 
     `lacks` is the setting whose key the record has not, or "", and `has` the keys that could be it.
@@ -36,14 +36,14 @@ class Problem(NamedTuple):
         return f"{self.where}: {self.sentence}"
 
 
-def problem_of(error: Exception, record: DataRecord, cfg: PromptFormat) -> Problem:
+def problem_of(error: Exception, record: DataRecord, cfg: PromptFormat) -> RefusedRecord:
     """Return the problem of a record that a run with these settings refuses."""
     sentence = str(error).removeprefix(f"{record.where}: ")
     keys = {name: getattr(cfg, name, "") for name in _SETTINGS}
     lacks = next((name for name, key in keys.items() if key and not record.has(key)), "")
     if not lacks:
-        return Problem(record.where, sentence)
-    return Problem(record.where, sentence, lacks, tuple(_candidates(record, lacks, cfg)))
+        return RefusedRecord(record.where, sentence)
+    return RefusedRecord(record.where, sentence, lacks, tuple(_candidates(record, lacks, cfg)))
 
 
 def _candidates(record: DataRecord, setting: str, cfg: PromptFormat) -> Iterator[str]:
@@ -55,10 +55,10 @@ def _candidates(record: DataRecord, setting: str, cfg: PromptFormat) -> Iterator
 
 
 def problem_lines(
-    problems: Sequence[Problem], num_records: int, cfg: PromptFormat, show: int
+    problems: Sequence[RefusedRecord], num_records: int, cfg: PromptFormat, show: int
 ) -> Iterator[str]:
     """Yield at most `show` lines on the problems, and one on those that are left."""
-    groups: dict[tuple[str, str], list[Problem]] = {}
+    groups: dict[tuple[str, str], list[RefusedRecord]] = {}
     for problem in problems:
         groups.setdefault(_kind(problem), []).append(problem)
     num_lines = num_said = 0
@@ -80,12 +80,12 @@ def problem_lines(
         yield f"... and {num_left} more"
 
 
-def _kind(problem: Problem) -> tuple[str, str]:
+def _kind(problem: RefusedRecord) -> tuple[str, str]:
     """Return what equal problems have in common."""
     return problem.lacks, "" if problem.lacks else problem.sentence
 
 
-def _lacking(group: Sequence[Problem], num_records: int, cfg: PromptFormat) -> str:
+def _lacking(group: Sequence[RefusedRecord], num_records: int, cfg: PromptFormat) -> str:
     """Return a line on records that lack the same key, and which of their keys may be meant."""
     setting = group[0].lacks
     counts = Counter(key for problem in group for key in problem.has)

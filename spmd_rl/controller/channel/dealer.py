@@ -13,14 +13,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from spmd_rl.controller.channel.address import is_ipv6
 from spmd_rl.controller.channel.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
-from spmd_rl.controller.channel.envelope import FrameReader, FrameWriter
+from spmd_rl.controller.channel.envelope import EnvelopeReader, EnvelopeWriter
 from spmd_rl.controller.channel.event_loop import TICK_S, EventLoop
 from spmd_rl.controller.channel.frames import LAST, send
 from spmd_rl.controller.channel.leader_followers import LeaderFollowers
 from spmd_rl.controller.channel.messages import (
     Call,
+    ChannelMessage,
     Command,
-    Message,
     Stop,
     ToWorker,
     decode_at_worker,
@@ -76,8 +76,8 @@ class Dealer:
         self._listener = listener
         self._inbox: deque[ReceivedCommand] = deque()  # commands that the main thread did not read
         self._outbox: deque[Answer] = deque()
-        self._reader = FrameReader(generation, decode_at_worker)
-        self._writer = FrameWriter(generation, secrets.randbits(62))
+        self._reader = EnvelopeReader(generation, decode_at_worker)
+        self._writer = EnvelopeWriter(generation, secrets.randbits(62))
         self._context = zmq.Context()
         self._socket = _client_socket(self._context, keys, rank)
         self._socket.ipv6 = is_ipv6(endpoint)
@@ -110,7 +110,7 @@ class Dealer:
         """Pass these signals to the listener. Call it on the main thread only."""
         self._wakeup.catch_signals(*numbers)
 
-    def post(self, message: Message, value: Packed = NOTHING) -> None:
+    def post(self, message: ChannelMessage, value: Packed = NOTHING) -> None:
         """Send a message to the controller, in order with all others."""
         self._outbox.append((encode(message), value, 0))
         self._leader.run_or_wake(self._send)

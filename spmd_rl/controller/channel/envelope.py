@@ -32,7 +32,7 @@ LARGE_BYTES = 1 << 16
 _read_preamble, _write_preamble = PREAMBLE.unpack_from, PREAMBLE.pack
 
 
-class FrameWriter:
+class EnvelopeWriter:
     """Writes the frames of one direction of a connection."""
 
     def __init__(self, generation: int, first: int = 0) -> None:
@@ -49,7 +49,7 @@ class FrameWriter:
         return b"".join((preamble, header, body, payload))
 
 
-class FrameReader(Generic[M]):
+class EnvelopeReader(Generic[M]):
     """Reads the frames of one direction of a connection; `refused` counts those that it refuses.
 
     `cache` has the message and the body of earlier frames, by the bytes that encode them; several

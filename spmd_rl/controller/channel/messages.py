@@ -31,14 +31,14 @@ class Refusal(StrEnum):
     UNASKED = "unasked"
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class ChannelMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages. They are immutable: equal messages may be the same object."""
 
 
 # From a worker to the controller.
 
 
-class Hello(Message, frozen=True):
+class Hello(ChannelMessage, frozen=True):
     """The first message of a worker."""
 
     rank: int
@@ -46,11 +46,11 @@ class Hello(Message, frozen=True):
     pid: int
 
 
-class Result(Message, frozen=True):
+class CommandResult(ChannelMessage, frozen=True):
     """The command returned the value of this message."""
 
 
-class Failure(Message, frozen=True):
+class Failure(ChannelMessage, frozen=True):
     """The command raised `kind`; `sentence` is its text."""
 
     kind: str
@@ -59,11 +59,11 @@ class Failure(Message, frozen=True):
     exit_code: int
 
 
-class Pong(Message, frozen=True):
+class Pong(ChannelMessage, frozen=True):
     pass
 
 
-class Stacks(Message, frozen=True):
+class Stacks(ChannelMessage, frozen=True):
     """What this process is doing.
 
     `location` is the line that the main thread is at, `text` has the stacks of all threads, and
@@ -76,26 +76,26 @@ class Stacks(Message, frozen=True):
     refused: dict[str, int]
 
 
-class Signalled(Message, frozen=True):
+class Signalled(ChannelMessage, frozen=True):
     """The launcher sent this worker the signal of this name; the worker goes on for a while."""
 
     name: str
 
 
-class Dying(Message, frozen=True):
+class Dying(ChannelMessage, frozen=True):
     """This worker ends itself now, and `sentence` says why."""
 
     sentence: str
 
 
-class Bye(Message, frozen=True):
+class Bye(ChannelMessage, frozen=True):
     """The last message of a worker that was told to stop."""
 
 
 # From the controller to a worker.
 
 
-class Ping(Message, frozen=True):
+class Ping(ChannelMessage, frozen=True):
     """Sent every second to a worker that said Hello.
 
     A worker gives up a controller that is silent for `lost_after_s`. `checkpoints` is the folder of
@@ -106,13 +106,13 @@ class Ping(Message, frozen=True):
     checkpoints: str
 
 
-class StackRequest(Message, frozen=True):
+class StackRequest(ChannelMessage, frozen=True):
     pass
 
 
-class Command(Message, frozen=True):
-    """Base of the messages for a worker's main thread, which answers each by a Result or a Failure,
-    except an `Abort`.
+class Command(ChannelMessage, frozen=True):
+    """Base of the messages for a worker's main thread, which answers each by a CommandResult or a
+    Failure, except an `Abort`.
     """
 
 
@@ -155,7 +155,7 @@ class Abort(Command, frozen=True):
 
 
 @final
-class Stop(Message, frozen=True):
+class Stop(ChannelMessage, frozen=True):
     """End: in order after the earlier commands when `exit_code` is 0, else at once.
 
     `sentence` says why. `lost` are the workers that no longer answer: a worker that shares a
@@ -167,7 +167,7 @@ class Stop(Message, frozen=True):
     lost: list[Hello]
 
 
-ToController = Hello | Result | Failure | Pong | Stacks | Signalled | Dying | Bye
+ToController = Hello | CommandResult | Failure | Pong | Stacks | Signalled | Dying | Bye
 ToWorker = Ping | StackRequest | BuildMeshes | Spawn | Call | Abort | Stop
 
 decode_at_controller = msgspec.msgpack.Decoder(ToController).decode
@@ -178,7 +178,7 @@ MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)  # raised by deco
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def encode(message: Message) -> bytes:
+def encode(message: ChannelMessage) -> bytes:
     """Return the header of a message.
 
     Raises: ContractError when the other side would refuse it as too large.

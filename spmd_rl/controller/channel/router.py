@@ -14,14 +14,14 @@ import zmq
 
 from spmd_rl.controller.channel.address import is_ipv6
 from spmd_rl.controller.channel.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
-from spmd_rl.controller.channel.envelope import FrameReader, FrameWriter
+from spmd_rl.controller.channel.envelope import EnvelopeReader, EnvelopeWriter
 from spmd_rl.controller.channel.event_loop import EventLoop
 from spmd_rl.controller.channel.frames import LAST, LATER, send
 from spmd_rl.controller.channel.leader_followers import LeaderFollowers
 from spmd_rl.controller.channel.messages import (
-    Message,
+    ChannelMessage,
+    CommandResult,
     Refusal,
-    Result,
     ToController,
     decode_at_controller,
     encode,
@@ -90,10 +90,10 @@ class Router:
         identities = [b"rank-%d" % rank for rank in range(world_size)]
         cache: dict[bytes, tuple[ToController, bytes]] = {}
         self._readers = [
-            FrameReader(generation, decode_at_controller, cache, None) for _ in range(world_size)
+            EnvelopeReader(generation, decode_at_controller, cache, None) for _ in range(world_size)
         ]
         self._senders = dict(zip(identities, enumerate(self._readers), strict=True))
-        self._writers = [(identity, FrameWriter(generation)) for identity in identities]
+        self._writers = [(identity, EnvelopeWriter(generation)) for identity in identities]
         self._listener = listener
         self._on_result = listener.on_result
         self._lifeline = lifeline
@@ -126,7 +126,7 @@ class Router:
         self._wakeup.catch_signals(*numbers)
 
     def post(
-        self, ranks: Sequence[int], message: Message, value: Packed = NOTHING, call: int = 0
+        self, ranks: Sequence[int], message: ChannelMessage, value: Packed = NOTHING, call: int = 0
     ) -> None:
         """Send a message to each of `ranks`, in order with all others."""
         self.post_each(encode(message), [(tuple(ranks), value)], call)
@@ -185,7 +185,7 @@ class Router:
         if opened is None:
             return
         message, value, call = opened
-        if type(message) is Result:
+        if type(message) is CommandResult:
             accepted = self._on_result(call, rank, value)
         else:
             accepted = self._listener.on_message(rank, message, value, call)

@@ -131,7 +131,7 @@ def _check_message(item: Any, where: str) -> None:
         get(function, "arguments", dict, f"{place}.function")
 
 
-class Calls:
+class ToolCalls:
     """Ids for calls that have none, and the calls that have no result yet.
 
     Calls without an id are paired with results by name, then by order.

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from spmd_rl.data.logs.form import (
-    Calls,
     Json,
+    ToolCalls,
     call,
     get,
     message,
@@ -36,8 +36,8 @@ def read(row: Json) -> Json:
     system = request.get("systemInstruction", request.get("system_instruction"))
     if system is not None:
         content = {"parts": [{"text": system}]} if isinstance(system, str) else system
-        messages += _read_user("system", content, Calls(), "systemInstruction")
-    calls = Calls()
+        messages += _read_user("system", content, ToolCalls(), "systemInstruction")
+    calls = ToolCalls()
     for index, item in enumerate(items):
         where = f"contents[{index}]"
         role = item.get("role", "user") if isinstance(item, dict) else ""
@@ -64,7 +64,7 @@ def _part(part: Any, where: str) -> tuple[str, Any]:
     return kind, part[kinds[0]]
 
 
-def _read_model(item: Json, calls: Calls, where: str) -> Json:
+def _read_model(item: Json, calls: ToolCalls, where: str) -> Json:
     texts: list[str] = []
     thoughts: list[str] = []
     made: list[Json] = []
@@ -83,7 +83,7 @@ def _read_model(item: Json, calls: Calls, where: str) -> Json:
     return message("assistant", "".join(texts), reasoning_content=thought, tool_calls=made)
 
 
-def _read_user(role: str, item: Json, calls: Calls, where: str) -> list[Json]:
+def _read_user(role: str, item: Json, calls: ToolCalls, where: str) -> list[Json]:
     results, texts = [], []
     for index, part in enumerate(get(item, "parts", list, where)):
         place = f"{where}.parts[{index}]"
@@ -121,7 +121,7 @@ def write(row: Json) -> Json:
     if messages[0]["role"] == "system":
         written["systemInstruction"] = {"parts": [{"text": messages[0]["content"]}]}
         messages = messages[1:]
-    calls, items = Calls(), []
+    calls, items = ToolCalls(), []
     results: list[Json] = []
     for index, one in enumerate(messages):
         if one["role"] == "tool":
@@ -139,7 +139,7 @@ def write(row: Json) -> Json:
     return others(row, written)
 
 
-def _write_result(item: Json, calls: Calls, where: str) -> Json:
+def _write_result(item: Json, calls: ToolCalls, where: str) -> Json:
     call_id = item["tool_call_id"]
     name = calls.name_of(call_id, where)
     oldest = calls.peek(name)
@@ -149,7 +149,7 @@ def _write_result(item: Json, calls: Calls, where: str) -> Json:
     return {"functionResponse": answer}
 
 
-def _write_parts(item: Json, calls: Calls) -> list[Json]:
+def _write_parts(item: Json, calls: ToolCalls) -> list[Json]:
     thought, text = item.get("reasoning_content"), item["content"]
     parts: list[Json] = [{"text": thought, "thought": True}] if thought else []
     parts += [{"text": text}] if text or "tool_calls" not in item else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from spmd_rl.data.logs.form import Calls, Json, arguments_of, call, get, message, others, record
+from spmd_rl.data.logs.form import Json, ToolCalls, arguments_of, call, get, message, others, record
 from spmd_rl.errors import DataError
 
 USED = ("conversations", "system", "tools")
@@ -26,13 +26,13 @@ def read(row: Json) -> Json:
     messages: list[Json] = []
     if row.get("system"):
         messages.append(message("system", get(row, "system", str, "")))
-    calls = Calls()
+    calls = ToolCalls()
     for index, turn in enumerate(get(row, "conversations", list, "")):
         _read_turn(turn, messages, calls, f"conversations[{index}]")
     return record(row, USED, messages, _read_tools(row.get("tools")))
 
 
-def _read_turn(turn: Any, messages: list[Json], calls: Calls, where: str) -> None:
+def _read_turn(turn: Any, messages: list[Json], calls: ToolCalls, where: str) -> None:
     said, value = get(turn, "from", str, where), get(turn, "value", str, where)
     if said == "function_call":
         made = _read_calls(value, calls, f"{where}.value")
@@ -56,7 +56,7 @@ def _parse(text: str, where: str) -> Any:
         raise DataError(where, f"not valid JSON: {error}") from error
 
 
-def _read_calls(text: str, calls: Calls, where: str) -> list[Json]:
+def _read_calls(text: str, calls: ToolCalls, where: str) -> list[Json]:
     value = _parse(text, where)
     made = []
     for item in value if isinstance(value, list) else [value]:

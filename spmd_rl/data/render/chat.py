@@ -42,7 +42,7 @@ class ChatFormat:
     """Settings by which a prompt is rendered."""
 
     prompt_key: str = "prompt"  # text, or a list of chat messages
-    chat_template: bool = False  # apply the tokenizer's chat template, with the generation prompt
+    chat_template: bool = False  # apply the tokenizer's chat template (with a generation prompt)
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments for the chat template
     template_kwargs_key: str = ""  # a record's own arguments for it, which go before those for all
     tools_key: str = "tools"  # a record's tools: a list, or one as JSON text; "": ignore them

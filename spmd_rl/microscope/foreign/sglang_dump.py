@@ -29,7 +29,7 @@ EXIT_CODE = 3
 WHOLE_WORLD = (0, 0, 0, 0, 0)  # ranks in SGLang's five kinds of parallelism: each of size 1
 
 
-class Recorder:
+class OutputRecorder:
     """Copies of all outputs, row by row and in host memory, under their names in the dump.
 
     A copy is made in the hook, because SGLang adds and norms in place.
@@ -71,7 +71,7 @@ def first(output: Any) -> Tensor:
     return tensor
 
 
-def hook_model(model: Any, recorder: Recorder) -> None:
+def hook_model(model: Any, recorder: OutputRecorder) -> None:
     """Record every op of SGLang's decoder. Modules that a model lacks are left out.
 
     SGLang's norms take (hidden, residual), add them, and return (normed, residual): the first of
@@ -89,7 +89,7 @@ def hook_model(model: Any, recorder: Recorder) -> None:
     )
 
 
-def hook_layer(layer: Any, prefix: str, recorder: Recorder) -> None:
+def hook_layer(layer: Any, prefix: str, recorder: OutputRecorder) -> None:
     keep = Keeper(recorder, prefix)
     on_output(layer.input_layernorm, keep.output("input_norm"))
     on_output(layer.post_attention_layernorm, keep.output("post_norm"))
@@ -120,7 +120,7 @@ def hook_attention(attention: Any, keep: Keeper) -> None:
 class Keeper:
     """Keeps outputs of one layer, under the names of its points."""
 
-    def __init__(self, recorder: Recorder, prefix: str) -> None:
+    def __init__(self, recorder: OutputRecorder, prefix: str) -> None:
         self.recorder, self.prefix = recorder, prefix
 
     def __call__(self, op: str, x: Tensor) -> None:
@@ -148,8 +148,8 @@ def on_output(module: Any, keep: Callable[[Any], None]) -> None:
 
 
 def keep_logits(
-    module: Any, recorder: Recorder, input_ids: Any, hidden: Tensor, head: Any, batch: Any, *_: Any,
-    **__: Any,
+    module: Any, recorder: OutputRecorder, input_ids: Any, hidden: Tensor, head: Any, batch: Any,
+    *_: Any, **__: Any,
 ) -> None:  # fmt: skip
     """Compute the logits of the scored rows as SGLang does, and their log-probs as its sampler."""
     from sglang.srt.layers.logits_processor import LogitsMetadata
@@ -202,7 +202,7 @@ def compute(runner: Any, number: int, tokens: list[int]) -> None:
 
 def compute_all(runner: Any, sequences: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Return the dump's tensors."""
-    recorder = Recorder()
+    recorder = OutputRecorder()
     hook_model(runner.model, recorder)
     for number, sequence in enumerate(sequences):
         recorder.begin_sequence(sequence)

@@ -24,7 +24,7 @@ _EXPERT = re.compile(
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """A rank's place on the axes that cut parameters."""
 
     tensor: RankPart = ALONE  # tensor parallelism of all but the experts
@@ -32,7 +32,7 @@ class Place:
     expert_tensor: RankPart = ALONE  # tensor parallelism within an expert
 
 
-def parts_of(spec: ModelSpec, parameter: str, layer: int, place: Place) -> list[Part]:
+def parts_of(spec: ModelSpec, parameter: str, layer: int, place: RankPlace) -> list[Part]:
     """Return what a parameter of Megatron-core holds on a rank, in the order of its rows.
 
     A name that both layer specs of Megatron-core have means the same in both; others belong to one

@@ -40,7 +40,7 @@ class _Away(_Retried):
 
 
 @dataclass(frozen=True)
-class Request:
+class HttpRequest:
     """A JSON body for a URL. `retries` and `deadline_s` (seconds) bound all requests together to a
     server that is there; `away_s` bounds how long it may be away in between.
     """
@@ -89,7 +89,7 @@ def header_values(variables: Mapping[str, str], setting: str) -> dict[str, str]:
     return values
 
 
-async def ask(request: Request, read: Callable[[bytes], T]) -> T:
+async def ask(request: HttpRequest, read: Callable[[bytes], T]) -> T:
     """Post the body until `read` returns something for an answer, and return that.
 
     `read` raises ValueError for an answer that makes no sense; the server is then asked again.
@@ -133,7 +133,7 @@ def _wait_s(attempt: int) -> float:
     return random.uniform(0.0, min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(attempt, 30)))
 
 
-async def _ask_once(request: Request, read: Callable[[bytes], T]) -> T:
+async def _ask_once(request: HttpRequest, read: Callable[[bytes], T]) -> T:
     import httpx
 
     try:

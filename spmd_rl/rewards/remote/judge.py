@@ -10,7 +10,7 @@ import msgspec
 
 from spmd_rl.rewards.config import JudgeConfig, graders_of
 from spmd_rl.rewards.deadline import uncounted
-from spmd_rl.rewards.remote.http import Request, ServerError, as_json, ask, header_values
+from spmd_rl.rewards.remote.http import HttpRequest, ServerError, as_json, ask, header_values
 from spmd_rl.rewards.remote.judge_cache import JudgeCache, Judged
 from spmd_rl.rewards.remote.judge_prompt import (
     REPAIR,
@@ -101,7 +101,7 @@ async def _complete(cfg: JudgeConfig, body: dict[str, Any]) -> _Completion:
     headers = {name: f"Bearer {value}" for name, value in keys.items()}
     url = cfg.base_url.rstrip("/") + "/chat/completions"
     bounds = cfg.retries, cfg.deadline_s, cfg.away_s
-    request = Request(url, as_json(body), headers, *bounds)
+    request = HttpRequest(url, as_json(body), headers, *bounds)
     return await ask(request, _read_completion)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from spmd_rl.rewards.config import graders_of
-from spmd_rl.rewards.remote.http import Request, as_json, ask, header_values
+from spmd_rl.rewards.remote.http import HttpRequest, as_json, ask, header_values
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
@@ -32,7 +32,7 @@ async def remote(ctx: HookContext, prompt: Prompt, sample: Sample) -> float | di
     if len(sample.messages) > 1:
         body["messages"] = sample.messages
     headers = header_values(cfg.headers_from, "graders.remote.headers_from")
-    request = Request(cfg.url, as_json(body), headers, cfg.retries, cfg.deadline_s, cfg.away_s)
+    request = HttpRequest(cfg.url, as_json(body), headers, cfg.retries, cfg.deadline_s, cfg.away_s)
     return await ask(request, _reward)
 
 

@@ -48,7 +48,7 @@ def main(fd: int, parent_pid: int) -> None:
     load_package()
     from spmd_rl.rollout.sglang.child_scheduler import run
     from spmd_rl.rollout.sglang.messages import MESSAGES
-    from spmd_rl.weights.slab.peer_socket import Failure, PeerSocket
+    from spmd_rl.weights.slab.peer_socket import PeerFailure, PeerSocket
 
     peer = PeerSocket(socket.socket(fileno=fd), "the rank", MESSAGES)
     try:
@@ -56,7 +56,7 @@ def main(fd: int, parent_pid: int) -> None:
     except BaseException as error:  # noqa: BLE001 - whatever ends the scheduler is told to the rank
         traceback.print_exc()
         try:
-            peer.send(Failure(f"SGLang's scheduler ended: {type(error).__name__}: {error}"))
+            peer.send(PeerFailure(f"SGLang's scheduler ended: {type(error).__name__}: {error}"))
         except Exception:  # noqa: BLE001 - the rank is gone, and so its child ends
             traceback.print_exc()
     sys.stderr.flush()

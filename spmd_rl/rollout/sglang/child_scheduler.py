@@ -20,7 +20,7 @@ from spmd_rl.rollout.sglang.child_calls import (
     ChildContext,
 )
 from spmd_rl.rollout.sglang.messages import CallDone, ChildReady, ChildSpec
-from spmd_rl.weights.slab.peer_socket import Failure, PeerSocket
+from spmd_rl.weights.slab.peer_socket import PeerFailure, PeerSocket
 
 SPEC_DEADLINE_S = 120.0
 OTHER_RANKS = (0, 0, 0, 0, None)  # in SGLang's other kinds of parallelism, each of size 1
@@ -103,7 +103,7 @@ def _method(name: str, socket: PeerSocket, kept: dict[str, Any], tells_end: bool
         except Exception as error:
             # SGLang reports it as the answer to the call; the rank may wait at the socket instead
             with contextlib.suppress(SpmdError):
-                socket.send(Failure(f"{name}: {error}"))
+                socket.send(PeerFailure(f"{name}: {error}"))
             raise
         if tells_end:
             socket.send(CallDone(name))

@@ -1,7 +1,7 @@
-"""Weights in the child: buckets of the slab are copied into the scheduler's parameters.
+"""Weights in the child: portions of the slab are copied into the scheduler's parameters.
 
 SGLang fuses some of Hugging Face's tensors into one parameter. Where a rule knows the part of a
-parameter that a tensor goes to, the boxes of a bucket are copied straight into it. Other tensors
+parameter that a tensor goes to, the boxes of a portion are copied straight into it. Other tensors
 are collected, and loaded by SGLang's own `load_weights`.
 """
 
@@ -22,8 +22,8 @@ from spmd_rl.rollout.sglang.messages import PushedPieces, WeightDigests
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.plan.layout import Box, Dims, Piece
 from spmd_rl.weights.proof.digest import digest
-from spmd_rl.weights.slab.bucket_reader import Bucket, BucketReader
-from spmd_rl.weights.slab.peer_socket import BucketEntry
+from spmd_rl.weights.slab.peer_socket import PortionEntry
+from spmd_rl.weights.slab.portion_reader import Portion, PortionReader
 from spmd_rl.weights.slab.slab import MappedSlab
 
 DEADLINE_S = 600.0
@@ -85,13 +85,13 @@ def check_rules(pieces: Pieces, views: Mapping[str, Tensor]) -> None:
 
 
 @dataclass
-class WeightReceiver:
-    """Reads the buckets of each push. `staged` are the tensors for `load_weights`, in the making,
+class PushLoader:
+    """Reads the portions of each push. `staged` are the tensors for `load_weights`, in the making,
     and `missing` says how many of their elements have not come.
 
     `received` are their digests, since no view of them is known afterwards. `loaded` are the names
     of all tensors that a push has brought; a later one may bring some of them alone. `complete` are
-    the buckets of the last push that brought all it had to.
+    the portions of the last push that brought all it had to.
     """
 
     context: ChildContext
@@ -102,29 +102,29 @@ class WeightReceiver:
     missing: dict[str, int] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
     loaded: set[str] = field(default_factory=set)
-    complete: list[Bucket] = field(default_factory=list)
+    complete: list[Portion] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._reader = BucketReader(self.mapped, self.context.socket, DEADLINE_S)
+        self._reader = PortionReader(self.mapped, self.context.socket, DEADLINE_S)
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Load the buckets of one push. Blocks: until the last has come; the rank sends it."""
+        """Load the portions of one push. Blocks: until the last has come; the rank sends it."""
         self.staged, self.missing = {}, {}
-        buckets = []
-        for bucket in self._reader:
-            self._load(bucket)
-            self._reader.ack(bucket)
-            buckets.append(bucket)
-        if buckets != self.complete:  # a push that repeats a complete one is complete
-            self._check_complete(buckets)
-            self.complete = buckets
+        portions = []
+        for portion in self._reader:
+            self._load(portion)
+            self._reader.ack(portion)
+            portions.append(portion)
+        if portions != self.complete:  # a push that repeats a complete one is complete
+            self._check_complete(portions)
+            self.complete = portions
 
-    def _check_complete(self, buckets: list[Bucket]) -> None:
+    def _check_complete(self, portions: list[Portion]) -> None:
         """Raises: WeightsError unless each tensor came whole, or came before and not now."""
         counts: Counter[str] = Counter()
-        for bucket in buckets:
-            for entry in bucket.entries:
+        for portion in portions:
+            for entry in portion.entries:
                 counts[entry.name] += entry.box.num_elements
         for name, piece in self.pieces.items():
             is_whole = counts[name] == piece.box.num_elements
@@ -142,13 +142,13 @@ class WeightReceiver:
         triples = [(name, self.pieces[name].box, value) for name, value in values.items()]
         return WeightDigests(triples, sorted(self.received))
 
-    def _load(self, bucket: Bucket) -> None:
+    def _load(self, portion: Portion) -> None:
         if len(self.views) == len(self.pieces):
-            bucket.copy(self._part)
+            portion.copy(self._part)
             return
-        parts = [self._part(entry) for entry in bucket.entries]
-        torch._foreach_copy_(parts, bucket.tensors)
-        for entry in bucket.entries:
+        parts = [self._part(entry) for entry in portion.entries]
+        torch._foreach_copy_(parts, portion.tensors)
+        for entry in portion.entries:
             if entry.name in self.staged:
                 self.missing[entry.name] -= entry.box.num_elements
         complete = [name for name in self.staged if self.missing[name] <= 0]
@@ -157,7 +157,7 @@ class WeightReceiver:
             self.received |= digest(LocalTensors.whole({name: whole}))
             self.context.model.load_weights([(name, whole)])
 
-    def _part(self, entry: BucketEntry) -> Tensor:
+    def _part(self, entry: PortionEntry) -> Tensor:
         """Return what a box is copied into."""
         target = self._target(entry.name)
         return target[entry.box.within(self.pieces[entry.name].box)]
@@ -187,13 +187,13 @@ def attach_slab(context: ChildContext) -> None:
     pieces = {piece.name: piece for piece in message.pieces}
     views = parameter_views(context.model, pieces)
     check_rules(pieces, views)
-    context.kept["receiver"] = WeightReceiver(context, mapped, pieces, views)
+    context.kept["receiver"] = PushLoader(context, mapped, pieces, views)
 
 
 @call(RECEIVE)
 def receive_weights(context: ChildContext) -> None:
     """Load one push, and forget all K/V. Raises: WeightsError while the scheduler works."""
-    receiver: WeightReceiver = context.kept["receiver"]
+    receiver: PushLoader = context.kept["receiver"]
     receiver.receive()
     if not context.scheduler.flush_cache():
         raise WeightsError("the scheduler was not idle during a push")
@@ -202,7 +202,7 @@ def receive_weights(context: ChildContext) -> None:
 @call(DIGEST)
 def digest_weights(context: ChildContext) -> None:
     """Send the digests of what the parameters hold."""
-    receiver: WeightReceiver = context.kept["receiver"]
+    receiver: PushLoader = context.kept["receiver"]
     context.socket.send(receiver.digests())
 
 

@@ -14,8 +14,8 @@ from spmd_rl.rollout.sglang.child_calls import ATTACH, DIGEST, RECEIVE
 from spmd_rl.rollout.sglang.launch import Child
 from spmd_rl.rollout.sglang.messages import PushedPieces, WeightDigests
 from spmd_rl.weights.plan.layout import ITEM_BYTES, Box, Dims, Layout, Piece
-from spmd_rl.weights.slab.bucket_writer import BucketWriter
-from spmd_rl.weights.slab.buckets import cut_box
+from spmd_rl.weights.slab.portion_writer import PortionWriter
+from spmd_rl.weights.slab.portions import cut_box
 from spmd_rl.weights.slab.slab import Slab
 
 
@@ -64,8 +64,8 @@ class SglangSink:
         self._device = device
         self._slab_bytes = slab_bytes
         self._deadline_s = deadline_s
-        self._writer: BucketWriter | None = None
-        self._receives = False  # the child reads buckets
+        self._writer: PortionWriter | None = None
+        self._receives = False  # the child reads portions
 
     def layout(self, rank: int) -> Layout:
         return Layout(rank, tuple(self._pieces.values()))
@@ -120,8 +120,8 @@ class SglangSink:
         self._finish()
         self._engine.commit_push(version)
 
-    def _receiving(self) -> BucketWriter:
-        """Return the writer of buckets, once the child has been told to read them."""
+    def _receiving(self) -> PortionWriter:
+        """Return the writer of portions, once the child has been told to read them."""
         if self._writer is None:
             raise WeightsError("a push has to be opened before it brings weights")
         if not self._receives:
@@ -129,7 +129,7 @@ class SglangSink:
             self._receives = True
         return self._writer
 
-    def _attach(self) -> BucketWriter:
+    def _attach(self) -> PortionWriter:
         """Make the slab, and have the child map it and learn which tensors will come."""
         total = sum(piece.box.num_elements for piece in self._pieces.values())
         wanted = 2 * total * ITEM_BYTES[self._dtype] + 2 * len(self._pieces) * 256
@@ -138,10 +138,10 @@ class SglangSink:
         self._child.socket.send(PushedPieces(list(self._pieces.values())))
         slab.send(self._child.socket)
         self._calls.finish_call(ATTACH, self._deadline_s)
-        return BucketWriter(slab, self._child.socket, self._deadline_s)
+        return PortionWriter(slab, self._child.socket, self._deadline_s)
 
     def _finish(self) -> None:
-        """Wait until the child has loaded all buckets of this push."""
+        """Wait until the child has loaded all portions of this push."""
         if self._receives and self._writer is not None:
             try:
                 self._writer.finish()

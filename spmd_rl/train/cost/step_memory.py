@@ -51,7 +51,7 @@ class StepSizes:
 
 
 @dataclass(frozen=True)
-class Point:
+class StepPoint:
     """A point of a step, and the bytes of each class on the GPU and on the host."""
 
     name: str
@@ -67,7 +67,7 @@ class Point:
         return sum(self.host.values())
 
 
-def step_points(sizes: StepSizes, offload: Offload) -> tuple[Point, ...]:
+def step_points(sizes: StepSizes, offload: Offload) -> tuple[StepPoint, ...]:
     """Return the points of a step in their order."""
     state = {"moments": sizes.moments} if offload == "none" else {}
     awake = {"master": sizes.master} | state
@@ -89,13 +89,13 @@ def step_points(sizes: StepSizes, offload: Offload) -> tuple[Point, ...]:
     chunks = {} if offload == "none" else {"chunks": sizes.chunks}
     on_host = host | {"activations": kept.host}
     return (
-        Point(
+        StepPoint(
             "gather", awake | {"gathered": sizes.gathered, "copies": sizes.gather_copies}, on_host
         ),
-        Point("head", head, on_host),
-        Point("backward", backward, on_host),
-        Point("reduce", computing | grads | {"copies": sizes.unit_copies}, on_host),
-        Point("update", awake | {"grads": sizes.reduced_grads} | chunks, on_host),
+        StepPoint("head", head, on_host),
+        StepPoint("backward", backward, on_host),
+        StepPoint("reduce", computing | grads | {"copies": sizes.unit_copies}, on_host),
+        StepPoint("update", awake | {"grads": sizes.reduced_grads} | chunks, on_host),
     )
 
 
@@ -120,7 +120,7 @@ def step_memory(sizes: StepSizes, offload: Offload) -> list[TagBytes]:
     return memory + [TagBytes(tag, most.gpu.get(tag, 0), "work", host.get(tag, 0)) for tag in WORK]
 
 
-def table(points: Sequence[Point]) -> Iterator[str]:
+def table(points: Sequence[StepPoint]) -> Iterator[str]:
     """Yield the lines of a table: for each point, what is on the GPU and what on the host."""
     for where, at in (("GPU", "gpu"), ("host", "host")):
         by_point = [getattr(point, at) for point in points]

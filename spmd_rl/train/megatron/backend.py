@@ -33,7 +33,7 @@ from spmd_rl.train.megatron.library import (
 from spmd_rl.train.megatron.model import build_chunks, check_names, transformer_config
 from spmd_rl.train.megatron.optimizer import MegatronOptimizer
 from spmd_rl.train.megatron.parameters import boxes_of, parameters_of
-from spmd_rl.train.megatron.schedule import Schedule
+from spmd_rl.train.megatron.schedule import PipelineSchedule
 from spmd_rl.train.megatron.scores import VocabularyHead
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.train.optimizer.adamw import MOMENTS
@@ -88,11 +88,13 @@ class Megatron:
             self._models, self._parameters, rules, self._cfg, self._settings, self._groups
         )
 
-    def _build_schedule(self, context: RoleContext, config: Any, last_chunk: Any) -> Schedule:
+    def _build_schedule(
+        self, context: RoleContext, config: Any, last_chunk: Any
+    ) -> PipelineSchedule:
         """Return what runs micro-batches through the chunks of all stages."""
         spec = self._spec
         tables = rope_tables(spec)
-        return Schedule(
+        return PipelineSchedule(
             spec=spec,
             chunks=self._models,
             config=config,

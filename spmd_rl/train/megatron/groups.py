@@ -6,7 +6,7 @@ from typing import Any
 
 from spmd_rl.mesh.axes import DATA, STAGE_ENDS
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.model.families.megatron import Place
+from spmd_rl.model.families.megatron import RankPlace
 from spmd_rl.model.families.rules import RankPart
 
 AXES_OF = {
@@ -48,9 +48,9 @@ def groups_of(context: RoleContext) -> Any:
     )
 
 
-def place_of(context: RoleContext) -> Place:
+def place_of(context: RoleContext) -> RankPlace:
     """Return this rank's place on the axes that cut parameters."""
-    return Place(cut_along(context, "tp"), cut_along(context, "ep"))
+    return RankPlace(cut_along(context, "tp"), cut_along(context, "ep"))
 
 
 def cut_along(context: RoleContext, axis: str) -> RankPart:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from spmd_rl.model.families.megatron import LAYERS, Place, parts_of
+from spmd_rl.model.families.megatron import LAYERS, RankPlace, parts_of
 from spmd_rl.model.families.rules import Part
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.weights.local_tensors import LocalTensor
@@ -61,7 +61,7 @@ class Parameter:
                     yield part.name, LocalTensor(part.shape, box, memory.view(box.extent))
 
 
-def parameters_of(chunks: Sequence[Any], spec: ModelSpec, place: Place) -> list[Parameter]:
+def parameters_of(chunks: Sequence[Any], spec: ModelSpec, place: RankPlace) -> list[Parameter]:
     """Return the parameters of this rank's chunks."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 

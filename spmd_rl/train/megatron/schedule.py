@@ -34,7 +34,7 @@ OnOutputs = Callable[[int, Outputs], Tensor | None]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """Runs the chunks of this rank over micro-batches. `head` is None before the last stage."""
 
     spec: ModelSpec

@@ -18,7 +18,7 @@ NUM_SLOTS = 3  # chunks on the GPU at once: one is read, one is updated, one is 
 
 
 @dataclass(frozen=True)
-class Part:
+class ChunkPart:
     """Elements `start` to `start + count` of a tensor, which lie at `offset` of a chunk."""
 
     name: str
@@ -33,7 +33,7 @@ class Chunk:
 
     start: int
     count: int
-    parts: tuple[Part, ...]
+    parts: tuple[ChunkPart, ...]
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ def lay_out(sizes: Mapping[str, int], chunk_elements: int) -> MomentLayout:
         offsets[name] = end
         end += -(-size // UNIT) * UNIT
     chunks: list[Chunk] = []
-    parts: list[Part] = []
+    parts: list[ChunkPart] = []
     for name, size in sizes.items():
         start = 0
         while start < size:
             chunk_start = chunk_elements * len(chunks)
             offset = offsets[name] + start - chunk_start
             count = min(size - start, chunk_elements - offset)
-            parts.append(Part(name, start, offset, count))
+            parts.append(ChunkPart(name, start, offset, count))
             start += count
             if _is_full(parts[-1], chunk_elements):
                 chunks.append(Chunk(chunk_start, chunk_elements, tuple(parts)))
@@ -73,7 +73,7 @@ def lay_out(sizes: Mapping[str, int], chunk_elements: int) -> MomentLayout:
     return MomentLayout(offsets, end, tuple(chunks))
 
 
-def _is_full(last: Part, chunk_elements: int) -> bool:
+def _is_full(last: ChunkPart, chunk_elements: int) -> bool:
     """Return whether no other tensor can begin in the chunk of this part."""
     end = -(-(last.offset + last.count) // UNIT) * UNIT
     return end == chunk_elements

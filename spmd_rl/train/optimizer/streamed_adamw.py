@@ -17,7 +17,7 @@ from spmd_rl.train.backend import State
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.optimizer.adamw import MOMENTS
 from spmd_rl.train.optimizer.host_stack import Reserve
-from spmd_rl.train.optimizer.moment_chunks import CHUNK_ELEMENTS, Chunk, Part, lay_out
+from spmd_rl.train.optimizer.moment_chunks import CHUNK_ELEMENTS, Chunk, ChunkPart, lay_out
 from spmd_rl.train.optimizer.moment_stream import MomentStream
 from spmd_rl.train.optimizer.parameter_groups import UpdateRule
 from spmd_rl.weights.local_tensors import LocalTensor
@@ -61,7 +61,7 @@ class StreamedAdamW:
 
     def _update(self, chunk: Chunk, moments: Sequence[Tensor], lr: float) -> None:
         """Update the weights of a chunk by its moments on the device, which change too."""
-        by_rule: dict[UpdateRule, list[Part]] = defaultdict(list)
+        by_rule: dict[UpdateRule, list[ChunkPart]] = defaultdict(list)
         for part in chunk.parts:
             if self._parameters[part.name].grad is not None:
                 by_rule[self._rules[part.name]].append(part)
@@ -105,7 +105,7 @@ class StreamedAdamW:
         return [self._all_steps]
 
 
-def _range(tensor: Tensor, part: Part) -> Tensor:
+def _range(tensor: Tensor, part: ChunkPart) -> Tensor:
     return tensor.view(-1)[part.start : part.start + part.count]
 
 

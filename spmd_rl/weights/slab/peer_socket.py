@@ -50,7 +50,7 @@ class SlabHeader(PeerMessage, frozen=True):
     gpu: str
 
 
-class BucketEntry(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class PortionEntry(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """One box of a tensor, which has the global `shape`, and the byte of the slab where it lies."""
 
     name: str
@@ -60,21 +60,21 @@ class BucketEntry(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tr
     offset: Count
 
 
-class BucketTable(PeerMessage, frozen=True):
-    """The boxes that lie in half `half` of the slab now. Buckets of a push are numbered from 0.
+class PortionTable(PeerMessage, frozen=True):
+    """The boxes that lie in half `half` of the slab now. Portions of a push are numbered from 0.
 
-    The reader keeps the table of each bucket under `table_id`, until another comes for the bucket.
+    The reader keeps the table of each portion under `table_id`, until another comes for it.
     """
 
     generation: Count
     number: Count
     half: Literal[0, 1]
     table_id: Count
-    entries: list[BucketEntry]
+    entries: list[PortionEntry]
 
 
-class RepeatedBucket(PeerMessage, frozen=True):
-    """The boxes of the table `table_id`, which came for this bucket before, lie in the slab now."""
+class RepeatedPortion(PeerMessage, frozen=True):
+    """The boxes of table `table_id`, which came for this portion before, lie in the slab now."""
 
     generation: Count
     number: Count
@@ -82,20 +82,20 @@ class RepeatedBucket(PeerMessage, frozen=True):
     table_id: Count
 
 
-class BucketAck(PeerMessage, frozen=True):
-    """The reader needs bucket `number` of this slab no more."""
+class PortionAck(PeerMessage, frozen=True):
+    """The reader needs portion `number` of this slab no more."""
 
     generation: Count
     number: Count
 
 
 class EndOfPush(PeerMessage, frozen=True):
-    """The push had this many buckets."""
+    """The push had this many portions."""
 
-    num_buckets: Count
+    num_portions: Count
 
 
-class Failure(PeerMessage, frozen=True):
+class PeerFailure(PeerMessage, frozen=True):
     """The sender cannot go on. The receiver raises a WeightsError with this sentence."""
 
     sentence: str
@@ -103,11 +103,11 @@ class Failure(PeerMessage, frozen=True):
 
 MESSAGES: tuple[type[PeerMessage], ...] = (
     SlabHeader,
-    BucketTable,
-    RepeatedBucket,
-    BucketAck,
+    PortionTable,
+    RepeatedPortion,
+    PortionAck,
     EndOfPush,
-    Failure,
+    PeerFailure,
 )
 
 
@@ -167,7 +167,7 @@ class PeerSocket:
             message: PeerMessage = self._decode(payload)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise self._refused(f"a message cannot be read: {error}") from error
-        if isinstance(message, Failure):
+        if isinstance(message, PeerFailure):
             raise WeightsError(f"{self.peer} reports: {message.sentence}")
         return message
 

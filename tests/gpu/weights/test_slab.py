@@ -13,9 +13,9 @@ from torch import Tensor
 
 from spmd_rl.errors import LostRankError, WeightsError
 from spmd_rl.weights.plan.layout import Box
-from spmd_rl.weights.slab import bucket_writer
-from spmd_rl.weights.slab.bucket_writer import BucketWriter
+from spmd_rl.weights.slab import portion_writer
 from spmd_rl.weights.slab.peer_socket import PeerSocket, SlabHeader
+from spmd_rl.weights.slab.portion_writer import PortionWriter
 from spmd_rl.weights.slab.slab import MappedSlab, Slab
 from tests.unit.weights.peer_process import Peer, digest, order, peer_process, push, report
 
@@ -58,7 +58,7 @@ def weights(seed: int) -> dict[str, Tensor]:
 def test_a_push_reaches_the_other_process_bit_for_bit(engine: Peer, device: torch.device) -> None:
     (peer,) = engine.sockets
     slab = send_slab(peer, device)
-    writer = BucketWriter(slab, peer, DEADLINE_S)
+    writer = PortionWriter(slab, peer, DEADLINE_S)
     for seed in (1, 2):
         order(peer, "push")
         push(writer, weights(seed))
@@ -76,13 +76,13 @@ def test_a_table_is_sent_when_the_stream_is_done(
     slab.memory.zero_()
     torch.cuda.synchronize()
     if not waits:
-        monkeypatch.setattr(bucket_writer, "wait_for_stream", lambda device: None)
+        monkeypatch.setattr(portion_writer, "wait_for_stream", lambda device: None)
     value = torch.full((1 << 20,), 3.0, device=device)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         order(peer, "push")
         torch.cuda._sleep(HALF_A_SECOND)
-        push(BucketWriter(slab, peer, DEADLINE_S), {"w": value})
+        push(PortionWriter(slab, peer, DEADLINE_S), {"w": value})
     received = report(peer).digest
     torch.cuda.synchronize()
     assert (received == digest({"w": value})) == waits
@@ -131,7 +131,7 @@ def test_a_wrong_descriptor_is_refused(device: torch.device) -> None:
 def test_a_process_that_is_killed_in_a_push_leaves_the_slab_usable(device: torch.device) -> None:
     with peer_process(device=str(device)) as (process, (peer,)):
         slab = send_slab(peer, device)
-        writer = BucketWriter(slab, peer, DEADLINE_S)
+        writer = PortionWriter(slab, peer, DEADLINE_S)
         order(peer, "die")
         with pytest.raises(LostRankError, match=f"pid {process.pid}"):
             push(writer, weights(1))
@@ -145,7 +145,7 @@ def test_a_process_that_is_killed_in_a_push_leaves_the_slab_usable(device: torch
 def test_a_slot_takes_a_cast(engine: Peer, device: torch.device) -> None:
     (peer,) = engine.sockets
     slab = send_slab(peer, device)
-    writer = BucketWriter(slab, peer, DEADLINE_S)
+    writer = PortionWriter(slab, peer, DEADLINE_S)
     master = torch.randn(512, 64, device=device)
     order(peer, "push")
     slot = writer.slot("w", Box((0, 0), (512, 64)), (512, 64), "bfloat16")

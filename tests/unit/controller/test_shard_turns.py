@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from spmd_rl.controller.channel.dealer import Dealer
-from spmd_rl.controller.shard_turns import ShardTurns, Turn
+from spmd_rl.controller.shard_turns import ShardTurn, ShardTurns
 from spmd_rl.controller.worker import Worker
 from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.world import World
@@ -73,7 +73,7 @@ def test_ranks_run_the_same_shared_commands_in_each_turn(seed: int) -> None:
 def test_what_follows_the_last_turn_may_be_here_before_it_ends() -> None:
     """No turn asks for it then: it is the worker's next command."""
     early = [("shared", 1), ("shared", 2)]
-    told = msgspec.msgpack.encode(Turn([7], 1))
+    told = msgspec.msgpack.encode(ShardTurn([7], 1))
     turns = ShardTurns[Command](False, lambda _: told, is_shared)
     released: list[int] = []
     assert turns.follow(lambda wait: [("shared", 0), *early], released.extend) == [("shared", 0)]

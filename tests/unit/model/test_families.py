@@ -18,7 +18,7 @@ from spmd_rl.model.families.megatron import (
     LAYERS,
     OUTPUT,
     WORD_EMBEDDING,
-    Place,
+    RankPlace,
     parts_of,
 )
 from spmd_rl.model.families.megatron_layers import block_rules
@@ -40,10 +40,10 @@ class Grid:
     ep: int = 1
     etp: int = 1
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[RankPlace]:
         """One rank for each way to cut: a checkpoint has each of them at least once."""
         for tp, ep, etp in np.ndindex(self.tp, self.ep, self.etp):
-            yield Place(RankPart(self.tp, tp), RankPart(self.ep, ep), RankPart(self.etp, etp))
+            yield RankPlace(RankPart(self.tp, tp), RankPart(self.ep, ep), RankPart(self.etp, etp))
 
 
 def spec_of(family: str, groups: int, per_group: int, vocab: int, tied: bool) -> ModelSpec:
@@ -105,7 +105,7 @@ def layer_of(parameter: str) -> int:
     return int(parameter.split(".")[2]) if parameter.startswith(LAYERS) else -1
 
 
-def held(spec: ModelSpec, grid: Grid) -> Iterator[tuple[Place, str, Dims, Part]]:
+def held(spec: ModelSpec, grid: Grid) -> Iterator[tuple[RankPlace, str, Dims, Part]]:
     for place in grid.places():
         for name, shape in parameters(spec, grid).items():
             for part in parts_of(spec, name, layer_of(name), place):
@@ -247,7 +247,7 @@ def test_planted_bugs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_of_transformer_engine_mean_the_same() -> None:
     spec = spec_of("qwen3_moe", 2, 2, 96, False)
-    place = Place(RankPart(2, 1), RankPart(4, 3), RankPart(2, 1))
+    place = RankPlace(RankPart(2, 1), RankPart(4, 3), RankPart(2, 1))
     pairs = {
         "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
         "mlp.experts.linear_fc1.weight2": "mlp.experts.local_experts.2.linear_fc1.weight",
@@ -264,7 +264,7 @@ def test_our_own_attention_has_queries_then_keys_then_values() -> None:
     spec = spec_of("qwen2", 2, 3, 96, False)
     for kind in ("weight", "bias"):
         name = f"{LAYERS}0.self_attention.qkv_proj.{kind}"
-        parts = parts_of(spec, name, 1, Place())
+        parts = parts_of(spec, name, 1, RankPlace())
         prefix, first = "model.layers.1.self_attn.", 0
         assert [part.name for part in parts] == [f"{prefix}{x}_proj.{kind}" for x in "qkv"]
         for part in parts:
@@ -276,4 +276,4 @@ def test_our_own_attention_has_queries_then_keys_then_values() -> None:
 def test_an_unknown_parameter_is_an_error() -> None:
     spec = spec_of("llama", 2, 2, 96, False)
     with pytest.raises(KeyError, match="adapter"):
-        parts_of(spec, f"{LAYERS}0.adapter.weight", 0, Place())
+        parts_of(spec, f"{LAYERS}0.adapter.weight", 0, RankPlace())

@@ -17,7 +17,7 @@ from spmd_rl.config.load import load
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.errors import PlanError
 from spmd_rl.offload.phases import ALL, COLOCATED, Phases
-from spmd_rl.plan.concurrency import Running, running
+from spmd_rl.plan.concurrency import RunningSequences, running
 from spmd_rl.plan.memory import MemoryModel, kv_sized
 from spmd_rl.plan.resolve import RunPlan, resolve
 from spmd_rl.plan.sleep import Need, choose_sleep, copied_bytes, effective_phases, sleep_levels
@@ -90,7 +90,7 @@ def test_the_least_costly_set_that_fits_is_chosen(model: Path) -> None:
 
 def test_the_decision_is_a_sentence(model: Path) -> None:
     memory = memory_of(model, "trainer.backend.recompute=all")
-    need = Need(126 * GIB, 40 * GIB, Running(256, 1152))
+    need = Need(126 * GIB, 40 * GIB, RunningSequences(256, 1152))
     chosen = choose_sleep(memory, need)
     assert chosen.sleeping == EVERYTHING
     assert chosen.sentence.startswith(
@@ -246,11 +246,11 @@ def test_what_runs_at_once(model: Path) -> None:
     plan = resolve(cfg, 4)
     assert plan.spec is not None
     engines = plan.placements.infer
-    assert running(cfg, engines, plan.spec) == Running(8 * 4, 1024 + 500)
+    assert running(cfg, engines, plan.spec) == RunningSequences(8 * 4, 1024 + 500)
     capped = configured(
         model, "engine.max_batch=5", "prompts.max_prompt_tokens=100", "sampling.max_tokens=50000"
     )
-    assert running(capped, engines, plan.spec) == Running(5, 40960)
+    assert running(capped, engines, plan.spec) == RunningSequences(5, 40960)
 
 
 def test_a_setting_overrides_the_plan(model: Path) -> None:

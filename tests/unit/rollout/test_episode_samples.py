@@ -15,7 +15,7 @@ from spmd_rl.hooks.results import BadResult
 from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.episode_samples import ModelLimits
-from spmd_rl.rollout.episodes import Episodes
+from spmd_rl.rollout.episodes import RunningEpisodes
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import NO_VERSION, Sample
@@ -82,10 +82,10 @@ class Pool:
 
 
 @pytest.fixture
-def begun() -> Callable[[bool], tuple[Episodes, OpenGroup, Pool]]:
-    def begin(raises: bool) -> tuple[Episodes, OpenGroup, Pool]:
+def begun() -> Callable[[bool], tuple[RunningEpisodes, OpenGroup, Pool]]:
+    def begin(raises: bool) -> tuple[RunningEpisodes, OpenGroup, Pool]:
         pool = Pool()
-        episodes = Episodes(cast(HookPool, pool), LIMITS, raises=raises)
+        episodes = RunningEpisodes(cast(HookPool, pool), LIMITS, raises=raises)
         sampling = SamplingConfig(num_samples=2, max_tokens=4)
         group = OpenGroup(PROMPT, sampling, 0, CallInfo(), lambda group: None)
         episodes.start(group, 0)

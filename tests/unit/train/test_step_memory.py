@@ -12,7 +12,7 @@ from spmd_rl.mesh.split import Placement, Split, plan_split
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig, Wrap
 from spmd_rl.train.cost.memory import OFFLOADING_LAYERS, fsdp2_memory, step_sizes
-from spmd_rl.train.cost.step_memory import Point, step_points, table
+from spmd_rl.train.cost.step_memory import StepPoint, step_points, table
 from spmd_rl.train.fsdp2 import activation_offload
 
 GB = 10**9
@@ -30,7 +30,7 @@ def config(offload: str, offload_activations: bool = False) -> TrainerConfig:
     return TrainerConfig(max_tokens=TOKENS, backend=backend)
 
 
-def points(spec: ModelSpec, cfg: TrainerConfig, placement: Placement = ONE) -> dict[str, Point]:
+def points(spec: ModelSpec, cfg: TrainerConfig, placement: Placement = ONE) -> dict[str, StepPoint]:
     sizes = step_sizes(spec, cfg, placement)
     return {point.name: point for point in step_points(sizes, cfg.backend.offload)}
 

@@ -11,7 +11,7 @@ from spmd_rl.weights.ends import LocalEnds, WeightSink, WeightSource
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.plan.layout import Box, Layout
 from spmd_rl.weights.plan.moves import WeightPlan, plan_moves
-from spmd_rl.weights.slab.buckets import cut_box
+from spmd_rl.weights.slab.portions import cut_box
 from spmd_rl.weights.tensor_ends import TensorSink, TensorSource
 
 CPU = torch.device("cpu")
@@ -61,8 +61,8 @@ class CountingSource(TensorSource):
         return super().view(name, box)
 
 
-class BucketSink:
-    """A sink of buckets: tensors take effect at the flush, in one small buffer of their own.
+class PortionSink:
+    """A sink of portions: tensors take effect at the flush, in one small buffer of their own.
 
     A box that is larger than the buffer has to be cut. With `keeps_slots`, the slots of each flush
     are given again, except those that are `lost`. `last` are the numbers of the flushes of a push.

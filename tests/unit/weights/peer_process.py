@@ -1,4 +1,4 @@
-"""The other process of the tests of slabs and buckets.
+"""The other process of the tests of slabs and portions.
 
     python -m tests.unit.weights.peer_process DEVICE FD [FD ...]
 
@@ -25,10 +25,10 @@ from torch import Tensor
 
 from spmd_rl.errors import LostRankError, SpmdError
 from spmd_rl.weights.plan.layout import ITEM_BYTES, Box
-from spmd_rl.weights.slab.bucket_reader import BucketReader
-from spmd_rl.weights.slab.bucket_writer import BucketWriter
-from spmd_rl.weights.slab.buckets import cut_box
 from spmd_rl.weights.slab.peer_socket import PeerMessage, PeerSocket
+from spmd_rl.weights.slab.portion_reader import PortionReader
+from spmd_rl.weights.slab.portion_writer import PortionWriter
+from spmd_rl.weights.slab.portions import cut_box
 from spmd_rl.weights.slab.slab import MappedSlab, Slab
 
 ROOT = Path(__file__).parents[3]
@@ -87,7 +87,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def push(writer: BucketWriter, tensors: dict[str, Tensor]) -> None:
+def push(writer: PortionWriter, tensors: dict[str, Tensor]) -> None:
     """Send whole tensors, in boxes that fit."""
     for name, tensor in tensors.items():
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
@@ -102,17 +102,17 @@ def push(writer: BucketWriter, tensors: dict[str, Tensor]) -> None:
     writer.finish()
 
 
-def read_push(reader: BucketReader) -> dict[str, Tensor]:
+def read_push(reader: PortionReader) -> dict[str, Tensor]:
     """Receive whole tensors. Bytes that no box wrote stay -1 or 255."""
     tensors: dict[str, Tensor] = {}
-    for bucket in reader:
-        for entry, piece in zip(bucket.entries, bucket.tensors, strict=True):
+    for portion in reader:
+        for entry, piece in zip(portion.entries, portion.tensors, strict=True):
             if entry.name not in tensors:
                 tensors[entry.name] = piece.new_empty(entry.shape)
                 tensors[entry.name].view(-1).view(torch.uint8).fill_(255)
             whole = Box((0,) * len(entry.shape), entry.shape)
             tensors[entry.name][entry.box.within(whole)] = piece
-        reader.ack(bucket)
+        reader.ack(portion)
     return tensors
 
 
@@ -139,7 +139,7 @@ class Server:
         self.peer = peer
         self.device = device
         self.mapped: MappedSlab | None = None
-        self.reader: BucketReader | None = None
+        self.reader: PortionReader | None = None
         self.orders: dict[str, Callable[[], str]] = {
             "slab": self.map_slab,
             "push": self.read,
@@ -165,7 +165,7 @@ class Server:
             self.mapped.close()
             self.reader = None
         self.mapped = MappedSlab.receive(self.peer, self.device, DEADLINE_S)
-        self.reader = BucketReader(self.mapped, self.peer, DEADLINE_S)
+        self.reader = PortionReader(self.mapped, self.peer, DEADLINE_S)
         return ""
 
     def read(self) -> str:
@@ -178,16 +178,16 @@ class Server:
         return ""
 
     def stall(self) -> str:
-        """Receive one bucket, and keep it."""
+        """Receive one portion, and keep it."""
         assert self.reader is not None
         next(iter(self.reader))
         return ""
 
     def own_and_die(self) -> str:
-        """Be the rank: send a slab and one bucket, and die."""
+        """Be the rank: send a slab and one portion, and die."""
         slab = Slab.create(1 << 12, self.device)
         slab.send(self.peer)
-        writer = BucketWriter(slab, self.peer, DEADLINE_S)
+        writer = PortionWriter(slab, self.peer, DEADLINE_S)
         slot = writer.slot("w", Box((0,), (8,)), (8,), "float32")
         assert slot is not None
         slot.fill_(3.0)

@@ -15,8 +15,8 @@ from spmd_rl.weights.plan.layout import Box
 from spmd_rl.weights.plan.moves import plan_moves
 from spmd_rl.weights.tensor_ends import TensorSource
 from tests.unit.weights.ends_case import (
-    BucketSink,
     CountingSource,
+    PortionSink,
     ReadSource,
     ends_of,
     ends_over,
@@ -115,7 +115,7 @@ def test_a_second_run_repeats_the_flushes_of_the_first(num_bytes: int, keeps_slo
     """A sink that does not keep slots is asked for each of them again."""
     trainer = _trainer()
     source = CountingSource(whole(trainer))
-    sink = BucketSink(_engine(torch.bfloat16), num_bytes, keeps_slots)
+    sink = PortionSink(_engine(torch.bfloat16), num_bytes, keeps_slots)
     ends = ends_of(source, sink)
     executor = Executor(plan_of(ends).moves, ends)
     executor.run(None)
@@ -134,7 +134,7 @@ def test_a_second_run_repeats_the_flushes_of_the_first(num_bytes: int, keeps_slo
 def test_a_flush_that_cannot_be_repeated_is_made_anew() -> None:
     """The others are repeated all the same, and so is the new one after that."""
     trainer = _trainer()
-    sink = BucketSink(_engine(torch.bfloat16), 40, keeps_slots=True)
+    sink = PortionSink(_engine(torch.bfloat16), 40, keeps_slots=True)
     ends = ends_of(TensorSource(whole(trainer)), sink)
     executor = Executor(plan_of(ends).moves, ends)
     executor.run(None)
@@ -152,7 +152,7 @@ def test_a_flush_that_cannot_be_repeated_is_made_anew() -> None:
 
 def test_what_a_source_has_to_make_is_not_prepared() -> None:
     trainer = _trainer()
-    sink = BucketSink(_engine(torch.bfloat16), 40, keeps_slots=True)
+    sink = PortionSink(_engine(torch.bfloat16), 40, keeps_slots=True)
     ends = ends_of(ReadSource(whole(trainer)), sink)
     executor = Executor(plan_of(ends).moves, ends)
     for seed in (1, 2):

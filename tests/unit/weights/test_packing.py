@@ -12,8 +12,8 @@ from spmd_rl.weights.packing import PackedBucket
 from spmd_rl.weights.plan.moves import plan_moves
 from spmd_rl.weights.tensor_ends import TensorSource
 from tests.unit.weights.ends_case import (
-    BucketSink,
     CountingSource,
+    PortionSink,
     ReadSource,
     ends_of,
     sink_of,
@@ -62,10 +62,10 @@ def test_each_push_brings_what_the_source_has_then(
 
 @pytest.mark.parametrize("num_bytes", [12, 40, 4096])
 @pytest.mark.parametrize("keeps_slots", [True, False])
-def test_a_sink_of_buckets_gets_the_same_bytes(num_bytes: int, keeps_slots: bool) -> None:
+def test_a_sink_of_portions_gets_the_same_bytes(num_bytes: int, keeps_slots: bool) -> None:
     """Where boxes are cut, or do not fit one flush, nothing is repeated."""
     held = masters(0)
-    sink = BucketSink(engine(), num_bytes, keeps_slots)
+    sink = PortionSink(engine(), num_bytes, keeps_slots)
     source = TensorSource(whole(held))
     bucket = bucket_of(source, sink)
     for seed in range(3):
@@ -77,7 +77,7 @@ def test_a_sink_of_buckets_gets_the_same_bytes(num_bytes: int, keeps_slots: bool
 
 
 def test_slots_that_are_lost_are_asked_for_again() -> None:
-    held, sink = masters(0), BucketSink(engine(), 4096, keeps_slots=True)
+    held, sink = masters(0), PortionSink(engine(), 4096, keeps_slots=True)
     source = TensorSource(whole(held))
     bucket = bucket_of(source, sink)
     send(bucket, source, sink)

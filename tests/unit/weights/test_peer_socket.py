@@ -19,19 +19,19 @@ from spmd_rl.errors import DeadlineError, LostRankError, WeightsError
 from spmd_rl.weights.plan.layout import Box
 from spmd_rl.weights.slab.peer_socket import (
     MAX_MESSAGE_BYTES,
-    BucketAck,
-    BucketEntry,
-    BucketTable,
     EndOfPush,
-    Failure,
+    PeerFailure,
     PeerMessage,
     PeerSocket,
+    PortionAck,
+    PortionEntry,
+    PortionTable,
     SlabHeader,
 )
 
 DEADLINE_S = 60.0
 SOON_S = 0.05
-TABLE = BucketTable(7, 0, 1, 5, [BucketEntry("w", Box((2, 0), (1, 4)), "bfloat16", (3, 4), 256)])
+TABLE = PortionTable(7, 0, 1, 5, [PortionEntry("w", Box((2, 0), (1, 4)), "bfloat16", (3, 4), 256)])
 HEADER = SlabHeader(num_bytes=4096, generation=1, kind="cpu", gpu="")
 
 
@@ -63,7 +63,7 @@ def open_fds() -> int:
     [
         HEADER,
         TABLE,
-        BucketAck(7, 12),
+        PortionAck(7, 12),
         EndOfPush(3),
         Hello("there"),
     ],
@@ -119,7 +119,7 @@ def test_a_socket_is_not_inherited(ends: tuple[PeerSocket, socket.socket]) -> No
         (framed(msgspec.msgpack.encode(["SlabHeader", 1, -1, "cpu", ""])), "cannot be read"),
         (framed(msgspec.msgpack.encode(["SlabHeader", 1, 1, "disk", ""])), "cannot be read"),
         (framed(msgspec.msgpack.encode(["SlabHeader", 1, 1, "cpu", "", 0])), "cannot be read"),
-        (framed(msgspec.msgpack.encode(["BucketTable", 1, 0, 2, 1, []])), "cannot be read"),
+        (framed(msgspec.msgpack.encode(["PortionTable", 1, 0, 2, 1, []])), "cannot be read"),
         (framed(msgspec.msgpack.encode(EndOfPush(1)) + b"\0"), "cannot be read"),
         (framed(b""), "a file descriptor came where a message was expected"),
         ((MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"), f"{MAX_MESSAGE_BYTES + 1} bytes is announced"),
@@ -139,7 +139,7 @@ def test_what_is_no_message_is_refused(
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from([HEADER, TABLE, BucketAck(7, 1)]), st.data())
+@given(st.sampled_from([HEADER, TABLE, PortionAck(7, 1)]), st.data())
 def test_flipped_bytes_are_a_message_or_an_error_of_ours(
     message: PeerMessage, data: st.DataObject
 ) -> None:
@@ -159,7 +159,7 @@ def test_deep_nesting_is_refused(ends: tuple[PeerSocket, socket.socket]) -> None
     peer, theirs = ends
     box = b"\x83\xa6offset\x90\xa6extent\x90\xa1x" + b"\x91" * 50_000 + b"\xc0"
     entry = b"\x95\xa1w" + box + b"\xa5uint8\x90\x00"
-    table = b"\x96\xabBucketTable\x07\x00\x01\x05\x91" + entry
+    table = b"\x96\xabPortionTable\x07\x00\x01\x05\x91" + entry
     theirs.sendall(framed(table))
     with pytest.raises(WeightsError, match="cannot be read"):
         peer.receive(DEADLINE_S)
@@ -190,7 +190,7 @@ def test_a_failure_of_the_peer_is_raised_with_its_words(
     ends: tuple[PeerSocket, socket.socket],
 ) -> None:
     peer, theirs = ends
-    PeerSocket(theirs, "rank 3").send(Failure("no tensor 'w'"))
+    PeerSocket(theirs, "rank 3").send(PeerFailure("no tensor 'w'"))
     with pytest.raises(WeightsError, match="engine of rank 3 reports: no tensor 'w'"):
         peer.receive(DEADLINE_S)
 

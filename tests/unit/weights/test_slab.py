@@ -14,8 +14,8 @@ import torch
 
 from spmd_rl.errors import ResidencyError, StaleSlabError, WeightsError
 from spmd_rl.weights.plan.layout import Box
-from spmd_rl.weights.slab.bucket_writer import BucketWriter
 from spmd_rl.weights.slab.peer_socket import EndOfPush, PeerSocket, SlabHeader
+from spmd_rl.weights.slab.portion_writer import PortionWriter
 from spmd_rl.weights.slab.slab import MappedSlab, Slab
 from tests.unit.weights.peer_process import order, peer_process, report
 
@@ -180,16 +180,17 @@ def test_a_closed_slab_is_not_sent(ends: tuple[PeerSocket, PeerSocket]) -> None:
         slab.send(ends[0])
 
 
-def test_a_bucket_of_a_slab_that_was_not_sent_is_refused_by_the_other_process() -> None:
+def test_a_portion_of_a_slab_that_was_not_sent_is_refused_by_the_other_process() -> None:
     with peer_process() as (_, (peer,)):
         sent, newer = Slab.create(NUM_BYTES, CPU), Slab.create(NUM_BYTES, CPU)
         order(peer, "slab")
         sent.send(peer)
         assert report(peer).digest == ""
         order(peer, "push")
-        writer = BucketWriter(newer, peer, 60)
+        writer = PortionWriter(newer, peer, 60)
         assert writer.slot("w", Box((0,), (4,)), (4,), "uint8") is not None
-        expected = f"bucket 0 lies in slab {newer.generation}, and slab {sent.generation} is mapped"
+        told, mapped = newer.generation, sent.generation
+        expected = f"portion 0 lies in slab {told}, and slab {mapped} is mapped"
         with pytest.raises(WeightsError, match=f"engine of rank 3 .*reports: {expected}"):
             writer.finish()
         assert report(peer).digest == f"StaleSlabError: {expected}"

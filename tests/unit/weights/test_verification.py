@@ -17,7 +17,7 @@ from spmd_rl.weights.proof.verdict import Verification
 from spmd_rl.weights.proof.verification import MAX_NAMED, Verifier
 from spmd_rl.weights.tensor_ends import TensorSource
 from tests.unit.weights.ends_case import (
-    BucketSink,
+    PortionSink,
     ReadSource,
     ends_of,
     ends_over,
@@ -96,7 +96,7 @@ def test_shared_memory_is_not_compared() -> None:
 
 
 def test_what_a_sink_cannot_digest_is_unknown() -> None:
-    class Opaque(BucketSink):
+    class Opaque(PortionSink):
         def digest(self) -> dict[tuple[str, Box], int]:
             known = super().digest()
             return {key: value for key, value in known.items() if key[0] != "scale"}
@@ -123,20 +123,20 @@ def test_several_boxes_of_one_name_are_compared_apart() -> None:
 
 @pytest.mark.parametrize("num_bytes", [2, 12, 40, 108, 4096])
 @pytest.mark.parametrize("source", [TensorSource, ReadSource])
-def test_a_sink_of_small_buckets_gets_everything(
+def test_a_sink_of_small_portions_gets_everything(
     num_bytes: int, source: type[TensorSource]
 ) -> None:
-    sink = BucketSink(engine(), num_bytes)
+    sink = PortionSink(engine(), num_bytes)
     assert counts(compared(ends_of(source(whole(trainer())), sink))) == (4, 0, 0, 0)
     assert all(torch.equal(sink.engine[name], w.bfloat16()) for name, w in trainer().items())
     sizes = {name: one.numel() * 2 for name, one in trainer().items()}
     assert sink.events.count("cut") == sum(size > num_bytes for size in sizes.values())
 
 
-@pytest.mark.parametrize("sink", ["tensors", "buckets"])
+@pytest.mark.parametrize("sink", ["tensors", "portions"])
 def test_a_perturbed_push_is_found_and_a_second_one_restores(sink: str) -> None:
     held = engine()
-    target = sink_of(whole(held)) if sink == "tensors" else BucketSink(held, 40)
+    target = sink_of(whole(held)) if sink == "tensors" else PortionSink(held, 40)
     ends = ends_of(TensorSource(whole(trainer())), target)
     plan = plan_of(ends)
     perturbed = replace(ends, source=PerturbedSource(ends.the_source()))

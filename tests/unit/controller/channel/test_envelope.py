@@ -13,19 +13,19 @@ from spmd_rl.controller.channel.envelope import (
     LARGE_BYTES,
     PREAMBLE,
     PREAMBLE_BYTES,
-    FrameReader,
-    FrameWriter,
+    EnvelopeReader,
+    EnvelopeWriter,
 )
 
 VALUE = b"body", b"payload"
 
 
-def taker(generation: int = 7) -> FrameReader[bytes]:
-    return FrameReader(generation, lambda header: header)
+def taker(generation: int = 7) -> EnvelopeReader[bytes]:
+    return EnvelopeReader(generation, lambda header: header)
 
 
 def sent(count: int, generation: int = 7, first: int = 0) -> list[bytes]:
-    writer = FrameWriter(generation, first)
+    writer = EnvelopeWriter(generation, first)
     return [writer.frame(b"header %d" % number, VALUE, number + 5) for number in range(count)]
 
 
@@ -43,7 +43,7 @@ def test_messages_pass_in_order() -> None:
 
 def test_numbers_that_begin_anywhere_are_taken_from_there_on() -> None:
     first, second, third = sent(3, first=2**62)
-    reader: FrameReader[bytes] = FrameReader(7, lambda header: header, first=None)
+    reader: EnvelopeReader[bytes] = EnvelopeReader(7, lambda header: header, first=None)
     assert reader.read(sent(1, generation=6)[0]) is None
     assert reader.read(first)
     assert reader.read(third) is None
@@ -54,7 +54,7 @@ def test_numbers_that_begin_anywhere_are_taken_from_there_on() -> None:
 
 
 def test_a_large_payload_is_not_copied_out_of_its_frame() -> None:
-    writer, reader = FrameWriter(7), taker()
+    writer, reader = EnvelopeWriter(7), taker()
     frame = writer.frame(b"header", (b"body", bytes(LARGE_BYTES)))
     taken = reader.read(frame)
     assert taken
@@ -111,7 +111,7 @@ def test_misshapen_frames_are_refused(frame: bytes) -> None:
 
 
 def test_a_head_that_is_known_is_not_taken_from_a_frame_that_ends_early() -> None:
-    writer, reader = FrameWriter(7), taker()
+    writer, reader = EnvelopeWriter(7), taker()
     assert reader.read(writer.frame(b"header", VALUE))
     cut = writer.frame(b"header", VALUE)[: -len(VALUE[1]) - 1]
     assert reader.read(cut) is None
@@ -119,8 +119,8 @@ def test_a_head_that_is_known_is_not_taken_from_a_frame_that_ends_early() -> Non
 
 
 def test_a_header_that_is_no_message_does_not_use_up_its_number() -> None:
-    reader = FrameReader(7, messages.decode_at_controller)
-    writer = FrameWriter(7)
+    reader = EnvelopeReader(7, messages.decode_at_controller)
+    writer = EnvelopeWriter(7)
     frame = writer.frame(messages.encode(messages.Pong()))
     for _ in range(2):
         assert reader.read(preamble(1, 0) + b"\xc1") is None
@@ -135,8 +135,8 @@ def test_a_header_is_decoded_once_and_few_are_kept() -> None:
         decoded.append(header)
         return header
 
-    reader = FrameReader(7, decode)
-    writer = FrameWriter(7)
+    reader = EnvelopeReader(7, decode)
+    writer = EnvelopeWriter(7)
     for _ in range(3):
         assert reader.read(writer.frame(b"again", VALUE)) == (b"again", VALUE, 0)
     assert decoded == [b"again"]

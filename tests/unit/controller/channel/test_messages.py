@@ -21,22 +21,22 @@ from spmd_rl.errors import ContractError
 from tests.fuzz.frames import TO_CONTROLLER, TO_WORKER
 
 
-def same(a: messages.Message, b: messages.Message) -> bool:
+def same(a: messages.ChannelMessage, b: messages.ChannelMessage) -> bool:
     return type(a) is type(b) and msgspec.msgpack.encode(a) == msgspec.msgpack.encode(b)
 
 
 @pytest.mark.parametrize("message", TO_CONTROLLER)
-def test_round_trip_to_the_controller(message: messages.Message) -> None:
+def test_round_trip_to_the_controller(message: messages.ChannelMessage) -> None:
     assert same(decode_at_controller(encode(message)), message)
 
 
 @pytest.mark.parametrize("message", TO_WORKER)
-def test_round_trip_to_a_worker(message: messages.Message) -> None:
+def test_round_trip_to_a_worker(message: messages.ChannelMessage) -> None:
     assert same(decode_at_worker(encode(message)), message)
 
 
 @pytest.mark.parametrize("message", TO_WORKER)
-def test_the_controller_takes_no_workers_orders(message: messages.Message) -> None:
+def test_the_controller_takes_no_workers_orders(message: messages.ChannelMessage) -> None:
     with pytest.raises(msgspec.ValidationError):
         decode_at_controller(encode(message))
 
@@ -60,7 +60,7 @@ def test_oversize_is_refused_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -
 
 
 @given(st.sampled_from(TO_CONTROLLER), st.data())
-def test_mutated_headers_never_crash(message: messages.Message, data: st.DataObject) -> None:
+def test_mutated_headers_never_crash(message: messages.ChannelMessage, data: st.DataObject) -> None:
     header = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
         header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
@@ -68,7 +68,7 @@ def test_mutated_headers_never_crash(message: messages.Message, data: st.DataObj
         decoded = decode_at_controller(bytes(header))
     except MALFORMED:
         return
-    assert isinstance(decoded, messages.Message)
+    assert isinstance(decoded, messages.ChannelMessage)
 
 
 @given(st.binary(max_size=200))

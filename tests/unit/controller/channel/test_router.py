@@ -17,7 +17,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from spmd_rl.controller.channel.codec import NOTHING, Packed
 from spmd_rl.controller.channel.dealer import Dealer
-from spmd_rl.controller.channel.envelope import PREAMBLE, PREAMBLE_BYTES, FrameReader, FrameWriter
+from spmd_rl.controller.channel.envelope import (
+    PREAMBLE,
+    PREAMBLE_BYTES,
+    EnvelopeReader,
+    EnvelopeWriter,
+)
 from spmd_rl.controller.channel.messages import (
     Bye,
     Call,
@@ -124,9 +129,9 @@ def test_noise_is_dropped_and_counted(
     router: Router, events: RecordingListener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     with dial(context, router, derive_keys(b"a" * 32)) as dealer:
-        writer = FrameWriter(GENERATION)
+        writer = EnvelopeWriter(GENERATION)
         hello = writer.frame(encode(Hello(0, "host", 1)))
-        stale = FrameWriter(GENERATION + 1).frame(encode(Pong()))
+        stale = EnvelopeWriter(GENERATION + 1).frame(encode(Pong()))
         noise = PREAMBLE.pack(GENERATION, 0, 0, PREAMBLE_BYTES + 5, PREAMBLE_BYTES + 5) + b"noise"
         for frames in ([b"", b"", b""], [b"noise"], [b"a", b"b", b"c", b"d"], [stale], [noise]):
             dealer.send_multipart(frames)
@@ -137,7 +142,7 @@ def test_noise_is_dropped_and_counted(
             dealer.send(frame)
         assert events.seen.get(timeout=WAIT_S) == (0, Pong())
         router.post([0], Stop("why", 2, []))
-        taken = FrameReader(GENERATION, decode_at_worker).read(dealer.recv())
+        taken = EnvelopeReader(GENERATION, decode_at_worker).read(dealer.recv())
         assert taken == (Stop("why", 2, []), NOTHING, 0)
     assert events.seen.empty()
     assert router.refused == {
@@ -195,7 +200,7 @@ def test_a_rank_that_is_not_of_this_world_is_a_stranger(
         dial(context, router, derive_keys(b"a" * 32), WORLD) as beyond,
         dial(context, router, derive_keys(b"a" * 32)) as known,
     ):
-        beyond.send(FrameWriter(GENERATION).frame(encode(Hello(0, "host", 1))))
+        beyond.send(EnvelopeWriter(GENERATION).frame(encode(Hello(0, "host", 1))))
         while not router.refused:
             known.send(b"")
         assert router.refused.keys() <= {"unknown identity", "malformed preamble"}
@@ -209,10 +214,10 @@ def test_no_rank_speaks_for_another_in_a_frame_too_many(
         dial(context, router, derive_keys(b"a" * 32)) as sly,
         dial(context, router, derive_keys(b"a" * 32), 1) as honest,
     ):
-        writer = FrameWriter(GENERATION, 2**61)
+        writer = EnvelopeWriter(GENERATION, 2**61)
         honest.send(writer.frame(encode(Hello(1, "host", 1))))
         assert events.seen.get(timeout=WAIT_S) == (1, Hello(1, "host", 1))
-        guess = FrameWriter(GENERATION)
+        guess = EnvelopeWriter(GENERATION)
         guess.frame(encode(Hello(1, "host", 1)))
         sly.send_multipart([b"", b"rank-1", guess.frame(encode(Pong()))])
         while router.refused.total() < 2:

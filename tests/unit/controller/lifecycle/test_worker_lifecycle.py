@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.controller.channel.codec import NOTHING
-from spmd_rl.controller.channel.messages import Bye, Dying, Hello, Message, Ping, Pong, Stacks, Stop
+from spmd_rl.controller.channel.messages import (
+    Bye,
+    ChannelMessage,
+    Dying,
+    Hello,
+    Ping,
+    Pong,
+    Stacks,
+    Stop,
+)
 from spmd_rl.controller.channel.secret import derive_keys
 from spmd_rl.controller.lifecycle import worker_lifecycle
 from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
@@ -20,7 +29,7 @@ class Exits:
     """Records how a worker ends its process, and what it posts before."""
 
     def __init__(self) -> None:
-        self.posted: list[Message] = []
+        self.posted: list[ChannelMessage] = []
         self.ended: list[tuple[str, int]] = []
         self.abandoned = False
 

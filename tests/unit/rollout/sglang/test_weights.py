@@ -24,7 +24,7 @@ from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.plan.layout import Box, Piece
 from spmd_rl.weights.plan.moves import plan_moves
 from spmd_rl.weights.proof.digest import digest
-from spmd_rl.weights.slab.peer_socket import BucketTable, PeerMessage, RepeatedBucket
+from spmd_rl.weights.slab.peer_socket import PeerMessage, PortionTable, RepeatedPortion
 from spmd_rl.weights.tensor_ends import TensorSource
 from tests.engine_suite import GREEDY, push, put
 
@@ -92,7 +92,7 @@ def test_a_dtype_of_its_own_has_no_rule() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}], ids=["rules", "load_weights"])
-def test_a_push_in_small_buckets_arrives(
+def test_a_push_in_small_portions_arrives(
     new_engine: New, weights: dict[str, Tensor], options: dict[str, object]
 ) -> None:
     """The slab is smaller than some tensors, so that these go in parts."""
@@ -108,7 +108,7 @@ def test_a_push_in_small_buckets_arrives(
 def test_the_runtime_repeats_a_push_without_tables(
     new_engine: New, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A push of one tensor in between replaces the tables of its own buckets alone."""
+    """A push of one tensor in between replaces the tables of its own portions alone."""
     engine = new_engine(slab_bytes=4096)
     sink, socket = engine.sink(), engine.child.socket
     masters = {name: tensor.clone() for name, tensor in weights.items()}
@@ -124,32 +124,32 @@ def test_the_runtime_repeats_a_push_without_tables(
         send(message, *deadline_s)
 
     def pushed(run: Callable[[], object]) -> tuple[int, int]:
-        """Push other values, and return the numbers of tables and of repeated buckets."""
+        """Push other values, and return the numbers of tables and of repeated portions."""
         sent.clear()
         for tensor in masters.values():
             tensor += 1
         sink.open()
         run()
         sink.commit(1)
-        tables = sum(isinstance(message, BucketTable) for message in sent)
-        return tables, sum(isinstance(message, RepeatedBucket) for message in sent)
+        tables = sum(isinstance(message, PortionTable) for message in sent)
+        return tables, sum(isinstance(message, RepeatedPortion) for message in sent)
 
     def verify() -> None:
         held = {name: value for (name, _), value in sink.digest().items()}
         assert held == digest(LocalTensors.whole(masters))
 
     monkeypatch.setattr(socket, "send", record)
-    num_buckets, none = pushed(lambda: executor.run(None))
-    assert (num_buckets > 3, none) == (True, 0)
+    num_portions, none = pushed(lambda: executor.run(None))
+    assert (num_portions > 3, none) == (True, 0)
     verify()
-    assert pushed(lambda: executor.run(None)) == (0, num_buckets)
+    assert pushed(lambda: executor.run(None)) == (0, num_portions)
     verify()
     last = [move for move in moves if move.name == moves[-1].name]
     num_tables, none = pushed(lambda: execute(last, ends, None))
-    assert (0 < num_tables < num_buckets, none) == (True, 0)
-    assert pushed(lambda: executor.run(None)) == (num_tables, num_buckets - num_tables)
+    assert (0 < num_tables < num_portions, none) == (True, 0)
+    assert pushed(lambda: executor.run(None)) == (num_tables, num_portions - num_tables)
     verify()
-    assert pushed(lambda: executor.run(None)) == (0, num_buckets)
+    assert pushed(lambda: executor.run(None)) == (0, num_portions)
     verify()
 
 

@@ -1,4 +1,4 @@
-"""BucketWriter: the rank's end of pushes through a slab."""
+"""PortionWriter: the rank's end of pushes through a slab."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from spmd_rl.errors import StaleSlabError, WeightsError
 from spmd_rl.weights.plan.layout import ITEM_BYTES, Box, Dims
-from spmd_rl.weights.slab.buckets import MAX_KEPT_TABLES, half_bytes, wait_for_stream
 from spmd_rl.weights.slab.peer_socket import (
-    BucketAck,
-    BucketEntry,
-    BucketTable,
     EndOfPush,
     PeerSocket,
-    RepeatedBucket,
+    PortionAck,
+    PortionEntry,
+    PortionTable,
+    RepeatedPortion,
 )
+from spmd_rl.weights.slab.portions import MAX_KEPT_TABLES, half_bytes, wait_for_stream
 from spmd_rl.weights.slab.slab import ALIGN_BYTES, Slab
 
 SlotRequest = tuple[str, Box, Dims, str]  # the arguments of `slot`
@@ -27,13 +27,13 @@ _table_ids = itertools.count(1)
 
 @dataclass
 class SlotList:
-    """The slots of one bucket, in the order in which they were requested.
+    """The slots of one portion, in the order in which they were requested.
 
     `table_id` is the number under which the reader knows them; None: it does not know them.
     """
 
     requests: list[SlotRequest] = field(default_factory=list)
-    entries: list[BucketEntry] = field(default_factory=list)
+    entries: list[PortionEntry] = field(default_factory=list)
     views: list[Tensor] = field(default_factory=list)
     table_id: int | None = None
 
@@ -42,7 +42,7 @@ class SlotList:
         return SlotList(self.requests[:count], self.entries[:count], self.views[:count])
 
 
-class BucketWriter:
+class PortionWriter:
     """The rank's end of a push. One writer serves all pushes over a slab.
 
     A box larger than `max_bytes` does not fit a half: the caller cuts it, as `cut_box` does. After
@@ -56,8 +56,8 @@ class BucketWriter:
         self._peer = peer
         self._deadline_s = deadline_s
         self._num_sent = self._num_acked = 0
-        self._kept: list[SlotList] = []  # by number of the bucket, from earlier pushes
-        self._slots = SlotList()  # of the bucket that is being filled, or was in an earlier push
+        self._kept: list[SlotList] = []  # by number of the portion, from earlier pushes
+        self._slots = SlotList()  # of the portion that is being filled, or was in an earlier push
         self._num_slots = 0  # of these that were requested in this push
 
     def slot(self, name: str, box: Box, shape: Dims, dtype: str) -> Tensor | None:
@@ -75,9 +75,9 @@ class BucketWriter:
         return self._new_slot(request)
 
     def repeat(self, table_id: int) -> bool:
-        """Request all slots of an earlier bucket again, as `slot` would.
+        """Request all slots of an earlier portion again, as `slot` would.
 
-        Return False, and request none, where the next bucket has another table or was begun.
+        Return False, and request none, where the next portion has another table or was begun.
         """
         self._check_slab()
         if self._num_slots or table_id != self._slots.table_id:
@@ -87,7 +87,7 @@ class BucketWriter:
 
     def flush(self) -> int | None:
         """Hand over all slots since the last flush, which the current CUDA stream has filled.
-        Return the number of the bucket's table for `repeat`; None where it is not kept.
+        Return the number of the portion's table for `repeat`; None where it is not kept.
 
         Blocks: until the stream is done and the other half is free again; the peer frees it.
         Raises: LostRankError when the peer is gone, DeadlineError when it does not answer,
@@ -119,12 +119,12 @@ class BucketWriter:
         self._begin(0)
 
     def _new_slot(self, request: SlotRequest) -> Tensor | None:
-        """Return a slot that the same bucket of an earlier push did not have here."""
+        """Return a slot that the same portion of an earlier push did not have here."""
         name, box, shape, dtype = request
         num_bytes = box.num_elements * ITEM_BYTES[dtype]
         if num_bytes > self.max_bytes:
             raise WeightsError(
-                f"a box of '{name}' has {num_bytes} bytes and a bucket {self.max_bytes}: cut it"
+                f"a box of '{name}' has {num_bytes} bytes and a portion {self.max_bytes}: cut it"
             )
         slots, count = self._slots, self._num_slots
         start, used_bytes = self._num_sent % 2 * self.max_bytes, 0
@@ -138,24 +138,24 @@ class BucketWriter:
         if slots.table_id is not None:
             slots = slots.first(count)
         slots.requests.append(request)
-        slots.entries.append(BucketEntry(name, box, dtype, shape, offset))
+        slots.entries.append(PortionEntry(name, box, dtype, shape, offset))
         slots.views.append(view)
         self._slots = slots
         self._num_slots += 1
         return view
 
-    def _message(self, slots: SlotList, number: int) -> BucketTable | RepeatedBucket:
-        """Return what tells the reader of a bucket, and keep the bucket's slots."""
+    def _message(self, slots: SlotList, number: int) -> PortionTable | RepeatedPortion:
+        """Return what tells the reader of a portion, and keep the portion's slots."""
         half: Literal[0, 1] = 1 if number % 2 else 0
         if slots.table_id is not None:
-            return RepeatedBucket(self._generation, number, half, slots.table_id)
+            return RepeatedPortion(self._generation, number, half, slots.table_id)
         slots.table_id = next(_table_ids)
         if number < MAX_KEPT_TABLES:
             self._kept[number : number + 1] = [slots]
-        return BucketTable(self._generation, number, half, slots.table_id, slots.entries)
+        return PortionTable(self._generation, number, half, slots.table_id, slots.entries)
 
     def _begin(self, number: int) -> None:
-        """Begin to fill a bucket, in the expectation that it has the slots it had before."""
+        """Begin to fill a portion, in the expectation that it has the slots it had before."""
         self._num_sent = number
         self._slots = self._kept[number] if number < len(self._kept) else SlotList()
         self._num_slots = 0
@@ -170,9 +170,9 @@ class BucketWriter:
     def _wait_for_acks(self, num_acks: int) -> None:
         while self._num_acked < num_acks:
             ack = self._peer.receive(self._deadline_s)
-            if ack != BucketAck(self._generation, self._num_acked):
+            if ack != PortionAck(self._generation, self._num_acked):
                 raise WeightsError(
-                    f"{self._peer.peer} sent {ack} in place of an acknowledgement of bucket "
+                    f"{self._peer.peer} sent {ack} in place of an acknowledgement of portion "
                     f"{self._num_acked} in slab {self._generation}"
                 )
             self._num_acked += 1

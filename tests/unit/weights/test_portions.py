@@ -1,4 +1,4 @@
-"""Buckets through a slab: every byte arrives once, and no failure of either end hangs the other."""
+"""Portions through a slab: every byte arrives once, and no end hangs because the other failed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch import Tensor
 
 from spmd_rl.errors import DeadlineError, LostRankError, WeightsError
 from spmd_rl.weights.plan.layout import Box
-from spmd_rl.weights.slab.bucket_reader import BucketReader
-from spmd_rl.weights.slab.bucket_writer import BucketWriter
-from spmd_rl.weights.slab.buckets import cut_box
 from spmd_rl.weights.slab.peer_socket import (
-    BucketAck,
-    BucketEntry,
-    BucketTable,
     EndOfPush,
-    Failure,
+    PeerFailure,
     PeerSocket,
+    PortionAck,
+    PortionEntry,
+    PortionTable,
 )
+from spmd_rl.weights.slab.portion_reader import PortionReader
+from spmd_rl.weights.slab.portion_writer import PortionWriter
+from spmd_rl.weights.slab.portions import cut_box
 from spmd_rl.weights.slab.slab import MappedSlab, Slab
 from tests.laws.test_import import HEAVY, probe
 from tests.unit.weights.peer_process import (
@@ -71,8 +71,8 @@ class Pair:
         self.slab = Slab.create(num_bytes, CPU)
         self.slab.send(self.rank)
         self.mapped = MappedSlab.receive(self.engine, CPU)
-        self.writer = BucketWriter(self.slab, self.rank, DEADLINE_S)
-        self.reader = BucketReader(self.mapped, self.engine, DEADLINE_S)
+        self.writer = PortionWriter(self.slab, self.rank, DEADLINE_S)
+        self.reader = PortionReader(self.mapped, self.engine, DEADLINE_S)
 
     def close(self) -> None:
         self.rank.close()
@@ -96,7 +96,7 @@ def send_slab(peer: PeerSocket, num_bytes: int = SLAB_BYTES) -> Slab:
     return slab
 
 
-def fill(writer: BucketWriter, name: str) -> None:
+def fill(writer: PortionWriter, name: str) -> None:
     slot = writer.slot(name, Box((0,), (16,)), (16,), "float32")
     assert slot is not None
     slot.fill_(1.0)
@@ -120,7 +120,7 @@ def test_cutting_keeps_every_element_once_and_in_order(
     assert torch.equal(torch.cat(pieces), expected)
 
 
-def test_an_element_larger_than_a_bucket_cannot_be_cut() -> None:
+def test_an_element_larger_than_a_portion_cannot_be_cut() -> None:
     for box in (Box((), ()), Box((0,), (3,))):
         with pytest.raises(WeightsError, match="no room for one element"):
             list(cut_box(box, 8, 4))
@@ -158,7 +158,7 @@ def test_every_byte_of_every_box_arrives_once(
 def test_a_push_reaches_the_other_process(engine: Peer) -> None:
     (peer,) = engine.sockets
     slab = send_slab(peer)
-    writer = BucketWriter(slab, peer, DEADLINE_S)
+    writer = PortionWriter(slab, peer, DEADLINE_S)
     for seed in (1, 2):
         order(peer, "push")
         push(writer, weights(seed))
@@ -171,7 +171,7 @@ def test_a_push_of_nothing_ends(engine: Peer) -> None:
     (peer,) = engine.sockets
     slab = send_slab(peer)
     order(peer, "push")
-    BucketWriter(slab, peer, DEADLINE_S).finish()
+    PortionWriter(slab, peer, DEADLINE_S).finish()
     assert report(peer).digest == digest({})
     slab.close()
 
@@ -183,7 +183,7 @@ def test_a_hundred_pushes_leak_neither_descriptors_nor_memory(engine: Peer) -> N
     for number in range(110):
         if number % 10 == 0:  # a new slab, as after sleeping
             slab = send_slab(peer, 4 << 20)
-            writer = BucketWriter(slab, peer, DEADLINE_S)
+            writer = PortionWriter(slab, peer, DEADLINE_S)
         order(peer, "push")
         push(writer, tensors)
         theirs = report(peer)
@@ -202,7 +202,7 @@ def test_twenty_pushes_at_once() -> None:
         def push_twice(number: int) -> list[str]:
             peer = peers[number]
             slab = send_slab(peer)
-            writer = BucketWriter(slab, peer, DEADLINE_S)
+            writer = PortionWriter(slab, peer, DEADLINE_S)
             received = []
             for seed in (number, number + 1):
                 order(peer, "push")
@@ -219,7 +219,7 @@ def test_twenty_pushes_at_once() -> None:
 
 def test_a_process_that_dies_in_a_push_is_named() -> None:
     with peer_process() as (process, (peer,)):
-        writer = BucketWriter(send_slab(peer), peer, DEADLINE_S)
+        writer = PortionWriter(send_slab(peer), peer, DEADLINE_S)
         order(peer, "die")
         with pytest.raises(LostRankError, match=rf"engine of rank 3 \(pid {process.pid}\) closed"):
             push(writer, weights(1))
@@ -228,11 +228,11 @@ def test_a_process_that_dies_in_a_push_is_named() -> None:
 
 def test_a_process_that_is_killed_while_the_rank_waits_is_named() -> None:
     with peer_process() as (process, (peer,)), ThreadPoolExecutor(1) as pool:
-        writer = BucketWriter(send_slab(peer), peer, DEADLINE_S)
+        writer = PortionWriter(send_slab(peer), peer, DEADLINE_S)
         order(peer, "stall")
         fill(writer, "a")
         writer.flush()
-        assert report(peer).digest == ""  # it has the bucket
+        assert report(peer).digest == ""  # it has the portion
         fill(writer, "b")
         waiting = pool.submit(writer.flush)
         os.kill(process.pid, signal.SIGKILL)
@@ -241,7 +241,7 @@ def test_a_process_that_is_killed_while_the_rank_waits_is_named() -> None:
 
 
 def test_a_process_that_does_not_acknowledge_is_named(pair: Pair) -> None:
-    writer = BucketWriter(pair.slab, pair.rank, 0.05)
+    writer = PortionWriter(pair.slab, pair.rank, 0.05)
     fill(writer, "a")
     writer.flush()
     fill(writer, "b")
@@ -253,11 +253,11 @@ def test_a_rank_that_dies_is_an_end_of_file() -> None:
     with peer_process() as (_, (peer,)):
         order(peer, "owner dies")
         mapped = MappedSlab.receive(peer, CPU)
-        reader = BucketReader(mapped, peer, DEADLINE_S)
-        buckets = iter(reader)
-        assert (next(buckets).tensors[0] == 3.0).all()
+        reader = PortionReader(mapped, peer, DEADLINE_S)
+        portions = iter(reader)
+        assert (next(portions).tensors[0] == 3.0).all()
         with pytest.raises(LostRankError, match="closed its end"):
-            next(buckets)
+            next(portions)
 
 
 def test_a_half_is_not_used_again_before_its_ack(pair: Pair) -> None:
@@ -266,22 +266,22 @@ def test_a_half_is_not_used_again_before_its_ack(pair: Pair) -> None:
         pair.writer.flush()
         fill(pair.writer, "b")
         flushed = pool.submit(pair.writer.flush)
-        reader = BucketReader(pair.mapped, pair.engine, DEADLINE_S)
-        buckets = iter(reader)
-        first, second = next(buckets), next(buckets)
+        reader = PortionReader(pair.mapped, pair.engine, DEADLINE_S)
+        portions = iter(reader)
+        first, second = next(portions), next(portions)
         assert [first.half, second.half] == [0, 1]
         assert not flushed.done()
         reader.ack(first)
         flushed.result()
         fill(pair.writer, "c")
         finished = pool.submit(pair.writer.finish)
-        third = next(buckets)
+        third = next(portions)
         assert third.half == 0 and third.entries[0].name == "c"
-        with pytest.raises(WeightsError, match="bucket 2 cannot be acknowledged before bucket 1"):
+        with pytest.raises(WeightsError, match="portion 2 cannot be acknowledged before portion 1"):
             reader.ack(third)
         reader.ack(second)
         reader.ack(third)
-        assert list(buckets) == []
+        assert list(portions) == []
         finished.result()
 
 
@@ -291,23 +291,24 @@ def test_a_full_half_gives_no_slot(pair: Pair) -> None:
     assert pair.writer.slot("b", whole, whole.extent, "uint8") is None
     pair.writer.flush()
     assert pair.writer.slot("b", whole, whole.extent, "uint8") is not None
-    with pytest.raises(WeightsError, match="a box of 'c' has 4096 bytes and a bucket 2048: cut it"):
+    too_large = "a box of 'c' has 4096 bytes and a portion 2048: cut it"
+    with pytest.raises(WeightsError, match=too_large):
         pair.writer.slot("c", whole, whole.extent, "bfloat16")
 
 
 def test_the_other_process_needs_no_heavy_package_but_torch() -> None:
-    _, modules = probe("import spmd_rl.weights.slab.bucket_reader")
+    _, modules = probe("import spmd_rl.weights.slab.portion_reader")
     assert modules & HEAVY == {"torch"}
 
 
-def test_a_slab_without_room_for_two_buckets_is_refused(pair: Pair) -> None:
-    with pytest.raises(WeightsError, match="a slab of 511 bytes is too small for two buckets"):
-        BucketWriter(Slab.create(511, CPU), pair.rank, 1.0)
+def test_a_slab_without_room_for_two_portions_is_refused(pair: Pair) -> None:
+    with pytest.raises(WeightsError, match="a slab of 511 bytes is too small for two portions"):
+        PortionWriter(Slab.create(511, CPU), pair.rank, 1.0)
 
 
-def entry(**changes: object) -> BucketEntry:
+def entry(**changes: object) -> PortionEntry:
     facts = {"name": "w", "box": Box((0,), (4,)), "dtype": "uint8", "shape": (4,), "offset": 0}
-    return BucketEntry(**facts | changes)  # type: ignore[arg-type]
+    return PortionEntry(**facts | changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -322,47 +323,47 @@ def entry(**changes: object) -> BucketEntry:
         ((0, 0, [entry(box=Box((0,), (-4,)))]), "the box of 'w' lies outside its tensor"),
         ((0, 0, [entry(box=Box((0, 0), (4,)))]), "the box of 'w' has other dims"),
         ((0, 0, [entry(dtype="object")]), "no dtype 'object'"),
-        ((0, 1, []), "bucket 0 in half 1 came where bucket 0 was expected"),
-        ((1, 1, []), "bucket 1 in half 1 came where bucket 0 was expected"),
+        ((0, 1, []), "portion 0 in half 1 came where portion 0 was expected"),
+        ((1, 1, []), "portion 1 in half 1 came where portion 0 was expected"),
     ],
 )
 def test_a_wrong_table_is_refused_and_the_rank_is_told(
-    pair: Pair, table: tuple[int, int, list[BucketEntry]], problem: str
+    pair: Pair, table: tuple[int, int, list[PortionEntry]], problem: str
 ) -> None:
     number, half, entries = table
-    pair.rank.send(BucketTable(pair.slab.generation, number, half, 1, entries))  # type: ignore[arg-type]
+    pair.rank.send(PortionTable(pair.slab.generation, number, half, 1, entries))  # type: ignore[arg-type]
     with pytest.raises(WeightsError, match=problem):
-        next(iter(BucketReader(pair.mapped, pair.engine, DEADLINE_S)))
+        next(iter(PortionReader(pair.mapped, pair.engine, DEADLINE_S)))
     with pytest.raises(WeightsError, match=f"engine of rank 3 reports: .*{problem}"):
         pair.rank.receive(DEADLINE_S)
 
 
-def test_a_bucket_before_its_half_is_free_is_refused(pair: Pair) -> None:
+def test_a_portion_before_its_half_is_free_is_refused(pair: Pair) -> None:
     for number in range(3):
-        pair.rank.send(BucketTable(pair.slab.generation, number, number % 2, 1, []))  # type: ignore[arg-type]
-    buckets = iter(BucketReader(pair.mapped, pair.engine, DEADLINE_S))
-    next(buckets), next(buckets)
-    with pytest.raises(WeightsError, match="bucket 2 came before bucket 0 was free"):
-        next(buckets)
+        pair.rank.send(PortionTable(pair.slab.generation, number, number % 2, 1, []))  # type: ignore[arg-type]
+    portions = iter(PortionReader(pair.mapped, pair.engine, DEADLINE_S))
+    next(portions), next(portions)
+    with pytest.raises(WeightsError, match="portion 2 came before portion 0 was free"):
+        next(portions)
 
 
-def test_an_end_after_another_number_of_buckets_is_refused(pair: Pair) -> None:
+def test_an_end_after_another_number_of_portions_is_refused(pair: Pair) -> None:
     pair.rank.send(EndOfPush(1))
-    with pytest.raises(WeightsError, match=re.escape("EndOfPush(num_buckets=1) came where")):
-        next(iter(BucketReader(pair.mapped, pair.engine, DEADLINE_S)))
+    with pytest.raises(WeightsError, match=re.escape("EndOfPush(num_portions=1) came where")):
+        next(iter(PortionReader(pair.mapped, pair.engine, DEADLINE_S)))
 
 
 @pytest.mark.parametrize(("generation", "number"), [(0, 1), (1, 0)])
-def test_an_ack_of_another_bucket_is_refused(pair: Pair, generation: int, number: int) -> None:
+def test_an_ack_of_another_portion_is_refused(pair: Pair, generation: int, number: int) -> None:
     fill(pair.writer, "a")
-    pair.engine.send(BucketAck(pair.slab.generation + generation, number))
-    with pytest.raises(WeightsError, match="in place of an acknowledgement of bucket 0"):
+    pair.engine.send(PortionAck(pair.slab.generation + generation, number))
+    with pytest.raises(WeightsError, match="in place of an acknowledgement of portion 0"):
         pair.writer.finish()
 
 
 def test_a_failure_of_the_process_ends_the_push_with_its_words(pair: Pair) -> None:
-    BucketReader(pair.mapped, pair.engine).fail("tensor 'w' is not known")
+    PortionReader(pair.mapped, pair.engine).fail("tensor 'w' is not known")
     fill(pair.writer, "a")
     with pytest.raises(WeightsError, match="engine of rank 3 reports: tensor 'w' is not known"):
         pair.writer.finish()
-    assert Failure("x") != EndOfPush(0)
+    assert PeerFailure("x") != EndOfPush(0)

@@ -11,28 +11,28 @@ from torch import Tensor
 
 from spmd_rl.errors import StaleSlabError, WeightsError
 from spmd_rl.weights.plan.layout import Box
-from spmd_rl.weights.slab import bucket_reader, bucket_writer
-from spmd_rl.weights.slab.bucket_reader import BucketReader
-from spmd_rl.weights.slab.bucket_writer import BucketWriter
+from spmd_rl.weights.slab import portion_reader, portion_writer
 from spmd_rl.weights.slab.peer_socket import (
-    BucketEntry,
-    BucketTable,
     PeerMessage,
     PeerSocket,
-    RepeatedBucket,
+    PortionEntry,
+    PortionTable,
+    RepeatedPortion,
 )
+from spmd_rl.weights.slab.portion_reader import PortionReader
+from spmd_rl.weights.slab.portion_writer import PortionWriter
 from tests.unit.weights.peer_process import Peer, digest, order, peer_process, push, report
-from tests.unit.weights.test_buckets import DEADLINE_S, Pair, pair, send_slab
+from tests.unit.weights.test_portions import DEADLINE_S, Pair, pair, send_slab
 
 __all__ = ["pair"]
 
 HALF_BYTES = 2048
-NUM_BUCKETS = 3
+NUM_PORTIONS = 3
 BOX = Box((0,), (64,))
 
 
 def weights(seed: int) -> dict[str, Tensor]:
-    """Tensors of 256 bytes each, for three buckets of which the last is not full."""
+    """Tensors of 256 bytes each, for three portions of which the last is not full."""
     made = torch.Generator().manual_seed(seed)
     return {f"w{number}": torch.randn(64, generator=made) for number in range(20)}
 
@@ -50,14 +50,14 @@ def engine() -> Iterator[Peer]:
 
 
 class Rank:
-    """The rank's end, with the messages that it sends about buckets."""
+    """The rank's end, with the messages that it sends about portions."""
 
     def __init__(self, peer: PeerSocket) -> None:
         self.peer = peer
-        self.writer = BucketWriter(send_slab(peer, 2 * HALF_BYTES), peer, DEADLINE_S)
+        self.writer = PortionWriter(send_slab(peer, 2 * HALF_BYTES), peer, DEADLINE_S)
 
     def push(self, tensors: dict[str, Tensor]) -> list[type[PeerMessage]]:
-        """Push, and see that it arrives. Return the kind of message of each bucket."""
+        """Push, and see that it arrives. Return the kind of message of each portion."""
         order(self.peer, "push")
         with pytest.MonkeyPatch.context() as patch:
             sent: list[PeerMessage] = []
@@ -79,21 +79,22 @@ def rank(engine: Peer) -> Rank:
 
 
 def test_a_second_push_sends_no_tables(rank: Rank) -> None:
-    assert rank.push(weights(1)) == [BucketTable] * NUM_BUCKETS
+    assert rank.push(weights(1)) == [PortionTable] * NUM_PORTIONS
     for seed in (2, 3):
-        assert rank.push(weights(seed)) == [RepeatedBucket] * NUM_BUCKETS
+        assert rank.push(weights(seed)) == [RepeatedPortion] * NUM_PORTIONS
     assert digest(weights(1)) != digest(weights(2)) != digest(weights(3))
 
 
 def test_another_order_has_tables_where_it_differs(rank: Rank) -> None:
     rank.push(weights(1))
-    kinds = [RepeatedBucket, BucketTable, RepeatedBucket]
+    kinds = [RepeatedPortion, PortionTable, RepeatedPortion]
     other = swapped(weights(2), "w9", "w10")
     assert rank.push(other) == kinds
     assert rank.push(weights(3)) == kinds
-    assert rank.push(swapped(weights(4), "w0", "w19")) == [BucketTable, RepeatedBucket, BucketTable]
-    assert rank.push(weights(5)) == [BucketTable, RepeatedBucket, BucketTable]
-    assert rank.push(weights(6)) == [RepeatedBucket] * NUM_BUCKETS
+    ends_changed = [PortionTable, RepeatedPortion, PortionTable]
+    assert rank.push(swapped(weights(4), "w0", "w19")) == ends_changed
+    assert rank.push(weights(5)) == ends_changed
+    assert rank.push(weights(6)) == [RepeatedPortion] * NUM_PORTIONS
 
 
 @pytest.mark.parametrize(
@@ -112,8 +113,8 @@ def test_another_tensor_of_the_same_name_has_a_table(
     rank.push(weights(1))
     other = weights(2)
     other["w12"] = change(other["w12"])
-    assert rank.push(other) == [RepeatedBucket, BucketTable, RepeatedBucket]
-    assert rank.push(other) == [RepeatedBucket] * NUM_BUCKETS
+    assert rank.push(other) == [RepeatedPortion, PortionTable, RepeatedPortion]
+    assert rank.push(other) == [RepeatedPortion] * NUM_PORTIONS
 
 
 def test_fewer_and_more_tensors_have_a_table(rank: Rank) -> None:
@@ -121,18 +122,18 @@ def test_fewer_and_more_tensors_have_a_table(rank: Rank) -> None:
     fewer, more = weights(2), weights(3)
     del fewer["w19"]
     more["more"] = torch.ones(3)
-    kinds = [RepeatedBucket, RepeatedBucket, BucketTable]
+    kinds = [RepeatedPortion, RepeatedPortion, PortionTable]
     assert rank.push(fewer) == kinds
     assert rank.push(more) == kinds
-    assert rank.push({"w0": torch.ones(64)}) == [BucketTable]
-    assert rank.push(more) == [BucketTable, RepeatedBucket, RepeatedBucket]
+    assert rank.push({"w0": torch.ones(64)}) == [PortionTable]
+    assert rank.push(more) == [PortionTable, RepeatedPortion, RepeatedPortion]
 
 
 def test_another_part_of_a_tensor_has_a_table(rank: Rank) -> None:
     """Both boxes have the same extent, and would have the same slot."""
-    tensor = torch.arange(1024, dtype=torch.int32)  # two buckets
-    assert rank.push({"w": tensor}) == [BucketTable] * 2
-    assert rank.push({"w": tensor + 1}) == [RepeatedBucket] * 2
+    tensor = torch.arange(1024, dtype=torch.int32)  # two portions
+    assert rank.push({"w": tensor}) == [PortionTable] * 2
+    assert rank.push({"w": tensor + 1}) == [RepeatedPortion] * 2
     halves = [Box((0,), (512,)), Box((512,), (512,))]
     order(rank.peer, "push")
     for box in reversed(halves):
@@ -144,24 +145,24 @@ def test_another_part_of_a_tensor_has_a_table(rank: Rank) -> None:
     assert report(rank.peer).digest == digest({"w": tensor})
 
 
-def test_buckets_after_the_kept_ones_have_tables(
+def test_portions_after_the_kept_ones_have_tables(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_writer, "MAX_KEPT_TABLES", 1)
-    for kind in (BucketTable, RepeatedBucket, RepeatedBucket):
-        assert rank.push(weights(1)) == [kind, BucketTable, BucketTable]
+    monkeypatch.setattr(portion_writer, "MAX_KEPT_TABLES", 1)
+    for kind in (PortionTable, RepeatedPortion, RepeatedPortion):
+        assert rank.push(weights(1)) == [kind, PortionTable, PortionTable]
 
 
 def test_a_new_slab_begins_with_tables(engine: Peer) -> None:
     first = Rank(engine.sockets[0])
     first.push(weights(1))
     second = Rank(engine.sockets[0])
-    assert second.push(weights(2)) == [BucketTable] * NUM_BUCKETS
+    assert second.push(weights(2)) == [PortionTable] * NUM_PORTIONS
 
 
 def test_a_closed_slab_has_no_slots(pair: Pair) -> None:
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(lambda: [pair.reader.ack(bucket) for bucket in pair.reader])
+        reading = pool.submit(lambda: [pair.reader.ack(portion) for portion in pair.reader])
         pair.writer.slot("w", BOX, (64,), "float32")
         table_id = pair.writer.flush()
         pair.writer.finish()
@@ -174,18 +175,18 @@ def test_a_closed_slab_has_no_slots(pair: Pair) -> None:
         pair.writer.repeat(table_id)
 
 
-def test_a_bucket_is_repeated_by_the_number_of_its_table(pair: Pair) -> None:
-    """Its slots are the same tensors, and a number that is not the bucket's gives none."""
+def test_a_portion_is_repeated_by_the_number_of_its_table(pair: Pair) -> None:
+    """Its slots are the same tensors, and a number that is not the portion's gives none."""
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(lambda: [len(_read(pair.reader)) for _ in range(3)])
         slots = [pair.writer.slot(name, BOX, (64,), "float32") for name in "ab"]
         table_id = pair.writer.flush()
         assert table_id is not None
-        assert not pair.writer.repeat(table_id)  # the second bucket has another table
+        assert not pair.writer.repeat(table_id)  # the second portion has another table
         pair.writer.finish()
         assert not pair.writer.repeat(table_id + 1)
         assert pair.writer.slot("a", BOX, (64,), "float32") is slots[0]
-        assert not pair.writer.repeat(table_id)  # the bucket was begun
+        assert not pair.writer.repeat(table_id)  # the portion was begun
         assert pair.writer.slot("b", BOX, (64,), "float32") is slots[1]
         assert pair.writer.flush() == table_id
         pair.writer.finish()
@@ -195,17 +196,17 @@ def test_a_bucket_is_repeated_by_the_number_of_its_table(pair: Pair) -> None:
         assert reading.result() == [1, 1, 1]
 
 
-def test_the_targets_of_a_repeated_bucket_are_asked_for_once(pair: Pair) -> None:
+def test_the_targets_of_a_repeated_portion_are_asked_for_once(pair: Pair) -> None:
     target, asked = torch.zeros(64), []
 
-    def target_of(entry: BucketEntry) -> Tensor:
+    def target_of(entry: PortionEntry) -> Tensor:
         asked.append(entry.name)
         return target
 
     def read() -> None:
-        for bucket in pair.reader:
-            bucket.copy(target_of)
-            pair.reader.ack(bucket)
+        for portion in pair.reader:
+            portion.copy(target_of)
+            pair.reader.ack(portion)
 
     with ThreadPoolExecutor(1) as pool:
         for number, name in enumerate(["a", "a", "b", "b"]):
@@ -219,71 +220,71 @@ def test_the_targets_of_a_repeated_bucket_are_asked_for_once(pair: Pair) -> None
     assert asked == ["a", "b"]
 
 
-def _read(reader: BucketReader) -> list[int]:
-    """Read one push, and return the tables of its buckets."""
+def _read(reader: PortionReader) -> list[int]:
+    """Read one push, and return the tables of its portions."""
     table_ids = []
-    for bucket in reader:
-        table_ids.append(bucket.table_id)
-        reader.ack(bucket)
+    for portion in reader:
+        table_ids.append(portion.table_id)
+        reader.ack(portion)
     return table_ids
 
 
-def _entry(name: str) -> BucketEntry:
-    return BucketEntry(name, BOX, "float32", (64,), 0)
+def _entry(name: str) -> PortionEntry:
+    return PortionEntry(name, BOX, "float32", (64,), 0)
 
 
-def _next(pair: Pair, message: PeerMessage) -> bucket_reader.Bucket:
+def _next(pair: Pair, message: PeerMessage) -> portion_reader.Portion:
     """Have the reader begin a push with this message."""
     pair.rank.send(message)
     return next(iter(pair.reader))
 
 
 def test_an_unknown_table_is_refused_and_the_rank_is_told(pair: Pair) -> None:
-    problem = "bucket 0 repeats table 5, which never came or was replaced"
+    problem = "portion 0 repeats table 5, which never came or was replaced"
     with pytest.raises(WeightsError, match=problem):
-        _next(pair, RepeatedBucket(pair.slab.generation, 0, 0, 5))
+        _next(pair, RepeatedPortion(pair.slab.generation, 0, 0, 5))
     with pytest.raises(WeightsError, match=f"engine of rank 3 reports: {problem}"):
         pair.rank.receive(DEADLINE_S)
 
 
-def test_a_replaced_table_and_that_of_another_bucket_are_refused(pair: Pair) -> None:
+def test_a_replaced_table_and_that_of_another_portion_are_refused(pair: Pair) -> None:
     generation = pair.slab.generation
     for table_id in (5, 6):
-        _next(pair, BucketTable(generation, 0, 0, table_id, [_entry("w")]))
-    assert _next(pair, RepeatedBucket(generation, 0, 0, 6)).table_id == 6
-    with pytest.raises(WeightsError, match="bucket 0 repeats table 5"):
-        _next(pair, RepeatedBucket(generation, 0, 0, 5))
-    pair.rank.send(RepeatedBucket(generation, 0, 0, 6))
-    buckets = iter(pair.reader)
-    next(buckets)
-    pair.rank.send(RepeatedBucket(generation, 1, 1, 6))
-    with pytest.raises(WeightsError, match="bucket 1 repeats table 6"):
-        next(buckets)
+        _next(pair, PortionTable(generation, 0, 0, table_id, [_entry("w")]))
+    assert _next(pair, RepeatedPortion(generation, 0, 0, 6)).table_id == 6
+    with pytest.raises(WeightsError, match="portion 0 repeats table 5"):
+        _next(pair, RepeatedPortion(generation, 0, 0, 5))
+    pair.rank.send(RepeatedPortion(generation, 0, 0, 6))
+    portions = iter(pair.reader)
+    next(portions)
+    pair.rank.send(RepeatedPortion(generation, 1, 1, 6))
+    with pytest.raises(WeightsError, match="portion 1 repeats table 6"):
+        next(portions)
 
 
 def test_a_stale_generation_is_refused_and_all_tables_are_forgotten(pair: Pair) -> None:
     generation = pair.slab.generation
-    _next(pair, BucketTable(generation, 0, 0, 5, [_entry("w")]))
-    assert _next(pair, RepeatedBucket(generation, 0, 0, 5)).table_id == 5
-    stale = f"bucket 0 lies in slab {generation + 1}, and slab {generation} is mapped"
+    _next(pair, PortionTable(generation, 0, 0, 5, [_entry("w")]))
+    assert _next(pair, RepeatedPortion(generation, 0, 0, 5)).table_id == 5
+    stale = f"portion 0 lies in slab {generation + 1}, and slab {generation} is mapped"
     with pytest.raises(StaleSlabError, match=stale):
-        _next(pair, RepeatedBucket(generation + 1, 0, 0, 5))
-    with pytest.raises(WeightsError, match="bucket 0 repeats table 5"):
-        _next(pair, RepeatedBucket(generation, 0, 0, 5))
+        _next(pair, RepeatedPortion(generation + 1, 0, 0, 5))
+    with pytest.raises(WeightsError, match="portion 0 repeats table 5"):
+        _next(pair, RepeatedPortion(generation, 0, 0, 5))
 
 
 def test_a_slab_that_the_process_closed_is_stale(pair: Pair) -> None:
     generation = pair.slab.generation
-    _next(pair, BucketTable(generation, 0, 0, 5, [_entry("w")]))
+    _next(pair, PortionTable(generation, 0, 0, 5, [_entry("w")]))
     pair.mapped.close()
-    with pytest.raises(StaleSlabError, match="bucket 0 lies in slab"):
-        _next(pair, RepeatedBucket(generation, 0, 0, 5))
+    with pytest.raises(StaleSlabError, match="portion 0 lies in slab"):
+        _next(pair, RepeatedPortion(generation, 0, 0, 5))
 
 
 @pytest.mark.parametrize(("number", "half"), [(1, 1), (0, 1), (2, 0)])
-def test_a_repeated_bucket_in_the_wrong_place_is_refused(
+def test_a_repeated_portion_in_the_wrong_place_is_refused(
     pair: Pair, number: int, half: int
 ) -> None:
-    _next(pair, BucketTable(pair.slab.generation, 0, 0, 5, [_entry("w")]))
-    with pytest.raises(WeightsError, match=f"bucket {number} in half {half} came where bucket 0"):
-        _next(pair, RepeatedBucket(pair.slab.generation, number, half, 5))  # type: ignore[arg-type]
+    _next(pair, PortionTable(pair.slab.generation, 0, 0, 5, [_entry("w")]))
+    with pytest.raises(WeightsError, match=f"portion {number} in half {half} came where portion 0"):
+        _next(pair, RepeatedPortion(pair.slab.generation, number, half, 5))  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""Buckets of a push, from a rank to the process that generates on its GPU, through a slab.
+"""Portions of a push: what a rank sends at once, through a slab, to the process of its engine.
 
-The slab has two halves. The rank fills one with boxes of tensors while the other process copies
-out the boxes of the other half. A table says what lies in a half; an acknowledgement gives the half
-back.
+The slab has two halves, and a portion lies in one of them. The rank fills one half with boxes of
+tensors while the other process copies out the boxes of the other. A table says what lies in a half;
+an acknowledgement gives the half back.
 
     rank      fill half 0, table 0   fill half 1, table 1   wait for ack 0, fill half 0, table 2
     process                          copy half 0, ack 0     copy half 1, ack 1
@@ -10,8 +10,8 @@ back.
 A table is sent when the bytes are in the slab, and an acknowledgement when the copies are done:
 both ends wait for their own CUDA stream first, because no stream waits for another process.
 
-Pushes repeat each other. Both ends keep the last table of each bucket, and each table has a number.
-Where a bucket has the boxes that it had before, a message with that number takes the place of the
+Pushes repeat each other. Both ends keep the last table of each portion. Each table has a number.
+Where a portion has the boxes that it had before, a message with that number takes the place of the
 table, and both ends use the tensors that they made then.
 """
 
@@ -25,7 +25,7 @@ from spmd_rl.errors import WeightsError
 from spmd_rl.weights.plan.layout import Box
 from spmd_rl.weights.slab.slab import ALIGN_BYTES, MappedSlab, Slab
 
-MAX_KEPT_TABLES = 4096  # buckets with higher numbers have a table in every push
+MAX_KEPT_TABLES = 4096  # portions with higher numbers have a table in every push
 
 
 def cut_box(box: Box, item_bytes: int, max_bytes: int) -> Iterator[Box]:
@@ -37,7 +37,7 @@ def cut_box(box: Box, item_bytes: int, max_bytes: int) -> Iterator[Box]:
         yield box
         return
     if not box.extent or item_bytes > max_bytes:
-        raise WeightsError(f"a bucket of {max_bytes} bytes has no room for one element")
+        raise WeightsError(f"a portion of {max_bytes} bytes has no room for one element")
     row_bytes = box.num_elements // box.extent[0] * item_bytes
     step = max(1, max_bytes // row_bytes)
     for start in range(0, box.extent[0], step):
@@ -51,10 +51,10 @@ def cut_box(box: Box, item_bytes: int, max_bytes: int) -> Iterator[Box]:
 
 
 def half_bytes(slab: Slab | MappedSlab) -> int:
-    """Return the size of a bucket. Raises: WeightsError when the slab has no room for two."""
+    """Return the size of a portion. Raises: WeightsError when the slab has no room for two."""
     num_bytes = slab.num_bytes // 2 // ALIGN_BYTES * ALIGN_BYTES
     if not num_bytes:
-        raise WeightsError(f"a slab of {slab.num_bytes} bytes is too small for two buckets")
+        raise WeightsError(f"a slab of {slab.num_bytes} bytes is too small for two portions")
     return num_bytes
 
 
