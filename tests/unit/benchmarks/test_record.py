@@ -18,6 +18,8 @@ COMMIT = "c" * 40
 def test_a_bar_is_on_the_ratio(value: float, holds: bool) -> None:
     row = record.compared("step", value, "ms", peer="TRL", peer_value=10.0, at_most=0.5)
     assert (row.bar, row.holds) == ("<= 0.5x", holds)
+    row = record.compared("rollout", value, "/s", peer="TRL", peer_value=10.0, at_least=0.505)
+    assert (row.bar, row.holds) == (">= 0.505x", not holds)
 
 
 def test_without_a_bar_nothing_holds() -> None:
