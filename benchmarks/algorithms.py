@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.ran_files import A_RUN
 from benchmarks.record import MACHINE, finish, measured
 from benchmarks.table import Row
 from spmd_rl.report.colours import BLUE, GREEN, VIOLET
@@ -180,7 +181,7 @@ def main() -> int:
         draw(curves, Path(options.picture))
     elif options.save and len(curves) == len(VARIANTS):
         draw(curves, PICTURE)
-    return finish(__file__, PACKAGES, rows, save=options.save, machine=options.machine)
+    return finish(__file__, PACKAGES, rows, save=options.save, rooms=A_RUN, machine=options.machine)
 
 
 def _options() -> Any:

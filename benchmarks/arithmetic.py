@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ran_files import A_RUN
 from benchmarks.record import finish, measured
 from benchmarks.table import Row
 
@@ -47,7 +48,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for mode in options.modes:
             rows += measure(mode, options.config, Path(folder))
-    return finish(__file__, PACKAGES, rows, save=options.save, machine=options.machine)
+    return finish(__file__, PACKAGES, rows, save=options.save, rooms=A_RUN, machine=options.machine)
 
 
 def measure(mode: str, config: str, folder: Path) -> Iterator[Row]:

@@ -43,6 +43,7 @@ import torch
 
 from benchmarks.grpo_step.work import SIZES, write_model
 from benchmarks.peer import Peer
+from benchmarks.ran_files import A_RUN
 from benchmarks.record import MACHINE, compared, finish, gpu, gpu_machine
 from benchmarks.shapes import VOCAB, write_folder
 from benchmarks.table import Row
@@ -340,7 +341,13 @@ def main() -> int:
     versions = {"the earlier commit": commit} | (gpu() if on_gpu else {})
     machine = gpu_machine() if on_gpu else MACHINE
     return finish(
-        __file__, ("torch", "numpy"), rows, save=options.save, machine=machine, **versions
+        __file__,
+        ("torch", "numpy"),
+        rows,
+        save=options.save,
+        rooms=A_RUN,
+        machine=machine,
+        **versions,
     )
 
 

@@ -16,6 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.ran_files import ALL
 from benchmarks.record import finish, gpu, gpu_machine, measured
 from benchmarks.table import Row
 
@@ -78,7 +79,9 @@ def main() -> int:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     found = list(rows(read_tests(*options.reports)))
-    return finish(__file__, PACKAGES, found, save=options.save, machine=gpu_machine(), **gpu())
+    return finish(
+        __file__, PACKAGES, found, save=options.save, rooms=ALL, machine=gpu_machine(), **gpu()
+    )
 
 
 if __name__ == "__main__":

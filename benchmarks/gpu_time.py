@@ -12,12 +12,11 @@ from typing import NamedTuple
 import torch
 from torch.profiler import DeviceType, ProfilerActivity
 
-from benchmarks.fsdp_overlap import Span, union
-
 CLASSES = {  # the first whose part is in a kernel's lower-case name
     "attention": ("flash", "attn", "attention", "fmha"),
     "matrix products": ("gemm", "nvjet", "cutlass", "_matmul"),
 }
+Span = tuple[float, float]
 OTHER, COPIES, IDLE = "other kernels", "copies", "idle"
 
 
@@ -26,6 +25,17 @@ class Event(NamedTuple):
 
     name: str
     span: Span
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """Return the same time as spans that do not touch, in order."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
 
 
 def class_of(name: str) -> str:

@@ -32,6 +32,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.ran_files import A_RUN
 from benchmarks.record import finish, gpu, gpu_machine, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
@@ -243,7 +244,9 @@ def main() -> int:
             rows += measure(name, Path(folder))
     compared = sum(row.value for row in rows if row.what.endswith(" compared tokens"))
     rows.append(measured("compared tokens of all models", compared, "tokens", at_least=BAR_TOKENS))
-    return finish(__file__, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu())
+    return finish(
+        __file__, PACKAGES, rows, save=options.save, rooms=A_RUN, machine=gpu_machine(), **gpu()
+    )
 
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ def main() -> int:
         measured("calls made again because of another's fault", outcome.num_twice, "calls"),
         measured("time of all", time.monotonic() - began_s, "s"),
     ]
-    return finish(__file__, ("numpy", "msgspec"), rows, save=options.save)
+    return finish(__file__, ("numpy", "msgspec"), rows, save=options.save, rooms=("hooks",))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from typing import Any
 from benchmarks.beside_commit import unpack
 from benchmarks.grpo_step.work import SIZES, Size, write_model, write_prompts
 from benchmarks.peer import Peer
+from benchmarks.ran_files import A_RUN
 from benchmarks.record import compared, finish, measured
 from benchmarks.table import Row
 
@@ -192,7 +193,7 @@ def main() -> int:
             if size.millions in arguments.sizes.split(","):
                 with tempfile.TemporaryDirectory(prefix="bench-") as folder:
                     rows += contest(size, Path(folder), turns, laps, arguments.python, before)
-    return finish(__file__, ("torch",), rows, save=arguments.save, **versions)
+    return finish(__file__, ("torch",), rows, save=arguments.save, rooms=A_RUN, **versions)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Identity of the code that a benchmark runs: commit, local changes, digest of the kernels."""
+"""Identity of the code that a benchmark runs: commit, local changes, the files that it ran."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
+from benchmarks.ran_files import ran_files
 from benchmarks.table import Code
 
 ROOT = Path(__file__).parents[1]
@@ -16,26 +18,18 @@ CHANGED = "-dirty"
 MEASURED = ("spmd_rl", "benchmarks", "examples", "tests", ":!benchmarks/results")
 
 
-def measured_code() -> Code:
-    """Return the code in this folder, with commit "" if neither git nor the variable has it."""
-    given = os.environ.get(COMMIT_ENV, "")
+def measured_code(rooms: Iterable[str] = ()) -> Code:
+    """Return the code in this folder, with commit "" if neither git nor the variable has it.
+
+    `rooms` ran in other processes.
+    """
+    given, ran = os.environ.get(COMMIT_ENV, ""), ran_files(rooms)
     if given:
-        return Code(
-            commit=given.removesuffix(CHANGED),
-            dirty=given.endswith(CHANGED),
-            kernels=kernels_digest(),
-        )
+        return Code(commit=given.removesuffix(CHANGED), dirty=given.endswith(CHANGED), ran=ran)
     if not (ROOT / ".git").exists():
-        return Code(commit="", dirty=None, kernels=kernels_digest())
+        return Code(commit="", dirty=None, ran=ran)
     changes = _git("status", "--porcelain", "--", *MEASURED)
-    return Code(commit=_git("rev-parse", "HEAD"), dirty=bool(changes), kernels=kernels_digest())
-
-
-def kernels_digest() -> str:
-    """Return the digest of spmd_rl/kernels, as in a run's numeric contract."""
-    from spmd_rl.kernels.contract import SOURCES, digest_of
-
-    return digest_of(SOURCES)
+    return Code(commit=_git("rev-parse", "HEAD"), dirty=bool(changes), ran=ran)
 
 
 def _git(*words: str) -> str:

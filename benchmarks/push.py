@@ -28,6 +28,7 @@ import msgspec
 import torch
 
 from benchmarks.push_recipe import FILE, engine, masters
+from benchmarks.ran_files import A_RUN
 from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.shapes import write_config
 from benchmarks.table import Row
@@ -185,7 +186,9 @@ def main() -> int:
         rows += round_trips(options.shape, folder)
     if options.out:
         options.out.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
-    return finish(__file__, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu())
+    return finish(
+        __file__, PACKAGES, rows, save=options.save, rooms=A_RUN, machine=gpu_machine(), **gpu()
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.measured_code import COMMIT_ENV, measured_code
+from benchmarks.ran_files import joined
 from benchmarks.table import RESULTS, Result, Row, table
 
 MACHINE = "laptop"
@@ -94,22 +95,24 @@ def finish(
     *,
     save: bool,
     machine: str = MACHINE,
+    rooms: Iterable[str] = (),
     **versions: str,
 ) -> int:
     """Print the rows and, with `save`, write them. Returns 1 if a bar is missed, else 0.
 
     A benchmark may be run in parts: the file keeps other rows of the same day, code and versions.
-    `versions` are those of software that is not installed as a package here.
+    `rooms` are those of spmd_rl that ran in other processes. `versions` are those of software that
+    is not installed as a package here.
     """
     result = Result(
         script=Path(script).name,
         date=datetime.now(UTC).date().isoformat(),
         machine=machine,
-        code=measured_code(),
+        code=measured_code(rooms),
         versions={name: version(name) for name in packages} | versions,
         rows=rows,
     )
-    print(table([result], result.code.kernels))
+    print(table([result]))
     if save:
         path = RESULTS / machine / f"{Path(script).stem}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,12 +127,20 @@ def finish(
 
 
 def _other_rows(path: Path, result: Result) -> list[Row]:
-    """Return the rows of a file that differs from `result` in its rows alone, but for the same."""
+    """Return the rows of a file of the same day, code and versions, but for those of `result`.
+
+    The files that those rows ran are added to those of `result`.
+    """
     if result.code.dirty is not False or not path.exists():
         return []
     earlier = msgspec.json.decode(path.read_bytes(), type=Result)
-    if msgspec.structs.replace(earlier, rows=result.rows) != result:
+    before, now = earlier.code.ran, result.code.ran
+    code = msgspec.structs.replace(earlier.code, ran=now)
+    if before is None or now is None:
         return []
+    if msgspec.structs.replace(earlier, rows=result.rows, code=code) != result:
+        return []
+    result.code.ran = joined(before, now)
     measured_again = {row.what for row in result.rows}
     return [row for row in earlier.rows if row.what not in measured_again]
 

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from benchmarks.grpo_proof import TOKENIZER, broken_promises, write_prompts
+from benchmarks.ran_files import A_RUN
 from benchmarks.record import MACHINE, counted, finish, gpu, gpu_machine, measured
 from benchmarks.shapes import write_config
 from benchmarks.table import Row
@@ -181,7 +182,9 @@ def main() -> int:
         rows.append(counted(what, [one == first[0] for one in first]))
     on_gpu = torch.cuda.is_available()
     machine, facts = (gpu_machine(), gpu()) if on_gpu else (MACHINE, {})
-    return finish(__file__, PACKAGES, rows, save=options.save, machine=machine, **facts)
+    return finish(
+        __file__, PACKAGES, rows, save=options.save, rooms=A_RUN, machine=machine, **facts
+    )
 
 
 if __name__ == "__main__":

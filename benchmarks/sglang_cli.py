@@ -9,6 +9,7 @@ from benchmarks.engines import PACKAGES, Pair, pair, versions
 from benchmarks.record import finish, gpu, gpu_machine
 from benchmarks.table import Row
 
+ROOMS = ("kernels", "model", "rollout")
 Measure = Callable[[str, Pair, int], Iterable[Row]]
 
 
@@ -29,6 +30,7 @@ def beside_sglang(
         with pair(name, options.sglang) as engines:
             found = versions(engines)
             rows += measure(name, engines, options.repeats)
+    facts = gpu() | found
     return finish(
-        script, PACKAGES, rows, save=options.save, machine=gpu_machine(), **gpu(), **found
+        script, PACKAGES, rows, save=options.save, rooms=ROOMS, machine=gpu_machine(), **facts
     )

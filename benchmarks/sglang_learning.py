@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ran_files import A_RUN
 from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.table import Row
 from spmd_rl.rollout.sglang.options import ask_site
@@ -135,7 +136,9 @@ def main() -> int:
             return 1
         rows = list(rows_of(folder, options.seeds))
     versions = {"sglang": ask_site(options.python).version, **gpu()}
-    return finish(__file__, PACKAGES, rows, save=options.save, machine=gpu_machine(), **versions)
+    return finish(
+        __file__, PACKAGES, rows, save=options.save, rooms=A_RUN, machine=gpu_machine(), **versions
+    )
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -29,25 +30,21 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import compared, counted, finish, gpu, gpu_machine, measured
-from benchmarks.region_copies import (
-    COPIED,
-    COPY_TURNS,
-    GIB,
-    copy_rate,
-    receipt_rate,
-    shapes,
-    tensors_in,
-    timed,
-)
+from benchmarks.shapes import write_config
 from benchmarks.table import Row
+from spmd_rl.model.read import read_spec
 from spmd_rl.offload import tms
 from spmd_rl.offload.arena import HostArena
+from spmd_rl.offload.region import Contents
 from spmd_rl.offload.regions import Regions
+from spmd_rl.offload.residency import Receipt
 
 PACKAGES = ("torch", "torch_memory_saver")
 DEVICE = torch.device("cuda", 0)
-MIB = 1 << 20
+GIB, MIB = 1 << 30, 1 << 20
 RETURNED, MS_PER_GIB = 0.99, 1.5
+COPIED = 0.9  # bar on the rate of a sleep or wake over that of one pinned copy
+COPY_TURNS = 5  # behind a first one, which does not count
 TURNS, CYCLES, WARM_CYCLES = 20, 100, 10
 BACKUP_TURNS = 2
 
@@ -248,6 +245,68 @@ def resident_bytes() -> int:
     """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
+
+
+def shapes(num_bytes: int) -> list[tuple[int, ...]]:
+    """Return the shapes of Qwen3-0.6B's parameters, repeated until they are `num_bytes` in fp32."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_config("0.6B", Path(folder))
+        spec = read_spec(folder)
+    model = list(spec.parameter_shapes().values())
+    chosen: list[tuple[int, ...]] = []
+    left = num_bytes // 4
+    while left > 0:
+        for shape in model:
+            size = torch.Size(shape).numel()
+            if size > left:
+                chosen.append((left,))
+                return chosen
+            chosen.append(shape)
+            left -= size
+            if not left:
+                break
+    return chosen
+
+
+def tensors_in(
+    regions: Regions,
+    tag: str,
+    num_bytes: int,
+    device: torch.device,
+    contents: Contents = "save",
+    as_one: bool = False,
+) -> list[Tensor]:
+    """Make a region of random tensors. `as_one` says to cut them from one segment."""
+    region = regions.torch_region(tag, contents)
+    sizes = shapes(num_bytes)
+    with region.allocating(num_bytes + 512 * len(sizes) if as_one else 0):
+        made = [torch.empty(shape, device=device) for shape in sizes]
+    for tensor in made:
+        tensor.normal_()
+    region.hold(lambda: made)
+    return made
+
+
+def timed(call: Callable[[], Receipt]) -> tuple[Receipt, float]:
+    """Return the receipt of a sleep or wake, and the seconds of the whole call."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    receipt = call()
+    return receipt, time.perf_counter() - began
+
+
+def receipt_rate(receipt: Receipt) -> float:
+    """Return the rate of the copies of a sleep or wake, in GB/s."""
+    return receipt.copied_bytes / receipt.copy_s / 1e9
+
+
+def copy_rate(target: Tensor, source: Tensor) -> float:
+    """Return the rate of one copy between pinned memory and the GPU, in GB/s."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    return source.nbytes / (time.perf_counter() - began) / 1e9
 
 
 PARTS = {"returned": returned, "copies": copies, "mapping": mapping, "cycles": cycles}

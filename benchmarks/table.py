@@ -1,9 +1,9 @@
 """Printing of every committed benchmark result as one markdown table.
 
-    python -m benchmarks.table
+    python -m benchmarks.table [--stale]
 
-A result is `benchmarks/results/<machine>/<script>.json`, whose schema is `Result` below. The column
-"kernels" says "older" if the files of spmd_rl/kernels have changed since the figure was measured.
+A result is `benchmarks/results/<machine>/<script>.json`, whose schema is `Result` below. --stale
+lists the results whose files of spmd_rl have changed since they were measured, or are not known.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.ran_files import RanFiles, digest_of
+
 RESULTS = Path(__file__).parent / "results"
-HEADER = ("machine", "benchmark", "what", "value", "peer", "ratio", "bar", "holds", "kernels")
-AS_NOW, OLDER = "as now", "older"
+HEADER = ("machine", "benchmark", "what", "value", "peer", "ratio", "bar", "holds")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -37,16 +38,18 @@ class Row(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     holds: bool | None = None
 
 
-class Code(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Code(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """The code that was measured.
 
     `dirty` is whether files differed from the commit, null if that was not recorded. Files that are
-    older than this record have `filled_in`: what was found in git's history later, and how.
+    older than this record have `filled_in`: what was found in git's history, and how. `ran` has
+    the files that were run; older ones have a digest of the folder `kernels` instead.
     """
 
     commit: str
     dirty: bool | None
-    kernels: str
+    ran: RanFiles | None = None
+    kernels: str | None = None
     filled_in: str | None = None
 
 
@@ -69,18 +72,18 @@ def read_results(folder: Path) -> list[Result]:
     return [_read(path) for path in sorted(folder.glob("*/*.json"))]
 
 
-def age(code: Code, kernels: str) -> str:
-    """Return whether figures are of the kernels with the digest `kernels`, or of older ones."""
-    return AS_NOW if code.kernels == kernels else OLDER
+def stale(results: Iterable[Result]) -> Iterator[str]:
+    """Yield a line for each result that need not be that of this code."""
+    for one in results:
+        ran = one.code.ran
+        if ran is None or digest_of(ran.files) != ran.digest:
+            why = "what it ran is not recorded" if ran is None else "files that it ran have changed"
+            yield f"{one.machine}/{Path(one.script).stem} of {one.date}: {why}"
 
 
-def table(results: Iterable[Result], kernels: str) -> str:
-    """Return the markdown table of all rows. `kernels` is the current digest."""
-    body = [
-        (*_cells(result, row), age(result.code, kernels))
-        for result in results
-        for row in result.rows
-    ]
+def table(results: Iterable[Result]) -> str:
+    """Return the markdown table of all rows."""
+    body = [_cells(result, row) for result in results for row in result.rows]
     rule = tuple("--:" if name in ("value", "ratio") else "---" for name in HEADER)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (HEADER, rule, *body))
 
@@ -139,13 +142,12 @@ def _number(value: float | None) -> str:
 
 
 def main() -> int:
-    from benchmarks.measured_code import kernels_digest
-
     try:
-        print(table(read_results(RESULTS), kernels_digest()))
+        results = read_results(RESULTS)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
+    print("\n".join(stale(results)) if "--stale" in sys.argv[1:] else table(results))
     return 0
 
 

@@ -1,11 +1,9 @@
-"""Training step with Qwen3's shapes on one GPU: our contract path and four free variants.
+"""Training step with Qwen3's shapes on one GPU: our contract path and two variants.
 
-Five variants of the same step take turns, and the first one changes with each repetition:
+Three variants of the same step take turns, and the first one changes with each repetition:
 
     contract   as shipped: the bits of a row do not depend on other rows
     free       cuBLAS picks the matrix products, with split-K allowed; the rest as shipped
-    raced      the same, with cuBLAS's fastest candidate for each shape, whatever its bits
-    torch      as free, with torch's own norms, rotary positions and log-probs, none of them fused
     repeats    as shipped, with a backward pass that also repeats its bits (trainer.deterministic)
 
 A step is learner.train_step on 64 sequences of 128 + 896 tokens in packs of 16,384, with the
@@ -13,30 +11,35 @@ optimizer. Values are medians of the host's clock around it, with the GPU draine
 
 MFU counts 6 operations for every weight and token that meet, the causal half of attention, and no
 recomputation (spmd_rl/train/cost/flops.py). It is given against 989 TFLOP/s, and against the 788
-that a large product reaches. Forward, backward and optimizer are times between CUDA events in the
-contract path. Peak memory is of that path too. Products are swapped in the forward pass only; in
-the backward pass all variants use torch's.
+that a large product reaches. Forward, backward and optimizer are times between CUDA events in the contract
+path. Peak memory is of that path too. Products are swapped in the forward pass only; in the
+backward pass all variants use torch's.
 
-    python -m benchmarks.train_step 0.6B 4B [--save] [--profile 0.6B=trace.txt]
+    python -m benchmarks.train_step 0.6B 4B [--save]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from benchmarks.record import compared, finish, gpu, gpu_machine, measured
 from benchmarks.shapes import MEASURED_FLOPS_PER_S
 from benchmarks.table import Row
-from benchmarks.train_variants import VARIANTS
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.algo.losses import grpo_loss
+from spmd_rl.kernels.linear import dispatch
 from spmd_rl.train.cost.flops import PEAK_FLOPS_PER_S, train_flops
+from spmd_rl.train.fsdp2.determinism import WORKSPACE, WORKSPACES, deterministic
 from spmd_rl.train.learner import Learner
 from spmd_rl.train.on_policy import COMPARED, MISMATCHED
 from spmd_rl.types.batch import Batch
@@ -46,6 +49,20 @@ STEP_TOKENS = 65536
 SPEED_BAR, MFU_BAR = 1 / 0.97, 0.45
 WARMUPS = 2
 PARTS = {"forward": "forward", "backward": "backward", "step": "optimizer"}
+os.environ.setdefault(WORKSPACE, WORKSPACES[0])  # torch's own default on Hopper
+
+
+def free_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    if bias is not None:
+        return torch.addmm(bias, x, weight.t())
+    return torch.mm(x, weight.t(), **({"out_dtype": out_dtype} if out_dtype != x.dtype else {}))
+
+
+VARIANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "contract": nullcontext,
+    "free": lambda: patch.object(dispatch, "matmul", free_product),
+    "repeats": deterministic,
+}
 
 
 class Timed:
@@ -126,25 +143,6 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
     for part, spent in timed.milliseconds().items():
         yield measured(f"{what}: {PARTS[part]}", spent, "ms")
     one.backend = timed.inner
-    if name in options.profile:
-        profile(one, given, options.profile[name])
-
-
-def profile(one: Learner, given: Batch, path: str) -> None:
-    """Write the kernels of one step, by their time, to a file."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        step_seconds(one, given)
-    with open(path, "w") as file:
-        file.write(
-            found.key_averages().table(
-                sort_by="self_device_time_total", row_limit=45, max_name_column_width=110
-            )
-        )
-
-
-def pair_of(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    return name, value
 
 
 def main() -> int:
@@ -154,12 +152,8 @@ def main() -> int:
     parser.add_argument("models", nargs="+")
     parser.add_argument("--paths", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument(
-        "--profile", type=pair_of, action="append", default=[], metavar="MODEL=FILE"
-    )
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    options.profile = dict(options.profile)
     rows: list[Row] = []
     for name in options.models:
         rows += measure(name, options)

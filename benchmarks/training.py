@@ -73,22 +73,9 @@ def learner(
 
 def batch(num_tokens: int, vocab: int) -> Batch:
     """Return sequences of 128 prompt and 896 response tokens, with random advantages."""
-    return _batch([NEW_TOKENS] * (num_tokens // (PROMPT_TOKENS + NEW_TOKENS)), vocab)
-
-
-def mixed_batch(num_tokens: int, vocab: int) -> Batch:
-    """Return about as many tokens in sequences of 128 prompt and 64 to 1,728 response tokens.
-
-    All lengths are equally likely.
-    """
-    rng = np.random.default_rng(1)
-    count = num_tokens // (PROMPT_TOKENS + NEW_TOKENS)
-    return _batch([int(new) for new in rng.integers(64, 2 * NEW_TOKENS - 63, count)], vocab)
-
-
-def _batch(new_tokens: list[int], vocab: int) -> Batch:
     rng = np.random.default_rng(0)
-    groups = [_group(uid, new, vocab, rng) for uid, new in enumerate(new_tokens)]
+    count = num_tokens // (PROMPT_TOKENS + NEW_TOKENS)
+    groups = [_group(uid, NEW_TOKENS, vocab, rng) for uid in range(count)]
     return pack(groups, [rng.standard_normal(1) for _ in groups])
 
 

@@ -14,16 +14,14 @@ from spmd_rl.model.spec import ModelSpec
 
 
 def dense_spec(
-    *,
     family: str,
-    vocab_size: int,
-    hidden_size: int,
-    intermediate_size: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_positions: int,
+    *,
+    vocab: int,
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: tuple[int, int, int],
+    positions: int,
     theta: float = 1e4,
     rms_eps: float = 1e-6,
     tie_embeddings: bool = False,
@@ -34,20 +32,18 @@ def dense_spec(
     eos_ids: tuple[int, ...] = (),
     init_std: float = 0.02,
 ) -> ModelSpec:
-    """Equal blocks of attention and a gated MLP."""
-    attention = Gqa(
-        hidden_size, num_heads, num_kv_heads, head_dim, rms_eps, qkv_bias, out_bias, qk_norm
-    )
-    block = BlockSpec(hidden_size, attention, Mlp(hidden_size, intermediate_size, mlp_bias))
+    """Equal blocks of attention and a gated MLP. `heads`: of queries, of keys, and their size."""
+    attention = Gqa(hidden, *heads, rms_eps, qkv_bias, out_bias, qk_norm)
+    block = BlockSpec(hidden, attention, Mlp(hidden, inner, mlp_bias))
     return ModelSpec(
         family=family,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        max_positions=max_positions,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        max_positions=positions,
         rms_eps=rms_eps,
-        rope=RopeSpec(head_dim, theta),
+        rope=RopeSpec(heads[2], theta),
         tie_embeddings=tie_embeddings,
-        blocks=(block,) * num_layers,
+        blocks=(block,) * layers,
         eos_ids=eos_ids,
         init_std=init_std,
     )

@@ -1,6 +1,8 @@
 """GPU memory that no role owns: CUDA's context, and the communicators of NCCL.
 
-Measured on an H200 with CUDA 13.0 and NCCL 2.28.9 by benchmarks/communicators.py. Units: bytes.
+Measured on an H200 with CUDA 13.0 and NCCL 2.28.9 (results/h200/communicators.json).
+
+Units: bytes.
 """
 
 from __future__ import annotations

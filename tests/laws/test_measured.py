@@ -4,8 +4,7 @@ benchmarks/results say, figure by figure.
 A row's link leads to its file, and the link's title names rows of that file: patterns with " + "
 between them and, behind a ";", those of what stands beside, where it is not their peers. The
 figures follow in that order: the column "peer" has the peers' behind a colon, "ratio" the values
-over them, and all others behind the link have values. The column "kernels" says whether
-spmd_rl/kernels has changed since, in the words of `benchmarks.table`.
+over them, and all others behind the link have values.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ from typing import NamedTuple
 
 import pytest
 
-from benchmarks.measured_code import kernels_digest
-from benchmarks.table import AS_NOW, OLDER, RESULTS, Code, Result, Row, age, read_results
+from benchmarks.table import RESULTS, Code, Result, Row, read_results
 from tests.laws.source import ROOT
 
 _LINK = re.compile(r'\]\((\S+) "([^"]+)"\)')
 _FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?")
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
-KERNELS = "kernels"
-OTHERS = ("peer", "ratio", KERNELS)
+OTHERS = ("peer", "ratio")
+FOLDER = "benchmarks/results/"
 PAGES = (ROOT / "README.md", ROOT / "docs/measured.md", ROOT / "docs/algorithms.md")
 
 
@@ -37,22 +35,20 @@ class Line(NamedTuple):
     cells: list[str]
 
 
-def measured_lines() -> list[Line]:
-    """The rows of all tables that have the column "kernels", and all rows that link to a result."""
-    lines = [line for page in PAGES for line in table_lines(page.read_text(encoding="utf-8"))]
-    return [
-        line
-        for line in lines
-        if KERNELS in line.names or "benchmarks/results/" in " ".join(line.cells)
-    ]
+def measured_lines(text: str) -> list[Line]:
+    """The rows of all tables in which any row links to a result."""
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    return [line for table in tables if FOLDER in table for line in table_lines(table)]
 
 
-def table_lines(text: str) -> Iterator[Line]:
-    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        names, _, *body = (
-            [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
-        )
-        yield from (Line(names, cells) for cells in body)
+def table_lines(table: str) -> list[Line]:
+    names, _, *body = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
+    )
+    return [Line(names, cells) for cells in body]
+
+
+LINES = [line for page in PAGES for line in measured_lines(page.read_text(encoding="utf-8"))]
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +57,7 @@ def results() -> dict[str, Result]:
     return {f"benchmarks/results/{one.machine}/{Path(one.script).stem}.json": one for one in found}
 
 
-@pytest.fixture(scope="module")
-def kernels() -> str:
-    return kernels_digest()
-
-
-def problems(line: Line, results: dict[str, Result], kernels: str) -> list[str]:
+def problems(line: Line, results: dict[str, Result]) -> list[str]:
     """What a line says that its file does not, or the other way round."""
     linked = linked_cell(line)
     file, title = next(
@@ -85,10 +76,6 @@ def problems(line: Line, results: dict[str, Result], kernels: str) -> list[str]:
         for name in _VERSION.findall(names)
         if not ran(results[file], name)
     ]
-    if cells[KERNELS] != (mark := age(results[file].code, kernels)):
-        found.append(
-            f"{KERNELS} of {line.cells[linked]!r} should say {mark!r}, not {cells[KERNELS]!r}"
-        )
     for text, numbers in (own, values), (beside, peers), (cells["ratio"], ratios):
         figures = _FIGURE.findall(text)
         if len(figures) != len(numbers) or not all(map(shows, figures, numbers)):
@@ -171,70 +158,50 @@ def changed(line: Line) -> Iterator[Line]:
             yield Line(line.names, [*line.cells[:at], cell, *line.cells[at + 1 :]])
 
 
-def test_every_figure_is_that_of_its_file(results: dict[str, Result], kernels: str) -> None:
-    lines = measured_lines()
-    assert len(lines) > 20
-    assert [problem for line in lines for problem in problems(line, results, kernels)] == []
+def test_every_figure_is_that_of_its_file(results: dict[str, Result]) -> None:
+    assert len(LINES) > 20
+    assert [problem for line in LINES for problem in problems(line, results)] == []
 
 
-def test_any_changed_figure_is_seen(results: dict[str, Result], kernels: str) -> None:
-    others = [other for line in measured_lines() for other in changed(line)]
+def test_any_changed_figure_is_seen(results: dict[str, Result]) -> None:
+    others = [other for line in LINES for other in changed(line)]
     assert len(others) > 100
-    assert [other.cells for other in others if not problems(other, results, kernels)] == []
-
-
-def test_other_kernels_make_every_mark_wrong(results: dict[str, Result]) -> None:
-    assert all(
-        problems(line, results, "0" * 16) for line in measured_lines() if AS_NOW in line.cells
-    )
+    assert [other.cells for other in others if not problems(other, results)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_each_page_has_figures(page: Path) -> None:
-    assert sum(KERNELS in line.names for line in table_lines(page.read_text(encoding="utf-8"))) >= 5
+    assert len(measured_lines(page.read_text(encoding="utf-8"))) >= 5
 
 
 PLANTED = Row(what="step", value=1500, unit="us", peer="torch", peer_value=3000)
-CODE = Code(commit="c" * 40, dirty=False, kernels="now")
+CODE = Code(commit="c" * 40, dirty=False)
 RESULT = Result(
     script="x.py", date="", machine="m", code=CODE, versions={"torch": "2.11.0"}, rows=[PLANTED]
 )
-HEAD = "| what | ours | peer | ratio | kernels |\n| --- | --- | --- | --- | --- |\n"
+HEAD = "| what | ours | peer | ratio |\n| --- | --- | --- | --- |\n"
 
 
 @pytest.mark.parametrize(
     ("row", "right"),
     [
-        ('| [a step](f.json "step*") | 1.50 ms | torch 2.11: 3.0 | 0.5 | as now |', True),
-        ('| [a step](../f.json "step*") | 1.50 ms | torch 2.11: 3.0 | 0.5 | as now |', True),
-        ('| [a step](f.json "step*") | 1.50 ms | torch 2.1: 3.0 | 0.5 | as now |', False),
-        ('| [a step](f.json "step*") | 1.50 s | torch: 3.0 | 0.5 | as now |', False),
-        ('| [a step](f.json "step*") | 1.50 ms | | | as now |', False),
-        ('| [a step](f.json "step*") | 1.50 / 1.50 ms | torch: 3.0 | 0.5 | as now |', False),
-        ('| [a step](f.json "leap*") | 1.50 ms | torch: 3.0 | 0.5 | as now |', False),
-        ('| [a step](g.json "step*") | 1.50 ms | torch: 3.0 | 0.5 | as now |', False),
-        ("| a step | 1.50 ms | torch: 3.0 | 0.5 | as now |", False),
-        ('| [a step](f.json "step*") | 1.50 ms | torch: 3.0 | 0.5 | older |', False),
-        ('| [a step](f.json "step*") | 1.50 ms | torch: 3.0 | 0.5 | |', False),
+        ('| [a step](f.json "step*") | 1.50 ms | torch 2.11: 3.0 | 0.5 |', True),
+        ('| [a step](../f.json "step*") | 1.50 ms | torch 2.11: 3.0 | 0.5 |', True),
+        ('| [a step](f.json "step*") | 1.50 ms | torch 2.1: 3.0 | 0.5 |', False),
+        ('| [a step](f.json "step*") | 1.50 s | torch: 3.0 | 0.5 |', False),
+        ('| [a step](f.json "step*") | 1.50 ms | | |', False),
+        ('| [a step](f.json "step*") | 1.50 / 1.50 ms | torch: 3.0 | 0.5 |', False),
+        ('| [a step](f.json "leap*") | 1.50 ms | torch: 3.0 | 0.5 |', False),
+        ('| [a step](g.json "step*") | 1.50 ms | torch: 3.0 | 0.5 |', False),
+        ("| a step | 1.50 ms | torch: 3.0 | 0.5 |", False),
     ],
 )
 def test_a_line_without_its_source_or_with_another_is_seen(row: str, right: bool) -> None:
     (line,) = table_lines(f"{HEAD}{row}\n")
-    assert (problems(line, {"f.json": RESULT}, "now") == []) is right
+    assert (problems(line, {"f.json": RESULT}) == []) is right
 
 
-@pytest.mark.parametrize(
-    ("kernels", "mark", "right"),
-    [("now", AS_NOW, True), ("new", AS_NOW, False), ("new", OLDER, True)],
-)
-def test_the_mark_is_that_of_the_kernels(kernels: str, mark: str, right: bool) -> None:
-    (line,) = table_lines(
-        f'{HEAD}| [a step](f.json "step*") | 1.50 ms | torch: 3.0 | 0.5 | {mark} |\n'
-    )
-    assert (problems(line, {"f.json": RESULT}, kernels) == []) is right
-
-
-def test_a_table_without_the_column_is_seen() -> None:
-    head = "| what | ours | peer | ratio |\n| --- | --- | --- | --- |\n"
-    (line,) = table_lines(f'{head}| [a step](f.json "step*") | 1.50 ms | torch: 3.0 | 0.5 |\n')
-    assert len(problems(line, {"f.json": RESULT}, "now")) == 1
+def test_a_row_beside_one_that_links_needs_a_link() -> None:
+    row = f'| [a step](../{FOLDER}m/f.json "step*") | 1.50 ms | | |\n'
+    assert len(measured_lines(f"{HEAD}{row}| another | 2 ms | | |\n")) == 2
+    assert measured_lines(f"{HEAD}| another | 2 ms | | |\n") == []

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from benchmarks.ran_files import A_RUN
 from benchmarks.record import finish
 from benchmarks.table import Row
 from tests.system import chaos_processes as processes
@@ -332,7 +333,7 @@ def main() -> int:
         outcomes = list(pool.map(lambda item: play_and_print(args.seed, *item), chosen))
     finally:
         pool.shutdown(cancel_futures=True)
-    return finish(__file__, ["torch", "pyzmq"], rows(outcomes), save=args.save)
+    return finish(__file__, ["torch", "pyzmq"], rows(outcomes), save=args.save, rooms=A_RUN)
 
 
 if __name__ == "__main__":

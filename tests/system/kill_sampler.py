@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.ran_files import A_RUN
 from benchmarks.record import counted, finish, measured
 from benchmarks.table import Row
 from spmd_rl.controller.run.checkpoints import Checkpoints
@@ -214,7 +215,8 @@ def main() -> int:
         num_killed, accounts, found = campaign(Path(folder), args.kills, args.seed)
     for problem in found:
         print(problem)
-    missed = finish(__file__, ["torch", "pyzmq"], rows_of(num_killed, accounts), save=args.save)
+    rows = rows_of(num_killed, accounts)
+    missed = finish(__file__, ["torch", "pyzmq"], rows, save=args.save, rooms=A_RUN)
     return int(bool(found) or missed)
 
 

@@ -1,29 +1,44 @@
-"""Two ranks of GRPO, of which one is killed in each phase: benchmarks/rank_kills.py on CPUs.
-
-How long such a run takes to end is a bar of the benchmark on GPUs, and of no test.
-"""
+"""Two ranks of GRPO, of which one is killed in each phase; all roles share both, in turn."""
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
+import re
+from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 
-from benchmarks.rank_kills import Killed, campaign, rows_of
-from benchmarks.rank_kills_recipe import PLACES, Config
-from tests.system.kill_resume import Outcome
+from tests.system.kill_resume import SMALL, Outcome, Run, differences
+from tests.system.mortal_recipe import PLACES, STRUCK, Config
+
+WORDS = ["tests.system.mortal_recipe", "--nproc=2", "--offload.sleep=always", *SMALL]
+NUM_PAGES = "--engine.num_pages=256"
+
+
+def killed(folder: Path, phase: str, rank: int) -> Outcome:
+    """Have a rank killed in a phase, and return what the same command then ends with."""
+    words = [*WORDS, NUM_PAGES, f"--dies_in={phase}", f"--victim={rank}"]
+    run = Run(folder, words, name=phase)
+    code = run.start()
+    assert (code, (run.folder / STRUCK).exists()) == (1, True), run.output
+    sentence = run.output.strip().splitlines()[-1]
+    assert re.search(rf"lost rank {rank} |rank {rank} was killed by SIGKILL", sentence), sentence
+    outcome = run.finish()
+    assert "resuming at step" in run.output
+    return outcome
 
 
 @pytest.mark.system
 def test_a_rank_killed_in_any_phase_is_named_and_changes_no_bit(tmp_path: Path) -> None:
-    whole, killed = campaign(tmp_path, 2, list(PLACES), num_jobs=2)
-    assert {one.rank for one in killed} == {0, 1}
-    rows = [row for row in rows_of(2, whole, killed) if row.unit != "s"]
-    assert [(row.value, row.holds) for row in rows] == [(len(PLACES), True)] * 4
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(Run(tmp_path, [*WORDS, NUM_PAGES], name="whole").finish)
+        ended = [
+            pool.submit(killed, tmp_path, phase, number % 2) for number, phase in enumerate(PLACES)
+        ]
+        assert [differences(whole.result(), one.result()) for one in ended] == [[]] * len(PLACES)
 
 
 @pytest.mark.parametrize("phase", PLACES)
@@ -31,27 +46,3 @@ def test_there_is_a_place_to_die_in_each_phase(phase: str) -> None:
     module, name = PLACES[phase]
     assert callable(attrgetter(name)(importlib.import_module(module)))
     assert {*get_args(get_type_hints(Config)["dies_in"])} == {"", *PLACES}
-
-
-WHOLE = Outcome("7f", [{"train/loss": 1.0}], {"step_00001.jsonl": "a0"})
-GOOD = Killed("train", 1, 1, 2.5, "lost rank 1 (host h, pid 9), last heard 1 s ago", WHOLE)
-
-
-@pytest.mark.parametrize(
-    ("killed", "missed"),
-    [
-        (GOOD, []),
-        (replace(GOOD, sentence="rank 1 was killed by SIGKILL"), []),
-        (replace(GOOD, seconds=10.5), ["until the run ended"]),
-        (replace(GOOD, code=0), ["names the rank"]),
-        (replace(GOOD, sentence="lost rank 10 (host h, pid 9)"), ["names the rank"]),
-        (replace(GOOD, sentence="no answer from rank 1"), ["names the rank"]),
-        (replace(GOOD, outcome=replace(WHOLE, weights="7e")), ["final weights", "metrics"]),
-        (replace(GOOD, outcome=replace(WHOLE, metrics=[{"train/loss": 2.0}])), ["metrics"]),
-        (replace(GOOD, outcome=None), ["goes on with", "final weights", "metrics"]),
-    ],
-)
-def test_what_is_wrong_is_seen(killed: Killed, missed: list[str]) -> None:
-    found = [row.what for row in rows_of(2, WHOLE, [killed]) if not row.holds]
-    assert len(found) == len(missed)
-    assert all(part in what for part, what in zip(missed, found, strict=True))

@@ -14,7 +14,7 @@ from spmd_rl.model.spec import ModelSpec
 
 QUERY_TILE = 128  # tokens of one head
 # Speeds in bfloat16 of one multiprocessor of an H100 or H200. That of linear layers is an estimate
-# which includes all that is done to a token but attention; benchmarks/long_prompt.py compares it.
+# with all that is done to a token but attention; results/h100/long_prompt.json compares it.
 LINEAR_FLOPS_PER_S = 3.0e12
 # FlashAttention-4 with heads of 128, behind a prefix (results/h200/attention_prefill.json)
 ATTENTION_FLOPS_PER_S = 4.2e12

@@ -124,18 +124,10 @@ def test_a_loss_with_every_term_runs_one_step_ahead(run: Run, split: list[str]) 
         assert 0 <= row["train/rejected_frac"] < 1
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--kl.coef=0.1", "--kl.estimator=k1"], "set kl.unbiased = true"),
-        (["--algorithm=gspo", "--clip_low=0.2"], "clip_low = 0.2: expected less than 0.1"),
-        (["--algorithm=gdpo"], "the reward function must return a dict"),
-    ],
-)
-def test_what_is_wrong_is_refused(run: Run, words: list[str], sentence: str) -> None:
-    ended = run("grpo", *words, "--steps=1")
+def test_a_reward_without_parts_is_refused(run: Run) -> None:
+    ended = run("grpo", "--algorithm=gdpo", "--steps=1")
     assert ended.code != 0
-    assert sentence in ended.sentence
+    assert "the reward function must return a dict" in ended.sentence
 
 
 def test_a_reward_in_parts(run: Run) -> None:

@@ -150,23 +150,6 @@ def test_distill_evaluates_by_the_teacher_or_by_a_reward(run: Any, model: Path) 
     assert 0 <= found[0]["eval/right/reward"] <= 1
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--eval.data=missing.jsonl",), "missing.jsonl"),
-        (("--eval.sets.a.prompts.answer_kex=b", "--eval.sets.a.data=x.jsonl"), "answer_key"),
-        (("--eval.num_samples=4",), "eval"),
-    ],
-)
-def test_a_set_that_cannot_be_is_refused_before_a_worker_starts(
-    run: Run, model: Path, words: tuple[str, ...], sentence: str
-) -> None:
-    ended = run("sft", f"--model={model}", *ANSWERS, *words, small=False)
-    assert ended.code == 2
-    assert sentence in ended.sentence
-    assert not ended.folder.exists()
-
-
 def test_a_run_ends_early_and_its_best_weights_are_exported(
     run: Run, model: Path, tmp_path: Path
 ) -> None:

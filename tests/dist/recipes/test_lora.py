@@ -130,18 +130,3 @@ def test_another_base_is_refused_before_a_push(run: Any) -> None:
     assert ended.code != 0
     assert "follow different numeric contracts: base_weights is" in ended.sentence
     assert not (ended.folder / "pushed.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--engine.kind=sglang", "--run.exact=false"), "takes no adapters"),
-        (("--kl.coef=0.1", "--kl.refresh_every=2"), "kl.refresh_every"),
-    ],
-)
-def test_what_adapters_do_not_go_with_is_refused(
-    run: Any, words: tuple[str, ...], sentence: str
-) -> None:
-    ended = run("grpo", *LORA, "--steps=1", *words)
-    assert ended.code != 0
-    assert sentence in ended.sentence

@@ -119,10 +119,3 @@ def test_sglang_generates_for_a_trainer_of_adapters(run: Any, tmp_path: Path) ->
     for row in ended.metrics:
         assert row["sync/tensors"] == 2 * len(read_spec(EXAMPLE / "model").parameter_shapes())
         assert row["onpolicy/mean_abs_dlogp"] > 0
-
-
-def test_an_exact_run_refuses_a_merged_push(run: Any) -> None:
-    ended = run("grpo", *MERGED, "--run.exact=true", "--steps=1")
-    assert ended.code == 2
-    assert "trainer.lora.merged_push = true" in ended.sentence
-    assert not ended.folder.exists(), "it is refused before anything starts"

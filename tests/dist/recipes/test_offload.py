@@ -40,9 +40,3 @@ def test_a_run_goes_on_with_its_moments_elsewhere(run: Any, plain: Ended) -> Non
     assert first.code == again.code == 0, again.sentence
     assert "resuming at step 3" in again.output
     assert exported(again) == exported(plain) != {}
-
-
-def test_more_shards_are_refused_before_a_step(run: Any) -> None:
-    ended = run("grpo", *WORDS, MASTER, nproc=2)
-    assert ended.code != 0
-    assert "'master' needs one shard, and there are 2" in ended.sentence

@@ -56,7 +56,10 @@ def test_an_engine_on_two_ranks_learns(
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("wrong_byte", r"'model.embed_tokens.weight'.* does not hold the bits of train"),
+        (
+            "wrong_byte",
+            r"'model.embed_tokens.weight'.* does not hold the bits of train.*generates",
+        ),
         ("death_in_push", r"the SGLang process of rank 1 \(pid \d+\) (ended|closed)"),
     ],
 )
@@ -67,43 +70,3 @@ def test_a_fault_of_the_second_rank_is_named(
     ended = run("grpo", "--steps=3", *words, nproc=2)
     assert ended.code != 0
     assert re.search(sentence, ended.sentence), ended.sentence
-
-
-def test_axes_without_an_engine_for_them_are_refused(run: Run, engine: list[str]) -> None:
-    for words, sentence in (
-        ([*engine, "--split.infer.pp=2"], "the SGLang engine has the axes dp, fsdp and tp alone"),
-        (["--split.infer.tp=2"], "the native engine has the axes dp and fsdp alone"),
-        ([*engine, "--split.infer.tp=8"], "does not divide the 4 attention heads"),
-    ):
-        ended = run("grpo", "--steps=3", *words, nproc=8 if "8" in words[-1] else 2)
-        assert (ended.code, sentence in ended.sentence) == (2, True), ended.sentence
-
-
-def test_an_exact_run_refuses_the_pair(run: Run, engine: list[str]) -> None:
-    ended = run("grpo", "--steps=3", *engine, "--run.exact=true")
-    assert ended.code == 2
-    assert "set run.exact = false" in ended.sentence
-
-
-def test_a_misspelt_option_names_the_nearest(run: Run, engine: list[str]) -> None:
-    ended = run("grpo", "--steps=3", *engine, "--engine.options.atention_backend=triton")
-    assert ended.code == 2
-    assert "'attention_backend'" in ended.sentence
-
-
-def test_a_wrong_byte_in_a_child_ends_the_run_with_the_tensors_name(
-    run: Run, engine: list[str]
-) -> None:
-    ended = run("grpo", "--steps=3", *engine, "--engine.options.fake_wrong_byte=true", nproc=2)
-    assert ended.code != 0
-    assert "'model.embed_tokens.weight'" in ended.sentence
-    assert "does not hold the bits of train" in ended.sentence
-    assert "generates nothing with it" in ended.sentence
-
-
-def test_a_child_that_dies_in_a_push_ends_the_run_with_one_sentence(
-    run: Run, engine: list[str]
-) -> None:
-    ended = run("grpo", "--steps=3", *engine, "--engine.options.fake_death_in_push=true", nproc=2)
-    assert ended.code != 0
-    assert re.search(r"the SGLang process of rank [01] \(pid \d+\)", ended.sentence)

@@ -24,21 +24,15 @@ from tests.specs import dense_spec, kv_layers, with_layers
 DEVICE = torch.device("cuda")
 USUAL = NativeEngineConfig(dtype="bfloat16")
 QWEN3 = dense_spec(
-    family="qwen3",
-    vocab_size=4096,
-    hidden_size=512,
-    intermediate_size=1536,
-    num_layers=3,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    max_positions=2048,
-    rms_eps=1e-6,
+    "qwen3",
+    vocab=4096,
+    hidden=512,
+    inner=1536,
+    layers=3,
+    heads=(8, 4, 64),
+    positions=2048,
     theta=1e6,
     tie_embeddings=True,
-    qkv_bias=False,
-    out_bias=False,
-    mlp_bias=False,
     qk_norm=True,
     init_std=0.06,
 )

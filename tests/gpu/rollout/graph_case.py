@@ -18,11 +18,18 @@ from tests.specs import dense_spec
 
 DEVICE = torch.device("cuda")
 SPEC = dense_spec(
-    family="qwen3", vocab_size=4096, hidden_size=512, intermediate_size=1536, num_layers=3,
-    num_heads=8, num_kv_heads=4, head_dim=64, max_positions=1024, rms_eps=1e-6,
-    theta=1e6, tie_embeddings=True, qkv_bias=False, out_bias=False, mlp_bias=False,
-    qk_norm=True, init_std=0.06,
-)  # fmt: skip
+    "qwen3",
+    vocab=4096,
+    hidden=512,
+    inner=1536,
+    layers=3,
+    heads=(8, 4, 64),
+    positions=1024,
+    theta=1e6,
+    tie_embeddings=True,
+    qk_norm=True,
+    init_std=0.06,
+)
 
 USUAL = NativeEngineConfig(
     dtype="bfloat16", max_batch=24, page_size=128, max_step_tokens=256, num_pages=200

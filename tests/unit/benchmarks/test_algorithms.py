@@ -25,9 +25,3 @@ def test_a_run_that_does_not_learn_misses_its_bar(tmp_path: Path) -> None:
     assert algorithms.rewards_of(tmp_path) == [0.4]
     rows = [*algorithms.rows_of("grpo", [flat, rising], [0, 1])]
     assert [row.holds for row in rows] == [None, False, None, True]
-
-
-def test_the_picture_is_small(tmp_path: Path) -> None:
-    curves = {name: [[0.1 * seed] * 40 for seed in range(3)] for name in algorithms.VARIANTS}
-    algorithms.draw(curves, tmp_path / "picture.png")
-    assert 1000 < (tmp_path / "picture.png").stat().st_size < 100_000

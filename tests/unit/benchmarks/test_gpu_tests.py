@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu_tests
-
-pytest_plugins = ["pytester"]
 
 TESTS = """
 import pytest
@@ -33,23 +34,19 @@ def test_later(): pass
 """
 
 
-@pytest.fixture
-def report(pytester: pytest.Pytester) -> Path:
-    for name, text in {
-        "kernels/test_planted": TESTS,
-        "test_absent": "import no_such_module",
-    }.items():
-        path = pytester.path / f"tests/gpu/{name}.py"
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    texts = {"kernels/test_planted": TESTS, "test_absent": "import no_such_module"}
+    for name, text in texts.items():
+        path = folder / f"tests/gpu/{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    options = [
-        "--import-mode=importlib",
-        "--continue-on-collection-errors",
-        "-p",
-        "no:cacheprovider",
-    ]
-    pytester.runpytest_subprocess("tests/gpu", "--junitxml=report.xml", *options)
-    return pytester.path / "report.xml"
+    options = "--import-mode=importlib --continue-on-collection-errors -p no:cacheprovider".split()
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "--junitxml=report.xml", *options]
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=False)
+    return folder / "report.xml"
 
 
 def test_each_test_counts_once(report: Path) -> None:

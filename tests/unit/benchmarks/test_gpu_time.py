@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu_time import COPIES, IDLE, OTHER, Event, class_of, shares
+from benchmarks.gpu_time import COPIES, IDLE, OTHER, Event, class_of, shares, union
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,7 @@ def test_overlapping_kernels_leave_no_more_idle_time() -> None:
     assert found == pytest.approx(
         {"attention": 0.0, "matrix products": 0.4, OTHER: 0.1, COPIES: 0.4, IDLE: 0.3}
     )
+
+
+def test_spans_that_touch_become_one() -> None:
+    assert union([(5, 7), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 7)]

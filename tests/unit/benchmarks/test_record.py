@@ -18,6 +18,8 @@ COMMIT = "c" * 40
 def test_a_bar_is_on_the_ratio(value: float, holds: bool) -> None:
     row = record.compared("step", value, "ms", peer="TRL", peer_value=10.0, at_most=0.5)
     assert (row.bar, row.holds) == ("<= 0.5x", holds)
+    row = record.compared("rollout", value, "/s", peer="TRL", peer_value=10.0, at_least=0.505)
+    assert (row.bar, row.holds) == (">= 0.505x", not holds)
 
 
 def test_without_a_bar_nothing_holds() -> None:
@@ -44,7 +46,9 @@ def test_what_is_saved_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (result.script, [row.holds for row in result.rows]) == ("push.py", [True, False])
     assert "**no**" in capsys.readouterr().out
     assert record.finish("benchmarks/push.py", ["msgspec"], rows[:1], save=False) == 0
-    assert result.code == Code(commit=COMMIT, dirty=False, kernels=measured_code.kernels_digest())
+    ran = result.code.ran
+    assert result.code == Code(commit=COMMIT, dirty=False, ran=ran)
+    assert ran is not None and "errors.py" in ran.files.split()
 
 
 def test_a_benchmark_can_be_run_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,14 +56,18 @@ def test_a_benchmark_can_be_run_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setenv(measured_code.COMMIT_ENV, COMMIT)
 
-    def saved(*rows: Row, **versions: str) -> dict[str, float]:
-        record.finish("x.py", [], list(rows), save=True, **versions)
+    def saved(*rows: Row, rooms: tuple[str, ...] = (), **versions: str) -> dict[str, float]:
+        record.finish("x.py", [], list(rows), save=True, rooms=rooms, **versions)
         (result,) = read_results(tmp_path)
+        assert result.code.ran is not None
+        ran.append(result.code.ran.files.split())
         return {row.what: row.value for row in result.rows}
 
-    assert saved(measured("a", 1, "s"), measured("b", 2, "s")) == {"a": 1, "b": 2}
+    ran: list[list[str]] = []
+    assert saved(measured("a", 1, "s"), measured("b", 2, "s"), rooms=("slurm",)) == {"a": 1, "b": 2}
     assert saved(measured("b", 3, "s"), measured("c", 4, "s")) == {"a": 1, "b": 3, "c": 4}
     assert saved(measured("c", 5, "s"), gpu="another") == {"c": 5}
+    assert ["slurm" in files for files in ran] == [True, True, False]
     monkeypatch.setenv(measured_code.COMMIT_ENV, f"{COMMIT}-dirty")
     assert saved(measured("a", 6, "s"), gpu="another") == {"a": 6}
     assert saved(measured("b", 7, "s"), gpu="another") == {"b": 7}

@@ -21,7 +21,7 @@ def git(root: Path, *words: str) -> str:
 
 
 def write_result(root: Path, commit: str, date: str, dirty: bool = False) -> None:
-    code = Code(commit=commit, dirty=dirty, kernels="0")
+    code = Code(commit=commit, dirty=dirty)
     for machine, day in (("h100", "2026-01-01"), ("h200", date)):
         result = Result(
             script="gpu_tests.py", date=day, machine=machine, code=code, versions={}, rows=[]

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from examples.calculator.hooks import MAX_TURNS, calculate, right
 from spmd_rl.algo.packing import pack
-from spmd_rl.hooks.config import HookConfig
-from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.signatures import check_hooks, load_reward
-from spmd_rl.hooks.tasks import EngineCall, EpisodeTask
-from spmd_rl.hooks.transcript import Turn
+from spmd_rl.hooks.signatures import load_reward
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
-from tests.unit.hooks.cases import CharTokenizer, events_of
+from spmd_rl.types.samples import Group
+from tests.unit.examples.played import played
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "calculator"
+HOOKS = EXAMPLE / "hooks.py"
 TEXT = "37*48+12="
 
 
@@ -38,13 +31,6 @@ def term(prompt: str) -> str:
 
 def asked() -> Prompt:
     return Prompt(3, np.array([*map(ord, TEXT)], np.int32), text=TEXT, answer="1788")
-
-
-def test_the_shipped_files_are_the_generators(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "examples.calculator.generate", "--out", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    for name in ("train", "warmup"):
-        assert (tmp_path / f"{name}.jsonl").read_bytes() == (EXAMPLE / f"{name}.jsonl").read_bytes()
 
 
 def test_answers_are_right_and_the_teacher_is_careless() -> None:
@@ -82,30 +68,10 @@ def test_the_calculator(expression: str, result: str) -> None:
     assert calculate(expression) == result
 
 
-def played(*said: str) -> tuple[Sample, list[EngineCall]]:
-    """Play an episode in a process of hooks; the engine of this test says these turns."""
-    calls: list[EngineCall] = []
-
-    def answer(call: EngineCall) -> None:
-        text = said[len(calls)]
-        tokens = np.array([*map(ord, text)], np.int32)
-        logprobs, versions = np.full(len(text), -0.5, np.float32), np.full(len(text), 4, np.int32)
-        calls.append(call)
-        pool.reply(call.task_id, call.call_id, Turn(tokens, logprobs, versions, text, "completed"))
-
-    cfg = HookConfig(generate=f"{EXAMPLE / 'hooks.py'}:solve")
-    check_hooks(cfg)
-    with HookPool(cfg, tokenizer=CharTokenizer) as pool:
-        task = pool.submit(EpisodeTask(asked(), 0, 1, 1.0, CallInfo()))
-        event: Any = events_of(pool, answer)[task]
-    (sample,) = event.samples
-    return sample.replace(text="".join(map(chr, sample.tokens))), calls
-
-
 def test_an_episode_of_three_turns() -> None:
     """What the model wrote is learned, what the calculator said is not."""
     said = "[37*48]", "[1776+12]", "1788"
-    sample, calls = played(*said)
+    sample, calls = played(HOOKS, asked(), *said)
     assert sample.text == "[37*48]=1776;[1776+12]=1788;1788"
     assert [call.stop for call in calls] == [("]",)] * 3
     drawn = "".join(chr(token) for token in sample.tokens[sample.mask])
@@ -121,20 +87,20 @@ def test_an_episode_of_three_turns() -> None:
 
 
 def test_an_answer_at_once() -> None:
-    sample, _ = played("1788")
+    sample, _ = played(HOOKS, asked(), "1788")
     assert sample.mask.all()
     assert right(asked(), sample) == {"reward": 1.0, "calls": 0.0}
 
 
 def test_calls_without_end() -> None:
-    sample, calls = played(*["[1+]"] * MAX_TURNS)
+    sample, calls = played(HOOKS, asked(), *["[1+]"] * MAX_TURNS)
     assert sample.text == "[1+]=?;" * MAX_TURNS
     assert len(calls) == MAX_TURNS
     assert right(asked(), sample) == {"reward": 0.0, "calls": float(MAX_TURNS)}
 
 
 def test_the_reward() -> None:
-    (sample, _), reward = played("1788"), load_reward(f"{EXAMPLE / 'hooks.py'}:right").function
+    (sample, _), reward = played(HOOKS, asked(), "1788"), load_reward(f"{HOOKS}:right").function
     for text, status, expected in (
         ("[37*48]=1776;1788", "completed", 1.0),
         ("[37*48]=1776;1788", "truncated", 0.0),

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,19 +12,13 @@ import pytest
 from examples.search.generate import TAGS, facts_by_query, people
 from examples.search.hooks import MAX_TURNS, right
 from examples.search.retriever import ENCODER, Retriever, read_corpus, share_found, train
-from spmd_rl.hooks.config import HookConfig
-from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.tasks import EngineCall, EpisodeTask
-from spmd_rl.hooks.transcript import Turn
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
-from tests.unit.hooks.cases import CharTokenizer, events_of
+from tests.unit.examples.played import played as play
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "search"
-FILES = ("corpus.jsonl", "train.jsonl", "eval.jsonl", "warmup.jsonl", "model/tokenizer.json")
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +33,6 @@ def rows(name: str) -> list[dict[str, str]]:
 def found(retriever: Retriever, query: str) -> str:
     """Return the last word of the document that is found."""
     return retriever.find(query).rstrip(".").split()[-1]
-
-
-def test_the_shipped_files_are_the_generators(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "examples.search.generate", "--out", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    for name in FILES:
-        assert (tmp_path / name).read_bytes() == (EXAMPLE / name).read_bytes()
 
 
 def test_two_searches_answer_the_questions(retriever: Retriever) -> None:
@@ -79,26 +63,12 @@ def test_a_tag_is_one_token() -> None:
 
 
 def played(retriever: Retriever, folder: Path, *said: str) -> Sample:
-    """Play an episode in a process of hooks; the engine of this test says these turns."""
-    calls: list[EngineCall] = []
-
-    def answer(call: EngineCall) -> None:
-        text = said[len(calls)]
-        tokens = np.array([*map(ord, text)], np.int32)
-        logprobs, versions = np.full(len(text), -0.5, np.float32), np.full(len(text), 4, np.int32)
-        calls.append(call)
-        pool.reply(call.task_id, call.call_id, Turn(tokens, logprobs, versions, text, "completed"))
-
     weights = np.stack([retriever.query_weight, retriever.document_weight])
     (folder / ENCODER).parent.mkdir()
     np.savez(folder / ENCODER, weights=weights)
     prompt = Prompt(3, np.array([1], np.int32), text=rows("eval")[0]["prompt"])
-    cfg = HookConfig(generate=f"{EXAMPLE / 'hooks.py'}:solve")
-    with HookPool(cfg, tokenizer=CharTokenizer) as pool:
-        task = pool.submit(EpisodeTask(prompt, 0, 1, 1.0, CallInfo()))
-        event: Any = events_of(pool, answer)[task]
-    (sample,) = event.samples
-    return sample.replace(text="".join(map(chr, sample.tokens)))
+    sample, _ = play(EXAMPLE / "hooks.py", prompt, *said)
+    return sample
 
 
 def test_an_episode_shows_what_was_found_and_learns_what_was_said(

@@ -69,10 +69,16 @@ MIXTURES = {
 def test_operations_of_a_mixture_are_those_of_its_active_weights(name: str) -> None:
     hidden, layers, experts, each, rows, total, active = MIXTURES[name]
     dense = dense_spec(
-        family="qwen3_moe", vocab_size=151936, hidden_size=hidden, intermediate_size=6144,
-        num_layers=layers, num_heads=32, num_kv_heads=4, head_dim=128, max_positions=40960,
-        theta=1e6, qk_norm=True,
-    )  # fmt: skip
+        "qwen3_moe",
+        vocab=151936,
+        hidden=hidden,
+        inner=6144,
+        layers=layers,
+        heads=(32, 4, 128),
+        positions=40960,
+        theta=1e6,
+        qk_norm=True,
+    )
     spec = with_experts(dense, experts, each, rows)
     if total:
         assert spec.num_parameters == pytest.approx(total, rel=0.01)

@@ -48,15 +48,13 @@ class Grid:
 
 def spec_of(family: str, groups: int, per_group: int, vocab: int, tied: bool) -> ModelSpec:
     spec = dense_spec(
-        family=family,
-        vocab_size=vocab,
-        hidden_size=48,
-        intermediate_size=72,
-        num_layers=3,
-        num_heads=groups * per_group,
-        num_kv_heads=groups,
-        head_dim=24,
-        max_positions=64,
+        family,
+        vocab=vocab,
+        hidden=48,
+        inner=72,
+        layers=3,
+        heads=(groups * per_group, groups, 24),
+        positions=64,
         tie_embeddings=tied,
         qkv_bias=family == "qwen2",
         qk_norm=family.startswith("qwen3"),

@@ -16,11 +16,18 @@ from spmd_rl.model.network import CausalLM
 from tests.specs import dense_spec
 
 SPEC = dense_spec(
-    family="qwen2", vocab_size=37, hidden_size=24, intermediate_size=40, num_layers=2,
-    num_heads=3, num_kv_heads=1, head_dim=8, max_positions=64, rms_eps=1e-6,
-    theta=1e6, tie_embeddings=True, qkv_bias=True, out_bias=False, mlp_bias=False,
-    qk_norm=False, init_std=0.06,
-)  # fmt: skip
+    "qwen2",
+    vocab=37,
+    hidden=24,
+    inner=40,
+    layers=2,
+    heads=(3, 1, 8),
+    positions=64,
+    theta=1e6,
+    tie_embeddings=True,
+    qkv_bias=True,
+    init_std=0.06,
+)
 LORA = LoraConfig(rank=3, alpha=7.0)
 TOKENS = torch.randint(0, 37, (40,), generator=torch.Generator().manual_seed(0))
 

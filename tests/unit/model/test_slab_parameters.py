@@ -11,11 +11,18 @@ from spmd_rl.model.slab_parameters import ALIGN_BYTES, fill_slab
 from tests.specs import attention_of, dense_spec
 
 SPEC = dense_spec(
-    family="qwen2", vocab_size=37, hidden_size=24, intermediate_size=40, num_layers=2,
-    num_heads=3, num_kv_heads=1, head_dim=8, max_positions=64, rms_eps=1e-6,
-    theta=1e6, tie_embeddings=True, qkv_bias=True, out_bias=False, mlp_bias=False,
-    qk_norm=False, init_std=0.06,
-)  # fmt: skip
+    "qwen2",
+    vocab=37,
+    hidden=24,
+    inner=40,
+    layers=2,
+    heads=(3, 1, 8),
+    positions=64,
+    theta=1e6,
+    tie_embeddings=True,
+    qkv_bias=True,
+    init_std=0.06,
+)
 
 
 def in_slab(packed: bool) -> tuple[CausalLM, list[Tensor]]:

@@ -255,12 +255,6 @@ def test_host_memory_excludes_too(models: Path, capsys: pytest.CaptureFixture[st
     assert "fits: --nproc 1" not in out[0]
 
 
-def test_a_recipe_without_an_engine(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["sft", "--fewest-gpus", f"--model={models / '8B'}", "--data=x.jsonl"]
-    out = said(capsys, [*words, "--gpu-gib=79.1"])
-    assert any("fits: --nproc" in line for line in out)
-
-
 def test_the_memory_of_a_gpu_is_needed(models: Path) -> None:
     with pytest.raises(ConfigError, match="--fewest-gpus needs --gpu-gib G"):
         main(asked(models / "8B"))

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.shapes import config
 from spmd_rl.config.load import load
 from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import RoleSplit, Split
@@ -25,18 +26,6 @@ from spmd_rl.rollout.native.auto_sizes import FREE_SHARE, auto_pages
 from spmd_rl.train.config import TrainerConfig
 
 GIB = 1 << 30
-QWEN3_0_6B = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-}
 PAGE_BYTES = 128 * 2 * 28 * 8 * 128 * 2
 LEAST = 40960 // 128 * PAGE_BYTES
 DISJOINT = ("split.train.ranks=1", "split.infer.ranks=1")
@@ -45,7 +34,7 @@ DISJOINT = ("split.train.ranks=1", "split.infer.ranks=1")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(QWEN3_0_6B))
+    (folder / "config.json").write_text(json.dumps(config("0.6B")))
     return folder
 
 

@@ -231,14 +231,6 @@ def _of_roles(plan: RunPlan, phase: str) -> int:
     )
 
 
-def test_pages_take_what_is_left_where_nothing_sleeps(model: Path) -> None:
-    cfg = configured(model, "trainer.backend.offload=moments", "trainer.backend.recompute=all")
-    plan = resolve(cfg, 1, 200 * GIB)
-    assert plan.sleep.sleeping == {}
-    (ledger,) = plan.ledgers.values()
-    assert 0 <= 0.9 * 200 * GIB - ledger.peak_bytes() < 128 * 147_456
-
-
 def test_what_runs_at_once(model: Path) -> None:
     cfg = configured(
         model, "prompts_per_step=30", "sampling.num_samples=4", "sampling.max_tokens=500"
@@ -251,17 +243,6 @@ def test_what_runs_at_once(model: Path) -> None:
         model, "engine.max_batch=5", "prompts.max_prompt_tokens=100", "sampling.max_tokens=50000"
     )
     assert running(capped, engines, plan.spec) == RunningSequences(5, 40960)
-
-
-def test_a_setting_overrides_the_plan(model: Path) -> None:
-    never = resolve(configured(model, "offload.sleep=never"), 1, 100 * GIB)
-    assert (never.sleep.sleeping, never.sleep.sentence) == (
-        {},
-        "nothing sleeps: offload.sleep = never",
-    )
-    always = resolve(configured(model, "offload.sleep=always"), 1, 1000 * GIB)
-    assert always.sleep.sleeping == EVERYTHING
-    assert resolve(configured(model), 1, 1000 * GIB).sleep.sleeping == {}
 
 
 def test_the_policy_of_a_run(model: Path) -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from spmd_rl.observe.metrics import METRIC_OF_NAME
 from spmd_rl.report.build import gather
 from spmd_rl.report.charts import charts
-from spmd_rl.report.colours import LINES
 from spmd_rl.report.panels import PANELS
 from spmd_rl.report.series import curves
 from tests.unit.report.synthetic import make_run
@@ -71,73 +68,6 @@ def test_the_lines_of_a_chart_have_one_unit() -> None:
     }
     margin = shown["Evaluation: reward of chosen minus rejected answers"]
     assert margin == {"pairs": "eval/pairs/margin"}
-
-
-# Machado, Oliveira and Fernandes (2009), severity 1, for linear RGB
-VISIONS = {
-    "normal": np.eye(3),
-    "protanopia": np.array(
-        [
-            [0.152286, 1.052583, -0.204868],
-            [0.114503, 0.786281, 0.099216],
-            [-0.003882, -0.048116, 1.051998],
-        ]
-    ),
-    "deuteranopia": np.array(
-        [
-            [0.367322, 0.860646, -0.227968],
-            [0.280085, 0.672501, 0.047413],
-            [-0.011820, 0.042940, 0.968881],
-        ]
-    ),
-}
-TO_XYZ = np.array(
-    [
-        [0.4124564, 0.3575761, 0.1804375],
-        [0.2126729, 0.7151522, 0.0721750],
-        [0.0193339, 0.1191920, 0.9503041],
-    ]
-)
-
-
-def linear(code: str) -> NDArray[Any]:
-    values = np.array([int(code[i : i + 2], 16) for i in (1, 3, 5)]) / 255
-    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
-
-
-def lab(colour: NDArray[Any]) -> NDArray[Any]:
-    """CIELAB of a linear RGB colour, where a distance of 10 is seen at a glance."""
-    xyz = TO_XYZ @ np.clip(colour, 0, 1) / np.array([0.95047, 1, 1.08883])
-    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
-def contrast(code: str, ground: str) -> float:
-    high, low = sorted((float((TO_XYZ @ linear(one))[1]) for one in (code, ground)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
-def codes(scheme: int) -> list[str]:
-    """The colours of lines in the style sheet: 0 the light ones, 1 the dark ones."""
-    style = STYLE.read_text(encoding="utf-8")
-    pairs = [style.partition(f"{one.variable}: light-dark(")[2].partition(")")[0] for one in LINES]
-    return [pair.split(", ")[scheme] for pair in pairs]
-
-
-@pytest.mark.parametrize(("scheme", "ground"), [(0, "#ffffff"), (1, "#191f26")])
-def test_lines_are_told_apart_by_colour_blind_people_too(scheme: int, ground: str) -> None:
-    every = codes(scheme)
-    assert min(contrast(code, ground) for code in every) >= 3  # WCAG 2.1, of graphics
-    for vision, matrix in VISIONS.items():
-        for one, other in combinations(every, 2):
-            distance = np.linalg.norm(lab(matrix @ linear(one)) - lab(matrix @ linear(other)))
-            assert distance > 15, (vision, one, other)
-
-
-def test_the_check_for_colour_blindness_can_fail() -> None:
-    green, red = (lab(VISIONS["deuteranopia"] @ linear(code)) for code in ("#2a9d6f", "#a08060"))
-    assert np.linalg.norm(green - red) < 30
-    assert contrast("#d9d9d9", "#ffffff") < 3
 
 
 def test_one_set_has_one_curve_for_each_thing() -> None:

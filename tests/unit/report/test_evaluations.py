@@ -71,6 +71,28 @@ def test_an_evaluation_belongs_to_the_step_before_it(
     assert "reward in evaluation" in [one.get_title(loc="left") for one in axes]
 
 
+class Kept:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def write(self, row: dict[str, float]) -> None:
+        self.rows.append(row)
+
+    def close(self) -> None: ...
+
+
+def test_sinks_get_the_lines_of_the_log(folder: RunFolder) -> None:
+    kept = Kept()
+    monitor = RunMonitor(folder, sinks=kept, tty=False)
+    monitor.begin_steps(2)
+    monitor.on_evaluation(0, SCORES, {})
+    for step in (1, 2):
+        monitor.on_step(step, {"train/loss": 0.5, "reward/mean": 0.25})
+    monitor.close()
+    assert kept.rows == read_metrics(folder.metrics)
+    assert [row["step"] for row in kept.rows] == [0, 1, 2]
+
+
 def test_a_resumed_run_keeps_the_evaluation_that_it_starts_with(folder: RunFolder) -> None:
     monitor = RunMonitor(folder, tty=False)
     monitor.begin_steps(3)

@@ -51,21 +51,7 @@ def page_of(*runs: Path) -> Elements:
     return Elements(write_report(runs).read_text(encoding="utf-8"))
 
 
-OURS = [
-    "html",
-    "head",
-    "meta",
-    "meta",
-    "meta",
-    "meta",
-    "link",
-    "title",
-    "style",
-    "body",
-    "noscript",
-    "script",
-    "script",
-]
+OURS = "html head meta meta meta meta link title style body noscript script script".split()
 
 
 @pytest.mark.parametrize(
@@ -291,32 +277,8 @@ def test_a_comparison_has_the_figures_of_the_single_pages_in_one_format(
 
 
 def test_numbers_in_the_terminal_have_four_digits_and_separators() -> None:
-    values = (
-        None,
-        0,
-        5,
-        0.0078125,
-        999.96,
-        45431.4,
-        118_890,
-        118_890.0,
-        3_008_405,
-        -1234.5,
-        1.23456e-5,
-    )
-    shown = [
-        "-",
-        "0",
-        "5",
-        "0.007812",
-        "1,000",
-        "45,431",
-        "118,890",
-        "118,890",
-        "3,008,405",
-        "-1,234",
-        "1.23e-05",
-    ]
+    values = (None, 0, 5, 0.0078125, 999.96, 45431.4, 118_890.0, 3_008_405, -1234.5, 1.23456e-5)
+    shown = "- 0 5 0.007812 1,000 45,431 118,890 3,008,405 -1,234 1.23e-05".split()
     assert list(map(as_number, values)) == shown
 
 
@@ -533,48 +495,19 @@ def sample_line(**changed: Any) -> str:
     return json.dumps(row | changed) + "\n"
 
 
+SAMPLES, NO_LINE = "samples/step_00001.jsonl", "1: not a line of samples"
+TRACE, NO_SPAN = "traces/x.jsonl", "neither the header nor a span"
+DEEP = "it is nested too deeply"
 CRAFTED = {
-    "a string log-prob": (
-        "samples/step_00001.jsonl",
-        sample_line(logprobs=["x"]),
-        "1: not a line of samples",
-    ),
-    "nested versions": (
-        "samples/step_00001.jsonl",
-        sample_line(versions=[[1]]),
-        "1: not a line of samples",
-    ),
-    "tokens that are none": (
-        "samples/step_00001.jsonl",
-        sample_line(tokens=5),
-        "1: not a line of samples",
-    ),
-    "nested parts": (
-        "samples/step_00001.jsonl",
-        sample_line(parts={"a": {}}),
-        "1: not a line of samples",
-    ),
-    "a deep sample": (
-        "samples/step_00001.jsonl",
-        "[" * 100_000,
-        "1: not valid JSON: it is nested too deeply",
-    ),
-    "a deep plan": ("plan.json", "[" * 100_000, "not valid JSON: it is nested too deeply"),
-    "a deep config": (
-        "config.toml",
-        "a = " + "[" * 100_000,
-        "not valid TOML: it is nested too deeply",
-    ),
-    "a span without times": (
-        "traces/x.jsonl",
-        '["a", "b", "c", "d", {}]\n',
-        "neither the header nor a span",
-    ),
-    "a span without arguments": (
-        "traces/x.jsonl",
-        '["step", 1, 1, "main", 5]\n',
-        "neither the header nor a span",
-    ),
+    "a string log-prob": (SAMPLES, sample_line(logprobs=["x"]), NO_LINE),
+    "nested versions": (SAMPLES, sample_line(versions=[[1]]), NO_LINE),
+    "tokens that are none": (SAMPLES, sample_line(tokens=5), NO_LINE),
+    "nested parts": (SAMPLES, sample_line(parts={"a": {}}), NO_LINE),
+    "a deep sample": (SAMPLES, "[" * 100_000, f"1: not valid JSON: {DEEP}"),
+    "a deep plan": ("plan.json", "[" * 100_000, f"not valid JSON: {DEEP}"),
+    "a deep config": ("config.toml", "a = " + "[" * 100_000, f"not valid TOML: {DEEP}"),
+    "a span without times": (TRACE, '["a", "b", "c", "d", {}]\n', NO_SPAN),
+    "a span without arguments": (TRACE, '["step", 1, 1, "main", 5]\n', NO_SPAN),
 }
 
 

@@ -46,15 +46,8 @@ class Clock:
 
 
 def group() -> Group:
-    sample = Sample(
-        0,
-        0,
-        np.zeros(4, np.int32),
-        np.zeros(4, np.float32),
-        np.zeros(4, np.int32),
-        "completed",
-        text="85",
-    )
+    tokens, zeros = np.zeros(4, np.int32), np.zeros(4, np.float32)
+    sample = Sample(0, 0, tokens, zeros, tokens, "completed", text="85")
     return Group(Prompt(0, np.array([1], np.int32), "37+48=", "85"), [sample])
 
 
@@ -257,10 +250,6 @@ def test_the_live_view_of_a_warm_up() -> None:
     state.begin_steps(10)
     assert "step 0/10" in rendered(state)
     assert state.remaining_s is None, "the pace of the warm-up says nothing of the steps"
-
-
-def test_the_live_view_before_the_first_step() -> None:
-    assert "starting" in rendered(RunProgress(10, Clock()))
 
 
 def opened(tmp_path: Path, clock: Clock, **kwargs: Any) -> RunMonitor:

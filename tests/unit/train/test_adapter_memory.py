@@ -14,11 +14,16 @@ from spmd_rl.train.cost.step_memory import step_points
 from tests.specs import dense_spec
 
 SPEC = dense_spec(
-    family="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36,
-    num_heads=32, num_kv_heads=8, head_dim=128, max_positions=40960, rms_eps=1e-6,
-    theta=1e6, tie_embeddings=False, qkv_bias=False, out_bias=False, mlp_bias=False,
+    "qwen3",
+    vocab=151936,
+    hidden=4096,
+    inner=12288,
+    layers=36,
+    heads=(32, 8, 128),
+    positions=40960,
+    theta=1e6,
     qk_norm=True,
-)  # fmt: skip
+)
 CONFIG = TrainerConfig(lora=LoraConfig(rank=16), groups=(ParameterGroup("*.lora_B.*"),))
 NUM_BASE = 8_190_735_360
 # 16 (in + out) of q, k, v, o, gate, up and down, in 36 layers

@@ -23,22 +23,7 @@ from tests.backends.megatron_case import FAMILIES, SIZES
 from tests.specs import dense_spec, with_experts, with_layers
 
 SPEC = dense_spec(
-    family="llama",
-    vocab_size=960,
-    hidden_size=64,
-    intermediate_size=120,
-    num_layers=12,
-    num_heads=12,
-    num_kv_heads=6,
-    head_dim=16,
-    max_positions=64,
-    rms_eps=1e-6,
-    theta=10000.0,
-    tie_embeddings=False,
-    qkv_bias=False,
-    out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
+    "llama", vocab=960, hidden=64, inner=120, layers=12, heads=(12, 6, 16), positions=64
 )
 MOE = with_experts(SPEC, num_experts=8, experts_per_token=2, expert_size=32)
 TIED = replace(SPEC, tie_embeddings=True)

@@ -39,21 +39,14 @@ from spmd_rl.weights.slab.peer_socket import PeerSocket
 from tests.specs import attention_of, dense_spec, with_layers
 
 SPEC = dense_spec(
-    family="qwen3",
-    vocab_size=1000,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=64,
-    rms_eps=1e-6,
-    theta=10000.0,
-    tie_embeddings=False,
+    "qwen3",
+    vocab=1000,
+    hidden=64,
+    inner=96,
+    layers=2,
+    heads=(8, 2, 8),
+    positions=64,
     qkv_bias=True,
-    out_bias=False,
-    mlp_bias=False,
     qk_norm=True,
 )
 

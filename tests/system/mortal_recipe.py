@@ -1,6 +1,6 @@
-"""GRPO in which one rank kills itself in the middle of a phase, once, for rank_kills.py.
+"""GRPO in which one rank kills itself in the middle of a phase, once.
 
-    spmd-rl run benchmarks.rank_kills_recipe --model FOLDER --data FILE --reward NAME \\
+    spmd-rl run tests.system.mortal_recipe --model FOLDER --data FILE --reward NAME \\
         --dies_in=train --victim=1
 
 A file `struck` in the run's folder says that it has happened, and when.
