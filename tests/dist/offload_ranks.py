@@ -17,7 +17,7 @@ import torch.distributed as dist
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
-from spmd_rl.train.fsdp2.backend import activation_offload
+from spmd_rl.train.fsdp2 import activation_offload
 from spmd_rl.train.trainer import Trainer
 from tests.dist.checkpoint_ranks import digests
 from tests.dist.optimizer_ranks import train

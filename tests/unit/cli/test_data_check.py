@@ -13,7 +13,7 @@ import pytest
 from spmd_rl.cli.data.command import main
 from spmd_rl.cli.data.view import view_of
 from spmd_rl.cli.main import main as cli_main
-from spmd_rl.data.files.files import record
+from spmd_rl.data.files import record
 from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.pairs import PairConfig
 from spmd_rl.errors import ConfigError, DataError

@@ -13,14 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from spmd_rl.data.files import arrow_records, jsonl_records
 from spmd_rl.data.files.csv_records import read_csv
-from spmd_rl.data.files.files import (
-    DataRecord,
-    arrow_records,
-    jsonl_records,
-    open_records,
-    read_records,
-)
+from spmd_rl.data.files.files import DataRecord, open_records, read_records
 from spmd_rl.data.files.json_records import read_json
 from spmd_rl.data.files.record import ListedRecords
 from spmd_rl.errors import ConfigError, DataError

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.data.epoch_order import EpochOrder
-from spmd_rl.data.files.files import record_store
+from spmd_rl.data.files import record_store
 from spmd_rl.data.prompts import PromptConfig, Prompts
 from spmd_rl.errors import DataError
 

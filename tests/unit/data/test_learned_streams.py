@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spmd_rl.data.documents import DocumentConfig, Documents
-from spmd_rl.data.files.files import record_store
+from spmd_rl.data.files import record_store
 from spmd_rl.data.pairs import PairConfig, PreferencePairs
 from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.data.sft import SftPairs

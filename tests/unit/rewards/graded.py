@@ -12,7 +12,7 @@ from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo, HookContext
 from spmd_rl.hooks.pool import HookPool
 from spmd_rl.hooks.tasks import SampleTask
-from spmd_rl.rewards.remote.remote import http
+from spmd_rl.rewards.remote import http
 from spmd_rl.types.prompts import Prompt
 from tests.unit.hooks.cases import events_of, make_sample
 

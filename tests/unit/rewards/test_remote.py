@@ -9,8 +9,9 @@ import pytest
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.tasks import Failed
+from spmd_rl.rewards.remote import http
 from spmd_rl.rewards.remote.http import ServerError
-from spmd_rl.rewards.remote.remote import http, remote
+from spmd_rl.rewards.remote.remote import remote
 from tests.unit.hooks.cases import make_sample
 from tests.unit.rewards.graded import context, grade, make_prompt, run
 from tests.unit.rewards.json_server import JsonServer, Reset, Silence

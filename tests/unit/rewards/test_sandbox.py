@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.rewards.code.graders import sandbox, sandbox_command, sandbox_filter
+from spmd_rl.rewards.code import sandbox, sandbox_command, sandbox_filter
 from spmd_rl.rewards.code.sandbox import check_sandbox
 from spmd_rl.rewards.code.sandbox_filter import filter_program
 from spmd_rl.rewards.config import CodeConfig

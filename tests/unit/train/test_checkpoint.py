@@ -16,7 +16,7 @@ from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.controller.run.checksums import checksum
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.observe import atomic_write
-from spmd_rl.train.checkpoint.checkpoint import checkpoint, shards
+from spmd_rl.train.checkpoint import checkpoint, shards
 from spmd_rl.train.checkpoint.checkpoint_index import INDEX_FILE
 from spmd_rl.train.config import OptimizerConfig, TrainerConfig
 from spmd_rl.train.trainer import Trainer

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.errors import ConfigError
-from spmd_rl.train.checkpoint.checkpoint import CheckpointWriter, checkpoint
+from spmd_rl.train.checkpoint import checkpoint
+from spmd_rl.train.checkpoint.checkpoint import CheckpointWriter
 from spmd_rl.train.config import Fsdp2Config
+from spmd_rl.train.fsdp2 import activation_offload
 from spmd_rl.train.fsdp2.activation_offload import ActivationOffload
-from spmd_rl.train.fsdp2.backend import activation_offload
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import make_batch
 

@@ -23,7 +23,7 @@ from spmd_rl.model.read import read_spec
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.train import config, learner
 from spmd_rl.train.cost.flops import train_flops
-from spmd_rl.train.fsdp2.backend import sharded_model
+from spmd_rl.train.fsdp2 import sharded_model
 from spmd_rl.train.microbatch import MicroBatch, split_sequences
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.batch import Batch

@@ -13,7 +13,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig, Wrap
 from spmd_rl.train.cost.memory import OFFLOADING_LAYERS, fsdp2_memory, step_sizes
 from spmd_rl.train.cost.step_memory import Point, step_points, table
-from spmd_rl.train.fsdp2.backend import activation_offload
+from spmd_rl.train.fsdp2 import activation_offload
 
 GB = 10**9
 ONE = plan_split(Split(), 1)["train"]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spmd_rl.errors import StaleSlabError, WeightsError
 from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.slab import bucket_reader, bucket_writer
 from spmd_rl.weights.slab.bucket_reader import BucketReader
 from spmd_rl.weights.slab.bucket_writer import BucketWriter
 from spmd_rl.weights.slab.peer_socket import (
@@ -20,7 +21,6 @@ from spmd_rl.weights.slab.peer_socket import (
     PeerSocket,
     RepeatedBucket,
 )
-from spmd_rl.weights.slab.slab import bucket_reader, bucket_writer
 from tests.unit.weights.peer_process import Peer, digest, order, peer_process, push, report
 from tests.unit.weights.test_buckets import DEADLINE_S, Pair, pair, send_slab
 
