@@ -95,7 +95,7 @@ class Sample:
     def with_data(self, data: TokenData, **values: Any) -> Sample:
         """Return a copy with other tokens and these fields changed. The mask is made anew."""
         given = {name: getattr(data, name) for name in TokenData.__struct_fields__}
-        return self.replace(**given, **{"mask": data.versions != NO_VERSION} | values)
+        return self.replace(**given | {"mask": data.versions != NO_VERSION} | values)
 
     def replace(self, **values: Any) -> Sample:
         """Return a copy with these fields changed, like `Prompt.replace`."""
@@ -280,7 +280,7 @@ class SampleColumns(Columns):
     kept: list[NDArray[np.uint8]]
     mask: NDArray[np.bool_]
     metadata: list[dict[str, Any]]
-    columns: dict[str, NDArray[Any]]
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def default(self, name: str) -> Any:
         if name == "mask":
