@@ -366,7 +366,7 @@ def test_processor_time_is_bounded() -> None:
 
 KILLED = """
 import os, signal, sys
-from spmd_rl.rewards.code.graders import sandbox
+from spmd_rl.rewards.code import sandbox
 from tests.unit.rewards.sandboxed import Marked
 take, limit, pids = sandbox._Output._take, sandbox._limit, []
 def limited(cfg, pid):
