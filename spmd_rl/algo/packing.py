@@ -15,7 +15,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,10 @@ from spmd_rl.algo.by_source import source_columns
 from spmd_rl.algo.executions import executions_of
 from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.columns import concatenate, entry_indices, offsets_of
+from spmd_rl.types.columns import concatenate, entry_indices, join_by_name, offsets_of
 from spmd_rl.types.samples import NO_VERSION, Group, GroupColumns, error_of
 from spmd_rl.types.sft_pair import SftPair
+from spmd_rl.types.token_data import TokenData
 
 Aggregation = Literal["token", "sample", "execution", "const"]
 TokensAndMask = tuple[NDArray[np.int32], NDArray[np.bool_]] | SftPair
@@ -75,22 +76,26 @@ def _sequences(columns: GroupColumns) -> _Sequences:
     lengths = np.concatenate([prompts.lengths, samples.lengths])
     row_pairs = np.stack([prompt_of_sample, len(prompts) + np.arange(len(samples))], axis=1)
     flat = entry_indices(lengths, row_pairs.reshape(-1))
-    num_prompt_tokens = len(prompts.tokens)
-    no_logprobs = np.zeros(num_prompt_tokens, np.float32)
-    no_versions = np.full(num_prompt_tokens, NO_VERSION, np.int32)
-    versions = np.concatenate([no_versions, samples.versions])[flat]
+    no_data = TokenData.observed(prompts.tokens)
+
+    def placed(of_prompts: NDArray[Any], of_samples: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate([of_prompts, of_samples])[flat]
+
+    versions = placed(no_data.versions, samples.versions)
     mask = versions != NO_VERSION
     if len(samples.mask):
-        mask = np.concatenate([np.zeros(num_prompt_tokens, np.bool_), samples.mask])[flat]
+        mask = placed(np.zeros(len(no_data), np.bool_), samples.mask)
+    further = join_by_name([{}, samples.columns], [len(no_data), len(samples.tokens)])
     return _Sequences(
-        tokens=np.concatenate([prompts.tokens, samples.tokens])[flat],
+        tokens=placed(prompts.tokens, samples.tokens),
         lengths=lengths[row_pairs].sum(1, dtype=np.int32),
         mask=mask,
-        rollout_logprobs=np.concatenate([no_logprobs, samples.logprobs])[flat],
+        rollout_logprobs=placed(no_data.logprobs, samples.logprobs),
         versions=versions,
         temperature=samples.temperature.astype(np.float32),
         execution=executions_of(columns),
         kept=samples.kept if any(map(len, samples.kept)) else [],
+        columns={name: values[flat] for name, values in further.items()},
     )
 
 
@@ -144,6 +149,7 @@ class _Sequences:
     temperature: NDArray[np.float32]
     execution: NDArray[np.int64]
     kept: list[NDArray[np.uint8]] = field(default_factory=list)
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
 def _make_batch(
@@ -170,6 +176,7 @@ def _make_batch(
         temperature=sequences.temperature,
         index=np.arange(num_sequences, dtype=np.int32),
         denominator=_denominator(num_learned, sequences, aggregation, max_response_tokens),
+        columns=sequences.columns,
         kept=sequences.kept,
     )
 

@@ -24,11 +24,28 @@ from spmd_rl.types.prompts import Prompt, PromptColumns, question_of
 from spmd_rl.types.samples import NO_VERSION, Group, Sample, SampleColumns, SampleStatus
 
 
+class _Column(msgspec.Struct):
+    """A column of a sample: its bytes, in base64, and what they are. Shape: [R] or [R, K]."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+    @classmethod
+    def of(cls, values: NDArray[Any]) -> _Column:
+        return cls(values.dtype.str, list(values.shape), values.tobytes())
+
+    def array(self) -> NDArray[Any]:
+        """Raises: ValueError, TypeError."""
+        return np.frombuffer(self.data, np.dtype(self.dtype)).reshape(self.shape)
+
+
 class _SampleRow(msgspec.Struct, omit_defaults=True):
     """One line of the file. The names of the fields are its keys.
 
     `prompt`, `answer`, `source`, `meta`, `prompt_tokens` and `question` are those of the prompt.
-    `kept` is in base64. `mask` is there if it is not that of all tokens with a version.
+    `kept` is in base64. `mask` is there if it is not that of all tokens with a version. `columns`
+    are those of the sample.
     """
 
     prompt_uid: int
@@ -51,6 +68,7 @@ class _SampleRow(msgspec.Struct, omit_defaults=True):
     meta: dict[str, Any] = {}
     mask: list[bool] | None = None
     question: str = ""
+    columns: dict[str, _Column] = {}
 
 
 # what plain data may hold and JSON lacks is written as Python shows it
@@ -131,6 +149,9 @@ def _rows(
         row.question = question
     if len(samples.mask):
         _add_masks(rows, samples)
+    for name, values in samples.columns.items():
+        for row, own in zip(rows, split_at(values, samples.offsets), strict=True):
+            row.columns = row.columns | {name: _Column.of(own)}
     return rows
 
 
@@ -165,6 +186,10 @@ def _parsed(where: str, line: bytes) -> _SampleRow:
     lengths = {len(row.tokens), len(row.logprobs), len(row.versions)}
     if row.mask is not None:
         lengths.add(len(row.mask))
+    try:
+        lengths |= {len(column.array()) for column in row.columns.values()}
+    except (TypeError, ValueError) as error:
+        raise DataError(where, f"not the record of a sample: its columns: {error}") from None
     if len(lengths) > 1:
         raise DataError(where, "not the record of a sample: its tokens lack log-probs or versions")
     return row
@@ -204,4 +229,5 @@ def _sample(row: _SampleRow) -> Sample:
         kept=row.kept,
         mask=versions != NO_VERSION if row.mask is None else np.array(row.mask, np.bool_),
         metadata=row.metadata,
+        columns={name: column.array() for name, column in row.columns.items()},
     )

@@ -20,6 +20,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.types.samples import Sample, SampleStatus
+from spmd_rl.types.token_data import NO_LOGPROBS, NO_TOKENS, TokenData
 
 if TYPE_CHECKING:
     from spmd_rl.weights.ends import WeightSink
@@ -172,53 +173,49 @@ class NativeEngineConfig:
         require(self.num_pages >= 0, "num_pages", self.num_pages, "0 (automatic) or more")
 
 
-_NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+NOTHING = TokenData()
 # Changing a copy of it takes less time than making a new one.
-_EMPTY_SAMPLE = Sample(0, 0, _NO_TOKENS, _NO_LOGPROBS, _NO_TOKENS, "aborted")
+_EMPTY_SAMPLE = Sample(0, 0, NO_TOKENS, NO_LOGPROBS, NO_TOKENS, "aborted")
 
 
 class Request(msgspec.Struct, frozen=True):
     """One sample to generate. Its draws depend on (seed, uid, index) alone.
 
-    `tokens`, `logprobs`, `versions` and `kept` are its answer so far, if it was started before. It
-    is a struct because two are made for each sample, and a frozen dataclass takes six times as
-    long.
-    Shape: `prompt` [P]; `tokens`, `logprobs`, `versions` [R].
+    `past` is its answer so far, if it was started before. It is a struct because two are made for
+    each sample, and a frozen dataclass takes six times as long.
+    Shape: `prompt` [P].
     """
 
     uid: int
     index: int
     prompt: NDArray[np.int32]
     sampling: SamplingConfig
-    tokens: NDArray[np.int32] = _NO_TOKENS
-    logprobs: NDArray[np.float32] = _NO_LOGPROBS
-    versions: NDArray[np.int32] = _NO_TOKENS
+    past: TokenData = NOTHING
     seed: int = 0
-    kept: bytes = b""
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.tokens)
+        return len(self.prompt) + len(self.past)
 
     def resumed(self, partial: Sample) -> Request:
         """Return the request that continues after `partial`.
 
         Its random stream is the one it would have had without the pause.
         """
-        answer = partial.tokens, partial.logprobs, partial.versions, self.seed, partial.kept
-        return Request(self.uid, self.index, self.prompt, self.sampling, *answer)
+        return self.after(partial.data)
+
+    def after(self, past: TokenData) -> Request:
+        """Return the request with another answer so far."""
+        return Request(self.uid, self.index, self.prompt, self.sampling, past, self.seed)
 
     def sample(self, status: SampleStatus) -> Sample:
-        return _EMPTY_SAMPLE.replace(
+        return _EMPTY_SAMPLE.with_data(
+            self.past,
             prompt_uid=self.uid,
             index=self.index,
-            tokens=self.tokens,
-            logprobs=self.logprobs,
-            versions=self.versions,
             status=status,
             temperature=self.sampling.scored_temperature,
             parts={},
-            kept=self.kept,
             metadata={},
         )
 

@@ -61,14 +61,7 @@ def _without_tail(sample: Sample) -> Sample:
     length = int(counts[-1]) + 1 if len(counts) else 0
     if not length:
         return sample
-    own_mask = {"mask": sample.mask[:length]} if "mask" in sample.__dict__ else {}
-    return sample.replace(
-        tokens=sample.tokens[:length],
-        logprobs=sample.logprobs[:length],
-        versions=sample.versions[:length],
-        kept=sample.kept[: _ends_of_sets(sample)[length - 1]] if sample.kept else b"",
-        **own_mask,
-    )
+    return sample.with_data(sample.data.cut(0, length), mask=sample.mask[:length])
 
 
 def _ends_of_sets(sample: Sample) -> NDArray[np.int64]:

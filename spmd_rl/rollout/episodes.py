@@ -17,6 +17,7 @@ from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.types.samples import MODEL, NO_VERSION, TURNS, Sample
+from spmd_rl.types.token_data import TokenData
 
 Key = tuple[int, int]  # uid and index of an engine request
 OBSERVED = "tool"  # the role of tokens that the policy did not draw
@@ -68,11 +69,8 @@ class RunningEpisodes:
             *key,
             prompt.tokens,
             _turn_sampling(sampling, max_tokens, call.stop),
-            call.tokens,
-            call.logprobs,
-            call.versions,
+            TokenData(call.tokens, call.logprobs, call.versions, call.kept),
             group.seed,
-            call.kept,
         )
 
     def refuse(self, call: EngineCall, request: Request, problem: str) -> None:
@@ -85,14 +83,14 @@ class RunningEpisodes:
         call = self._turns.pop((sample.prompt_uid, sample.index), None)
         if call is None:
             return False
-        first = len(call.tokens)
+        new = sample.data.cut(len(call.tokens))
         turn = Turn(
-            sample.tokens[first:],
-            sample.logprobs[first:],
-            sample.versions[first:],
+            new.tokens,
+            new.logprobs,
+            new.versions,
             text,
             "completed" if sample.status == "completed" else "truncated",
-            sample.kept[len(call.kept) :],
+            new.kept,
         )
         self._pool.reply(call.task_id, call.call_id, turn)
         return True

@@ -35,10 +35,10 @@ class Batch:
     `versions` holds the version of the weights that drew each token, -1 for tokens that no engine
     drew. `index` is a sequence's position in the batch before any split.
 
-    `columns` holds whatever else a loss reads of each token, by name, as float32 or int32. They
-    ride to `LossInput.columns`. `kept` holds the `Sample.kept` of each sequence, for its last
-    tokens; it is empty where nothing was filtered. `unit` consecutive sequences are never split
-    over ranks or micro-batches: 2 for pairs.
+    `columns` holds whatever else a loss reads of each token, by name: `Sample.columns`, and what a
+    recipe adds, as float32 or int32. They ride to `LossInput.columns`. `kept` holds the
+    `Sample.kept` of each sequence, for its last tokens; it is empty where nothing was filtered.
+    `unit` consecutive sequences are never split over ranks or micro-batches: 2 for pairs.
 
     Shape: `tokens`, `mask`, `weight`, `advantages`, `rollout_logprobs`, `versions` are [T];
     `lengths`, `temperature`, `index`, `kept` are [N]; `columns` are [T] or [T, K].

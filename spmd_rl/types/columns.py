@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -20,7 +20,8 @@ class Columns:
 
     A column named in `RAGGED` holds `lengths[i]` entries for row i, all rows end to end. Every
     other column holds one entry a row. A column named in `OPTIONAL` is empty where `default` makes
-    it.
+    it. A column may also be a dict of arrays by name, each of which is a ragged column; rows that
+    lack an array have zeros in it.
     """
 
     RAGGED: ClassVar[tuple[str, ...]]
@@ -37,8 +38,8 @@ class Columns:
         if stop - start == len(self):
             return self
         entries = slice(self.offsets[start], self.offsets[stop])
-        sliced = {
-            name: column[entries if name in self.RAGGED else rows]
+        sliced: dict[str, Any] = {
+            name: _sliced(column, entries if name in self.RAGGED else rows)
             for name, column in self._columns()
         }
         return type(self)(**sliced)
@@ -48,9 +49,13 @@ class Columns:
         """Return the rows of all parts, of which there is at least one."""
         if len(parts) == 1:
             return parts[0]
-        joined = {}
+        joined: dict[str, Any] = {}
         for name, _ in parts[0]._columns():
             columns = [getattr(part, name) for part in parts]
+            if isinstance(columns[0], dict):
+                counts = [int(part.offsets[-1]) for part in parts]
+                joined[name] = join_by_name(columns, counts)
+                continue
             if name in cls.OPTIONAL and any(map(len, columns)):
                 columns = [part.filled(name) for part in parts]
             joined[name] = _join_column(columns)
@@ -76,6 +81,11 @@ class Columns:
             raise ValueError("lengths must be counts whose sum fits 64 bits")
         num_rows, num_entries = len(self), int(self.offsets[-1])
         for name, column in self._columns():
+            if isinstance(column, dict):
+                for key, values in column.items():
+                    if not values.ndim or len(values) != num_entries:
+                        raise ValueError(f"{name}[{key!r}] must have {num_entries} entries")
+                continue
             expected = num_entries if name in self.RAGGED else num_rows
             is_left_out = name in self.OPTIONAL and not len(column)
             if getattr(column, "ndim", 1) != 1 or (len(column) != expected and not is_left_out):
@@ -83,6 +93,46 @@ class Columns:
 
     def _columns(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self, name)) for name in self.__match_args__]
+
+
+def _sliced(column: Any, part: slice) -> Any:
+    if isinstance(column, dict):
+        return {name: values[part] for name, values in column.items()}
+    return column[part]
+
+
+def join_by_name(
+    parts: Sequence[Mapping[str, NDArray[Any]]], lengths: Sequence[int]
+) -> dict[str, NDArray[Any]]:
+    """Return arrays by name, those of all parts end to end; a part that lacks one has zeros.
+
+    A part has `lengths[i]` entries. Raises: ValueError where an array has another dtype or shape in
+    one part than in another.
+    """
+    found = {name: array for part in reversed(parts) for name, array in part.items()}
+    return {
+        name: np.concatenate(
+            [
+                _entries(name, part, like, length)
+                for part, length in zip(parts, lengths, strict=True)
+            ]
+        )
+        for name, like in found.items()
+    }
+
+
+def _entries(
+    name: str, part: Mapping[str, NDArray[Any]], like: NDArray[Any], length: int
+) -> NDArray[Any]:
+    array = part.get(name)
+    if array is None:
+        return np.zeros((length, *like.shape[1:]), like.dtype)
+    if array.dtype != like.dtype or array.shape[1:] != like.shape[1:]:
+        raise ValueError(
+            f"the column {name!r} is {array.dtype} with the shape {list(array.shape)} in one part, "
+            f"and {like.dtype} with {list(like.shape)} in another"
+        )
+    return array
 
 
 def _join_column(parts: list[Any]) -> Any:

@@ -7,24 +7,25 @@ one sample, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import is_
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from spmd_rl.errors import ContractError
 from spmd_rl.types.columns import Columns, concatenate, consecutive_rows, split_at
 from spmd_rl.types.prompts import Prompt, PromptColumns, construct
+from spmd_rl.types.token_data import NO_VERSION as NO_VERSION
+from spmd_rl.types.token_data import TokenData
 
 _Row = tuple["GroupColumns", int]  # columns and a row of them
 
 # how a sample ended: by a stop, at a length limit, before its end, or by an error of a hook
 SampleStatus = Literal["completed", "truncated", "aborted", "failed"]
 
-NO_VERSION = -1  # of a token that no engine drew
 MODEL, TURNS = "assistant", "messages"  # the role of what the policy drew; a key of `metadata`
 
 
@@ -41,14 +42,15 @@ class Sample:
     its own.
 
     `mask` marks the tokens that the policy drew and learns from. If it is not given, these are all
-    tokens with a version. Tokens of an observation, such as the result of a tool, have a log-prob
-    of 0, the version -1 and an empty kept set.
+    tokens with a version. `columns` are further values of each token by name, which an engine
+    returned (`token_data.py`). Tokens of an observation, such as the result of a tool, have a
+    log-prob of 0, the version -1, an empty kept set and zeros in `columns`.
 
     `metadata` is plain data: "error" says why a sample failed, "metrics" is what hooks emitted,
     "notes" is what they noted, "messages" are the turns of an episode, and "times" of a group's
     first sample are those of its request (`observe/request_times.py`).
 
-    Shape: `tokens`, `logprobs`, `versions`, `mask` are [R].
+    Shape: `tokens`, `logprobs`, `versions`, `mask` are [R]; `columns` are [R] or [R, K].
     """
 
     prompt_uid: int
@@ -63,21 +65,13 @@ class Sample:
     parts: dict[str, float] = field(default_factory=dict)
     execution: int = -1
     kept: bytes = b""
-    mask: NDArray[np.bool_] = field(default_factory=lambda: cast(Any, None))
+    mask: NDArray[np.bool_] = None  # type: ignore[assignment]  # see __post_init__
     metadata: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.__dict__["mask"] is None:
-            del self.__dict__["mask"]
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Make the mask when it is first read, since few samples have one of their own."""
-            if name != "mask":
-                raise AttributeError(f"a Sample has no {name}")
-            mask = self.__dict__["mask"] = self.versions != NO_VERSION
-            return mask
+            object.__setattr__(self, "mask", self.versions != NO_VERSION)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -93,6 +87,16 @@ class Sample:
         said = [turn.get("content") for turn in self.messages if turn.get("role") == MODEL]
         return said[-1] if said and isinstance(said[-1], str) else ""
 
+    @property
+    def data(self) -> TokenData:
+        """All that is known of each token, but for the mask."""
+        return TokenData(self.tokens, self.logprobs, self.versions, self.kept, self.columns)
+
+    def with_data(self, data: TokenData, **values: Any) -> Sample:
+        """Return a copy with other tokens and these fields changed. The mask is made anew."""
+        given = {name: getattr(data, name) for name in TokenData.__struct_fields__}
+        return self.replace(**given | {"mask": data.versions != NO_VERSION} | values)
+
     def replace(self, **values: Any) -> Sample:
         """Return a copy with these fields changed, like `Prompt.replace`."""
         return construct(Sample, self.__dict__ | values)
@@ -103,31 +107,48 @@ class Sample:
 
         Raises: ContractError when the arrays of a sample differ in length.
         """
-        tokens = [sample.tokens for sample in samples]
-        logprobs = [sample.logprobs for sample in samples]
-        versions = [sample.versions for sample in samples]
-        has_masks = any("mask" in sample.__dict__ for sample in samples)
-        masks = [sample.mask for sample in samples] if has_masks else []
-        lengths = _check_lengths(samples, tokens, logprobs, versions, masks or tokens)
-        kept = [sample.kept for sample in samples]
-        metadata = [sample.metadata for sample in samples]
-        return SampleColumns(
-            lengths=np.array(lengths, np.int64),
-            prompt_uid=np.array([sample.prompt_uid for sample in samples], np.int64),
-            index=np.array([sample.index for sample in samples], np.int64),
-            tokens=concatenate(tokens, np.int32),
-            logprobs=concatenate(logprobs, np.float32),
-            versions=concatenate(versions, np.int32),
-            status=[sample.status for sample in samples],
-            temperature=np.array([sample.temperature for sample in samples], np.float64),
-            text=[sample.text for sample in samples],
-            reward=np.array([sample.reward for sample in samples], np.float64),
-            parts=[sample.parts for sample in samples],
-            execution=np.array([sample.execution for sample in samples], np.int64),
-            kept=[np.frombuffer(sets, np.uint8) for sets in kept] if any(kept) else [],
-            mask=concatenate(masks, np.bool_),
-            metadata=metadata if any(metadata) else [],
-        )
+        by_name = {name: [getattr(one, name) for one in samples] for name in _FIELDS}
+        lengths = _check_lengths(samples, *(by_name[name] for name in _TOKEN_DTYPES))
+        columns: dict[str, Any] = by_name | {
+            name: concatenate(by_name[name], dtype) for name, dtype in _TOKEN_DTYPES.items()
+        }
+        if np.array_equal(columns["mask"], columns["versions"] != NO_VERSION):
+            columns["mask"] = np.zeros(0, np.bool_)
+        for name, dtype in _NUMBER_DTYPES.items():
+            columns[name] = np.array(by_name[name], dtype)
+        sets = [np.frombuffer(one, np.uint8) for one in by_name["kept"]]
+        columns["kept"] = sets if any(map(len, sets)) else []
+        columns["metadata"] = by_name["metadata"] if any(by_name["metadata"]) else []
+        columns["columns"] = _joined_columns(samples) if any(by_name["columns"]) else {}
+        return SampleColumns(lengths=np.array(lengths, np.int64), **columns)
+
+
+_FIELDS = tuple(one.name for one in fields(Sample))
+_TOKEN_DTYPES: dict[str, DTypeLike] = {
+    "tokens": np.int32,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "mask": np.bool_,
+}
+_NUMBER_DTYPES: dict[str, DTypeLike] = {
+    "prompt_uid": np.int64,
+    "index": np.int64,
+    "temperature": np.float64,
+    "reward": np.float64,
+    "execution": np.int64,
+}
+
+
+def _joined_columns(samples: list[Sample]) -> dict[str, NDArray[Any]]:
+    """Return the columns of all samples. Raises: ContractError where they do not fit."""
+    for one in samples:
+        if bad := [name for name, rows in one.columns.items() if len(rows) != len(one.tokens)]:
+            where = f"prompt {one.prompt_uid}, sample {one.index}"
+            raise ContractError(f"{where}: the column {bad[0]!r} needs a row for each token")
+    try:
+        return TokenData.join([one.data for one in samples]).columns
+    except ValueError as error:
+        raise ContractError(f"samples do not fit each other: {error}") from error
 
 
 def error_of(failed: Sample) -> str:
@@ -238,18 +259,11 @@ def _new_columns(groups: Sequence[Group]) -> GroupColumns:
     )
 
 
-# of a row of columns, in the order of `SampleColumns.rows`
-_FIELDS = (
-    *("prompt_uid", "index", "tokens", "logprobs", "versions", "status", "temperature", "text"),
-    *("reward", "parts", "execution", "kept", "metadata"),
-)
-
-
 @dataclass(frozen=True)
 class SampleColumns(Columns):
     """Samples in columns; `lengths` counts tokens. `kept` are arrays, which travel as raw bytes."""
 
-    RAGGED = ("tokens", "logprobs", "versions", "mask")
+    RAGGED = ("tokens", "logprobs", "versions", "mask", "columns")
     OPTIONAL = ("kept", "mask", "metadata")
 
     prompt_uid: NDArray[np.int64]
@@ -266,6 +280,7 @@ class SampleColumns(Columns):
     kept: list[NDArray[np.uint8]]
     mask: NDArray[np.bool_]
     metadata: list[dict[str, Any]]
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def default(self, name: str) -> Any:
         if name == "mask":
@@ -275,27 +290,23 @@ class SampleColumns(Columns):
     def rows(self) -> list[Sample]:
         """Return the samples as objects. Raises: ValueError, as `check` does."""
         self.check()
-        values = zip(
-            self.prompt_uid.tolist(),
-            self.index.tolist(),
-            split_at(self.tokens, self.offsets),
-            split_at(self.logprobs, self.offsets),
-            split_at(self.versions, self.offsets),
-            self.status,
-            self.temperature.tolist(),
-            self.text,
-            self.reward.tolist(),
-            self.parts,
-            self.execution.tolist(),
-            [sets.tobytes() for sets in self.kept] or [b""] * len(self),
-            self.filled("metadata"),
-            strict=True,
+        values = zip(*map(self._by_row, _FIELDS), strict=True)
+        return [construct(Sample, dict(zip(_FIELDS, row, strict=True))) for row in values]
+
+    def _by_row(self, name: str) -> list[Any]:
+        """Return what each sample has in the field `name`."""
+        column = self.filled(name)
+        if isinstance(column, dict):
+            parts = {key: split_at(values, self.offsets) for key, values in column.items()}
+            return [{key: parts[key][row] for key in parts} for row in range(len(self))]
+        if name == "kept":
+            return [sets.tobytes() for sets in column]
+        if isinstance(column, list):
+            return column
+        values: list[Any] = (
+            split_at(column, self.offsets) if name in self.RAGGED else column.tolist()
         )
-        samples = [construct(Sample, dict(zip(_FIELDS, row, strict=True))) for row in values]
-        if len(self.mask):
-            masks = split_at(self.mask, self.offsets)
-            samples = [one.replace(mask=mask) for one, mask in zip(samples, masks, strict=True)]
-        return samples
+        return values
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from spmd_rl.data.render.chat import Chat, render
 from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.data.render.prompt_format import Tokenizer
 from spmd_rl.errors import DataError
-from spmd_rl.types.samples import NO_VERSION, Group, Sample
+from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.token_data import TokenData
 
 PROBE = "answer"  # an assistant's turn of which the template shows its end
 
@@ -67,14 +68,9 @@ class AnswerEnd:
         if sample.status != "completed" or num_tokens >= self.context:
             return sample
         end = np.array(self.tokens, np.int32)
-        zeros = np.zeros(len(end), np.float32)
-        return sample.replace(
-            tokens=np.append(sample.tokens[:num_kept], end),
-            logprobs=np.append(sample.logprobs[:num_kept], zeros),
-            versions=np.append(sample.versions[:num_kept], np.full_like(end, NO_VERSION)),
-            mask=np.append(sample.mask[:num_kept], zeros.astype(np.bool_)),
-            kept=b"",
-        )
+        own, observed = sample.data.cut(0, num_kept), TokenData.observed(end)
+        mask = np.append(sample.mask[:num_kept], np.zeros(len(end), np.bool_))
+        return sample.with_data(TokenData.join([own, observed]), mask=mask, kept=b"")
 
 
 def assistant(content: str) -> dict[str, str]:

@@ -210,7 +210,7 @@ class Admission:
         They are as many as pages allow, and as rows besides `num_kept`. Only samples without an
         answer so far fork.
         """
-        if not self._forks or len(request.tokens):
+        if not self._forks or len(request.past):
             return []
         # A fork may need a last page, and one more stays free for it as in `_allocate`.
         pages_per_fork = int(needs_page) + 1
@@ -227,4 +227,4 @@ class Admission:
 def _are_siblings(request: Request, first: Request) -> bool:
     """Return whether `request` is a fresh sample of `first`'s prompt, with the same sampling."""
     same = request.prompt is first.prompt and request.sampling is first.sampling
-    return same and not len(request.tokens)
+    return same and not len(request.past)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import compress
 
 import numpy as np
 import torch
@@ -264,13 +263,15 @@ class NativeEngine:
         if step is None:
             nothing = np.zeros(0, np.int64)
             return StepOutput(nothing, nothing, nothing, np.zeros(0, np.float32), [], started)
-        tokens, logprobs, kept = step.sampled.wait()
-        is_same = self.table.sequence_id[step.rows] == step.sequence_ids
-        rows, tokens, logprobs = step.rows[is_same], tokens[is_same], logprobs[is_same]
+        rows, sampled = step.rows, step.sampled.wait()
+        is_same = self.table.sequence_id[rows] == step.sequence_ids
+        if not is_same.all():
+            rows, sampled = rows[is_same], sampled.select(is_same)
+        tokens, logprobs = sampled.tokens, sampled.logprobs
         self._check_logprobs(rows, logprobs)
-        if kept and not is_same.all():
-            kept = list(compress(kept, is_same.tolist()))
-        self.table.write_sampled(rows, tokens, logprobs, step.version, kept)
+        self.table.write_sampled(
+            rows, tokens, logprobs, step.version, sampled.kept, sampled.columns
+        )
         self._num_generated += len(rows)
         uids, indices = self.table.uid[rows], self.table.index[rows]
         finished = self._finish(rows, tokens)

@@ -62,10 +62,10 @@ class PrefixSharing:
         """
         if not self._enabled:
             return NO_KEYS
-        source = request if len(request.tokens) else request.prompt
+        source = request if len(request.past) else request.prompt
         latest, keys = self._latest
         if latest is not source:
-            keys = self._make_keys(np.concatenate([request.prompt, request.tokens]))
+            keys = self._make_keys(np.concatenate([request.prompt, request.past.tokens]))
             self._latest = source, keys
         return keys
 

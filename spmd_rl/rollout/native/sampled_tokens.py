@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from itertools import compress
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,36 +13,53 @@ from torch import Tensor
 
 from spmd_rl.kernels.vocab.kept_words import EncodedRows, read_rows
 
+NO_COLUMNS: Mapping[str, Tensor] = {}
+
 
 class SampledOnDevice(NamedTuple):
     """Outputs of a step, on the device or in host memory that it will write.
 
-    `kept` is None where no row replays its filters. Shape: tokens [M] int64, logprobs [M] fp32.
+    `kept` is None where no row replays its filters. `columns` are further values of each token, by
+    name. Shape: tokens [M] int64, logprobs [M] fp32; columns [M] or [M, K].
     """
 
     tokens: Tensor
     logprobs: Tensor
     kept: EncodedRows | None = None
+    columns: Mapping[str, Tensor] = NO_COLUMNS
 
 
 class SampledOnHost(NamedTuple):
     """Outputs of a step. `kept` has the encoded set of each token, or is empty without any.
 
-    Shape: tokens and logprobs [M].
+    Shape: tokens and logprobs [M]; columns [M] or [M, K].
     """
 
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float32]
     kept: list[bytes]
+    columns: dict[str, NDArray[Any]]
+
+    def select(self, chosen: NDArray[np.bool_]) -> SampledOnHost:
+        """Return the rows that are chosen. Shape: [M]."""
+        return SampledOnHost(
+            self.tokens[chosen],
+            self.logprobs[chosen],
+            list(compress(self.kept, chosen.tolist())),
+            {name: values[chosen] for name, values in self.columns.items()},
+        )
 
 
 class SampledTokens:
-    """Tokens, log-probs and kept sets of one step. The copy to the host begins at once."""
+    """What one step sampled. The copy to the host begins at once."""
 
     def __init__(self, sampled: SampledOnDevice, device: torch.device) -> None:
         self._tokens = sampled.tokens.to("cpu", non_blocking=True)
         self._logprobs = sampled.logprobs.to("cpu", non_blocking=True)
         self._kept = None if sampled.kept is None else sampled.kept.to_host()
+        self._columns = {
+            name: values.to("cpu", non_blocking=True) for name, values in sampled.columns.items()
+        }
         self._arrived: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._arrived = torch.cuda.Event()
@@ -51,4 +70,5 @@ class SampledTokens:
         if self._arrived is not None:
             self._arrived.synchronize()
         kept = [] if self._kept is None else read_rows(self._kept)
-        return SampledOnHost(self._tokens.numpy(), self._logprobs.numpy(), kept)
+        columns = {name: values.numpy() for name, values in self._columns.items()}
+        return SampledOnHost(self._tokens.numpy(), self._logprobs.numpy(), kept, columns)

@@ -5,7 +5,7 @@ A sequence that is removed, for whatever reason, becomes the `Request` that woul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, count, pairwise
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from spmd_rl.kernels import stream_bases
 from spmd_rl.kernels.runtime.ragged import offsets_within
 from spmd_rl.rollout.engine import ALL_TOKENS, Request
+from spmd_rl.types.token_data import TokenData
 
 NO_STOP_ID = -1
 SHARED_PAGE = -1
@@ -56,6 +57,9 @@ class Fork(NamedTuple):
     last_page: int = SHARED_PAGE
 
 
+_NO_COLUMNS: Mapping[str, NDArray[Any]] = {}
+
+
 class SequenceTable:
     """At most `num_rows` sequences of at most `max_tokens` tokens.
 
@@ -63,6 +67,7 @@ class SequenceTable:
     flight, and the host does not have them yet. `num_computed` tokens have K/V in the cache. A
     sequence ends at `max_length`. `sequence_id` differs between all sequences that a row ever had.
     `kept` holds the encoded sets of a row that `replays`, for the tokens that the host has.
+    `columns` holds further values of each token, [num_rows, max_tokens] or with K values a token.
     Shape: `tokens`, `logprobs`, `versions` [num_rows, max_tokens], prompt first (its log-probs and
     versions are unset); `pages` [num_rows, P]; `stop_ids` [num_rows, S]; all else [num_rows].
     """
@@ -91,6 +96,7 @@ class SequenceTable:
         self.max_tokens = max_tokens
         self.requests: list[Request | None] = [None] * num_rows
         self.kept = [bytearray() for _ in range(num_rows)]
+        self.columns: dict[str, NDArray[Any]] = {}
         self._free = list(range(num_rows - 1, -1, -1))
         self._sequence_ids = count(NO_SEQUENCE + 1)
 
@@ -133,12 +139,17 @@ class SequenceTable:
         """Write the prompt, and the answer so far."""
         prompt, length = len(request.prompt), request.num_tokens
         self.tokens[row, :prompt] = request.prompt
-        self.tokens[row, prompt:length] = request.tokens
-        self.logprobs[row, prompt:length] = request.logprobs
-        self.versions[row, prompt:length] = request.versions
+        past = request.past
+        self.tokens[row, prompt:length] = past.tokens
+        self.logprobs[row, prompt:length] = past.logprobs
+        self.versions[row, prompt:length] = past.versions
         # an answer that came without sets was not filtered, or its engine returned none
-        num_unknown = len(request.tokens) if request.sampling.replays else 0
-        self.kept[row] = bytearray(request.kept or bytes(num_unknown))
+        num_unknown = len(past) if request.sampling.replays else 0
+        self.kept[row] = bytearray(past.kept or bytes(num_unknown))
+        for name, values in past.columns.items():
+            self._column(name, values)
+        for name, column in self.columns.items():
+            column[row, prompt:length] = past.columns.get(name, 0)
         self.prompt_length[row] = prompt
         self.length[row] = length
         self.max_length[row] = min(prompt + request.sampling.max_tokens, self.max_tokens)
@@ -199,10 +210,12 @@ class SequenceTable:
         logprobs: NDArray[np.float32],
         version: int,
         kept: Sequence[bytes] = (),
+        columns: Mapping[str, NDArray[Any]] = _NO_COLUMNS,
     ) -> None:
         """Write the oldest pending token of each of `rows`, which has reached the host.
 
-        `kept` are the encoded sets of these tokens, empty for a row that does not replay.
+        `kept` are the encoded sets of these tokens, empty for a row that does not replay. `columns`
+        are further values of each, [M] or [M, K].
         """
         position = self.host_length(rows)
         self.tokens[rows, position] = tokens
@@ -211,6 +224,15 @@ class SequenceTable:
         self.num_pending[rows] -= 1
         for row, encoded in zip(rows.tolist() if kept else (), kept, strict=True):
             self.kept[row] += encoded
+        for name, values in columns.items():
+            self._column(name, values)[rows, position] = values
+
+    def _column(self, name: str, like: NDArray[Any]) -> NDArray[Any]:
+        """Return the column `name`, whose rows are as those of `like`. It is made at first use."""
+        if name not in self.columns:
+            shape = self.num_rows, self.max_tokens, *like.shape[1:]
+            self.columns[name] = np.zeros(shape, like.dtype)
+        return self.columns[name]
 
     def host_length(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many tokens of each of `rows` the host has."""
@@ -259,11 +281,12 @@ class SequenceTable:
         answers = np.repeat(index, sizes), np.repeat(first, sizes) + offsets_within(sizes)
         tokens, logprobs = self.tokens[answers], self.logprobs[answers]
         versions = self.versions[answers]
+        columns = {name: column[answers] for name, column in self.columns.items()}
         requests, ends = [], accumulate(sizes.tolist(), initial=0)
         for row, (start, end) in zip(rows, pairwise(ends), strict=True):
             old = self.requests[row]
             assert old is not None
             answer = tokens[start:end], logprobs[start:end], versions[start:end]
-            settings = old.uid, old.index, old.prompt, old.sampling
-            requests.append(Request(*settings, *answer, old.seed, bytes(self.kept[row])))
+            more = {name: column[start:end] for name, column in columns.items()}
+            requests.append(old.after(TokenData(*answer, bytes(self.kept[row]), more)))
         return requests

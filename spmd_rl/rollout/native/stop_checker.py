@@ -66,6 +66,6 @@ class StopChecker:
         if self._decode is None:
             raise ConfigError("stop strings need a tokenizer, and this engine was given none")
         matcher = StopStringMatcher(request.sampling.stop, self._decode)
-        for token in request.tokens.tolist():
+        for token in request.past.tokens.tolist():
             matcher.push(token)
         return matcher

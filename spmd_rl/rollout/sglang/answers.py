@@ -129,9 +129,10 @@ class AnswerCollector:
             self._wait_again(one.rid)
             return
         is_stopped = one.extend(delta.tokens, delta.logprobs, version)
-        self.num_tokens += len(one.tokens[-1])
+        new = one.new[-1]
+        self.num_tokens += len(new)
         if may_finish:
-            self._new.add(one.key, one.tokens[-1], one.logprobs[-1])
+            self._new.add(one.key, new.tokens, new.logprobs)
         if is_stopped and may_finish:
             if delta.reason is None:
                 self._abort(one.rid)

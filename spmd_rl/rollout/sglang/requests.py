@@ -28,6 +28,7 @@ from spmd_rl.rollout.sglang.structs import (
 )
 from spmd_rl.types.prompts import prompt_name
 from spmd_rl.types.samples import SampleStatus
+from spmd_rl.types.token_data import TokenData
 
 Key = tuple[int, int]  # uid and index
 STREAM_TOKENS = 8  # after so many, the rank looks for stops that the scheduler does not know
@@ -45,9 +46,7 @@ class OpenRequest:
     stop_ids: frozenset[int] = frozenset()
     rid: str = ""
     is_stopped: bool = False  # by a stop that the rank looked for
-    tokens: list[NDArray[np.int32]] = field(default_factory=list)
-    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
-    versions: list[NDArray[np.int32]] = field(default_factory=list)
+    new: list[TokenData] = field(default_factory=list)
 
     @property
     def key(self) -> Key:
@@ -62,36 +61,22 @@ class OpenRequest:
         """
         length = self._stop_length(tokens)
         self.is_stopped = length is not None
-        self.tokens.append(tokens[:length])
-        self.logprobs.append(logprobs[:length])
-        self.versions.append(np.full(len(tokens[:length]), version, np.int32))
+        drawn = tokens[:length]
+        versions = np.full(len(drawn), version, np.int32)
+        self.new.append(TokenData(drawn, logprobs[:length], versions))
         return self.is_stopped
 
     def drop_last_token(self) -> None:
         """Forget the last token, so that the answer can go on."""
         request = self.answered()
-        answer = request.tokens[:-1], request.logprobs[:-1], request.versions[:-1]
-        self.request = Request(
-            request.uid, request.index, request.prompt, request.sampling, *answer, request.seed
-        )
+        self.request = request.after(request.past.cut(0, -1))
 
     def answered(self) -> Request:
         """Return the request with its answer so far."""
-        request = self.request
-        if not self.tokens:
-            return request
-        joined = Request(
-            request.uid,
-            request.index,
-            request.prompt,
-            request.sampling,
-            np.concatenate([request.tokens, *self.tokens]),
-            np.concatenate([request.logprobs, *self.logprobs]),
-            np.concatenate([request.versions, *self.versions]),
-            request.seed,
-        )
-        self.request, self.tokens, self.logprobs, self.versions = joined, [], [], []
-        return joined
+        if self.new:
+            past = TokenData.join([self.request.past, *self.new])
+            self.request, self.new = self.request.after(past), []
+        return self.request
 
     def _stop_length(self, tokens: NDArray[np.int32]) -> int | None:
         """Return how many of `tokens` come up to a stop, that one included; None without one."""
@@ -162,7 +147,7 @@ class RequestTable:
         request = one.answered()
         one.rid = f"{request.uid:016x}.{request.index:08x}.{next(self._starts):08x}"
         self._running[one.rid] = one
-        prompt = np.concatenate([request.prompt, request.tokens])
+        prompt = np.concatenate([request.prompt, request.past.tokens])
         return TokenizedGenerateReqInput(
             rid=one.rid,
             input_ids=token_array(prompt),
@@ -183,9 +168,9 @@ class RequestTable:
     def status_by_last_token(self, one: OpenRequest) -> SampleStatus | None:
         """Return how the answer so far has ended; None if it goes on."""
         request = one.answered()
-        if not len(request.tokens):
+        if not len(request.past):
             return None
-        last = int(request.tokens[-1])
+        last = int(request.past.tokens[-1])
         if one.is_stopped or last in one.stop_ids or last in self._ends(request):
             return "completed"
         return "truncated" if request.num_tokens >= self._max_length(request) else None
@@ -222,7 +207,7 @@ class RequestTable:
         if self._decode is None:
             raise ConfigError("stop strings need a tokenizer, and this engine was given none")
         matcher = StopStringMatcher(request.sampling.stop, self._decode)
-        for token in request.tokens.tolist():
+        for token in request.past.tokens.tolist():
             matcher.push(token)
         return matcher
 

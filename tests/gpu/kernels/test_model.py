@@ -159,7 +159,7 @@ def resumed(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
         num_computed: int,
         stop_ids: tuple[int, ...],
     ) -> int:
-        if len(request.tokens):
+        if len(request.past):
             names.add((request.uid, request.index))
         return put(rows, request, pages, num_computed, stop_ids)
 

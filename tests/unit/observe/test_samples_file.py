@@ -55,6 +55,10 @@ def samples(draw: st.DrawFn, uid: int, index: int) -> Sample:
         metadata=draw(DICTS),
     )
     if draw(st.booleans()):
+        values = listed(st.lists(st.integers(-9, 9), min_size=2, max_size=2))
+        column = np.array(values, np.int16).reshape(len(sample.tokens), 2)
+        sample = sample.replace(columns={"seen": column})
+    if draw(st.booleans()):
         return sample
     return sample.replace(mask=np.array(listed(st.booleans()), np.bool_))
 
@@ -77,10 +81,16 @@ def written(folder: Path, lines: str) -> Path:
 
 
 def bits(group: Group) -> list[Any]:
-    """All that a group holds, with arrays as bytes and NaN as equal to itself."""
+    """All that a group holds, with arrays as bytes and NaN as equal to itself.
+
+    A sample beside others with a column has zeros in it, which is as if it had none.
+    """
 
     def of(one: Any) -> str:
         fields = [(field.name, getattr(one, field.name)) for field in dataclasses.fields(one)]
+        if isinstance(one, Sample):
+            seen = [(name, a.tobytes()) for name, a in one.columns.items() if a.any()]
+            fields = [*((name, value) for name, value in fields if name != "columns"), ("", seen)]
         return repr(
             [
                 (name, value.dtype, value.tobytes()) if isinstance(value, np.ndarray) else value

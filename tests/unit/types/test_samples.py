@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from spmd_rl.algo.advantages import group_advantage, rloo_advantage
 from spmd_rl.algo.group_metrics import group_metrics
@@ -163,11 +164,8 @@ def test_columns_join_and_are_cut() -> None:
 def test_a_mask_that_is_not_given_is_of_the_tokens_with_a_version() -> None:
     none, versions = np.zeros(3), np.array([4, -1, 5], np.int32)
     sample = Sample(0, 0, none.astype(np.int32), none.astype(np.float32), versions, "completed")
-    assert "mask" not in vars(sample), "nobody has read it"
     assert sample.mask.tolist() == [True, False, True]
     assert sample.replace(mask=np.zeros(3, np.bool_)).mask.tolist() == [False] * 3
-    with pytest.raises(AttributeError, match="a Sample has no finish"):
-        _ = sample.finish  # type: ignore[attr-defined]
 
 
 def test_what_no_sample_has_does_not_cross() -> None:
@@ -188,6 +186,36 @@ def test_a_mask_of_another_length_is_refused() -> None:
     short = made(2, [1, 4]).samples[1].replace(mask=np.ones(3, np.bool_))
     with pytest.raises(ContractError, match="prompt 2, sample 1: every token needs .* of the mask"):
         Sample.to_columns([made(2, [1, 4]).samples[0], short])
+
+
+def with_column(sizes: list[int], values: NDArray[Any]) -> list[Sample]:
+    """Samples of one prompt, the last of which has the column "seen"."""
+    samples = made(2, sizes).samples
+    return [*samples[:-1], samples[-1].replace(columns={"seen": values})]
+
+
+def test_columns_of_samples_cross_and_those_without_have_zeros() -> None:
+    values = np.arange(8, dtype=np.int16).reshape(4, 2)
+    (group,) = sent([Group(made(2, [1]).prompt, with_column([1, 4], values))])
+    assert [one.columns["seen"].tolist() for one in group.samples] == [[[0, 0]], values.tolist()]
+    assert group.samples[1].columns["seen"].dtype == np.int16
+    columns = Group.to_columns([group, made(3, [2])])
+    assert columns[1:].rows()[0].samples[0].columns["seen"].tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (np.zeros((3, 2), np.int16), "sample 1: the column 'seen' needs a row for each token"),
+        (np.zeros((4, 3), np.int16), "do not fit each other: the column 'seen' is int16 with"),
+        (np.zeros((4, 2), np.int8), "do not fit each other: the column 'seen' is int"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(values: NDArray[Any], problem: str) -> None:
+    first = made(2, [2]).samples[0].replace(columns={"seen": np.zeros((2, 2), np.int16)})
+    second = with_column([1, 4], values)[1]
+    with pytest.raises(ContractError, match=problem):
+        Sample.to_columns([second, first])
 
 
 def test_what_fails_crosses_and_may_be_changed() -> None:
