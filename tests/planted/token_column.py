@@ -16,7 +16,7 @@ NAME, WIDTH = "planted", 8
 
 
 def values_of(tokens: NDArray[np.integer]) -> NDArray[np.int16]:
-    """What the column has of drawn tokens: a number of each token and place. Shape: [R] to [R, 8]."""
+    """Return what the column has of drawn tokens. Shape: [R] to [R, 8]."""
     return (tokens[:, None].astype(np.int64) * 31 + np.arange(WIDTH) + 1).astype(np.int16)
 
 

@@ -11,6 +11,7 @@ import pytest
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.request_validator import RequestValidator
+from spmd_rl.types.token_data import TokenData
 
 VOCAB_SIZE, CONTEXT, PAGES = 37, 16, 12
 
@@ -27,7 +28,8 @@ def asked(prompt: list[int], num_tokens: int = 0, **sampling: Any) -> Request:
     if not num_tokens:
         return request
     nothing = np.zeros(num_tokens, np.int32)
-    return Request(3, 0, request.prompt, cfg, nothing, nothing.astype(np.float32), nothing)
+    past = TokenData(nothing, nothing.astype(np.float32), nothing)
+    return Request(3, 0, request.prompt, cfg, past)
 
 
 @pytest.mark.parametrize(

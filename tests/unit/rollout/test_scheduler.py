@@ -180,7 +180,7 @@ class FakeRunner:
                 or num_drawn == self.stops[int(self.table.uid[row])]
             ):
                 (request,) = self.scheduler.remove([row])
-                self.done[request.uid] = request.tokens.tolist()
+                self.done[request.uid] = request.past.tokens.tolist()
 
     def sequence(self, row: int) -> list[int]:
         """All tokens of the row's present sequence, promised ones too."""
@@ -308,7 +308,7 @@ def test_preemption_takes_the_newest_and_puts_it_back_in_front_with_its_tokens()
     running = [int(runner.table.uid[row]) for row in runner.scheduler.running]
     waiting = [request.uid for request in runner.scheduler.waiting]
     assert running + waiting == [0, 1, 2, 3], "the order of arrival is kept"
-    assert len(runner.scheduler.waiting[0].tokens) > 0
+    assert len(runner.scheduler.waiting[0].past) > 0
     runner.run()
     assert runner.done[2] == [2 + 6 + i for i in range(20)]
 
