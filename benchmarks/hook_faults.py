@@ -27,8 +27,15 @@ from benchmarks.faulty_hooks import ASYNC, EPISODE, PLAIN, is_slow, known, right
 from benchmarks.record import finish, measured
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded, EpisodeTask, Event, Failed, SampleTask
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import (
+    EngineCall,
+    EpisodeEnded,
+    EpisodeTask,
+    Event,
+    Failed,
+    SampleTask,
+)
 from spmd_rl.hooks.transcript import Turn
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample

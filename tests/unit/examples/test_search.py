@@ -17,8 +17,8 @@ from examples.search.hooks import MAX_TURNS, right
 from examples.search.retriever import ENCODER, Retriever, read_corpus, share_found, train
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.tasks import EngineCall, EpisodeTask
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeTask
 from spmd_rl.hooks.transcript import Turn
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.types.prompts import Prompt

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.controller.channel.codec import pack
-from spmd_rl.hooks.answer_ring import CAPACITY, SIZE_BYTES, AnswerRing
-from spmd_rl.hooks.call_columns import EpisodeRow, calls_message, episodes_message
+from spmd_rl.hooks.child.episode_calls import episodes_of
+from spmd_rl.hooks.child.loaded import LoadedHooks
+from spmd_rl.hooks.child.reward_calls import calls_of
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.episode_calls import episodes_of
-from spmd_rl.hooks.frames import FrameReader, frame
-from spmd_rl.hooks.loaded import LoadedHooks
-from spmd_rl.hooks.messages import TO_PROCESS
-from spmd_rl.hooks.output import SHOWN_BYTES_PER_S, Output
-from spmd_rl.hooks.reward_calls import calls_of
-from spmd_rl.hooks.running_note import Running, RunningNote
+from spmd_rl.hooks.rank.call_columns import EpisodeRow, calls_message, episodes_message
+from spmd_rl.hooks.rank.output import SHOWN_BYTES_PER_S, Output
 from spmd_rl.hooks.signatures import RewardForm, RewardFunction
+from spmd_rl.hooks.wire.answer_ring import CAPACITY, SIZE_BYTES, AnswerRing
+from spmd_rl.hooks.wire.frames import FrameReader, frame
+from spmd_rl.hooks.wire.messages import TO_PROCESS
+from spmd_rl.hooks.wire.running_note import Running, RunningNote
 from tests.control_texts import COMMANDS, is_harmless
 from tests.unit.hooks.cases import make_prompt, make_sample
 

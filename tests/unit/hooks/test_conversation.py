@@ -14,10 +14,18 @@ from hypothesis import strategies as st
 from spmd_rl.data.chat import Chat
 from spmd_rl.data.turns import encode_turns
 from spmd_rl.errors import SpmdError
-from spmd_rl.hooks.conversation import Conversation
-from spmd_rl.hooks.episode_texts import EpisodeTexts
-from spmd_rl.hooks.messages import AskRendered, AskText, AskTokens, Encoded, Question, Refused, Text
+from spmd_rl.hooks.child.conversation import Conversation
+from spmd_rl.hooks.rank.episode_texts import EpisodeTexts
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
+from spmd_rl.hooks.wire.messages import (
+    AskRendered,
+    AskText,
+    AskTokens,
+    Encoded,
+    Question,
+    Refused,
+    Text,
+)
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 from tests.unit.data.chat_templates import CHATML, LLAMA, MISTRAL, PLAIN, QWEN, tokenizer_of

@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.hooks.answer_ring import Rewards
-from spmd_rl.hooks.crew import AHEAD_S, HELD_S, START_DEADLINE_S, Crew, Hands, Limits, Place
-from spmd_rl.hooks.messages import Answered, NotReady, Problem, Ready, Result, ToProcess, ToRank
-from spmd_rl.hooks.running_note import Running
+from spmd_rl.hooks.rank.crew import AHEAD_S, HELD_S, START_DEADLINE_S, Crew, Hands, Limits, Place
+from spmd_rl.hooks.wire.answer_ring import Rewards
+from spmd_rl.hooks.wire.messages import (
+    Answered,
+    NotReady,
+    Problem,
+    Ready,
+    Result,
+    ToProcess,
+    ToRank,
+)
+from spmd_rl.hooks.wire.running_note import Running
 
 DEADLINE_S = 30.0
 

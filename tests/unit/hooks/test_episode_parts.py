@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmd_rl.hooks.episode_turns import EpisodeTurns
-from spmd_rl.hooks.messages import Ask
-from spmd_rl.hooks.stopwatch import LONG_STEP_S, LoopClock, Stopwatch
+from spmd_rl.hooks.child.stopwatch import LONG_STEP_S, LoopClock, Stopwatch
+from spmd_rl.hooks.rank.episode_turns import EpisodeTurns
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
+from spmd_rl.hooks.wire.messages import Ask
 from tests.unit.hooks.cases import make_prompt
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.faulty_hooks import ASYNC, EPISODE, PLAIN, is_slow, known
 from benchmarks.hook_faults import Case, make_cases, run
-from spmd_rl.hooks.crew import Crew, Place
+from spmd_rl.hooks.rank.crew import Crew, Place
 
 
 def test_random_faults_fail_their_own_samples_and_no_others() -> None:

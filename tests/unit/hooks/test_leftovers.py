@@ -14,8 +14,8 @@ import pytest
 from spmd_rl.controller.lifecycle.orphans import Orphans
 from spmd_rl.controller.lifecycle.process_family import is_of_hooks
 from spmd_rl.hooks.config import HookConfig
-from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.tasks import Failed, Graded
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import Failed, Graded
 from tests.unit.hooks.cases import HERE
 from tests.unit.hooks.leaving_functions import LEAVES
 from tests.unit.hooks.test_pool import grade_all

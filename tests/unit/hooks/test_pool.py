@@ -18,9 +18,8 @@ import pytest
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.results import Grade
-from spmd_rl.hooks.tasks import (
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import (
     EngineCall,
     EpisodeEnded,
     EpisodeTask,
@@ -29,6 +28,7 @@ from spmd_rl.hooks.tasks import (
     GroupTask,
     SampleTask,
 )
+from spmd_rl.hooks.results import Grade
 from spmd_rl.hooks.transcript import Turn
 from tests.unit.hooks.cases import (
     HERE,
@@ -374,8 +374,8 @@ RANK = """
 import os, signal, sys
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.tasks import SampleTask
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import SampleTask
 from tests.unit.hooks.cases import HOOKS, make_prompt, make_sample
 pool = HookPool(HookConfig(deadline_s=0), [f"{HOOKS}:fails"])
 pool.submit(SampleTask(make_prompt(), make_sample("hang"), CallInfo()))

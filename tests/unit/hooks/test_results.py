@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spmd_rl.hooks.child.reward_calls import problem_of
 from spmd_rl.hooks.results import (
     BadResult,
     Grade,
@@ -18,7 +19,6 @@ from spmd_rl.hooks.results import (
     merged,
     preview,
 )
-from spmd_rl.hooks.reward_calls import problem_of
 from tests.control_texts import COMMANDS, is_harmless
 from tests.unit.hooks.cases import make_prompt, make_sample
 

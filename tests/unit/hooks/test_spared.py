@@ -10,11 +10,11 @@ import pytest
 
 from spmd_rl.errors import DataError
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.messages import Problem
+from spmd_rl.hooks.rank.reward_tasks import RewardTasks
+from spmd_rl.hooks.rank.tasks import Failed, SampleTask
 from spmd_rl.hooks.results import describe, describe_episode
-from spmd_rl.hooks.reward_tasks import RewardTasks
 from spmd_rl.hooks.signatures import RewardForm
-from spmd_rl.hooks.tasks import Failed, SampleTask
+from spmd_rl.hooks.wire.messages import Problem
 from spmd_rl.rewards.names import is_shipped
 from spmd_rl.rollout.grading import Grading
 from spmd_rl.types.prompts import FIRST_EVALUATED

@@ -10,8 +10,8 @@ import numpy as np
 
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo, HookContext
-from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.tasks import SampleTask
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import SampleTask
 from spmd_rl.rewards import http
 from spmd_rl.types.prompts import Prompt
 from tests.unit.hooks.cases import events_of, make_sample

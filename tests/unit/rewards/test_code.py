@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.hooks.tasks import Failed, Graded
+from spmd_rl.hooks.rank.tasks import Failed, Graded
 from spmd_rl.rewards import code as code_module
 from spmd_rl.rewards.code import code
 from spmd_rl.rewards.code_block import last_block

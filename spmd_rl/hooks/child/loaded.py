@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_rl.hooks.context import CallInfo, HookContext
-from spmd_rl.hooks.messages import Start
 from spmd_rl.hooks.signatures import RewardFunction, load_generate, load_reward
+from spmd_rl.hooks.wire.messages import Start
 from spmd_rl.rewards.ready import check_graders, checked_graders
 
 

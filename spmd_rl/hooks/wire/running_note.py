@@ -13,7 +13,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from spmd_rl.hooks.answer_ring import SIZE_BYTES, AnswerRing
+from spmd_rl.hooks.wire.answer_ring import SIZE_BYTES, AnswerRing
 
 NOBODY = -1  # no hook is running
 _CALL, _SINCE, _THREADS = 0, 1, 2  # places of 8 bytes

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TextIO
 
-from spmd_rl.hooks.seed_watch import SeedWatch
+from spmd_rl.hooks.child.seed_watch import SeedWatch
 
 _LIMITS = sorted(
     {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}

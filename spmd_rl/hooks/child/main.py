@@ -10,13 +10,13 @@ import socket
 import sys
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.hooks.loaded import LoadedHooks
-from spmd_rl.hooks.messages import NotReady, Ready, Serve, Start
-from spmd_rl.hooks.plain_server import serve_plain
-from spmd_rl.hooks.process_state import ProcessState
-from spmd_rl.hooks.rank_link import RankLink
-from spmd_rl.hooks.running_note import RunningNote
-from spmd_rl.hooks.seed_watch import SeedWatch
+from spmd_rl.hooks.child.loaded import LoadedHooks
+from spmd_rl.hooks.child.plain_server import serve_plain
+from spmd_rl.hooks.child.process_state import ProcessState
+from spmd_rl.hooks.child.rank_link import RankLink
+from spmd_rl.hooks.child.seed_watch import SeedWatch
+from spmd_rl.hooks.wire.messages import NotReady, Ready, Serve, Start
+from spmd_rl.hooks.wire.running_note import RunningNote
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -47,7 +47,7 @@ def main(socket_fd: int, note_fd: int, parent_pid: int) -> None:
     if serve.kind == "plain":
         serve_plain(link, note, state, hooks)
         return
-    from spmd_rl.hooks.async_server import serve_async  # plain hooks need no asyncio
+    from spmd_rl.hooks.child.async_server import serve_async  # plain hooks need no asyncio
 
     serve_async(link, note, state, hooks, serve)
 

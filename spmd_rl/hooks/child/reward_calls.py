@@ -8,11 +8,11 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, NamedTuple
 
+from spmd_rl.hooks.child.loaded import LoadedHooks
 from spmd_rl.hooks.context import HookContext
-from spmd_rl.hooks.loaded import LoadedHooks
-from spmd_rl.hooks.messages import Calls, Result
 from spmd_rl.hooks.results import BadResult, as_grade, as_grades, preview
 from spmd_rl.hooks.signatures import RewardFunction
+from spmd_rl.hooks.wire.messages import Calls, Result
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 

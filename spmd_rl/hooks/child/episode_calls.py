@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd_rl.errors import ContractError
+from spmd_rl.hooks.child.loaded import LoadedHooks
 from spmd_rl.hooks.context import HookContext
-from spmd_rl.hooks.loaded import LoadedHooks
-from spmd_rl.hooks.messages import EpisodeResult, Episodes
 from spmd_rl.hooks.results import BadResult, preview
+from spmd_rl.hooks.wire.messages import EpisodeResult, Episodes
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 

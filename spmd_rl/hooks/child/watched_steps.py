@@ -10,10 +10,10 @@ from collections.abc import Coroutine, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from spmd_rl.hooks.messages import DAMAGED_EXIT
-from spmd_rl.hooks.process_state import ProcessState
-from spmd_rl.hooks.running_note import RunningNote
-from spmd_rl.hooks.stopwatch import LoopClock, Stopwatch
+from spmd_rl.hooks.child.process_state import ProcessState
+from spmd_rl.hooks.child.stopwatch import LoopClock, Stopwatch
+from spmd_rl.hooks.wire.messages import DAMAGED_EXIT
+from spmd_rl.hooks.wire.running_note import RunningNote
 from spmd_rl.rewards.deadline import WATCH
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from spmd_rl.hooks.call_columns import EpisodeRow, episodes_message
-from spmd_rl.hooks.crews import Crews
-from spmd_rl.hooks.episode_texts import EpisodeTexts
-from spmd_rl.hooks.episode_turns import EpisodeTurns
-from spmd_rl.hooks.messages import (
+from spmd_rl.hooks.rank.call_columns import EpisodeRow, episodes_message
+from spmd_rl.hooks.rank.crews import Crews
+from spmd_rl.hooks.rank.episode_texts import EpisodeTexts
+from spmd_rl.hooks.rank.episode_turns import EpisodeTurns
+from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeEnded, EpisodeTask, Failed
+from spmd_rl.hooks.results import describe_episode
+from spmd_rl.hooks.transcript import Turn
+from spmd_rl.hooks.wire.messages import (
     Ask,
     Drawn,
     EpisodeResult,
@@ -19,9 +22,6 @@ from spmd_rl.hooks.messages import (
     Refused,
     ToProcess,
 )
-from spmd_rl.hooks.results import describe_episode
-from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded, EpisodeTask, Failed
-from spmd_rl.hooks.transcript import Turn
 
 KIND: Kind = "episode"
 

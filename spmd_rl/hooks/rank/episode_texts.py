@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from spmd_rl.data.chat import Chat, Template, render
 from spmd_rl.data.messages import messages_of, tools_of
 from spmd_rl.errors import SpmdError
-from spmd_rl.hooks.messages import AskText, AskTokens, Encoded, Question, Refused, Text
+from spmd_rl.hooks.wire.messages import AskText, AskTokens, Encoded, Question, Refused, Text
 
 
 class EpisodeTokenizer(Template, Protocol):

@@ -7,16 +7,16 @@ from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 
-from spmd_rl.hooks.answer_ring import Rewards
 from spmd_rl.hooks.config import HookConfig
-from spmd_rl.hooks.crews import Crews
-from spmd_rl.hooks.episode_tasks import EpisodeTasks
-from spmd_rl.hooks.episode_texts import EpisodeTexts, EpisodeTokenizer
-from spmd_rl.hooks.messages import Kind, Problem, Result, Start, ToProcess
-from spmd_rl.hooks.reward_tasks import RewardTasks
+from spmd_rl.hooks.rank.crews import Crews
+from spmd_rl.hooks.rank.episode_tasks import EpisodeTasks
+from spmd_rl.hooks.rank.episode_texts import EpisodeTexts, EpisodeTokenizer
+from spmd_rl.hooks.rank.reward_tasks import RewardTasks
+from spmd_rl.hooks.rank.tasks import EpisodeTask, Event, Task
 from spmd_rl.hooks.signatures import part_name
-from spmd_rl.hooks.tasks import EpisodeTask, Event, Task
 from spmd_rl.hooks.transcript import Turn
+from spmd_rl.hooks.wire.answer_ring import Rewards
+from spmd_rl.hooks.wire.messages import Kind, Problem, Result, Start, ToProcess
 
 
 class HookPool(AbstractContextManager["HookPool"]):

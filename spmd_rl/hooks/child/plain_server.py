@@ -7,13 +7,13 @@ import time
 
 from msgspec.structs import replace
 
-from spmd_rl.hooks.answer_ring import AnswerRing
-from spmd_rl.hooks.loaded import LoadedHooks
-from spmd_rl.hooks.messages import DAMAGED_EXIT, Answered, Calls, Problem, Result
-from spmd_rl.hooks.process_state import ProcessState
-from spmd_rl.hooks.rank_link import RankLink
-from spmd_rl.hooks.reward_calls import RewardCall, calls_of, problem_of
-from spmd_rl.hooks.running_note import RunningNote
+from spmd_rl.hooks.child.loaded import LoadedHooks
+from spmd_rl.hooks.child.process_state import ProcessState
+from spmd_rl.hooks.child.rank_link import RankLink
+from spmd_rl.hooks.child.reward_calls import RewardCall, calls_of, problem_of
+from spmd_rl.hooks.wire.answer_ring import AnswerRing
+from spmd_rl.hooks.wire.messages import DAMAGED_EXIT, Answered, Calls, Problem, Result
+from spmd_rl.hooks.wire.running_note import RunningNote
 
 UNTOLD_S = 0.002  # how long answers may be in the ring before the rank is told
 

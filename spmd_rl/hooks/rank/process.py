@@ -21,16 +21,16 @@ from typing import Any
 from spmd_rl.controller.channel.codec import pack
 from spmd_rl.controller.lifecycle.process_family import MARK_ENV, end_family
 from spmd_rl.errors import ContractError, SpmdError
-from spmd_rl.hooks.answer_ring import Rewards
-from spmd_rl.hooks.frames import FrameReader, frame
-from spmd_rl.hooks.messages import DAMAGED_EXIT, TO_RANK, Start, ToProcess, ToRank
-from spmd_rl.hooks.output import Output
-from spmd_rl.hooks.running_note import Running, RunningNote
+from spmd_rl.hooks.rank.output import Output
+from spmd_rl.hooks.wire.answer_ring import Rewards
+from spmd_rl.hooks.wire.frames import FrameReader, frame
+from spmd_rl.hooks.wire.messages import DAMAGED_EXIT, TO_RANK, Start, ToProcess, ToRank
+from spmd_rl.hooks.wire.running_note import Running, RunningNote
 from spmd_rl.mesh.environment import without_world
 
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from spmd_rl.hooks.child import main; main(*map(int, sys.argv[2:]))"
+    "from spmd_rl.hooks.child.main import main; main(*map(int, sys.argv[2:]))"
 )
 _RECEIVE_BYTES = 1 << 18
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.hooks.answer_ring import Rewards
-from spmd_rl.hooks.messages import (
+from spmd_rl.hooks.wire.answer_ring import Rewards
+from spmd_rl.hooks.wire.messages import (
     Answer,
     Answered,
     Ask,
@@ -25,7 +25,7 @@ from spmd_rl.hooks.messages import (
     ToProcess,
     ToRank,
 )
-from spmd_rl.hooks.running_note import Running
+from spmd_rl.hooks.wire.running_note import Running
 
 AHEAD_S = 0.05  # of work that a process is sent at once; another is started if more waits for that
 MAX_AHEAD = 64  # calls, which wait even if the one before them turns out to be slow

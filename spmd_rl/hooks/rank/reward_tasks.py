@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from spmd_rl.hooks.answer_ring import Rewards
-from spmd_rl.hooks.call_columns import CallRow, calls_message
-from spmd_rl.hooks.crews import Crews
-from spmd_rl.hooks.messages import Calls, Kind, Problem, Result
+from spmd_rl.hooks.rank.call_columns import CallRow, calls_message
+from spmd_rl.hooks.rank.crews import Crews
+from spmd_rl.hooks.rank.tasks import Failed, Graded, GroupTask, SampleTask
 from spmd_rl.hooks.results import Grade, describe
-from spmd_rl.hooks.tasks import Failed, Graded, GroupTask, SampleTask
+from spmd_rl.hooks.wire.answer_ring import Rewards
+from spmd_rl.hooks.wire.messages import Calls, Kind, Problem, Result
 from spmd_rl.rewards.names import is_shipped
 from spmd_rl.types.samples import Sample
 

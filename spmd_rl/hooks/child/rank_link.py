@@ -6,8 +6,8 @@ import socket
 from collections import deque
 
 from spmd_rl.controller.channel.codec import Packed, pack
-from spmd_rl.hooks.frames import FrameReader, frame
-from spmd_rl.hooks.messages import TO_PROCESS, ToProcess, ToRank
+from spmd_rl.hooks.wire.frames import FrameReader, frame
+from spmd_rl.hooks.wire.messages import TO_PROCESS, ToProcess, ToRank
 
 _RECEIVE_BYTES = 1 << 20
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import NamedTuple
 
-from spmd_rl.hooks.messages import Ask
 from spmd_rl.hooks.transcript import Turn
+from spmd_rl.hooks.wire.messages import Ask
 
 
 class _Question(NamedTuple):

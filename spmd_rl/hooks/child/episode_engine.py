@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import SpmdError
-from spmd_rl.hooks.episode_calls import EpisodeCall
-from spmd_rl.hooks.messages import Ask, AskRendered, AskText, AskTokens, ToRank
-from spmd_rl.hooks.stopwatch import Stopwatch
+from spmd_rl.hooks.child.episode_calls import EpisodeCall
+from spmd_rl.hooks.child.stopwatch import Stopwatch
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
+from spmd_rl.hooks.wire.messages import Ask, AskRendered, AskText, AskTokens, ToRank
 
 
 class EpisodeEngine:

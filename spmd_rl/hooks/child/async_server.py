@@ -12,11 +12,15 @@ from msgspec.structs import replace
 
 from spmd_rl.controller.channel.codec import pack
 from spmd_rl.errors import SpmdError
-from spmd_rl.hooks.episode_calls import EpisodeCall, episodes_of
-from spmd_rl.hooks.episode_engine import EpisodeEngine
-from spmd_rl.hooks.frames import frame
-from spmd_rl.hooks.loaded import LoadedHooks
-from spmd_rl.hooks.messages import (
+from spmd_rl.hooks.child.episode_calls import EpisodeCall, episodes_of
+from spmd_rl.hooks.child.episode_engine import EpisodeEngine
+from spmd_rl.hooks.child.loaded import LoadedHooks
+from spmd_rl.hooks.child.process_state import ProcessState
+from spmd_rl.hooks.child.rank_link import RankLink
+from spmd_rl.hooks.child.reward_calls import RewardCall, calls_of, problem_of
+from spmd_rl.hooks.child.watched_steps import NotedThreads, OpenCall, StepWatcher
+from spmd_rl.hooks.wire.frames import frame
+from spmd_rl.hooks.wire.messages import (
     Answer,
     Calls,
     Cancel,
@@ -30,11 +34,7 @@ from spmd_rl.hooks.messages import (
     ToProcess,
     ToRank,
 )
-from spmd_rl.hooks.process_state import ProcessState
-from spmd_rl.hooks.rank_link import RankLink
-from spmd_rl.hooks.reward_calls import RewardCall, calls_of, problem_of
-from spmd_rl.hooks.running_note import RunningNote
-from spmd_rl.hooks.watched_steps import NotedThreads, OpenCall, StepWatcher
+from spmd_rl.hooks.wire.running_note import RunningNote
 
 GRACE_S = 5.0  # for a call to end once it was cancelled
 SHORTEST_WAIT_S = 0.05  # between two looks at the time of a call

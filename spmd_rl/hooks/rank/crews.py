@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from spmd_rl.hooks.config import HookConfig
-from spmd_rl.hooks.crew import Crew, FromCall, Hands, Limits, Member, Place
-from spmd_rl.hooks.messages import Cancel, Kind, Ready, Serve, Start, ToProcess
-from spmd_rl.hooks.process import HookProcess
+from spmd_rl.hooks.rank.crew import Crew, FromCall, Hands, Limits, Member, Place
+from spmd_rl.hooks.rank.process import HookProcess
 from spmd_rl.hooks.signatures import RewardForm
+from spmd_rl.hooks.wire.messages import Cancel, Kind, Ready, Serve, Start, ToProcess
 
 KINDS: tuple[Kind, ...] = ("plain", "async", "episode")
 LATE_STEP = "held its event loop for longer than {:g} s without an await"

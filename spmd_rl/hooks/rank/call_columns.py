@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.messages import Calls, Episodes
+from spmd_rl.hooks.wire.messages import Calls, Episodes
 from spmd_rl.types.prompts import Prompt, PromptColumns
 from spmd_rl.types.samples import Sample
 
