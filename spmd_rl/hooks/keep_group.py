@@ -8,9 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from spmd_rl.errors import DataError
-from spmd_rl.hooks.child.reward_calls import problem_of
 from spmd_rl.hooks.context import HookContext, Keep
-from spmd_rl.hooks.results import preview
+from spmd_rl.hooks.results import preview, problem_of
 from spmd_rl.hooks.signatures import load_keep_group, part_name
 from spmd_rl.types.samples import Group
 

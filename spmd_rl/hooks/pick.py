@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from spmd_rl.errors import SpmdError
-from spmd_rl.hooks.child.reward_calls import problem_of
+from spmd_rl.hooks.results import problem_of
 from spmd_rl.hooks.signatures import load_pick_sources
 
 

@@ -10,46 +10,47 @@ import socket
 import sys
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.hooks.child.loaded import LoadedHooks
-from spmd_rl.hooks.child.plain_server import serve_plain
-from spmd_rl.hooks.child.process_state import ProcessState
-from spmd_rl.hooks.child.rank_link import RankLink
-from spmd_rl.hooks.child.seed_watch import SeedWatch
-from spmd_rl.hooks.wire.messages import NotReady, Ready, Serve, Start
-from spmd_rl.hooks.wire.running_note import RunningNote
+from spmd_rl.hooks.child.calls import LoadedHooks
+from spmd_rl.hooks.child.process_state import ProcessState, SeedWatch
+from spmd_rl.hooks.child.server import serve
+from spmd_rl.hooks.wire.channel import CallNote, MessageReader, encode
+from spmd_rl.hooks.wire.messages import TO_PROCESS, NotReady, Ready, Start
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+_RECEIVE_BYTES = 1 << 20
 _LIBC = ctypes.CDLL(None)  # loaded before anything forks
 
 
 def main(socket_fd: int, note_fd: int, parent_pid: int) -> None:
-    """Serve calls until the rank ends. Its program is `process.PROGRAM`."""
-    end_with_parent(parent_pid)
+    """Serve calls until the rank ends. Its program is `worker.PROGRAM`."""
+    _end_with_parent()
+    if os.getppid() != parent_pid:  # it ended before
+        os._exit(1)
     _keep_orphans()
     seeds = SeedWatch()
     os.register_at_fork(after_in_child=_end_with_parent)
     faulthandler.enable(all_threads=False)
-    link = RankLink(socket.socket(fileno=socket_fd))
-    start = link.receive()
-    if not isinstance(start, Start):
+    sock = socket.socket(fileno=socket_fd)
+    start = _first_message(sock)
+    if start is None:
         return
     try:
         hooks = LoadedHooks.of(start)
     except ConfigError as error:
-        link.send(NotReady(str(error)))
+        sock.sendall(encode(NotReady(str(error))))
         return
-    link.send(Ready([reward.form for reward in hooks.rewards]))
-    serve = link.receive()
-    if not isinstance(serve, Serve):
-        return
-    note, state = RunningNote(note_fd), ProcessState(seeds)
-    if serve.kind == "plain":
-        serve_plain(link, note, state, hooks)
-        return
-    from spmd_rl.hooks.child.async_server import serve_async  # plain hooks need no asyncio
+    sock.sendall(encode(Ready([reward.form for reward in hooks.rewards])))
+    serve(sock, CallNote(note_fd), ProcessState(seeds), hooks, start)
 
-    serve_async(link, note, state, hooks, serve)
+
+def _first_message(sock: socket.socket) -> Start | None:
+    """Return what the rank sends first, after which it waits. Blocks: until then, or its end."""
+    reader = MessageReader(TO_PROCESS)
+    while data := sock.recv(_RECEIVE_BYTES):
+        for message in reader.feed(data):
+            return message if isinstance(message, Start) else None
+    return None
 
 
 def _keep_orphans() -> None:
@@ -58,13 +59,7 @@ def _keep_orphans() -> None:
         _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_with_parent(parent_pid: int) -> None:
-    """Have Linux end this process when the thread that started it ends."""
-    _end_with_parent()
-    if os.getppid() != parent_pid:  # it ended before
-        os._exit(1)
-
-
 def _end_with_parent() -> None:
+    """Have Linux end this process when the thread that started it ends."""
     if sys.platform == "linux":
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,192 +1,205 @@
-"""State of a process that hooks share: what a hook has changed is put back after its call."""
+"""State of a process that hooks share: what a call has changed of it is put back."""
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # its `getsignal` looks for no enum, which is slow
 import contextlib
 import gc
-import io
 import os
+import random
 import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from types import FrameType
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from spmd_rl.hooks.child.seed_watch import SeedWatch
+import numpy as np
 
-_LIMITS = sorted(
-    {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
-)
+from spmd_rl.hooks.wire.messages import DAMAGED_EXIT
+
+_LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 # those whose handlers Python may set; it returns None for those of C programs
 _SIGNALS = sorted(set(map(int, signal.valid_signals())) - {signal.SIGKILL, signal.SIGSTOP})
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 MAX_THREADS = 256  # that hooks may have left running
 
+# the first function returns a value, the second puts an earlier one back
+_Part = tuple[Callable[[], Any], Callable[[Any], object]]
+
 
 class ProcessState:
-    """The state of this process as it is now, before any call."""
+    """The state of this process once the hooks are imported, before any call."""
 
-    def __init__(self, seeds: SeedWatch | None = None) -> None:
-        self._pid = os.getpid()
-        self._folder = os.open(".", os.O_RDONLY)
-        self._stdout, self._stderr = sys.stdout, sys.stderr
-        signal.signal(signal.SIGALRM, _ignore)
-        self._files, self._limits, self._limits_hold = _files(), _limits(), True
-        self._umask = os.umask(0)
-        os.umask(self._umask)
-        self._environment = dict(_environment())
-        self._handlers, self._mask = _handlers(), _signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        self._path = sys.path.copy()
-        self._interpreter = _interpreter()
-        self._torch = _torch_state()
-        self._seeds = seeds
-        if seeds:
-            seeds.start()
+    def __init__(self, seeds: SeedWatch) -> None:
+        self.is_worn = False  # another process is to take the next call
+        self._pid, self._folder = os.getpid(), os.open(".", os.O_RDONLY)
+        # an alarm that a hook has left behind is nobody's
+        signal.signal(signal.SIGALRM, lambda number, frame: None)
+        for stream in (sys.stdout, sys.stderr):
+            stream.close = lambda: None  # type: ignore[method-assign]
+        seeds.was_seeded = False
+        self._parts = [(read, put_back, _copy(read())) for read, put_back in self._all_parts(seeds)]
+        self._lasting = _output_files(), _limits()  # what cannot always be put back
+
+    def restore(self) -> bool:
+        """Put back what calls have changed for later ones, and return whether they did.
+
+        The process ends here if calls have closed its descriptors, or if a hook has forked it and
+        has returned.
+        """
+        self.end_if_forked()
+        try:
+            os.fstat(self._folder)
+        except OSError:
+            os._exit(DAMAGED_EXIT)
+        has_changed = False
+        for read, put_back, before in self._parts:
+            if read() != before:
+                put_back(before)
+                has_changed = True
+        # a hard limit that was lowered stays so
+        has_lasted = (_output_files(), _limits()) == self._lasting
+        self.is_worn |= not has_lasted or self._holds_too_much()
+        return has_changed or self.is_worn
 
     def end_if_forked(self) -> None:
         """End a process that a hook has forked, and that has returned from it."""
         if os.getpid() != self._pid:
             os._exit(0)
 
-    def restore(self) -> None:
-        """Put back what a call can have changed for later ones: the folder, the streams, limits,
-        the environment, signals, timers, the search path, random numbers and switches.
-
-        Raises: OSError when the call has closed descriptors of the process.
-        """
-        self.end_if_forked()
-        os.fchdir(self._folder)
-        os.umask(self._umask)
-        self._restore_streams()
-        self._restore_limits()
-        self._restore_signals()
-        if _environment() != self._environment:
-            self._restore_environment()
-        if sys.path != self._path:
-            sys.path[:] = self._path
-        if _interpreter() != self._interpreter:
-            for switch, value in zip(_SWITCHES, self._interpreter, strict=True):
-                switch(value)
-        if self._seeds:
-            self._seeds.restore()
-        if "torch" in sys.modules:
-            self._restore_torch()
-
-    @property
-    def damaged(self) -> bool:
-        """Return whether what may harm other calls has changed: output files, or limits."""
-        try:
-            return _files() != self._files or _limits() != self._limits
-        except OSError:
-            return True
-
-    @property
-    def is_worn(self) -> bool:
-        """Return whether another process is to take the next call, because what a call has left
-        behind cannot be put back: a limit, other output files, or too many files and threads.
-        """
+    def _holds_too_much(self) -> bool:
+        """Return whether calls have left many files open, or many threads running."""
+        most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             lowest_free = os.dup(self._folder)
-            os.close(lowest_free)
-            has_other_files = _files() != self._files
         except OSError:
             return True
-        most_files, _ = self._limits[_LIMITS.index(resource.RLIMIT_NOFILE)]
-        has_many = lowest_free > most_files // 2 > 0 or threading.active_count() > MAX_THREADS
-        return has_many or has_other_files or not self._limits_hold
+        os.close(lowest_free)
+        return lowest_free > most_files // 2 > 0 or threading.active_count() > MAX_THREADS
 
-    def _restore_streams(self) -> None:
-        if self._stdout.closed:
-            self._stdout = _stream(1)
-        if self._stderr.closed:
-            self._stderr = _stream(2)
-        sys.stdout, sys.stderr = self._stdout, self._stderr
-
-    def _restore_limits(self) -> None:
-        self._limits_hold = _limits() == self._limits
-        if not self._limits_hold:
-            for limit, before in zip(_LIMITS, self._limits, strict=True):
-                # a hard limit that was lowered stays so: the process is then worn
-                with contextlib.suppress(ValueError, OSError):
-                    resource.setrlimit(limit, before)
-            self._limits_hold = _limits() == self._limits
-
-    def _restore_signals(self) -> None:
-        for timer in _TIMERS:
-            signal.setitimer(timer, 0)
-        if _handlers() != self._handlers:
-            for number, before in zip(_SIGNALS, self._handlers, strict=True):
-                if before is not None and _signal.getsignal(number) is not before:
-                    signal.signal(number, before)
-        _signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-
-    def _restore_environment(self) -> None:
-        for name in _environment().keys() - self._environment.keys():
-            del os.environ[os.fsdecode(name)]
-        for name, value in self._environment.items():
-            os.environ[os.fsdecode(name)] = os.fsdecode(value)
-
-    def _restore_torch(self) -> None:
-        """Put torch's switches back; those of a call that has just imported it are kept."""
-        state = _torch_state()
-        if self._torch and self._torch != state:
-            torch = sys.modules["torch"]
-            torch.set_grad_enabled(self._torch[0])
-            torch.set_default_dtype(self._torch[1])
-        self._torch = self._torch or state
+    def _all_parts(self, seeds: SeedWatch) -> Iterator[_Part]:  # what is put back, and how
+        yield lambda: _identity(os.stat(".")), lambda _: os.fchdir(self._folder)
+        yield _umask, os.umask
+        yield lambda: (sys.stdout, sys.stderr), _set_streams
+        yield _limits, _set_limits
+        yield lambda: [_signal.getsignal(number) for number in _SIGNALS], _set_handlers
+        yield lambda: [signal.getitimer(timer)[0] for timer in _TIMERS], _stop_timers
+        yield lambda: _signal.pthread_sigmask(signal.SIG_BLOCK, ()), _set_mask
+        yield lambda: vars(os.environ)["_data"], _set_environment  # not a copy, which takes long
+        yield lambda: sys.path, _set_path
+        yield sys.getrecursionlimit, sys.setrecursionlimit
+        yield sys.gettrace, sys.settrace
+        yield sys.getprofile, sys.setprofile
+        yield gc.isenabled, _set_collector
+        yield lambda: seeds.was_seeded, lambda _: seeds.seed_anew()
+        yield _torch_switches, _set_torch
 
 
-def _files() -> list[tuple[int, int]]:
-    found = [os.fstat(number) for number in (1, 2)]
-    return [(file.st_dev, file.st_ino) for file in found]
+class SeedWatch:
+    """Notices that `random` or `numpy.random` is seeded. Make it before hooks are imported.
+
+    A later call would otherwise draw what an earlier one has fixed. Seeds that hooks set while they
+    are imported stand until the first call that sets one.
+    """
+
+    def __init__(self) -> None:
+        self.was_seeded = False
+        self._seed = [random.seed, np.random.seed]  # without an argument, from the system
+        for module in (random, np.random):
+            for name in ("seed", "setstate", "set_state"):
+                if hasattr(module, name):
+                    setattr(module, name, self._watched(getattr(module, name)))
+
+    def seed_anew(self) -> None:
+        """Give later calls other random numbers."""
+        for seed in self._seed:
+            seed()
+        self.was_seeded = False
+
+    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.was_seeded = True
+            return function(*args, **kwargs)
+
+        return watched
+
+
+def _copy(value: Any) -> Any:
+    return value.copy() if isinstance(value, (dict, list)) else value
+
+
+def _identity(file: os.stat_result) -> tuple[int, int]:
+    return file.st_dev, file.st_ino
+
+
+def _output_files() -> list[tuple[int, int]]:
+    """Return which files the output goes to; none where it was closed."""
+    try:
+        return [_identity(os.fstat(number)) for number in (1, 2)]
+    except OSError:
+        return []
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
 
 
 def _limits() -> list[tuple[int, int]]:
     return [resource.getrlimit(limit) for limit in _LIMITS]
 
 
-def _handlers() -> list[Any]:
-    return [_signal.getsignal(number) for number in _SIGNALS]
+def _set_limits(limits: list[tuple[int, int]]) -> None:
+    for limit, before in zip(_LIMITS, limits, strict=True):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(limit, before)
 
 
-def _environment() -> dict[bytes, bytes]:
-    """Return the variables themselves, which are compared after each call, without a copy."""
-    variables: dict[bytes, bytes] = vars(os.environ)["_data"]
-    return variables
+def _set_streams(streams: tuple[Any, Any]) -> None:
+    sys.stdout, sys.stderr = streams
+
+
+def _set_handlers(handlers: list[Any]) -> None:
+    for number, before in zip(_SIGNALS, handlers, strict=True):
+        if before is not None and _signal.getsignal(number) is not before:
+            signal.signal(number, before)
+
+
+def _stop_timers(_: Any) -> None:
+    for timer in _TIMERS:
+        signal.setitimer(timer, 0)
+
+
+def _set_mask(mask: Any) -> None:
+    _signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _set_collector(enabled: bool) -> None:
     (gc.enable if enabled else gc.disable)()
 
 
-_SWITCHES: tuple[Callable[[Any], object], ...] = (
-    sys.setrecursionlimit,
-    sys.settrace,
-    sys.setprofile,
-    _set_collector,
-)
+def _set_path(path: list[str]) -> None:
+    sys.path[:] = path
 
 
-def _interpreter() -> tuple[Any, ...]:
-    """Return the values that `_SWITCHES` set."""
-    return sys.getrecursionlimit(), sys.gettrace(), sys.getprofile(), gc.isenabled()
+def _set_environment(environment: dict[bytes, bytes]) -> None:
+    for name in vars(os.environ)["_data"].keys() - environment.keys():
+        del os.environ[os.fsdecode(name)]
+    for variable, value in environment.items():
+        os.environ[os.fsdecode(variable)] = os.fsdecode(value)
 
 
-def _stream(descriptor: int) -> TextIO:
-    file = io.FileIO(descriptor, "w", closefd=False)
-    return io.TextIOWrapper(file, errors="backslashreplace", write_through=True)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """An alarm that a hook has left behind is nobody's."""
-
-
-def _torch_state() -> tuple[bool, Any] | None:
-    """Return torch's grad mode and default dtype, which a reward model may change; None without
-    torch.
-    """
+def _torch_switches() -> tuple[bool, str]:
+    """Return torch's grad mode and default dtype, also before it is imported."""
     torch = sys.modules.get("torch")
-    return (torch.is_grad_enabled(), torch.get_default_dtype()) if torch else None
+    if torch is None or not hasattr(torch, "get_default_dtype"):  # it is just imported
+        return True, "float32"
+    return torch.is_grad_enabled(), str(torch.get_default_dtype()).removeprefix("torch.")
+
+
+def _set_torch(switches: tuple[bool, str]) -> None:
+    torch = sys.modules["torch"]
+    torch.set_grad_enabled(switches[0])
+    torch.set_default_dtype(getattr(torch, switches[1]))

@@ -12,8 +12,7 @@ class LoopClock:
     """Time of an event loop: it stands still while a step holds the loop for long."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._held_s = 0.0
+        self._clock, self._held_s = clock, 0.0
 
     def now_s(self) -> float:
         return self._clock() - self._held_s
@@ -29,10 +28,8 @@ class Stopwatch:
     """Time that one call has used. It may be paused several times at once."""
 
     def __init__(self, clock: LoopClock) -> None:
-        self._clock = clock
-        self._used_s = 0.0
+        self._clock, self._used_s, self._num_pauses = clock, 0.0, 0
         self._running_since_s = clock.now_s()
-        self._num_pauses = 0
 
     @property
     def used_s(self) -> float:

@@ -1,29 +1,39 @@
-"""Episode tasks of a pool: each is one call of `generate`, which asks the engine meanwhile."""
+"""Episode tasks of a pool: each is one call of `generate`, which asks the engine meanwhile.
+
+A process that ended through another call runs its episodes again from their start. They then get
+the turns that the engine has drawn already, so that nothing is drawn twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
-from spmd_rl.hooks.rank.call_columns import EpisodeRow, episodes_message
-from spmd_rl.hooks.rank.crews import Crews
-from spmd_rl.hooks.rank.episode_texts import EpisodeTexts
-from spmd_rl.hooks.rank.episode_turns import EpisodeTurns
+from spmd_rl.hooks.rank.episode_texts import reply_of
 from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeEnded, EpisodeTask, Failed
+from spmd_rl.hooks.rank.worker_group import WorkerGroup
 from spmd_rl.hooks.results import describe_episode
-from spmd_rl.hooks.transcript import Turn
 from spmd_rl.hooks.wire.messages import (
-    Ask,
-    Drawn,
+    Answer,
+    AskTurn,
+    Episode,
     EpisodeResult,
-    Episodes,
-    Kind,
     Problem,
     Question,
-    Refused,
-    ToProcess,
+    Reply,
+    Result,
 )
+from spmd_rl.types.prompts import Prompt
 
-KIND: Kind = "episode"
+
+class _TurnKey(NamedTuple):
+    """What an episode asked the engine; the answer depends on nothing else."""
+
+    transcript: int
+    past: bytes  # a digest
+    max_tokens: int | None
+    stop: tuple[str, ...] | None
 
 
 class _OpenEpisode:
@@ -31,102 +41,104 @@ class _OpenEpisode:
 
     def __init__(self, task: EpisodeTask) -> None:
         self.task = task
-        self.turns = EpisodeTurns()
+        self.replies: dict[_TurnKey, dict[str, Any]] = {}  # of the engine
+        self.asked: dict[int, _TurnKey] = {}  # what the engine draws now, by its call
+        self.waiting: dict[_TurnKey, int] = {}  # the ask id under which the function waits
 
 
 class EpisodeTasks:
     """The episodes that are open. The id of a task is that of its call. `name` is that of the
-    function, `texts` answers for the tokenizer, and `ids` numbers engine calls.
+    function, `tokenizer` returns the one that answers for texts, and `ids` numbers engine calls.
     """
 
-    def __init__(self, name: str, texts: EpisodeTexts, crews: Crews, ids: Iterator[int]) -> None:
-        self._name, self._texts, self._crews, self._ids = name, texts, crews, ids
+    def __init__(
+        self, name: str, tokenizer: Callable[[], Any] | None, group: WorkerGroup, ids: Iterator[int]
+    ) -> None:
+        self._name, self._tokenizer, self._group, self._ids = name, tokenizer, group, ids
         self._tasks: dict[int, _OpenEpisode] = {}
 
     def __len__(self) -> int:
         return len(self._tasks)
 
+    def __contains__(self, task_id: int) -> bool:
+        return task_id in self._tasks
+
     def open(self, task_id: int, task: EpisodeTask) -> None:
         """Take a task and queue its call."""
         self._tasks[task_id] = _OpenEpisode(task)
-        self._crews.add(KIND, [task_id])
+        self._group.add([task_id])
 
-    def message(self, call_ids: Sequence[int]) -> Episodes:
-        """Return the message that asks for these episodes, from their start."""
-        return episodes_message(map(self._row, call_ids))
+    def message(self, task_id: int) -> Episode:
+        """Return the message that asks for an episode, from its start."""
+        episode = self._tasks[task_id]
+        episode.waiting.clear()
+        task = episode.task
+        which = task.info, task.index, task.num_samples, task.temperature
+        return Episode(task_id, *which, Prompt.to_columns([task.prompt]))
 
     def take(
-        self, message: Ask | Question | EpisodeResult | Problem
+        self, message: AskTurn | Question | Answer
     ) -> Iterator[EngineCall | EpisodeEnded | Failed]:
         """Yield the event that a message of an episode leads to, if any."""
         task_id = message.call_id
         if task_id not in self._tasks:  # it was cancelled
             return
-        if isinstance(message, Ask):
+        if isinstance(message, AskTurn):
             yield from self._asked(message)
-        elif isinstance(message, Question):
-            self._send(task_id, self._texts.answer(message))
         elif isinstance(message, EpisodeResult):
             task = self._tasks.pop(task_id).task
             told = {"metrics": message.metrics, "notes": message.notes}
             added = {name: values for name, values in told.items() if values}
-            samples = [
-                sample.replace(metadata=sample.metadata | added)
-                for sample in message.samples.rows()
-            ]
+            samples = message.samples.rows()
+            samples = [one.replace(metadata=one.metadata | added) for one in samples]
             yield EpisodeEnded(task_id, samples, message.seconds, self._where(task))
-        else:
+        elif isinstance(message, Problem):
             task = self._tasks.pop(task_id).task
             yield Failed(task_id, self._where(task), message.problem, message.seconds)
+        elif not isinstance(message, Result):
+            self._send(reply_of(message, self._tokenizer))
 
-    def reply(self, task_id: int, call_id: int, turn: Turn | str) -> None:
+    def reply(self, task_id: int, call_id: int, **reply: Any) -> None:
         """Give an episode a turn, or the reason why there is none. One that has ended gets none."""
-        if (episode := self._tasks.get(task_id)) is None:
-            return
-        if (ask_id := episode.turns.answer(call_id, turn)) is not None:
-            self._send(task_id, _answer(task_id, ask_id, turn))
+        if episode := self._tasks.get(task_id):
+            key = episode.asked.pop(call_id)
+            episode.replies[key] = reply
+            if (ask_id := episode.waiting.pop(key, None)) is not None:
+                self._send(Reply(task_id, ask_id, **reply))
 
     def cancel(self, task_id: int) -> None:
         """Forget a task and its call."""
         if self._tasks.pop(task_id, None):
-            self._crews.drop(KIND, task_id)
+            self._group.cancel(task_id)
 
     def _where(self, task: EpisodeTask) -> str:
         return f"generate {self._name} on {describe_episode(task.prompt, task.index)}"
 
-    def _row(self, task_id: int) -> EpisodeRow:
-        episode = self._tasks[task_id]
-        episode.turns.restart()
-        task = episode.task
-        return EpisodeRow(
-            task_id, task.prompt, task.index, task.num_samples, task.temperature, task.info
-        )
-
-    def _asked(self, message: Ask) -> Iterator[EngineCall]:
+    def _asked(self, message: AskTurn) -> Iterator[EngineCall]:
         """Answer a question from what was drawn before, or ask the engine."""
-        task_id, engine_call = message.call_id, next(self._ids)
-        known = self._tasks[task_id].turns.ask(message, engine_call)
-        if isinstance(known, bool):
-            if known:
-                yield EngineCall(
-                    task_id,
-                    engine_call,
-                    message.transcript,
-                    message.tokens,
-                    message.logprobs,
-                    message.versions,
-                    message.kept,
-                    message.max_tokens,
-                    None if message.stop is None else tuple(message.stop),
-                )
-        else:
-            self._send(task_id, _answer(task_id, message.ask_id, known))
+        task_id, episode = message.call_id, self._tasks[message.call_id]
+        stop = None if message.stop is None else tuple(message.stop)
+        past = blake2b(message.tokens.tobytes()).digest()
+        key = _TurnKey(message.transcript, past, message.max_tokens, stop)
+        if key in episode.replies:
+            self._send(Reply(task_id, message.ask_id, **episode.replies[key]))
+            return
+        episode.waiting[key] = message.ask_id
+        if key not in episode.asked.values():  # else the engine draws it already
+            call_id = next(self._ids)
+            episode.asked[call_id] = key
+            yield EngineCall(
+                task_id,
+                call_id,
+                message.transcript,
+                message.tokens,
+                message.logprobs,
+                message.versions,
+                message.kept,
+                message.max_tokens,
+                stop,
+            )
 
-    def _send(self, task_id: int, message: ToProcess) -> None:
-        self._crews.send(KIND, task_id, message)
-
-
-def _answer(call_id: int, ask_id: int, turn: Turn | str) -> ToProcess:
-    if isinstance(turn, str):
-        return Refused(call_id, ask_id, turn)
-    return Drawn(call_id, ask_id, turn)
+    def _send(self, message: Reply) -> None:
+        if worker := self._group.worker_of(message.call_id):
+            worker.send(message)

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import selectors
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 
+from msgspec.structs import replace
+
 from spmd_rl.hooks.config import HookConfig
-from spmd_rl.hooks.rank.crews import Crews
 from spmd_rl.hooks.rank.episode_tasks import EpisodeTasks
-from spmd_rl.hooks.rank.episode_texts import EpisodeTexts, EpisodeTokenizer
+from spmd_rl.hooks.rank.episode_texts import EpisodeTokenizer
 from spmd_rl.hooks.rank.reward_tasks import RewardTasks
 from spmd_rl.hooks.rank.tasks import EpisodeTask, Event, Task
+from spmd_rl.hooks.rank.worker import Worker
+from spmd_rl.hooks.rank.worker_group import Limits, WorkerGroup
 from spmd_rl.hooks.signatures import part_name
 from spmd_rl.hooks.transcript import Turn
-from spmd_rl.hooks.wire.answer_ring import Rewards
-from spmd_rl.hooks.wire.messages import Kind, Problem, Result, Start, ToProcess
+from spmd_rl.hooks.wire.messages import (
+    Answers,
+    AskTurn,
+    EpisodeResult,
+    Question,
+    Ready,
+    Start,
+    ToRank,
+)
+
+LATE_STEP = "held its event loop for longer than {:g} s without an await"
 
 
 class HookPool(AbstractContextManager["HookPool"]):
@@ -34,13 +48,26 @@ class HookPool(AbstractContextManager["HookPool"]):
         config: Mapping[str, Any] | None = None,
         tokenizer: Callable[[], EpisodeTokenizer] | None = None,
     ) -> None:
-        start = Start(list(rewards), cfg.generate, dict(config or {}))
-        self._ids = count()  # of tasks and calls
-        self._crews = Crews(cfg, start, self._message_of)
+        deadlines = cfg.concurrency, cfg.deadline_s, cfg.episode_deadline_s
+        self._start = Start(list(rewards), "", dict(config or {}), *deadlines)
+        self._selector = selectors.DefaultSelector()
+        late = Limits(cfg.processes, cfg.concurrency, cfg.deadline_s, LATE_STEP)
+        plain = Limits(cfg.processes, 0, cfg.deadline_s)
+        # The kind of a reward function is known once a process has imported it. So the first
+        # process of rewards starts as a plain one.
+        self._plain = WorkerGroup(plain, self._reward_worker)
+        self._async = WorkerGroup(late, self._reward_worker)
+        episode = replace(self._start, rewards=[], generate=cfg.generate)
+        self._episode = WorkerGroup(late, lambda: Worker(episode, self._selector))
+        ids = count()  # of tasks and calls
+        self._ids = ids
         names = [part_name(name) for name in rewards]
-        self._rewards = RewardTasks(names, self._crews, self._ids)
-        texts = EpisodeTexts(tokenizer)
-        self._episodes = EpisodeTasks(part_name(cfg.generate), texts, self._crews, self._ids)
+        self._rewards = RewardTasks(names, self._plain, self._async, ids)
+        self._episodes = EpisodeTasks(part_name(cfg.generate), tokenizer, self._episode, ids)
+        if rewards:
+            self._plain.start()
+        if cfg.generate:
+            self._episode.start()
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self.close()
@@ -53,7 +80,7 @@ class HookPool(AbstractContextManager["HookPool"]):
     @property
     def group_functions(self) -> frozenset[int]:
         """The numbers of the rewards that take a whole group; known once any sample is graded."""
-        forms = enumerate(self._crews.forms or [])
+        forms = enumerate(self._rewards.forms or [])
         return frozenset(number for number, form in forms if form.whole_group)
 
     def submit(self, task: Task) -> int:
@@ -74,24 +101,27 @@ class HookPool(AbstractContextManager["HookPool"]):
         It must be called a few times a second, even without news, because deadlines may be due.
         Raises: ConfigError when a hook cannot be imported; SpmdError when a process cannot start.
         """
+        now_s = time.monotonic()
         events: list[Event] = []
-        for kind, messages in self._crews.read():
-            for message in messages:
-                if kind == "episode" and not isinstance(message, (Rewards, Result)):
-                    events += self._episodes.take(message)
-                elif isinstance(message, (Rewards, Result, Problem)):
-                    events += self._rewards.take(message)
+        for group in self._groups():
+            for worker, message in list(group.read(now_s)):
+                events += self._events(worker, message)
         events += self._rewards.route()
-        self._crews.dispatch()
+        for group in (self._plain, self._async):
+            for worker, call_ids in group.assign(now_s):
+                worker.send(self._rewards.message(call_ids))
+        for worker, call_ids in self._episode.assign(now_s):
+            for call_id in call_ids:
+                worker.send(self._episodes.message(call_id))
         return events
 
     def reply(self, task_id: int, call_id: int, turn: Turn) -> None:
         """Give an episode what the engine has drawn for its EngineCall."""
-        self._episodes.reply(task_id, call_id, turn)
+        self._episodes.reply(task_id, call_id, turn=turn)
 
     def refuse(self, task_id: int, call_id: int, problem: str) -> None:
         """Tell an episode why the engine cannot answer its EngineCall; `complete` raises it."""
-        self._episodes.reply(task_id, call_id, problem)
+        self._episodes.reply(task_id, call_id, problem=problem)
 
     def cancel(self, task_id: int) -> None:
         """Forget a task, of which there will be no event. A plain function that runs goes on."""
@@ -100,13 +130,32 @@ class HookPool(AbstractContextManager["HookPool"]):
 
     def filenos(self) -> list[int]:
         """Return descriptors of which one can be read when `poll` has news."""
-        return [self._crews.fileno()]
+        return [self._selector.fileno()]
 
     def close(self) -> None:
         """End all processes. Blocks: until the system has ended them."""
-        self._crews.close()
+        for group in self._groups():
+            group.close()
+        self._selector.close()
 
-    def _message_of(self, kind: Kind, call_ids: list[int]) -> ToProcess:
-        if kind == "episode":
-            return self._episodes.message(call_ids)
-        return self._rewards.message(call_ids)
+    def _groups(self) -> tuple[WorkerGroup, ...]:
+        return self._plain, self._async, self._episode
+
+    def _reward_worker(self) -> Worker:
+        return Worker(self._start, self._selector)
+
+    def _events(self, worker: Worker, message: ToRank) -> Iterator[Event]:
+        """Yield the events that a message of a worker leads to."""
+        if isinstance(message, Answers):
+            for answer in message.answers:
+                if isinstance(answer, EpisodeResult) or answer.call_id in self._episodes:
+                    yield from self._episodes.take(answer)
+                else:
+                    yield from self._rewards.take(answer)
+        elif isinstance(message, AskTurn | Question):
+            yield from self._episodes.take(message)
+        elif isinstance(message, Ready) and worker in self._plain.workers:
+            self._rewards.forms = message.forms
+            if all(form.is_async for form in message.forms):
+                self._plain.workers.remove(worker)
+                self._async.workers.append(worker)

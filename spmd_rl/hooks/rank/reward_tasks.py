@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from spmd_rl.hooks.rank.call_columns import CallRow, calls_message
-from spmd_rl.hooks.rank.crews import Crews
 from spmd_rl.hooks.rank.tasks import Failed, Graded, GroupTask, SampleTask
+from spmd_rl.hooks.rank.worker_group import WorkerGroup
 from spmd_rl.hooks.results import Grade, describe
-from spmd_rl.hooks.wire.answer_ring import Rewards
-from spmd_rl.hooks.wire.messages import Calls, Kind, Problem, Result
+from spmd_rl.hooks.signatures import RewardForm
+from spmd_rl.hooks.wire.messages import Call, Calls, Problem, Result
 from spmd_rl.rewards.names import is_shipped
+from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
-
-_NO_METRICS: dict[str, float] = {}
 
 
 class _OpenTask:
@@ -23,9 +21,7 @@ class _OpenTask:
 
     def __init__(self, task: SampleTask | GroupTask) -> None:
         self.task = task
-        self.samples: Sequence[Sample] = (
-            (task.sample,) if type(task) is SampleTask else task.samples  # type: ignore[union-attr]
-        )
+        self.samples = [task.sample] if isinstance(task, SampleTask) else task.samples
         self.calls: list[int] = []
         self.num_missing = 0  # answers
         self.grades: dict[str, list[Grade]] = {}
@@ -34,14 +30,25 @@ class _OpenTask:
         self.seconds = 0.0
 
 
-_Call = tuple[int, _OpenTask, int, Kind]  # the id of the task, the task, the function, its kind
+# the id of the task, the task, the number of the function, and whether that is async
+_Call = tuple[int, _OpenTask, int, bool]
 
 
 class RewardTasks:
-    """The reward tasks that are open. `names` are those of the functions; `ids` numbers calls."""
+    """The reward tasks that are open. `names` are those of the functions; `ids` numbers calls.
 
-    def __init__(self, names: Sequence[str], crews: Crews, ids: Iterator[int]) -> None:
-        self._names, self._crews, self._ids = names, crews, ids
+    The kind of a function is known once a process has imported it: `forms` is None until then.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        plain: WorkerGroup,
+        asynchronous: WorkerGroup,
+        ids: Iterator[int],
+    ) -> None:
+        self.forms: list[RewardForm] | None = None if names else []
+        self._names, self._groups, self._ids = names, (plain, asynchronous), ids
         self._tasks: dict[int, _OpenTask] = {}
         self._calls: dict[int, _Call] = {}
         self._new: list[int] = []  # tasks without calls yet
@@ -59,79 +66,69 @@ class RewardTasks:
 
         Yields the event of a task that no function fits.
         """
-        forms = self._crews.forms
-        if forms is None or not self._new:
+        if self.forms is None or not self._new:
             return
-        by_subject: dict[bool, list[tuple[int, Kind]]] = {False: [], True: []}
-        for number, form in enumerate(forms):
-            by_subject[form.whole_group].append((number, self._crews.kind_of(number)))
-        new, self._new = self._new, []
-        queued: dict[Kind, list[int]] = {}
-        for task_id in new:
+        fitting: dict[bool, list[tuple[int, bool]]] = {False: [], True: []}
+        for number, form in enumerate(self.forms):
+            fitting[form.whole_group].append((number, form.is_async))
+        queued: tuple[list[int], list[int]] = [], []
+        for task_id in self._new:
             if (task := self._tasks.get(task_id)) is None:  # it was cancelled
                 continue
             wanted = task.task.functions
-            for number, kind in by_subject[type(task.task) is GroupTask]:
-                if wanted is not None and number not in wanted:
-                    continue
-                call_id = next(self._ids)
-                self._calls[call_id] = task_id, task, number, kind
-                task.calls.append(call_id)
-                task.num_missing += 1
-                queued.setdefault(kind, []).append(call_id)
+            for number, is_async in fitting[type(task.task) is GroupTask]:
+                if wanted is None or number in wanted:
+                    call_id = next(self._ids)
+                    self._calls[call_id] = task_id, task, number, is_async
+                    task.calls.append(call_id)
+                    queued[is_async].append(call_id)
+            task.num_missing = len(task.calls)
             if not task.calls:
                 yield self._graded(task_id)
-        for kind, call_ids in queued.items():
-            self._crews.add(kind, call_ids)
+        self._new = []
+        for group, call_ids in zip(self._groups, queued, strict=True):
+            group.add(call_ids)
 
     def message(self, call_ids: Iterable[int]) -> Calls:
-        """Return the message that asks for these calls."""
-        return calls_message(map(self._row, call_ids))
+        """Return the message that asks for these calls. Each prompt and sample is in it once."""
+        calls, prompts, samples = list[Call](), list[Prompt](), list[Sample]()
+        places: dict[int, int] = {}  # of prompts and of sequences of samples, by their id
+        for call_id in call_ids:
+            _, open_task, function, _ = self._calls[call_id]
+            task, sequence = open_task.task, open_task.samples
+            if (prompt := places.setdefault(id(task.prompt), len(prompts))) == len(prompts):
+                prompts.append(task.prompt)
+            if (first := places.setdefault(id(sequence), len(samples))) == len(samples):
+                samples += sequence
+            calls.append(Call(call_id, function, task.info, prompt, first, len(sequence)))
+        return Calls(calls, Prompt.to_columns(prompts), Sample.to_columns(samples))
 
-    def take(self, answer: Rewards | Result | Problem) -> Iterator[Graded | Failed]:
-        """Yield the events of tasks that an answer completes or fails."""
-        if isinstance(answer, Rewards):
-            for call_id, seconds, reward in zip(*answer, strict=True):
-                yield from self._complete(call_id, seconds, [Grade(reward)], _NO_METRICS)
-        elif isinstance(answer, Result):
-            call_id, seconds = answer.call_id, answer.seconds
-            if answer.notes and (noted := self._calls.get(call_id)):
-                noted[1].notes |= answer.notes
-            yield from self._complete(call_id, seconds, answer.grades, answer.metrics)
-        elif call := self._calls.pop(answer.call_id, None):
-            task_id, task, function, _ = call
-            task.seconds += answer.seconds
+    def take(self, answer: Result | Problem) -> Iterator[Graded | Failed]:
+        """Yield the event of the task that an answer completes or fails."""
+        if (call := self._calls.pop(answer.call_id, None)) is None:  # it was cancelled
+            return
+        task_id, task, function, _ = call
+        task.seconds += answer.seconds
+        name = self._names[function]
+        if isinstance(answer, Problem):
             self.cancel(task_id)
-            name = self._names[function]
             where = f"reward {name} on {describe(task.task.prompt, task.samples)}"
             is_spared = answer.unanswered and is_shipped(name)
             yield Failed(task_id, where, answer.problem, task.seconds, is_spared)
-
-    def _complete(
-        self, call_id: int, seconds: float, grades: list[Grade], metrics: Mapping[str, float]
-    ) -> Iterator[Graded]:
-        """Take what a call returned; yield the event of its task if that was the last one."""
-        if (call := self._calls.pop(call_id, None)) is None:  # it was cancelled
             return
-        task_id, task, function, _ = call
         task.num_missing -= 1
-        task.seconds += seconds
-        task.grades[self._names[function]] = grades
-        if metrics:
-            task.metrics |= metrics
+        task.grades[name] = answer.grades
+        task.metrics |= answer.metrics
+        task.notes |= answer.notes
         if not task.num_missing:
             yield self._graded(task_id)
 
     def cancel(self, task_id: int) -> None:
-        """Forget a task and its calls."""
+        """Forget a task and its calls. A plain function that runs goes on."""
         if task := self._tasks.pop(task_id, None):
             for call_id in task.calls:
                 if call := self._calls.pop(call_id, None):
-                    self._crews.drop(call[-1], call_id)
-
-    def _row(self, call_id: int) -> CallRow:
-        _, task, function, _ = self._calls[call_id]
-        return call_id, function, task.task.prompt, task.samples, task.task.info
+                    self._groups[call[-1]].cancel(call_id)
 
     def _graded(self, task_id: int) -> Graded:
         task = self._tasks.pop(task_id)

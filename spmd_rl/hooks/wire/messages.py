@@ -4,7 +4,7 @@ the name of its class.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,7 +19,6 @@ from spmd_rl.types.prompts import PromptColumns
 from spmd_rl.types.samples import SampleColumns
 
 DAMAGED_EXIT = 77  # exit code after a hook has closed descriptors of its process
-Kind = Literal["plain", "async", "episode"]  # of the functions that one process runs
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -27,11 +26,14 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
 
 
 class Start(Message, frozen=True):
-    """The first message to a process: what it imports."""
+    """The first message to a process: what it imports, and the deadlines of its calls."""
 
     rewards: list[str]
     generate: str
     config: dict[str, Any]
+    concurrency: int
+    deadline_s: float
+    episode_deadline_s: float
 
 
 class Ready(Message, frozen=True):
@@ -46,60 +48,35 @@ class NotReady(Message, frozen=True):
     error: str
 
 
-class Serve(Message, frozen=True):
-    """Answer to Ready: the kind of functions that the process runs from now on."""
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """A call of reward function number `function`, for a prompt and `num_samples` samples from
+    `first_sample` on of the same message.
+    """
 
-    kind: Kind
-    concurrency: int
-    deadline_s: float
-    episode_deadline_s: float
+    call_id: int
+    function: int
+    info: CallInfo
+    prompt: int
+    first_sample: int
+    num_samples: int
 
 
 class Calls(Message, frozen=True):
-    """Calls of reward functions. Call m is for prompt `prompt_of[m]`, and for the `counts[m]`
-    samples from `first[m]` on. `functions` are numbers of rewards, in the order of Start.
-    """
+    """Calls of reward functions. Each prompt and each sample is in here once."""
 
-    ids: list[int]
-    functions: list[int]
-    infos: list[CallInfo]
-    prompt_of: list[int]
-    first: list[int]
-    counts: list[int]
+    calls: list[Call]
     prompts: PromptColumns
     samples: SampleColumns
 
 
-class Result(Message, frozen=True):
-    """What a reward function returned for one call, and the seconds that it took. `spoiled` says
-    that the process is to get no other call.
-    """
+class Episode(Message, frozen=True):
+    """A call of `generate`, to make sample `index` of `num_samples` of one prompt."""
 
     call_id: int
-    seconds: float
-    grades: list[Grade]
-    metrics: dict[str, float]
-    notes: dict[str, str] = {}
-    spoiled: bool = False
-
-
-class Answered(Message, frozen=True):
-    """So many answers are in the ring now, from the start of the process on (answer_ring.py)."""
-
-    count: int
-
-
-class Episodes(Message, frozen=True):
-    """Calls of `generate`. Call m is for prompt `prompt_of[m]`, and for what would be its sample
-    `indices[m]` of `num_samples[m]`.
-    """
-
-    ids: list[int]
-    infos: list[CallInfo]
-    prompt_of: list[int]
-    indices: list[int]
-    num_samples: list[int]
-    temperatures: list[float]
+    info: CallInfo
+    index: int
+    num_samples: int
+    temperature: float
     prompts: PromptColumns
 
 
@@ -109,67 +86,68 @@ class Cancel(Message, frozen=True):
     call_id: int
 
 
-class Drawn(Message, frozen=True):
-    """Answer to Ask."""
+class Reply(Message, frozen=True):
+    """Answer to a question of an episode: the one value that is not None, or else a problem."""
 
     call_id: int
     ask_id: int
-    turn: Turn
+    problem: str = ""
+    turn: Turn | None = None
+    tokens: list[int] | None = None
+    text: str | None = None
 
 
-class Encoded(Message, frozen=True):
-    """Answer to AskTokens."""
+class Result(Message, frozen=True):
+    """What a reward function returned for one call, and the seconds that it took.
 
-    call_id: int
-    ask_id: int
-    tokens: list[int]
-
-
-class Text(Message, frozen=True):
-    """Answer to AskText or AskRendered."""
+    `retires` says that the process is to get no other call.
+    """
 
     call_id: int
-    ask_id: int
-    text: str
+    seconds: float
+    grades: list[Grade]
+    metrics: dict[str, float] = {}
+    notes: dict[str, str] = {}
+    retires: bool = False
 
 
-class Refused(Message, frozen=True):
-    """Answer to a question of an episode: why there is none."""
+class EpisodeResult(Message, frozen=True):
+    """The samples that an episode returned. `retires` is that of Result."""
 
     call_id: int
-    ask_id: int
-    problem: str
+    seconds: float
+    samples: SampleColumns
+    metrics: dict[str, float]
+    notes: dict[str, str]
+    retires: bool = False
 
 
 class Problem(Message, frozen=True):
-    """Why a call failed: the end of a sentence about it.
+    """Why a call failed: the end of a sentence about it. `retires` is that of Result.
 
-    `in_doubt` says that an earlier call may be the reason. `spoiled` says that the process is to
-    get no other call. `unanswered` says that its process ended, or was ended at the deadline,
-    before there was an answer.
+    `in_doubt` says that another call may be the reason. `unanswered` says that the process ended,
+    or was ended at the deadline, before there was an answer.
     """
 
     call_id: int
     seconds: float
     problem: str
     in_doubt: bool = False
-    spoiled: bool = False
+    retires: bool = False
     unanswered: bool = False
 
 
-class EpisodeResult(Message, frozen=True):
-    """The samples that an episode returned. `spoiled` is that of Result."""
-
-    call_id: int
-    seconds: float
-    samples: SampleColumns
-    metrics: dict[str, float]
-    notes: dict[str, str] = {}
-    spoiled: bool = False
+Answer = Result | EpisodeResult | Problem  # the last word on a call
 
 
-class Ask(Message, frozen=True):
-    """A turn of transcript number `transcript` is wanted, of which the arrays are the past."""
+class Answers(Message, frozen=True):
+    """Calls that have ended, in the order in which they were made."""
+
+    answers: list[Answer]
+
+
+class AskTurn(Message, frozen=True):
+    """Ask the engine to go on with transcript number `transcript`; the arrays are what it has."""
 
     call_id: int
     ask_id: int
@@ -183,7 +161,7 @@ class Ask(Message, frozen=True):
 
 
 class AskTokens(Message, frozen=True):
-    """The token ids of a text are wanted."""
+    """Ask for the token ids of a text."""
 
     call_id: int
     ask_id: int
@@ -191,7 +169,7 @@ class AskTokens(Message, frozen=True):
 
 
 class AskText(Message, frozen=True):
-    """The text of token ids is wanted."""
+    """Ask for the text of token ids."""
 
     call_id: int
     ask_id: int
@@ -199,7 +177,7 @@ class AskText(Message, frozen=True):
 
 
 class AskRendered(Message, frozen=True):
-    """The text is wanted that the chat template makes of messages, with a generation prompt."""
+    """Ask for what the chat template makes of messages, with a generation prompt."""
 
     call_id: int
     ask_id: int
@@ -209,8 +187,7 @@ class AskRendered(Message, frozen=True):
 
 
 Question = AskTokens | AskText | AskRendered  # for the rank's tokenizer
-Answer = Result | EpisodeResult | Problem  # the last message of a call
-ToProcess = Start | Serve | Calls | Episodes | Cancel | Drawn | Encoded | Text | Refused
-ToRank = Ready | NotReady | Answered | Answer | Ask | Question
+ToProcess = Start | Calls | Episode | Cancel | Reply
+ToRank = Ready | NotReady | Answers | AskTurn | Question
 TO_PROCESS: Codec = Codec(ToProcess, functions=False, repeats=False)
 TO_RANK: Codec = Codec(ToRank, functions=False, repeats=False)

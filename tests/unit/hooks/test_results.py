@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmd_rl.hooks.child.reward_calls import problem_of
 from spmd_rl.hooks.results import (
     BadResult,
     Grade,
@@ -18,6 +17,7 @@ from spmd_rl.hooks.results import (
     describe_episode,
     merged,
     preview,
+    problem_of,
 )
 from tests.control_texts import COMMANDS, is_harmless
 from tests.unit.hooks.cases import make_prompt, make_sample

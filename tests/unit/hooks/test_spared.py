@@ -25,13 +25,10 @@ NAMES = ["math", "boxed_exact", "spmd_rl.rewards.math:math", "rules.py:score"]
 
 def failed(function: int, **problem: Any) -> Failed:
     """The event of a task whose call of a function had this problem."""
-    crews: Any = SimpleNamespace(
-        forms=[RewardForm(False, False, False)] * len(NAMES),
-        kind_of=lambda number: "plain",
-        add=lambda kind, ids: None,
-        drop=lambda kind, call: None,
-    )
-    tasks = RewardTasks(NAMES, crews, itertools.count())
+    group: Any = SimpleNamespace(add=lambda ids: None, cancel=lambda call: None)
+    other: Any = SimpleNamespace(add=lambda ids: None)
+    tasks = RewardTasks(NAMES, group, other, itertools.count())
+    tasks.forms = [RewardForm(False, False, False)] * len(NAMES)
     tasks.open(9, SampleTask(make_prompt(), make_sample(), CallInfo(), frozenset({function})))
     assert [*tasks.route()] == []
     (event,) = tasks.take(Problem(0, 1.0, "took longer than 30 s", **problem))
