@@ -12,16 +12,59 @@ from typing import Any
 
 from spmd_rl.hooks.child.calls import EpisodeCall, RewardCall
 from spmd_rl.hooks.child.process_state import ProcessState
-from spmd_rl.hooks.child.stopwatch import LoopClock, Stopwatch
 from spmd_rl.hooks.wire.channel import CallNote
 from spmd_rl.rewards.deadline import WATCH
+
+LONG_STEP_S = 0.01  # a step that holds the event loop for longer stops the time of all others
+
+
+class LoopClock:
+    """Time of an event loop: it stands still while a step holds the loop for long."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._held_s = clock, 0.0
+
+    def now_s(self) -> float:
+        return self._clock() - self._held_s
+
+    def add_step(self, step_s: float, watch: Stopwatch) -> None:
+        """Count a step of the call whose time is `watch`."""
+        if step_s > LONG_STEP_S:
+            self._held_s += step_s
+            watch.add(step_s)
+
+
+class Stopwatch:
+    """Time that one call has used. It may be paused several times at once."""
+
+    def __init__(self, clock: LoopClock) -> None:
+        self._clock, self._used_s, self._num_pauses = clock, 0.0, 0
+        self._running_since_s = clock.now_s()
+
+    @property
+    def used_s(self) -> float:
+        if self._num_pauses:
+            return self._used_s
+        return self._used_s + self._clock.now_s() - self._running_since_s
+
+    def add(self, seconds: float) -> None:
+        """Count seconds that the clock of the loop leaves out."""
+        self._used_s += seconds
+
+    def pause(self) -> None:
+        self._used_s = self.used_s
+        self._num_pauses += 1
+
+    def resume(self) -> None:
+        self._num_pauses -= 1
+        self._running_since_s = self._clock.now_s()
 
 
 class OpenCall:
     """An async call that is not answered yet: its time, and the tasks that it has started."""
 
-    def __init__(self, call: RewardCall | EpisodeCall, deadline_s: float, clock: LoopClock) -> None:
-        self.call, self.deadline_s = call, deadline_s
+    def __init__(self, job: RewardCall | EpisodeCall, deadline_s: float, clock: LoopClock) -> None:
+        self.job, self.deadline_s = job, deadline_s
         self.watch = Stopwatch(clock)
         self.tasks: set[asyncio.Task[Any]] = set()
         self.main: asyncio.Task[Any]  # the task of the function itself
@@ -65,7 +108,7 @@ class StepWatcher:
 
     def run(self, call: OpenCall, step: Callable[..., Any], *inputs: Any) -> Any:
         """Run a step of the call. A process that it damaged or forked ends after it."""
-        self._note.write(call.call.call_id)
+        self._note.write(call.job.call_id)
         began_s = time.monotonic()
         try:
             return step(*inputs)

@@ -12,7 +12,7 @@ from spmd_rl.errors import ContractError
 from spmd_rl.hooks.context import CallInfo, HookContext
 from spmd_rl.hooks.results import BadResult, as_grade, as_grades, preview
 from spmd_rl.hooks.signatures import RewardFunction, load_generate, load_reward
-from spmd_rl.hooks.wire.messages import Calls, Episode, EpisodeResult, Result, Start
+from spmd_rl.hooks.wire.messages import Calls, Episode, Result, Start
 from spmd_rl.rewards.ready import check_graders, checked_graders
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
@@ -60,7 +60,7 @@ class EpisodeCall(NamedTuple):
     temperature: float
     context: HookContext
 
-    def answer(self, result: Any, seconds: float) -> EpisodeResult:
+    def answer(self, result: Any, seconds: float) -> Result:
         """Return the answer to the call. Raises: BadResult."""
         samples = self._samples_of(result)
         if len(samples) > 1:
@@ -70,7 +70,7 @@ class EpisodeCall(NamedTuple):
         except (ContractError, TypeError, ValueError) as error:
             raise BadResult(f"returned a sample that does not fit: {error}") from error
         told = self.context.metrics, self.context.notes
-        return EpisodeResult(self.call_id, seconds, columns, *told)
+        return Result(self.call_id, seconds, [], *told, samples=columns)
 
     def _samples_of(self, result: Any) -> list[Sample]:
         """Return the samples that the episode returned. Raises: BadResult."""
@@ -79,21 +79,18 @@ class EpisodeCall(NamedTuple):
             raise BadResult(f"returned no Sample and no list of them: {preview(result)}")
         if not samples:
             raise BadResult("returned no sample")
-        if len({sample.index for sample in samples}) < len(samples):
+        if len({one.index for one in samples}) < len(samples):
             raise BadResult("returned two samples of one transcript")
-        for sample in samples:
-            self._check(sample)
+        for one in samples:
+            if one.prompt_uid != self.prompt.uid:
+                raise BadResult(f"returned a sample of another prompt, {preview(one.prompt_uid)}")
+            if (one.index - self.sample_index) % self.num_samples:
+                raise BadResult(f"returned a sample of another episode, {preview(one.index)}")
+            if len(one.tokens) == 0 or not np.isfinite(one.logprobs).all():
+                raise BadResult("returned a sample without tokens, or without their log-probs")
+            if one.status not in STATUSES:
+                raise BadResult(f"returned a sample of the status {preview(one.status)}")
         return samples
-
-    def _check(self, sample: Sample) -> None:
-        if sample.prompt_uid != self.prompt.uid:
-            raise BadResult(f"returned a sample of another prompt, {preview(sample.prompt_uid)}")
-        if (sample.index - self.sample_index) % self.num_samples:
-            raise BadResult(f"returned a sample of another episode, {preview(sample.index)}")
-        if len(sample.tokens) == 0 or not np.isfinite(sample.logprobs).all():
-            raise BadResult("returned a sample without tokens, or without their log-probs")
-        if sample.status not in STATUSES:
-            raise BadResult(f"returned a sample of the status {preview(sample.status)}")
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import SpmdError
+from spmd_rl.hooks.child.async_calls import Stopwatch
 from spmd_rl.hooks.child.calls import EpisodeCall
-from spmd_rl.hooks.child.stopwatch import Stopwatch
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
 from spmd_rl.hooks.wire.messages import AskRendered, AskText, AskTokens, AskTurn, ToRank
 
@@ -52,7 +52,7 @@ class EpisodeEngine:
             raise ValueError("complete: another call for this transcript is still running")
         if max_tokens is not None and (max_tokens := int(max_tokens)) < 1:
             raise ValueError(f"complete: max_tokens = {max_tokens}: expected 1 or more")
-        stops = None if stop is None else [stop] if isinstance(stop, str) else list(stop)
+        stops = None if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(one, str) and one for one in stops or ()):
             raise ValueError("complete: stop holds something else than texts, or an empty one")
         past = transcript.joined()

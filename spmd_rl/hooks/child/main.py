@@ -14,7 +14,7 @@ from spmd_rl.hooks.child.calls import LoadedHooks
 from spmd_rl.hooks.child.process_state import ProcessState, SeedWatch
 from spmd_rl.hooks.child.server import serve
 from spmd_rl.hooks.wire.channel import CallNote, MessageReader, encode
-from spmd_rl.hooks.wire.messages import TO_PROCESS, NotReady, Ready, Start
+from spmd_rl.hooks.wire.messages import TO_PROCESS, Ready, Start
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -38,7 +38,7 @@ def main(socket_fd: int, note_fd: int, parent_pid: int) -> None:
     try:
         hooks = LoadedHooks.of(start)
     except ConfigError as error:
-        sock.sendall(encode(NotReady(str(error))))
+        sock.sendall(encode(Ready([], str(error))))
         return
     sock.sendall(encode(Ready([reward.form for reward in hooks.rewards])))
     serve(sock, CallNote(note_fd), ProcessState(seeds), hooks, start)

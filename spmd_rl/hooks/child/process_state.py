@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,35 @@ _SIGNALS = sorted(set(map(int, signal.valid_signals())) - {signal.SIGKILL, signa
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 MAX_THREADS = 256  # that hooks may have left running
 
-# the first function returns a value, the second puts an earlier one back
-_Part = tuple[Callable[[], Any], Callable[[Any], object]]
+
+class SeedWatch:
+    """Notices that `random` or `numpy.random` is seeded. Make it before hooks are imported.
+
+    A later call would otherwise draw what an earlier one has fixed. Seeds that hooks set while they
+    are imported stand until the first call that sets one.
+    """
+
+    def __init__(self) -> None:
+        self.was_seeded = False
+        # without an argument, they seed from the system
+        self._seed: list[Callable[..., Any]] = [random.seed, np.random.seed]
+        for module in (random, np.random):
+            for name in ("seed", "setstate", "set_state"):
+                if hasattr(module, name):
+                    setattr(module, name, self._watched(getattr(module, name)))
+
+    def seed_anew(self) -> None:
+        """Give later calls other random numbers."""
+        for seed in self._seed:
+            seed()
+        self.was_seeded = False
+
+    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.was_seeded = True
+            return function(*args, **kwargs)
+
+        return watched
 
 
 class ProcessState:
@@ -39,7 +67,8 @@ class ProcessState:
         for stream in (sys.stdout, sys.stderr):
             stream.close = lambda: None  # type: ignore[method-assign]
         seeds.was_seeded = False
-        self._parts = [(read, put_back, _copy(read())) for read, put_back in self._all_parts(seeds)]
+        parts = [*_parts(seeds), (lambda: _identity(os.stat(".")), self._return_to_folder)]
+        self._parts = [(read, put_back, _copy(read())) for read, put_back in parts]
         self._lasting = _output_files(), _limits()  # what cannot always be put back
 
     def restore(self) -> bool:
@@ -68,6 +97,9 @@ class ProcessState:
         if os.getpid() != self._pid:
             os._exit(0)
 
+    def _return_to_folder(self, before: Any) -> None:
+        os.fchdir(self._folder)
+
     def _holds_too_much(self) -> bool:
         """Return whether calls have left many files open, or many threads running."""
         most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -78,51 +110,24 @@ class ProcessState:
         os.close(lowest_free)
         return lowest_free > most_files // 2 > 0 or threading.active_count() > MAX_THREADS
 
-    def _all_parts(self, seeds: SeedWatch) -> Iterator[_Part]:  # what is put back, and how
-        yield lambda: _identity(os.stat(".")), lambda _: os.fchdir(self._folder)
-        yield _umask, os.umask
-        yield lambda: (sys.stdout, sys.stderr), _set_streams
-        yield _limits, _set_limits
-        yield lambda: [_signal.getsignal(number) for number in _SIGNALS], _set_handlers
-        yield lambda: [signal.getitimer(timer)[0] for timer in _TIMERS], _stop_timers
-        yield lambda: _signal.pthread_sigmask(signal.SIG_BLOCK, ()), _set_mask
-        yield lambda: vars(os.environ)["_data"], _set_environment  # not a copy, which takes long
-        yield lambda: sys.path, _set_path
-        yield sys.getrecursionlimit, sys.setrecursionlimit
-        yield sys.gettrace, sys.settrace
-        yield sys.getprofile, sys.setprofile
-        yield gc.isenabled, _set_collector
-        yield lambda: seeds.was_seeded, lambda _: seeds.seed_anew()
-        yield _torch_switches, _set_torch
 
-
-class SeedWatch:
-    """Notices that `random` or `numpy.random` is seeded. Make it before hooks are imported.
-
-    A later call would otherwise draw what an earlier one has fixed. Seeds that hooks set while they
-    are imported stand until the first call that sets one.
-    """
-
-    def __init__(self) -> None:
-        self.was_seeded = False
-        self._seed = [random.seed, np.random.seed]  # without an argument, from the system
-        for module in (random, np.random):
-            for name in ("seed", "setstate", "set_state"):
-                if hasattr(module, name):
-                    setattr(module, name, self._watched(getattr(module, name)))
-
-    def seed_anew(self) -> None:
-        """Give later calls other random numbers."""
-        for seed in self._seed:
-            seed()
-        self.was_seeded = False
-
-    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self.was_seeded = True
-            return function(*args, **kwargs)
-
-        return watched
+def _parts(seeds: SeedWatch) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Yield a function that reads a part of the state, and one that puts an earlier value back."""
+    yield _umask, os.umask
+    yield lambda: [sys.stdout, sys.stderr], _set_streams
+    yield _limits, _set_limits
+    yield lambda: [_signal.getsignal(number) for number in _SIGNALS], _set_handlers
+    yield lambda: [signal.getitimer(timer)[0] for timer in _TIMERS], _stop_timers
+    set_mask = partial(_signal.pthread_sigmask, signal.SIG_SETMASK)
+    yield lambda: _signal.pthread_sigmask(signal.SIG_BLOCK, ()), set_mask
+    yield lambda: vars(os.environ)["_data"], _set_environment  # not a copy, which takes long
+    yield lambda: sys.path, lambda path: sys.path.__setitem__(slice(None), path)
+    yield sys.getrecursionlimit, sys.setrecursionlimit
+    yield sys.gettrace, sys.settrace
+    yield sys.getprofile, sys.setprofile
+    yield gc.isenabled, lambda enabled: (gc.disable, gc.enable)[enabled]()
+    yield lambda: seeds.was_seeded, lambda _: seeds.seed_anew()
+    yield _torch_switches, _set_torch
 
 
 def _copy(value: Any) -> Any:
@@ -157,7 +162,7 @@ def _set_limits(limits: list[tuple[int, int]]) -> None:
             resource.setrlimit(limit, before)
 
 
-def _set_streams(streams: tuple[Any, Any]) -> None:
+def _set_streams(streams: list[Any]) -> None:
     sys.stdout, sys.stderr = streams
 
 
@@ -172,23 +177,9 @@ def _stop_timers(_: Any) -> None:
         signal.setitimer(timer, 0)
 
 
-def _set_mask(mask: Any) -> None:
-    _signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _set_collector(enabled: bool) -> None:
-    (gc.enable if enabled else gc.disable)()
-
-
-def _set_path(path: list[str]) -> None:
-    sys.path[:] = path
-
-
 def _set_environment(environment: dict[bytes, bytes]) -> None:
-    for name in vars(os.environ)["_data"].keys() - environment.keys():
-        del os.environ[os.fsdecode(name)]
-    for variable, value in environment.items():
-        os.environ[os.fsdecode(variable)] = os.fsdecode(value)
+    os.environ.clear()
+    os.environ.update({os.fsdecode(name): os.fsdecode(environment[name]) for name in environment})
 
 
 def _torch_switches() -> tuple[bool, str]:

@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections import deque
-from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -147,20 +146,18 @@ class Server(asyncio.Protocol):
         """Begin an async call."""
         call = OpenCall(job, deadline_s, self._watcher.clock)
         self._open[job.call_id] = call
-        function = job.start if isinstance(job, RewardCall) else self._episode(job, call)
+        if isinstance(job, EpisodeCall):
+            self._engines[job.call_id] = EpisodeEngine(job, self._send, call.watch)
 
         async def main() -> Any:
-            return await function()
+            if isinstance(job, RewardCall):
+                return await job.start()
+            return await job.function(job.context, job.prompt, self._engines[job.call_id])
 
         call.main = self._watcher.start(self._loop, call, main())
         call.main.add_done_callback(lambda _: self._close(call))
         if deadline_s:
             call.timer = self._loop.call_later(deadline_s, self._check_time, call)
-
-    def _episode(self, job: EpisodeCall, call: OpenCall) -> partial[Any]:
-        """Return the call of `generate` with an engine of its own."""
-        engine = self._engines[job.call_id] = EpisodeEngine(job, self._send, call.watch)
-        return partial(job.function, job.context, job.prompt, engine)
 
     def _close(self, call: OpenCall) -> None:
         """Answer a call that has ended, and end what it left running."""
@@ -168,7 +165,7 @@ class Server(asyncio.Protocol):
             call.timer.cancel()
         if call.end_sentence:
             self._give_up(call, "")
-        elif call.call.call_id in self._open:
+        elif call.job.call_id in self._open:
             answer = self._watcher.run(call, self._answer_of, call)
             if self._state.is_worn:
                 doubt = {"in_doubt": True} if isinstance(answer, Problem) else {}
@@ -179,11 +176,11 @@ class Server(asyncio.Protocol):
 
     def _answer_of(self, call: OpenCall) -> Answer:
         try:
-            return call.call.answer(call.main.result(), call.watch.used_s)
+            return call.job.answer(call.main.result(), call.watch.used_s)
         # a user's function may raise anything
         except BaseException as error:  # noqa: BLE001
-            problem = problem_of(error, call.call.function)
-            return Problem(call.call.call_id, call.watch.used_s, problem)
+            problem = problem_of(error, call.job.function)
+            return Problem(call.job.call_id, call.watch.used_s, problem)
 
     def _check_time(self, call: OpenCall) -> None:
         left_s = call.deadline_s - call.watch.used_s
@@ -205,16 +202,16 @@ class Server(asyncio.Protocol):
     def _give_up(self, call: OpenCall, more: str) -> None:
         """Answer for a call that was cancelled, which may have left threads or a task running."""
         problem = call.end_sentence + more
-        self._reply(call, Problem(call.call.call_id, call.watch.used_s, problem, retires=True))
+        self._reply(call, Problem(call.job.call_id, call.watch.used_s, problem, retires=True))
 
     def _reply(self, call: OpenCall, answer: Answer) -> None:
         """Answer a call, if it was not answered yet."""
-        if self._open.pop(call.call.call_id, None):
-            self._engines.pop(call.call.call_id, None)
+        if self._open.pop(call.job.call_id, None):
+            self._engines.pop(call.job.call_id, None)
             try:
                 self._answer(answer)
             except ContractError as error:  # a sample's metadata may hold anything
-                problem = problem_of(error, call.call.function)
+                problem = problem_of(error, call.job.function)
                 self._answer(Problem(answer.call_id, answer.seconds, problem))
 
     def _answer(self, *answers: Answer) -> None:

@@ -6,34 +6,40 @@ the turns that the engine has drawn already, so that nothing is drawn twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
-from spmd_rl.hooks.rank.episode_texts import reply_of
+from msgspec.structs import astuple
+
+from spmd_rl.data.chat import Chat, Template, render
+from spmd_rl.data.messages import messages_of, tools_of
+from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeEnded, EpisodeTask, Failed
 from spmd_rl.hooks.rank.worker_group import WorkerGroup
 from spmd_rl.hooks.results import describe_episode
 from spmd_rl.hooks.wire.messages import (
     Answer,
+    AskText,
+    AskTokens,
     AskTurn,
     Episode,
-    EpisodeResult,
     Problem,
     Question,
     Reply,
-    Result,
 )
 from spmd_rl.types.prompts import Prompt
 
+# what an episode asked the engine: transcript, digest of its tokens, max_tokens and stop
+_TurnKey = tuple[int, bytes, int | None, tuple[str, ...] | None]
 
-class _TurnKey(NamedTuple):
-    """What an episode asked the engine; the answer depends on nothing else."""
 
-    transcript: int
-    past: bytes  # a digest
-    max_tokens: int | None
-    stop: tuple[str, ...] | None
+class EpisodeTokenizer(Template, Protocol):
+    """The part of a tokenizer that episodes need."""
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
 
 class _OpenEpisode:
@@ -85,18 +91,19 @@ class EpisodeTasks:
             return
         if isinstance(message, AskTurn):
             yield from self._asked(message)
-        elif isinstance(message, EpisodeResult):
-            task = self._tasks.pop(task_id).task
-            told = {"metrics": message.metrics, "notes": message.notes}
-            added = {name: values for name, values in told.items() if values}
-            samples = message.samples.rows()
-            samples = [one.replace(metadata=one.metadata | added) for one in samples]
-            yield EpisodeEnded(task_id, samples, message.seconds, self._where(task))
-        elif isinstance(message, Problem):
-            task = self._tasks.pop(task_id).task
-            yield Failed(task_id, self._where(task), message.problem, message.seconds)
-        elif not isinstance(message, Result):
+        elif isinstance(message, Question):
             self._send(reply_of(message, self._tokenizer))
+        else:
+            task = self._tasks.pop(task_id).task
+            where = f"generate {self._name} on {describe_episode(task.prompt, task.index)}"
+            if isinstance(message, Problem):
+                yield Failed(task_id, where, message.problem, message.seconds)
+            elif message.samples is not None:
+                told = {"metrics": message.metrics, "notes": message.notes}
+                added = {name: values for name, values in told.items() if values}
+                samples = message.samples.rows()
+                samples = [one.replace(metadata=one.metadata | added) for one in samples]
+                yield EpisodeEnded(task_id, samples, message.seconds, where)
 
     def reply(self, task_id: int, call_id: int, **reply: Any) -> None:
         """Give an episode a turn, or the reason why there is none. One that has ended gets none."""
@@ -111,15 +118,11 @@ class EpisodeTasks:
         if self._tasks.pop(task_id, None):
             self._group.cancel(task_id)
 
-    def _where(self, task: EpisodeTask) -> str:
-        return f"generate {self._name} on {describe_episode(task.prompt, task.index)}"
-
     def _asked(self, message: AskTurn) -> Iterator[EngineCall]:
         """Answer a question from what was drawn before, or ask the engine."""
         task_id, episode = message.call_id, self._tasks[message.call_id]
-        stop = None if message.stop is None else tuple(message.stop)
         past = blake2b(message.tokens.tobytes()).digest()
-        key = _TurnKey(message.transcript, past, message.max_tokens, stop)
+        key = message.transcript, past, message.max_tokens, message.stop
         if key in episode.replies:
             self._send(Reply(task_id, message.ask_id, **episode.replies[key]))
             return
@@ -127,18 +130,31 @@ class EpisodeTasks:
         if key not in episode.asked.values():  # else the engine draws it already
             call_id = next(self._ids)
             episode.asked[call_id] = key
-            yield EngineCall(
-                task_id,
-                call_id,
-                message.transcript,
-                message.tokens,
-                message.logprobs,
-                message.versions,
-                message.kept,
-                message.max_tokens,
-                stop,
-            )
+            yield EngineCall(task_id, call_id, *astuple(message)[2:])
 
     def _send(self, message: Reply) -> None:
         if worker := self._group.worker_of(message.call_id):
             worker.send(message)
+
+
+def reply_of(question: Question, tokenizer: Callable[[], EpisodeTokenizer] | None) -> Reply:
+    """Return the answer to a question, or why there is none."""
+    ids = question.call_id, question.ask_id
+    if tokenizer is None:
+        return Reply(*ids, "there is no tokenizer here")
+    if isinstance(question, AskTokens):
+        (tokens,) = tokenizer()([question.text], add_special_tokens=False)["input_ids"]
+        return Reply(*ids, tokens=list(tokens))
+    if isinstance(question, AskText):
+        try:
+            return Reply(*ids, text=tokenizer().decode(question.tokens.tolist()))
+        # a tokenizer may raise anything on an id that it does not have
+        except Exception as error:  # noqa: BLE001
+            return Reply(*ids, f"decode: {type(error).__name__}: {error}")
+    try:
+        messages = messages_of("messages", question.messages)
+        tools = tools_of("tools", question.tools)
+        chat = Chat("messages", messages, tools, question.template_kwargs)
+        return Reply(*ids, text=render(chat, tokenizer(), generation_prompt=True))
+    except SpmdError as error:
+        return Reply(*ids, str(error))

@@ -12,23 +12,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from spmd_rl.hooks.config import HookConfig
-from spmd_rl.hooks.rank.episode_tasks import EpisodeTasks
-from spmd_rl.hooks.rank.episode_texts import EpisodeTokenizer
+from spmd_rl.hooks.rank.episode_tasks import EpisodeTasks, EpisodeTokenizer
 from spmd_rl.hooks.rank.reward_tasks import RewardTasks
 from spmd_rl.hooks.rank.tasks import EpisodeTask, Event, Task
 from spmd_rl.hooks.rank.worker import Worker
 from spmd_rl.hooks.rank.worker_group import Limits, WorkerGroup
 from spmd_rl.hooks.signatures import part_name
 from spmd_rl.hooks.transcript import Turn
-from spmd_rl.hooks.wire.messages import (
-    Answers,
-    AskTurn,
-    EpisodeResult,
-    Question,
-    Ready,
-    Start,
-    ToRank,
-)
+from spmd_rl.hooks.wire.messages import Answers, AskTurn, Question, Ready, Start, ToRank
 
 LATE_STEP = "held its event loop for longer than {:g} s without an await"
 
@@ -59,8 +50,7 @@ class HookPool(AbstractContextManager["HookPool"]):
         self._async = WorkerGroup(late, self._reward_worker)
         episode = replace(self._start, rewards=[], generate=cfg.generate)
         self._episode = WorkerGroup(late, lambda: Worker(episode, self._selector))
-        ids = count()  # of tasks and calls
-        self._ids = ids
+        self._ids = ids = count()  # of tasks and calls
         names = [part_name(name) for name in rewards]
         self._rewards = RewardTasks(names, self._plain, self._async, ids)
         self._episodes = EpisodeTasks(part_name(cfg.generate), tokenizer, self._episode, ids)
@@ -148,10 +138,8 @@ class HookPool(AbstractContextManager["HookPool"]):
         """Yield the events that a message of a worker leads to."""
         if isinstance(message, Answers):
             for answer in message.answers:
-                if isinstance(answer, EpisodeResult) or answer.call_id in self._episodes:
-                    yield from self._episodes.take(answer)
-                else:
-                    yield from self._rewards.take(answer)
+                tasks = self._episodes if answer.call_id in self._episodes else self._rewards
+                yield from tasks.take(answer)
         elif isinstance(message, AskTurn | Question):
             yield from self._episodes.take(message)
         elif isinstance(message, Ready) and worker in self._plain.workers:

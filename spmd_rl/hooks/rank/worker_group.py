@@ -13,9 +13,9 @@ from typing import NamedTuple
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.hooks.rank.worker import Worker
 from spmd_rl.hooks.wire.channel import NO_CALL
-from spmd_rl.hooks.wire.messages import Answer, Answers, Cancel, NotReady, Problem, Ready, ToRank
+from spmd_rl.hooks.wire.messages import Answer, Answers, Cancel, Problem, Ready, ToRank
 
-AHEAD_S = 0.05  # of work that a worker is sent at once; another is started if more waits for that
+AHEAD_S = 0.05  # of work that a worker is sent at once; another is started if more waits so long
 MAX_AHEAD = 256  # calls, which wait even if the one before them turns out to be slow
 START_DEADLINE_S = 600.0  # for a process to import the hooks
 _NEWEST = 0.1  # weight of the newest call in the mean time of calls
@@ -73,7 +73,7 @@ class WorkerGroup:
         for worker in self.workers.copy():
             ending = worker.ending()  # what it sent before is in the socket now
             for message in worker.receive():
-                if isinstance(message, NotReady):
+                if isinstance(message, Ready) and message.error:
                     raise ConfigError(message.error)
                 if isinstance(message, Answers):
                     stands = [one for one in message.answers if self._settle(worker, one)]
@@ -109,7 +109,7 @@ class WorkerGroup:
             room = min(share, self._ahead() - len(worker.calls))
             if room > 0:
                 yield self._given(worker, [self._waiting.popleft() for _ in range(room)])
-        if not self._is_behind(now_s):
+        if not self._waiting or not self._may_start():
             self._behind_since_s = None
         elif self._behind_since_s is None:
             self._behind_since_s = now_s
@@ -176,17 +176,6 @@ class WorkerGroup:
         if self._limits.concurrency:
             return self._limits.concurrency
         return min(MAX_AHEAD, max(1, int(AHEAD_S / self._mean_s))) if self._mean_s else 1
-
-    def _is_behind(self, now_s: float) -> bool:
-        """Return whether more than `AHEAD_S` of work waits, and one more worker may start."""
-        if not self._waiting or not self._may_start():
-            return False
-        running = [(worker, *worker.running()) for worker in self.workers]
-        ages_s = [
-            now_s - since_s for worker, call_id, since_s in running if call_id in worker.calls
-        ]
-        call_s = max([self._mean_s, *ages_s])
-        return call_s * len(self._waiting) / (self._limits.concurrency or 1) > AHEAD_S
 
     def _may_start(self) -> bool:
         """Return whether one more worker is allowed, and none is just starting."""

@@ -37,15 +37,10 @@ class Start(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """All hooks are imported; `forms` are those of the rewards."""
+    """All hooks are imported, and `forms` are those of the rewards; or why one cannot be used."""
 
     forms: list[RewardForm]
-
-
-class NotReady(Message, frozen=True):
-    """A hook cannot be used."""
-
-    error: str
+    error: str = ""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -98,7 +93,7 @@ class Reply(Message, frozen=True):
 
 
 class Result(Message, frozen=True):
-    """What a reward function returned for one call, and the seconds that it took.
+    """What a call returned, and the seconds that it took: grades, or the samples of an episode.
 
     `retires` says that the process is to get no other call.
     """
@@ -109,17 +104,7 @@ class Result(Message, frozen=True):
     metrics: dict[str, float] = {}
     notes: dict[str, str] = {}
     retires: bool = False
-
-
-class EpisodeResult(Message, frozen=True):
-    """The samples that an episode returned. `retires` is that of Result."""
-
-    call_id: int
-    seconds: float
-    samples: SampleColumns
-    metrics: dict[str, float]
-    notes: dict[str, str]
-    retires: bool = False
+    samples: SampleColumns | None = None
 
 
 class Problem(Message, frozen=True):
@@ -137,11 +122,11 @@ class Problem(Message, frozen=True):
     unanswered: bool = False
 
 
-Answer = Result | EpisodeResult | Problem  # the last word on a call
+Answer = Result | Problem  # the last word on a call
 
 
 class Answers(Message, frozen=True):
-    """Calls that have ended, in the order in which they were made."""
+    """Calls that have ended."""
 
     answers: list[Answer]
 
@@ -157,7 +142,7 @@ class AskTurn(Message, frozen=True):
     versions: NDArray[np.int32]
     kept: bytes
     max_tokens: int | None
-    stop: list[str] | None
+    stop: tuple[str, ...] | None
 
 
 class AskTokens(Message, frozen=True):
@@ -188,6 +173,6 @@ class AskRendered(Message, frozen=True):
 
 Question = AskTokens | AskText | AskRendered  # for the rank's tokenizer
 ToProcess = Start | Calls | Episode | Cancel | Reply
-ToRank = Ready | NotReady | Answers | AskTurn | Question
+ToRank = Ready | Answers | AskTurn | Question
 TO_PROCESS: Codec = Codec(ToProcess, functions=False, repeats=False)
 TO_RANK: Codec = Codec(ToRank, functions=False, repeats=False)

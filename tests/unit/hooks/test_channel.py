@@ -20,7 +20,7 @@ from spmd_rl.hooks.rank.reward_tasks import RewardTasks
 from spmd_rl.hooks.rank.tasks import GroupTask, SampleTask
 from spmd_rl.hooks.signatures import RewardForm, RewardFunction
 from spmd_rl.hooks.wire.channel import NO_CALL, CallNote, MessageReader, encode
-from spmd_rl.hooks.wire.messages import TO_PROCESS, TO_RANK, Episode, NotReady
+from spmd_rl.hooks.wire.messages import TO_PROCESS, TO_RANK, Episode, Ready
 from spmd_rl.types.prompts import Prompt
 from tests.control_texts import COMMANDS, is_harmless
 from tests.unit.hooks.cases import make_prompt, make_sample
@@ -28,7 +28,7 @@ from tests.unit.hooks.cases import make_prompt, make_sample
 
 @given(st.lists(st.text(max_size=40), max_size=6), st.data())
 def test_messages_are_read_however_the_stream_is_cut(texts: list[str], data: st.DataObject) -> None:
-    messages = [NotReady(text) for text in texts]
+    messages = [Ready([], text) for text in texts]
     stream = b"".join(map(encode, messages))
     reader, found = MessageReader(TO_RANK), []
     while stream:
@@ -41,7 +41,7 @@ def test_messages_are_read_however_the_stream_is_cut(texts: list[str], data: st.
 @pytest.mark.parametrize("garbage", [b"garbage" * 10, encode({"no": "message"})])
 def test_what_is_no_message_is_seen_after_those_before_it(garbage: bytes) -> None:
     reader = MessageReader(TO_RANK)
-    assert reader.feed(encode(NotReady("a")) + garbage) == [NotReady("a")]
+    assert reader.feed(encode(Ready([], "a")) + garbage) == [Ready([], "a")]
     assert reader.is_garbled
 
 

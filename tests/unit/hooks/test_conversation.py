@@ -15,7 +15,7 @@ from spmd_rl.data.chat import Chat
 from spmd_rl.data.turns import encode_turns
 from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.child.conversation import Conversation
-from spmd_rl.hooks.rank.episode_texts import reply_of
+from spmd_rl.hooks.rank.episode_tasks import reply_of
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
 from spmd_rl.hooks.wire.messages import (
     AskRendered,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmd_rl.hooks.child.stopwatch import LONG_STEP_S, LoopClock, Stopwatch
+from spmd_rl.hooks.child.async_calls import LONG_STEP_S, LoopClock, Stopwatch
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.rank.episode_tasks import EpisodeTasks
 from spmd_rl.hooks.rank.tasks import EpisodeTask
@@ -85,7 +85,7 @@ def test_a_question_is_asked_once() -> None:
     calls = [
         played.ask(0, 1, 2),
         played.ask(1, 1, 2, transcript=1),
-        played.ask(2, 1, 2, stop=["x"]),
+        played.ask(2, 1, 2, stop=("x",)),
         played.ask(3, 1),
     ]
     assert calls == [10, 11, 12, 13]

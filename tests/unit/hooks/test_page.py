@@ -11,7 +11,7 @@ import pytest
 
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo, Keep
-from spmd_rl.hooks.keep_group import KeepGroup
+from spmd_rl.hooks.controller_hooks import KeepGroup
 from spmd_rl.hooks.rank.pool import HookPool
 from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeTask
 from spmd_rl.hooks.signatures import RewardForm, check_hooks, load_reward

@@ -15,7 +15,6 @@ from spmd_rl.hooks.wire.messages import (
     Answer,
     Answers,
     Cancel,
-    NotReady,
     Problem,
     Ready,
     Result,
@@ -339,7 +338,7 @@ def test_a_hook_that_cannot_be_imported_ends_the_run() -> None:
     scene = Scene()
     scene.add(1)
     scene.turn()
-    scene.started[0].inbox.append(NotReady("reward 'x': there is no file x"))
+    scene.started[0].inbox.append(Ready([], "reward 'x': there is no file x"))
     with pytest.raises(ConfigError, match="there is no file x"):
         scene.turn()
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.errors import ConfigError, DataError, DiskError
-from spmd_rl.hooks.child.stopwatch import LoopClock, Stopwatch
+from spmd_rl.hooks.child.async_calls import LoopClock, Stopwatch
 from spmd_rl.hooks.rank.tasks import Failed
 from spmd_rl.rewards import http
 from spmd_rl.rewards import judge as judge_module
