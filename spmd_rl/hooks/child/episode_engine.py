@@ -13,7 +13,7 @@ from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.child.async_calls import Stopwatch
 from spmd_rl.hooks.child.calls import EpisodeCall
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
-from spmd_rl.hooks.wire.messages import AskRendered, AskText, AskTokens, AskTurn, ToRank
+from spmd_rl.hooks.wire.messages import AskTexts, AskTurn, ToRank
 
 
 class EpisodeEngine:
@@ -70,7 +70,7 @@ class EpisodeEngine:
 
         Blocks: until the rank has answered.
         """
-        tokens: list[int] = await self._ask(AskTokens, text)
+        tokens: list[int] = await self._ask(AskTexts, text)
         return tokens
 
     async def decode(self, tokens: Sequence[int] | NDArray[np.integer]) -> str:
@@ -82,7 +82,7 @@ class EpisodeEngine:
         ids = np.asarray(tokens, np.int32)
         if (ids < 0).any():
             raise ValueError("decode: token ids are not negative")
-        text: str = await self._ask(AskText, ids)
+        text: str = await self._ask(AskTexts, None, ids)
         return text
 
     async def render(
@@ -97,8 +97,8 @@ class EpisodeEngine:
         Blocks: until the rank has answered.
         Raises: SpmdError with what the template says, when it refuses the messages.
         """
-        told = list(messages), list(tools or ()), dict(template_kwargs or {})
-        text: str = await self._ask(AskRendered, *told)
+        chat = list(messages), list(tools or ()), dict(template_kwargs or {})
+        text: str = await self._ask(AskTexts, None, None, chat)
         return text
 
     def answer(self, ask_id: int, value: Any) -> None:

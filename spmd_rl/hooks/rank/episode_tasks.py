@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, Protocol
 
+import numpy as np
 from msgspec.structs import astuple
 
 from spmd_rl.data.chat import Chat, Template, render
@@ -18,16 +19,7 @@ from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeEnded, EpisodeTask, Failed
 from spmd_rl.hooks.rank.worker_group import WorkerGroup
 from spmd_rl.hooks.results import describe_episode
-from spmd_rl.hooks.wire.messages import (
-    Answer,
-    AskText,
-    AskTokens,
-    AskTurn,
-    Episode,
-    Problem,
-    Question,
-    Reply,
-)
+from spmd_rl.hooks.wire.messages import Answer, AskTexts, AskTurn, Episode, Problem, Reply
 from spmd_rl.types.prompts import Prompt
 
 # what an episode asked the engine: transcript, digest of its tokens, max_tokens and stop
@@ -83,7 +75,7 @@ class EpisodeTasks:
         return Episode(task_id, *which, Prompt.to_columns([task.prompt]))
 
     def take(
-        self, message: AskTurn | Question | Answer
+        self, message: AskTurn | AskTexts | Answer
     ) -> Iterator[EngineCall | EpisodeEnded | Failed]:
         """Yield the event that a message of an episode leads to, if any."""
         task_id = message.call_id
@@ -91,7 +83,7 @@ class EpisodeTasks:
             return
         if isinstance(message, AskTurn):
             yield from self._asked(message)
-        elif isinstance(message, Question):
+        elif isinstance(message, AskTexts):
             self._send(reply_of(message, self._tokenizer))
         else:
             task = self._tasks.pop(task_id).task
@@ -137,24 +129,24 @@ class EpisodeTasks:
             worker.send(message)
 
 
-def reply_of(question: Question, tokenizer: Callable[[], EpisodeTokenizer] | None) -> Reply:
-    """Return the answer to a question, or why there is none."""
+def reply_of(question: AskTexts, tokenizer: Callable[[], EpisodeTokenizer] | None) -> Reply:
+    """Return the tokenizer's answer to a question, or why there is none."""
     ids = question.call_id, question.ask_id
     if tokenizer is None:
         return Reply(*ids, "there is no tokenizer here")
-    if isinstance(question, AskTokens):
+    if question.text is not None:
         (tokens,) = tokenizer()([question.text], add_special_tokens=False)["input_ids"]
         return Reply(*ids, tokens=list(tokens))
-    if isinstance(question, AskText):
+    if question.chat is None:
         try:
-            return Reply(*ids, text=tokenizer().decode(question.tokens.tolist()))
+            return Reply(*ids, text=tokenizer().decode(np.array(question.tokens).tolist()))
         # a tokenizer may raise anything on an id that it does not have
         except Exception as error:  # noqa: BLE001
             return Reply(*ids, f"decode: {type(error).__name__}: {error}")
+    messages, tools, template_kwargs = question.chat
     try:
-        messages = messages_of("messages", question.messages)
-        tools = tools_of("tools", question.tools)
-        chat = Chat("messages", messages, tools, question.template_kwargs)
+        turns = messages_of("messages", messages)
+        chat = Chat("messages", turns, tools_of("tools", tools), template_kwargs)
         return Reply(*ids, text=render(chat, tokenizer(), generation_prompt=True))
     except SpmdError as error:
         return Reply(*ids, str(error))

@@ -19,7 +19,7 @@ from spmd_rl.hooks.rank.worker import Worker
 from spmd_rl.hooks.rank.worker_group import Limits, WorkerGroup
 from spmd_rl.hooks.signatures import part_name
 from spmd_rl.hooks.transcript import Turn
-from spmd_rl.hooks.wire.messages import Answers, AskTurn, Question, Ready, Start, ToRank
+from spmd_rl.hooks.wire.messages import Answers, AskTexts, AskTurn, Ready, Start, ToRank
 
 LATE_STEP = "held its event loop for longer than {:g} s without an await"
 
@@ -140,7 +140,7 @@ class HookPool(AbstractContextManager["HookPool"]):
             for answer in message.answers:
                 tasks = self._episodes if answer.call_id in self._episodes else self._rewards
                 yield from tasks.take(answer)
-        elif isinstance(message, AskTurn | Question):
+        elif isinstance(message, AskTurn | AskTexts):
             yield from self._episodes.take(message)
         elif isinstance(message, Ready) and worker in self._plain.workers:
             self._rewards.forms = message.forms

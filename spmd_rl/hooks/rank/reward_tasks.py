@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from spmd_rl.hooks.rank.tasks import Failed, Graded, GroupTask, SampleTask
 from spmd_rl.hooks.rank.worker_group import WorkerGroup
@@ -12,6 +13,8 @@ from spmd_rl.hooks.wire.messages import Call, Calls, Problem, Result
 from spmd_rl.rewards.names import is_shipped
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
+
+_NOTHING: dict[str, Any] = {}  # most functions emit and note nothing
 
 
 class _OpenTask:
@@ -25,8 +28,8 @@ class _OpenTask:
         self.calls: list[int] = []
         self.num_missing = 0  # answers
         self.grades: dict[str, list[Grade]] = {}
-        self.metrics: dict[str, float] = {}
-        self.notes: dict[str, str] = {}
+        self.metrics: dict[str, float] = _NOTHING
+        self.notes: dict[str, str] = _NOTHING
         self.seconds = 0.0
 
 
@@ -118,8 +121,9 @@ class RewardTasks:
             return
         task.num_missing -= 1
         task.grades[name] = answer.grades
-        task.metrics |= answer.metrics
-        task.notes |= answer.notes
+        if answer.metrics or answer.notes:
+            task.metrics = task.metrics | answer.metrics
+            task.notes = task.notes | answer.notes
         if not task.num_missing:
             yield self._graded(task_id)
 

@@ -145,34 +145,19 @@ class AskTurn(Message, frozen=True):
     stop: tuple[str, ...] | None
 
 
-class AskTokens(Message, frozen=True):
-    """Ask for the token ids of a text."""
+class AskTexts(Message, frozen=True):
+    """Ask the rank's tokenizer for the token ids of a text, the text of token ids, or the text that
+    the chat template makes of messages, tools and template arguments.
+    """
 
     call_id: int
     ask_id: int
-    text: str
+    text: str | None = None
+    tokens: NDArray[np.int32] | None = None
+    chat: tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]] | None = None
 
 
-class AskText(Message, frozen=True):
-    """Ask for the text of token ids."""
-
-    call_id: int
-    ask_id: int
-    tokens: NDArray[np.int32]
-
-
-class AskRendered(Message, frozen=True):
-    """Ask for what the chat template makes of messages, with a generation prompt."""
-
-    call_id: int
-    ask_id: int
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    template_kwargs: dict[str, Any]
-
-
-Question = AskTokens | AskText | AskRendered  # for the rank's tokenizer
 ToProcess = Start | Calls | Episode | Cancel | Reply
-ToRank = Ready | Answers | AskTurn | Question
+ToRank = Ready | Answers | AskTurn | AskTexts
 TO_PROCESS: Codec = Codec(ToProcess, functions=False, repeats=False)
 TO_RANK: Codec = Codec(ToRank, functions=False, repeats=False)

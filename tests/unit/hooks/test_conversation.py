@@ -17,13 +17,7 @@ from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.child.conversation import Conversation
 from spmd_rl.hooks.rank.episode_tasks import reply_of
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
-from spmd_rl.hooks.wire.messages import (
-    AskRendered,
-    AskText,
-    AskTokens,
-    Question,
-    Reply,
-)
+from spmd_rl.hooks.wire.messages import AskTexts, Reply
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 from tests.unit.data.chat_templates import CHATML, LLAMA, MISTRAL, PLAIN, QWEN, tokenizer_of
@@ -55,15 +49,15 @@ class Engine:
         return turn
 
     async def encode(self, text: str) -> list[int]:
-        return self._ask(AskTokens(0, 0, text)).tokens
+        return self._ask(AskTexts(0, 0, text)).tokens
 
     async def decode(self, tokens: Any) -> str:
-        return self._ask(AskText(0, 0, tokens)).text
+        return self._ask(AskTexts(0, 0, None, tokens)).text
 
     async def render(self, messages: Any, tools: Any, template_kwargs: Any) -> str:
-        return self._ask(AskRendered(0, 0, messages, tools or [], template_kwargs or {})).text
+        return self._ask(AskTexts(0, 0, chat=(messages, tools or [], template_kwargs or {}))).text
 
-    def _ask(self, question: Question) -> Any:
+    def _ask(self, question: AskTexts) -> Any:
         reply = reply_of(question, lambda: self.tokenizer)
         if reply.problem:
             raise SpmdError(reply.problem)
@@ -164,21 +158,23 @@ def test_a_prompt_without_messages() -> None:
 
 
 def test_questions_for_the_tokenizer() -> None:
-    def answer(question: Question) -> Reply:
+    def answer(question: AskTexts) -> Reply:
         return reply_of(question, lambda: tokenizer_of(MISTRAL))
 
     user = {"role": "user", "content": "a"}
-    rendered = answer(AskRendered(1, 2, [user], [], {}))
+    rendered = answer(AskTexts(1, 2, chat=([user], [], {})))
     assert rendered == Reply(1, 2, text="<s>[INST] a [/INST]")
-    refused = answer(AskRendered(1, 2, [user, user], [], {}))
+    refused = answer(AskTexts(1, 2, chat=([user, user], [], {})))
     assert refused == Reply(
         1, 2, "messages: the chat template refuses this: roles must alternate user/assistant"
     )
-    assert answer(AskRendered(1, 2, [{"role": "user"}], [], {})).problem
-    encoded = answer(AskTokens(1, 2, "<s>"))
+    assert answer(AskTexts(1, 2, chat=([{"role": "user"}], [], {}))).problem
+    encoded = answer(AskTexts(1, 2, "<s>"))
     assert encoded == Reply(1, 2, tokens=[tokenizer_of(MISTRAL).bos_token_id])
-    assert answer(AskText(1, 2, np.array(encoded.tokens, np.int32))) == Reply(1, 2, text="<s>")
-    assert reply_of(AskTokens(1, 2, ""), None) == Reply(1, 2, "there is no tokenizer here")
+    assert answer(AskTexts(1, 2, None, np.array(encoded.tokens, np.int32))) == Reply(
+        1, 2, text="<s>"
+    )
+    assert reply_of(AskTexts(1, 2, ""), None) == Reply(1, 2, "there is no tokenizer here")
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen"])

@@ -160,11 +160,10 @@ def test_another_worker_is_started_only_if_the_work_that_waits_is_long() -> None
     slow.turn()
     slow.make_ready()
     slow.started[0].note = 1, slow.now_s
-    slow.turn()
-    slow.now_s += 2 * AHEAD_S
+    slow.now_s += AHEAD_S / 2
     slow.turn()
     assert len(slow.started) == 1, "the next call may be quick"
-    slow.now_s += 2 * AHEAD_S
+    slow.now_s += AHEAD_S
     slow.turn()
     assert len(slow.started) == 2
     for _ in range(3):
