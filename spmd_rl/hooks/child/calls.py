@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +39,11 @@ class RewardCall(NamedTuple):
         if self.context is None:
             return self.reward.function(self.prompt, subject)
         return self.reward.function(self.context, self.prompt, subject)
+
+    def again(self) -> RewardCall:
+        """Return the call as it was before it was made."""
+        context = self.context and replace(self.context, metrics={}, notes={})
+        return self._replace(context=context)
 
     def answer(self, result: Any, seconds: float) -> Result:
         """Return the answer to the call. Raises: BadResult."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
@@ -47,11 +48,10 @@ def serve(
     server = Server(loop, note, state, hooks, start)
     loop.run_until_complete(loop.connect_accepted_socket(lambda: server, sock))
     while not server.ended:
-        try:
-            loop.run_forever()  # a hook may stop the loop
-        except (SystemExit, KeyboardInterrupt):  # a task of a hook has raised it
-            continue
         server.run_plain()
+        # a hook may stop the loop, and a task of it may raise these
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
     os._exit(0)  # threads of hooks may still run
 
 
@@ -93,36 +93,29 @@ class Server(asyncio.Protocol):
 
     def run_plain(self) -> None:
         """Make all plain calls in order. Calls that end within a short time are checked together:
-        if one of them has changed the process, none is answered, and each is to be made alone.
+        if one of them has changed the process, each is made again and checked alone.
         """
-        answers: list[Answer] = []
-        began_s = time.monotonic()
         while self._plain:
-            call = self._plain.popleft()
-            self._note.write(call.call_id)
-            call_began_s = time.monotonic()
-            try:
-                result = call.start()
-                answers.append(call.answer(result, time.monotonic() - call_began_s))
-            # a user's function may raise anything
-            except BaseException as error:  # noqa: BLE001
-                problem, seconds = problem_of(error, call.function), time.monotonic() - call_began_s
-                answers.append(Problem(call.call_id, seconds, problem))
-            if self._plain and time.monotonic() - began_s < self._together_s:
-                continue
-            if len(answers) > 1:
+            calls, answers, began_s = list[RewardCall](), list[Answer](), time.monotonic()
+            while self._plain and (not calls or time.monotonic() - began_s < self._together_s):
+                calls.append(self._plain.popleft())
+                self._note.write(calls[-1].call_id)
+                answers.append(_answer_to(calls[-1]))
+            if len(calls) > 1:  # which one has closed descriptors is not known
                 self._note.clear()
             has_changed = self._state.restore()
             self._note.clear()
-            if len(answers) > 1 and has_changed:
-                answers = [Problem(one.call_id, one.seconds, "", in_doubt=True) for one in answers]
+            if has_changed and len(calls) > 1:
                 self._together_s = 0.0
+                if not self._state.is_worn:
+                    self._plain.extendleft(call.again() for call in reversed(calls))
+                    continue
+                answers = [Problem(call.call_id, 0.0, "", in_doubt=True) for call in calls]
             if self._state.is_worn:
                 answers[-1] = replace(answers[-1], retires=True)
-            self._answer(*answers)
+            self._send(Answers(answers))
             if self._state.is_worn:
                 os._exit(0)
-            answers, began_s = [], time.monotonic()
 
     def _take(self, message: ToProcess) -> None:
         match message:
@@ -209,14 +202,22 @@ class Server(asyncio.Protocol):
         if self._open.pop(call.job.call_id, None):
             self._engines.pop(call.job.call_id, None)
             try:
-                self._answer(answer)
+                self._send(Answers([answer]))
             except ContractError as error:  # a sample's metadata may hold anything
                 problem = problem_of(error, call.job.function)
-                self._answer(Problem(answer.call_id, answer.seconds, problem))
-
-    def _answer(self, *answers: Answer) -> None:
-        self._send(Answers(list(answers)))
+                self._send(Answers([Problem(answer.call_id, answer.seconds, problem)]))
 
     def _send(self, message: ToRank) -> None:
         self._state.end_if_forked()
         self._transport.write(encode(message))
+
+
+def _answer_to(call: RewardCall) -> Answer:
+    """Call a plain function once."""
+    began_s = time.monotonic()
+    try:
+        return call.answer(call.start(), time.monotonic() - began_s)
+    # a user's function may raise anything
+    except BaseException as error:  # noqa: BLE001
+        problem = problem_of(error, call.function)
+        return Problem(call.call_id, time.monotonic() - began_s, problem)

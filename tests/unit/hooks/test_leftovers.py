@@ -53,6 +53,18 @@ def test_a_look_sees_what_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert leaving_functions.found() != before
 
 
+def test_calls_beside_one_that_changes_the_process_are_made_again() -> None:
+    """Quick calls are checked together. What one has left may have harmed those after it."""
+    texts = ["leave", "look"] * 20
+    with open_pool("leaves_folder") as pool:
+        rewards(grade_all(pool, ["look"] * 3), "leaves_folder")
+        events = grade_all(pool, texts)
+    assert rewards(events, "leaves_folder") == [1.0] * len(texts)
+    assert all(event.metrics == {event.notes["said"]: 1.0} for event in events), "of one call each"
+    most = max(event.grades["leaves_folder"][0].parts["calls"] for event in events)
+    assert most > 3 + len(texts), "some were made twice"
+
+
 def test_a_seed_is_that_of_its_own_call() -> None:
     with open_pool("seeds") as pool:
         one, first, other, second = rewards(
