@@ -108,6 +108,7 @@ class Worker:
             return "closed file descriptors of its process"
         if code >= 0:
             return f"ended its process with exit code {code}"
+        self._output.read()  # its last words
         return f"ended its process with {signal.Signals(-code).name}{_place(self.tail)}"
 
     def close(self) -> None:
