@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.context import HookContext
-from spmd_rl.hooks.episode_engine import EpisodeEngine
 from spmd_rl.hooks.transcript import Transcript
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample

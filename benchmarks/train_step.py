@@ -11,9 +11,9 @@ optimizer. Values are medians of the host's clock around it, with the GPU draine
 
 MFU counts 6 operations for every weight and token that meet, the causal half of attention, and no
 recomputation (spmd_rl/train/cost/flops.py). It is given against 989 TFLOP/s, and against the 788
-that a large product reaches. Forward, backward and optimizer are times between CUDA events in the contract
-path. Peak memory is of that path too. Products are swapped in the forward pass only; in the
-backward pass all variants use torch's.
+that a large product reaches. Forward, backward and optimizer are times between CUDA events in the
+contract path. Peak memory is of that path too. Products are swapped in the forward pass only; in
+the backward pass all variants use torch's.
 
     python -m benchmarks.train_step 0.6B 4B [--save]
 """

@@ -97,11 +97,11 @@ if TYPE_CHECKING:
     from spmd_rl.evaluation.held_out_scores import dpo_rewards as dpo_rewards
     from spmd_rl.evaluation.results import scores_table as scores_table
     from spmd_rl.evaluation.results import write_scores as write_scores
+    from spmd_rl.hooks.child.conversation import Conversation as Conversation
+    from spmd_rl.hooks.child.episode_engine import EpisodeEngine as EpisodeEngine
     from spmd_rl.hooks.config import HookConfig as HookConfig
     from spmd_rl.hooks.context import HookContext as HookContext
     from spmd_rl.hooks.context import Keep as Keep
-    from spmd_rl.hooks.conversation import Conversation as Conversation
-    from spmd_rl.hooks.episode_engine import EpisodeEngine as EpisodeEngine
     from spmd_rl.hooks.transcript import Transcript as Transcript
     from spmd_rl.hooks.transcript import Turn as Turn
     from spmd_rl.mesh.role_context import RoleContext as RoleContext
@@ -223,8 +223,8 @@ _HOMES = {
     "errors": ("ConfigError", "SpmdError", "WeightMismatchError"),
     "hooks.config": ("HookConfig",),
     "hooks.context": ("HookContext", "Keep"),
-    "hooks.conversation": ("Conversation",),
-    "hooks.episode_engine": ("EpisodeEngine",),
+    "hooks.child.conversation": ("Conversation",),
+    "hooks.child.episode_engine": ("EpisodeEngine",),
     "hooks.transcript": ("Transcript", "Turn"),
     "mesh.role_context": ("RoleContext",),
     "mesh.split": ("PolicySplit", "RoleSplit", "SeparateSplit", "Split"),

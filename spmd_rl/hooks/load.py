@@ -63,17 +63,16 @@ def _import_module(said: str, module: str) -> ModuleType:
     try:
         with importing(said):
             return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
-            raise ConfigError(
-                f"{said}: there is no module {module!r}: name a file instead "
-                "(path/to/file.py:function), or start in the folder that holds the module"
-            ) from error
-        raise _import_error(said, error) from error
     except (ConfigError, KeyboardInterrupt):
         raise
     # the user's module may raise anything
     except BaseException as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module}.".startswith(f"{missing}."):
+            raise ConfigError(
+                f"{said}: there is no module {module!r}: name a file instead "
+                "(path/to/file.py:function), or start in the folder that holds the module"
+            ) from error
         raise _import_error(said, error) from error
 
 

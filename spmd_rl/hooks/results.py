@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import msgspec
@@ -87,6 +90,13 @@ def encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def problem_of(error: BaseException, function: Any) -> str:
+    """Return what went wrong in a hook, as the end of a sentence."""
+    if isinstance(error, BadResult):
+        return str(error)
+    return f"raised {type(error).__name__}: {preview(error, str)}{_line_of(error, function)}"
+
+
 def describe(prompt: Prompt, samples: Sequence[Sample]) -> str:
     """Return the prompt and the sample or samples that a hook was called on."""
     texts = f"prompt {preview(prompt.text)}, answer {preview(prompt.answer)}"
@@ -101,6 +111,14 @@ def describe_episode(prompt: Prompt, index: int) -> str:
     """Return the prompt that `generate` was called on, and which sample of it."""
     texts = f"prompt {preview(prompt.text)}, answer {preview(prompt.answer)}"
     return f"{prompt_name(prompt.uid)} sample {index} ({texts})"
+
+
+def _line_of(error: BaseException, function: Any) -> str:
+    """Return where in the function's own file the error was raised, or "" if elsewhere."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    file = code.co_filename if code else None
+    lines = [one.lineno for one in extract_tb(error.__traceback__) if one.filename == file]
+    return f" (at {Path(file).name}:{lines[-1]})" if file and lines else ""
 
 
 def _number(value: Any, key: str) -> float:

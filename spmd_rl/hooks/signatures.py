@@ -68,36 +68,26 @@ def load_reward(name: str) -> RewardFunction:
 
 def load_generate(name: str) -> Callable[..., Any]:
     """Return the episode function of this name. Raises: ConfigError, also for its signature."""
-    function = load_function("hooks.generate", name)
-    if not _is_async(function) or not _takes(function, CONTEXT, "prompt", "engine"):
-        raise _wrong("hooks.generate", name, function, GENERATE_FORM)
-    return function
+    return _loaded("hooks.generate", name, GENERATE_FORM, CONTEXT, "prompt", "engine")
 
 
 def load_keep_group(name: str) -> Callable[..., Any]:
     """Return the `keep_group` of this name. Raises: ConfigError, also for its signature."""
-    function = load_function("hooks.keep_group", name)
-    if _is_async(function) or not _takes(function, CONTEXT, "group"):
-        raise _wrong("hooks.keep_group", name, function, KEEP_GROUP_FORM)
-    return function
+    return _loaded("hooks.keep_group", name, KEEP_GROUP_FORM, CONTEXT, "group")
 
 
 def load_pick_sources(name: str) -> Callable[[int, list[str]], Mapping[str, float]]:
     """Return the `pick_sources` of this name. Raises: ConfigError, also for its signature."""
-    function = load_function("hooks.pick_sources", name)
-    if _is_async(function) or not _takes(function, "step", "sources"):
-        raise _wrong("hooks.pick_sources", name, function, PICK_SOURCES_FORM)
-    return function
+    return _loaded("hooks.pick_sources", name, PICK_SOURCES_FORM, "step", "sources")
 
 
 def check_hooks(cfg: HookConfig) -> None:
     """Import the hooks that a config names. Raises: ConfigError when one cannot be used."""
-    if cfg.generate:
-        load_generate(cfg.generate)
-    if cfg.keep_group:
-        load_keep_group(cfg.keep_group)
-    if cfg.pick_sources:
-        load_pick_sources(cfg.pick_sources)
+    loads = (load_generate, load_keep_group, load_pick_sources)
+    names = (cfg.generate, cfg.keep_group, cfg.pick_sources)
+    for load, name in zip(loads, names, strict=True):
+        if name:
+            load(name)
     for name in cfg.extra_rewards:
         load_reward(name)
 
@@ -135,6 +125,13 @@ def reward_form(name: str, function: Callable[..., Any]) -> RewardForm:
     if not _takes(function, *((CONTEXT, *form) if takes_context else form)):
         raise _wrong("reward", name, function, REWARD_FORMS)
     return RewardForm(takes_context, whole_group, _is_async(function))
+
+
+def _loaded(kind: str, name: str, form: str, *parameters: str) -> Callable[..., Any]:
+    function = load_function(kind, name)
+    if _is_async(function) != form.startswith("async") or not _takes(function, *parameters):
+        raise _wrong(kind, name, function, form)
+    return function
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmd_rl.data.prompts import Prompts
-from spmd_rl.hooks.pick import pick_of
+from spmd_rl.hooks.controller_hooks import pick_of
 from spmd_rl.model.tokenizer import load_tokenizer
 
 

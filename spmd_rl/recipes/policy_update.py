@@ -20,7 +20,7 @@ from spmd_rl.controller.link import Link
 from spmd_rl.controller.pending import Pending
 from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.hooks.context import Keep
-from spmd_rl.hooks.keep_group import KeepGroup
+from spmd_rl.hooks.controller_hooks import KeepGroup
 from spmd_rl.mesh.split import Placements, PolicySplit
 from spmd_rl.rollout.build import NO_ADAPTERS
 from spmd_rl.rollout.engine import SamplingConfig

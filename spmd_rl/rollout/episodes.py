@@ -9,9 +9,9 @@ from functools import lru_cache
 import numpy as np
 
 from spmd_rl.errors import DataError
-from spmd_rl.hooks.pool import HookPool
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeEnded, EpisodeTask, Failed
 from spmd_rl.hooks.results import BadResult
-from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded, EpisodeTask, Failed
 from spmd_rl.hooks.transcript import Turn
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.episode_samples import ModelLimits

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from spmd_rl.errors import DataError
-from spmd_rl.hooks.pool import HookPool
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import Failed, Graded, GroupTask, SampleTask
 from spmd_rl.hooks.results import merged
-from spmd_rl.hooks.tasks import Failed, Graded, GroupTask, SampleTask
 from spmd_rl.rollout.grader_choice import GraderChoice
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.types.prompts import Prompt

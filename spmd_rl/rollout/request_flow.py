@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded, Event, Failed, Graded
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeEnded, Event, Failed, Graded
 from spmd_rl.observe.request_times import RequestTimes
 from spmd_rl.observe.trace import Trace, now_ns
 from spmd_rl.rollout.engine import Engine, Request, SamplingConfig

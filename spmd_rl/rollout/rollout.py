@@ -26,7 +26,7 @@ from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.pool import HookPool
+from spmd_rl.hooks.rank.pool import HookPool
 from spmd_rl.hooks.signatures import reward_weights
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import Placement

@@ -39,11 +39,11 @@ def test_there_are_classes_to_compare() -> None:
 
 def test_a_shared_name_is_seen() -> None:
     one = parse("spmd_rl.data.logs", "class Calls:\n    pass\n")
-    other = parse("spmd_rl.hooks.messages", "def f() -> None:\n    class Calls: ...\n")
-    third = parse("spmd_rl.hooks.tasks", "class Call:\n    class Part: ...\n")
+    other = parse("spmd_rl.hooks.wire.messages", "def f() -> None:\n    class Calls: ...\n")
+    third = parse("spmd_rl.hooks.rank.tasks", "class Call:\n    class Part: ...\n")
     assert shared_names([one, third]) == []
     assert shared_names([one, other, third]) == [
-        "Calls: spmd_rl.data.logs:1, spmd_rl.hooks.messages:2"
+        "Calls: spmd_rl.data.logs:1, spmd_rl.hooks.wire.messages:2"
     ]
 
 

@@ -35,7 +35,7 @@ def test_the_package_imports_fast_and_light() -> None:
 
 
 def test_config_and_errors_need_no_torch() -> None:
-    light = ("config.load", "types.samples", "errors", "data.files.files", "hooks.pool")
+    light = ("config.load", "types.samples", "errors", "data.files.files", "hooks.rank.pool")
     _, modules = probe("import " + ", ".join(f"spmd_rl.{name}" for name in light))
     assert modules & HEAVY == set()
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.pool import HookPool
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeTask
 from spmd_rl.hooks.signatures import check_hooks
-from spmd_rl.hooks.tasks import EngineCall, EpisodeTask
 from spmd_rl.hooks.transcript import Turn
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample

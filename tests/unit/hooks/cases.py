@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.tasks import EngineCall, Event
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import EngineCall, Event
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from spmd_rl.hooks.context import HookContext
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
+HOME = os.getcwd()
 KEPT: list[Any] = []  # what calls have opened
 
 
@@ -81,6 +83,17 @@ def found() -> float:
         *(threading.active_count() < 100, len(os.listdir("/proc/self/fd")) < 100),
     )
     return float(zlib.crc32(repr(state).encode()))
+
+
+def leaves_folder(ctx: HookContext, prompt: Prompt, sample: Sample) -> dict[str, float]:
+    """Leave the folder if the text says so; an earlier call must not have done it."""
+    KEPT.append(None)
+    ctx.emit(str(len(KEPT)), 1.0)
+    ctx.note("said", str(len(KEPT)))
+    at_home = os.getcwd() == HOME
+    if sample.text == "leave":
+        os.chdir("/")
+    return {"reward": at_home, "calls": len(KEPT)}
 
 
 def seeds(prompt: Prompt, sample: Sample) -> float:

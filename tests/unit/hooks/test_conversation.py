@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from spmd_rl.data.render.chat import Chat
 from spmd_rl.data.render.turns import encode_turns
 from spmd_rl.errors import SpmdError
-from spmd_rl.hooks.conversation import Conversation
-from spmd_rl.hooks.episode_texts import EpisodeTexts
-from spmd_rl.hooks.messages import AskRendered, AskText, AskTokens, Encoded, Question, Refused, Text
+from spmd_rl.hooks.child.conversation import Conversation
+from spmd_rl.hooks.rank.episode_tasks import reply_of
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
+from spmd_rl.hooks.wire.messages import AskTexts, Reply
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 from tests.unit.data.chat_templates import CHATML, LLAMA, MISTRAL, PLAIN, QWEN, tokenizer_of
@@ -33,7 +33,6 @@ class Engine:
     def __init__(self, tokenizer: Any, drawn: Sequence[str]) -> None:
         self.tokenizer, self.drawn = tokenizer, [*drawn]
         self.prompts: list[str] = []
-        self._texts = EpisodeTexts(lambda: tokenizer)
 
     async def complete(
         self, transcript: Transcript, max_tokens: int | None, stop: Sequence[str] | None
@@ -50,19 +49,19 @@ class Engine:
         return turn
 
     async def encode(self, text: str) -> list[int]:
-        return self._ask(AskTokens(0, 0, text)).tokens
+        return self._ask(AskTexts(0, 0, text)).tokens
 
     async def decode(self, tokens: Any) -> str:
-        return self._ask(AskText(0, 0, tokens)).text
+        return self._ask(AskTexts(0, 0, None, tokens)).text
 
     async def render(self, messages: Any, tools: Any, template_kwargs: Any) -> str:
-        return self._ask(AskRendered(0, 0, messages, tools or [], template_kwargs or {})).text
+        return self._ask(AskTexts(0, 0, chat=(messages, tools or [], template_kwargs or {}))).text
 
-    def _ask(self, question: Question) -> Any:
-        answer = self._texts.answer(question)
-        if isinstance(answer, Refused):
-            raise SpmdError(answer.problem)
-        return answer
+    def _ask(self, question: AskTexts) -> Any:
+        reply = reply_of(question, lambda: self.tokenizer)
+        if reply.problem:
+            raise SpmdError(reply.problem)
+        return reply
 
 
 def played(name: str, said: list[str], asked: list[str], drawn: list[str], **kwargs: Any) -> Any:
@@ -159,21 +158,23 @@ def test_a_prompt_without_messages() -> None:
 
 
 def test_questions_for_the_tokenizer() -> None:
-    texts = EpisodeTexts(lambda: tokenizer_of(MISTRAL))
+    def answer(question: AskTexts) -> Reply:
+        return reply_of(question, lambda: tokenizer_of(MISTRAL))
+
     user = {"role": "user", "content": "a"}
-    assert texts.answer(AskRendered(1, 2, [user], [], {})) == Text(1, 2, "<s>[INST] a [/INST]")
-    refused = texts.answer(AskRendered(1, 2, [user, user], [], {}))
-    assert refused == Refused(
+    rendered = answer(AskTexts(1, 2, chat=([user], [], {})))
+    assert rendered == Reply(1, 2, text="<s>[INST] a [/INST]")
+    refused = answer(AskTexts(1, 2, chat=([user, user], [], {})))
+    assert refused == Reply(
         1, 2, "messages: the chat template refuses this: roles must alternate user/assistant"
     )
-    wrong = texts.answer(AskRendered(1, 2, [{"role": "user"}], [], {}))
-    assert isinstance(wrong, Refused)
-    encoded = texts.answer(AskTokens(1, 2, "<s>"))
-    assert encoded == Encoded(1, 2, [tokenizer_of(MISTRAL).bos_token_id])
-    assert texts.answer(AskText(1, 2, np.array(encoded.tokens, np.int32))) == Text(1, 2, "<s>")
-    assert EpisodeTexts(None).answer(AskTokens(1, 2, "")) == Refused(
-        1, 2, "there is no tokenizer here"
+    assert answer(AskTexts(1, 2, chat=([{"role": "user"}], [], {}))).problem
+    encoded = answer(AskTexts(1, 2, "<s>"))
+    assert encoded == Reply(1, 2, tokens=[tokenizer_of(MISTRAL).bos_token_id])
+    assert answer(AskTexts(1, 2, None, np.array(encoded.tokens, np.int32))) == Reply(
+        1, 2, text="<s>"
     )
+    assert reply_of(AskTexts(1, 2, ""), None) == Reply(1, 2, "there is no tokenizer here")
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen"])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from spmd_rl.hooks.episode_turns import EpisodeTurns
-from spmd_rl.hooks.messages import Ask
-from spmd_rl.hooks.stopwatch import LONG_STEP_S, LoopClock, Stopwatch
+from spmd_rl.hooks.child.async_calls import LONG_STEP_S, LoopClock, Stopwatch
+from spmd_rl.hooks.context import CallInfo
+from spmd_rl.hooks.rank.episode_tasks import EpisodeTasks
+from spmd_rl.hooks.rank.tasks import EpisodeTask
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
+from spmd_rl.hooks.wire.messages import AskTurn
 from tests.unit.hooks.cases import make_prompt
 
 
@@ -18,11 +22,6 @@ def turn(*tokens: int, status: Any = "completed", kept: bytes = b"") -> Turn:
     num = len(tokens)
     logprobs = np.full(num, -1, np.float32)
     return Turn(np.array(tokens, np.int32), logprobs, np.full(num, 2, np.int32), "", status, kept)
-
-
-def ask(ask_id: int, *tokens: int, transcript: int = 0, stop: list[str] | None = None) -> Ask:
-    past = turn(*tokens)
-    return Ask(0, ask_id, transcript, past.tokens, past.logprobs, past.versions, b"", 4, stop)
 
 
 def test_a_transcript_appends_turns_and_masked_observations() -> None:
@@ -57,36 +56,70 @@ def test_there_is_no_sample_before_the_first_turn() -> None:
         transcript.sample()
 
 
+class Played:
+    """An episode, of which the test is the process."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        worker = SimpleNamespace(send=self.sent.append)
+        group: Any = SimpleNamespace(add=lambda ids: None, worker_of=lambda call_id: worker)
+        self.tasks = EpisodeTasks("play", None, group, itertools.count(10))
+        self.tasks.open(0, EpisodeTask(make_prompt(), 0, 1, 1.0, CallInfo()))
+
+    def ask(self, ask_id: int, *tokens: int, transcript: int = 0, stop: Any = None) -> int | None:
+        """Return the call that the engine gets, if it gets one."""
+        past = turn(*tokens)
+        arrays = past.tokens, past.logprobs, past.versions
+        message = AskTurn(0, ask_id, transcript, *arrays, b"", 4, stop)
+        calls = [event.call_id for event in self.tasks.take(message)]  # type: ignore[union-attr]
+        return calls[0] if calls else None
+
+    def replies(self) -> list[tuple[int, Any]]:
+        found = [(one.ask_id, one.turn) for one in self.sent]
+        self.sent.clear()
+        return found
+
+
 def test_a_question_is_asked_once() -> None:
-    turns = EpisodeTurns()
-    assert turns.ask(ask(0, 1, 2), 10) is True
-    assert turns.ask(ask(1, 1, 2, transcript=1), 11) is True
-    assert turns.ask(ask(2, 1, 2, stop=["x"]), 12) is True
-    assert turns.ask(ask(3, 1), 13) is True
-    drawn = turn(7)
-    assert turns.answer(10, drawn) == 0
-    assert turns.ask(ask(4, 1, 2), 14) is drawn
+    played, drawn = Played(), turn(7)
+    calls = [
+        played.ask(0, 1, 2),
+        played.ask(1, 1, 2, transcript=1),
+        played.ask(2, 1, 2, stop=("x",)),
+        played.ask(3, 1),
+    ]
+    assert calls == [10, 11, 12, 13]
+    played.tasks.reply(0, 10, turn=drawn)
+    assert played.ask(4, 1, 2) is None
+    found = played.replies()
+    assert [ask_id for ask_id, _ in found] == [0, 4]
+    assert all(one is drawn for _, one in found)
 
 
 def test_an_episode_that_starts_again_gets_the_turns_that_were_drawn() -> None:
-    turns, first, second = EpisodeTurns(), turn(7), turn(8)
-    turns.ask(ask(0), 10)
-    turns.answer(10, first)
-    turns.ask(ask(1, 7), 11)
-    turns.restart()
-    assert turns.ask(ask(0), 12) is first
-    assert turns.ask(ask(1, 7), 13) is False, "the engine draws it already"
-    assert turns.answer(11, second) == 1
-    turns.restart()
-    assert turns.ask(ask(5, 7), 14) is second
+    played, first, second = Played(), turn(7), turn(8)
+    played.tasks.reply(0, played.ask(0) or 0, turn=first)
+    asked = played.ask(1, 7)
+    played.tasks.message(0)
+    assert played.ask(0) is None
+    assert played.ask(1, 7) is None, "the engine draws it already"
+    played.tasks.reply(0, asked or 0, turn=second)
+    played.tasks.message(0)
+    assert played.ask(5, 7) is None
+    expected = [(0, first), (0, first), (1, second), (5, second)]
+    found = played.replies()
+    assert all(one is two for (_, one), (_, two) in zip(found, expected, strict=True))
+    assert [ask_id for ask_id, _ in found] == [0, 0, 1, 5]
 
 
 def test_an_answer_for_nobody_is_kept() -> None:
-    turns, drawn = EpisodeTurns(), turn(7)
-    turns.ask(ask(0), 10)
-    turns.restart()
-    assert turns.answer(10, drawn) is None
-    assert turns.ask(ask(0), 11) is drawn
+    played, drawn = Played(), turn(7)
+    asked = played.ask(0)
+    played.tasks.message(0)
+    played.tasks.reply(0, asked or 0, turn=drawn)
+    assert played.replies() == []
+    assert played.ask(0) is None
+    assert played.replies()[0][1] is drawn
 
 
 class Clock:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from benchmarks.faulty_hooks import ASYNC, EPISODE, PLAIN, is_slow, known
 from benchmarks.hook_faults import Case, make_cases, run
-from spmd_rl.hooks.crew import Crew, Place
+from spmd_rl.hooks.rank.worker import Worker
+from spmd_rl.hooks.wire.channel import NO_CALL
 
 
 def test_random_faults_fail_their_own_samples_and_no_others() -> None:
@@ -14,13 +17,15 @@ def test_random_faults_fail_their_own_samples_and_no_others() -> None:
     assert outcome.wrong == {}
 
 
-def test_without_blame_others_are_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: the last call that a process got is blamed for its end."""
+def test_a_wrong_charge_fails_another_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The negative control: the end of a process is charged to the last call that it got."""
 
-    def last_call(crew: Crew, place: Place) -> int | None:
-        return next(reversed(place.calls), None)
+    def last_call(worker: Worker) -> tuple[int, float]:
+        return next(reversed(worker.calls), NO_CALL), time.monotonic()
 
-    monkeypatch.setattr(Crew, "_known_runner", last_call)
+    monkeypatch.setattr(Worker, "running", last_call)
     cases = [Case(uid, PLAIN, "", "") for uid in range(1, 40)]
     cases[10] = Case(11, PLAIN, "os._exit", known(PLAIN)["os._exit"])
     assert run(cases, deadline_s=60.0).wrong

@@ -11,7 +11,7 @@ import pytest
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import HookContext, Keep
-from spmd_rl.hooks.keep_group import KeepGroup
+from spmd_rl.hooks.controller_hooks import KeepGroup
 from spmd_rl.types.samples import Group
 from tests.unit.hooks.cases import make_prompt, make_sample
 

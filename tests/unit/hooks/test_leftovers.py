@@ -14,8 +14,8 @@ import pytest
 from spmd_rl.controller.lifecycle.orphans import Orphans
 from spmd_rl.controller.lifecycle.process_family import is_of_hooks
 from spmd_rl.hooks.config import HookConfig
-from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.tasks import Failed, Graded
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import Failed, Graded
 from tests.unit.hooks.cases import HERE
 from tests.unit.hooks.leaving_functions import LEAVES
 from tests.unit.hooks.test_pool import grade_all
@@ -51,6 +51,18 @@ def test_a_look_sees_what_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
     before = leaving_functions.found()
     monkeypatch.setenv("LEFT", "1")
     assert leaving_functions.found() != before
+
+
+def test_calls_beside_one_that_changes_the_process_are_made_again() -> None:
+    """Quick calls are checked together. What one has left may have harmed those after it."""
+    texts = ["leave", "look"] * 20
+    with open_pool("leaves_folder") as pool:
+        rewards(grade_all(pool, ["look"] * 3), "leaves_folder")
+        events = grade_all(pool, texts)
+    assert rewards(events, "leaves_folder") == [1.0] * len(texts)
+    assert all(event.metrics == {event.notes["said"]: 1.0} for event in events), "of one call each"
+    most = max(event.grades["leaves_folder"][0].parts["calls"] for event in events)
+    assert most > 3 + len(texts), "some were made twice"
 
 
 def test_a_seed_is_that_of_its_own_call() -> None:

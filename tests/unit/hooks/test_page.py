@@ -11,10 +11,10 @@ import pytest
 
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo, Keep
-from spmd_rl.hooks.keep_group import KeepGroup
-from spmd_rl.hooks.pool import HookPool
+from spmd_rl.hooks.controller_hooks import KeepGroup
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeTask
 from spmd_rl.hooks.signatures import RewardForm, check_hooks, load_reward
-from spmd_rl.hooks.tasks import EngineCall, EpisodeTask
 from spmd_rl.hooks.transcript import Turn
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.errors import DataError, SpmdError
-from spmd_rl.hooks.pick import pick_of
+from spmd_rl.hooks.controller_hooks import pick_of
 
 
 def written(folder: Path, body: str) -> str:

@@ -18,9 +18,8 @@ import pytest
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.results import Grade
-from spmd_rl.hooks.tasks import (
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import (
     EngineCall,
     EpisodeEnded,
     EpisodeTask,
@@ -29,6 +28,7 @@ from spmd_rl.hooks.tasks import (
     GroupTask,
     SampleTask,
 )
+from spmd_rl.hooks.results import Grade
 from spmd_rl.hooks.transcript import Turn
 from tests.unit.hooks.cases import (
     HERE,
@@ -244,7 +244,7 @@ def test_a_cancelled_async_call_makes_room() -> None:
 
 
 def _is_ready(pool: HookPool) -> bool:
-    return pool._crews.forms is not None
+    return pool._rewards.forms is not None
 
 
 def test_a_hook_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
@@ -374,15 +374,16 @@ RANK = """
 import os, signal, sys
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.tasks import SampleTask
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import SampleTask
+from spmd_rl.hooks.wire.channel import NO_CALL
 from tests.unit.hooks.cases import HOOKS, make_prompt, make_sample
 pool = HookPool(HookConfig(deadline_s=0), [f"{HOOKS}:fails"])
 pool.submit(SampleTask(make_prompt(), make_sample("hang"), CallInfo()))
-(place,) = pool._crews._crews["plain"].places
-while not place.member.running():
+(worker,) = pool._plain.workers
+while worker.running()[0] == NO_CALL:
     pool.poll()
-print(place.member.pid, flush=True)
+print(worker.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -421,8 +422,7 @@ def has_ended(descriptor: int) -> bool:
 def test_closing_ends_every_process() -> None:
     pool = open_pool("fails", "async_fails", generate=f"{HOOKS}:play", deadline_s=0)
     grade_all(pool, ["good"])
-    crews = pool._crews._crews.values()
-    pids = [place.member.pid for crew in crews for place in crew.places]
+    pids = [worker.pid for group in pool._groups() for worker in group.workers]
     assert len(pids) == 3
     pool.close()
     for pid in pids:

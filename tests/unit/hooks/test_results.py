@@ -17,8 +17,8 @@ from spmd_rl.hooks.results import (
     describe_episode,
     merged,
     preview,
+    problem_of,
 )
-from spmd_rl.hooks.reward_calls import problem_of
 from tests.control_texts import COMMANDS, is_harmless
 from tests.unit.hooks.cases import make_prompt, make_sample
 

@@ -10,11 +10,11 @@ import pytest
 
 from spmd_rl.errors import DataError
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.messages import Problem
+from spmd_rl.hooks.rank.reward_tasks import RewardTasks
+from spmd_rl.hooks.rank.tasks import Failed, SampleTask
 from spmd_rl.hooks.results import describe, describe_episode
-from spmd_rl.hooks.reward_tasks import RewardTasks
 from spmd_rl.hooks.signatures import RewardForm
-from spmd_rl.hooks.tasks import Failed, SampleTask
+from spmd_rl.hooks.wire.messages import Problem
 from spmd_rl.rewards.names import is_shipped
 from spmd_rl.rollout.grading import Grading
 from spmd_rl.types.prompts import FIRST_EVALUATED
@@ -25,13 +25,10 @@ NAMES = ["math", "boxed_exact", "spmd_rl.rewards.answers.math:math", "rules.py:s
 
 def failed(function: int, **problem: Any) -> Failed:
     """The event of a task whose call of a function had this problem."""
-    crews: Any = SimpleNamespace(
-        forms=[RewardForm(False, False, False)] * len(NAMES),
-        kind_of=lambda number: "plain",
-        add=lambda kind, ids: None,
-        drop=lambda kind, call: None,
-    )
-    tasks = RewardTasks(NAMES, crews, itertools.count())
+    group: Any = SimpleNamespace(add=lambda ids: None, cancel=lambda call: None)
+    other: Any = SimpleNamespace(add=lambda ids: None)
+    tasks = RewardTasks(NAMES, group, other, itertools.count())
+    tasks.forms = [RewardForm(False, False, False)] * len(NAMES)
     tasks.open(9, SampleTask(make_prompt(), make_sample(), CallInfo(), frozenset({function})))
     assert [*tasks.route()] == []
     (event,) = tasks.take(Problem(0, 1.0, "took longer than 30 s", **problem))

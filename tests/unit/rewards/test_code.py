@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.hooks.tasks import Failed, Graded
+from spmd_rl.hooks.rank.tasks import Failed, Graded
 from spmd_rl.rewards.code.code_block import last_block
 from spmd_rl.rewards.code.code_tests import AssertTest, CallTest, PairTest, read_tests
 from spmd_rl.rewards.code.graders import code

@@ -8,8 +8,8 @@ import pytest
 
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.tasks import Graded, SampleTask
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import Graded, SampleTask
 from spmd_rl.rewards.names import BOXED, GRADERS, TEXT
 from tests.unit.hooks.cases import events_of
 from tests.unit.rewards.cases import ask, say

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.errors import ConfigError, DataError, DiskError
-from spmd_rl.hooks.stopwatch import LoopClock, Stopwatch
-from spmd_rl.hooks.tasks import Failed
+from spmd_rl.hooks.child.async_calls import LoopClock, Stopwatch
+from spmd_rl.hooks.rank.tasks import Failed
 from spmd_rl.rewards.config import Criterion, JudgeConfig
 from spmd_rl.rewards.deadline import WATCH
 from spmd_rl.rewards.remote import http

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.pool import HookPool
-from spmd_rl.hooks.tasks import Graded, SampleTask
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import Graded, SampleTask
 from spmd_rl.rewards.answers import math as math_module
 from spmd_rl.rewards.answers.math import agrees, boxed_math, check_answer, math, parse_answer
 from spmd_rl.rewards.answers.math_cost import MAX_SOLVED, is_costly, num_parts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.hooks.tasks import Failed
+from spmd_rl.hooks.rank.tasks import Failed
 from spmd_rl.rewards.remote import http
 from spmd_rl.rewards.remote.http import ServerError
 from spmd_rl.rewards.remote.remote import remote

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.context import HookContext
-from spmd_rl.hooks.episode_engine import EpisodeEngine
 from spmd_rl.hooks.transcript import Transcript
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample

@@ -10,9 +10,9 @@ import pytest
 
 from spmd_rl.errors import DataError
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.pool import HookPool
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeEnded
 from spmd_rl.hooks.results import BadResult
-from spmd_rl.hooks.tasks import EngineCall, EpisodeEnded
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.episodes import RunningEpisodes

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import SpmdError
-from spmd_rl.hooks.episode_calls import EpisodeCall
-from spmd_rl.hooks.messages import Ask, AskRendered, AskText, AskTokens, ToRank
-from spmd_rl.hooks.stopwatch import Stopwatch
+from spmd_rl.hooks.child.async_calls import Stopwatch
+from spmd_rl.hooks.child.calls import EpisodeCall
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
+from spmd_rl.hooks.wire.messages import AskTexts, AskTurn, ToRank
 
 
 class EpisodeEngine:
@@ -41,8 +41,7 @@ class EpisodeEngine:
         `max_tokens` and `stop` hold for this turn alone; without them the recipe's sampling does.
         Blocks: until the engine has drawn the turn; this time does not count for the deadline.
         Raises: ValueError for arguments without sense, and while another call for this transcript
-        runs; SpmdError with the reason
-        when the engine cannot go on, such as at the end of the context.
+        runs; SpmdError with the reason when the engine cannot go on.
         """
         if transcript.place is None:
             number, self._num_transcripts = self._num_transcripts, self._num_transcripts + 1
@@ -53,25 +52,14 @@ class EpisodeEngine:
             raise ValueError("complete: another call for this transcript is still running")
         if max_tokens is not None and (max_tokens := int(max_tokens)) < 1:
             raise ValueError(f"complete: max_tokens = {max_tokens}: expected 1 or more")
-        stops = None if stop is None else [stop] if isinstance(stop, str) else list(stop)
+        stops = None if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(one, str) and one for one in stops or ()):
             raise ValueError("complete: stop holds something else than texts, or an empty one")
         past = transcript.joined()
+        arrays = past.tokens, past.logprobs, past.versions, past.kept
         self._busy.add(number)
         try:
-            turn: Turn = await self._ask(
-                lambda ask_id: Ask(
-                    self._episode.call_id,
-                    ask_id,
-                    number,
-                    past.tokens,
-                    past.logprobs,
-                    past.versions,
-                    past.kept,
-                    max_tokens,
-                    stops,
-                )
-            )
+            turn: Turn = await self._ask(AskTurn, number, *arrays, max_tokens, stops)
         finally:
             self._busy.discard(number)
         transcript.append(turn)
@@ -82,9 +70,7 @@ class EpisodeEngine:
 
         Blocks: until the rank has answered.
         """
-        tokens: list[int] = await self._ask(
-            lambda ask_id: AskTokens(self._episode.call_id, ask_id, text)
-        )
+        tokens: list[int] = await self._ask(AskTexts, text)
         return tokens
 
     async def decode(self, tokens: Sequence[int] | NDArray[np.integer]) -> str:
@@ -96,7 +82,7 @@ class EpisodeEngine:
         ids = np.asarray(tokens, np.int32)
         if (ids < 0).any():
             raise ValueError("decode: token ids are not negative")
-        text: str = await self._ask(lambda ask_id: AskText(self._episode.call_id, ask_id, ids))
+        text: str = await self._ask(AskTexts, None, ids)
         return text
 
     async def render(
@@ -111,15 +97,8 @@ class EpisodeEngine:
         Blocks: until the rank has answered.
         Raises: SpmdError with what the template says, when it refuses the messages.
         """
-        text: str = await self._ask(
-            lambda ask_id: AskRendered(
-                self._episode.call_id,
-                ask_id,
-                list(messages),
-                list(tools or ()),
-                dict(template_kwargs or {}),
-            )
-        )
+        chat = list(messages), list(tools or ()), dict(template_kwargs or {})
+        text: str = await self._ask(AskTexts, None, None, chat)
         return text
 
     def answer(self, ask_id: int, value: Any) -> None:
@@ -132,12 +111,13 @@ class EpisodeEngine:
         else:
             future.set_result(value)
 
-    async def _ask(self, message: Callable[[int], ToRank]) -> Any:
+    async def _ask(self, question: Callable[..., ToRank], *values: Any) -> Any:
+        """Send a question and wait for its answer."""
         ask_id, self._num_asked = self._num_asked, self._num_asked + 1
         future = self._answers[ask_id] = asyncio.get_running_loop().create_future()
         self._watch.pause()
         try:
-            self._send(message(ask_id))
+            self._send(question(self._episode.call_id, ask_id, *values))
             return await future
         finally:
             self._watch.resume()

@@ -15,10 +15,7 @@ from spmd_rl.types.samples import Sample
 
 
 class SampleTask(msgspec.Struct, frozen=True):
-    """Grade one sample by the reward functions that take a sample.
-
-    `functions` are the numbers of those that may be called; None stands for all.
-    """
+    """Grade one sample by the reward functions that take a sample: by these, or by all."""
 
     prompt: Prompt
     sample: Sample
@@ -27,10 +24,7 @@ class SampleTask(msgspec.Struct, frozen=True):
 
 
 class GroupTask(msgspec.Struct, frozen=True):
-    """Grade the samples of a prompt by the reward functions that take a whole group.
-
-    `functions` are the numbers of those that may be called; None stands for all.
-    """
+    """Grade the samples of a prompt by the reward functions that take a whole group."""
 
     prompt: Prompt
     samples: Sequence[Sample]
@@ -56,10 +50,8 @@ Task = SampleTask | GroupTask | EpisodeTask
 
 
 class Graded(msgspec.Struct, frozen=True):
-    """A task's grades, one a sample, by the name of the function.
-
-    `metrics` are what the functions emitted, and `notes` what they noted. `seconds` is the time
-    that the functions took.
+    """A task's grades, one a sample, by the name of the function; what the functions emitted and
+    noted, and the seconds that they took.
     """
 
     task_id: int
@@ -108,11 +100,7 @@ class EngineCall(msgspec.Struct, frozen=True):
 
 
 class EpisodeEnded(msgspec.Struct, frozen=True):
-    """An episode has returned its samples.
-
-    What it emitted is in their `metadata["metrics"]`, and what it noted in `metadata["notes"]`.
-    `where` names the function and the prompt.
-    """
+    """An episode has returned its samples, with what it emitted and noted in their `metadata`."""
 
     task_id: int
     samples: list[Sample]

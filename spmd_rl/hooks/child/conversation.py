@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd_rl.errors import SpmdError
-from spmd_rl.hooks.episode_engine import EpisodeEngine
+from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.transcript import Transcript, Turn
 from spmd_rl.rewards.answers.final_text import THINKING, opens_thought
 from spmd_rl.types.prompts import Prompt

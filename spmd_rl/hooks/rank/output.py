@@ -1,7 +1,4 @@
-"""Output of a process of hooks: read from a pipe with a bound, shown on the rank's stderr.
-
-A hook that prints more than the bound waits in its `print`, as if the reader were slow.
-"""
+"""Output of a process of hooks: read from a pipe, and shown on the rank's stderr up to a bound."""
 
 from __future__ import annotations
 
@@ -15,10 +12,9 @@ from collections.abc import Callable
 from spmd_rl.errors import printable
 
 PIPE_BYTES = 1 << 20  # what a process may print while its rank is busy
-READ_BYTES_PER_S = 1 << 20
+READ_BYTES = 1 << 16  # at once
 SHOWN_BYTES_PER_S = 1 << 16
 TAIL_BYTES = 4096  # kept for the sentence about a process that died
-_READ_BYTES = 1 << 16
 
 
 class Output:
@@ -36,53 +32,34 @@ class Output:
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self._descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._write, self._clock = write or _show, clock
-        self._refilled_at = clock()
-        self._to_read, self._to_show = READ_BYTES_PER_S, SHOWN_BYTES_PER_S
-        self._num_hidden = 0
+        self._second_began_s, self._num_shown, self._num_hidden = clock(), 0, 0
         self._tail = b""
-
-    @property
-    def fileno(self) -> int:
-        return self._descriptor
 
     @property
     def tail(self) -> str:
         """The end of what was printed."""
         return self._tail.decode(errors="replace")
 
-    def read(self) -> bool:
-        """Read and show what there is; return whether more may be read at once.
-
-        False says that the bound of this second is reached.
-        """
-        self._refill()
-        if not self._to_read:
-            return False
+    def read(self) -> None:
+        """Read `READ_BYTES` at most, and show what the bound of this second allows."""
+        if self._clock() - self._second_began_s >= 1:
+            if self._num_hidden:
+                hidden = f"({self._num_hidden:,} more bytes of a hook's output are left out)"
+                self._write(f"\n{hidden}\n")
+            self._second_began_s, self._num_shown, self._num_hidden = self._clock(), 0, 0
         try:
-            data = os.read(self._descriptor, min(_READ_BYTES, self._to_read))
+            data = os.read(self._descriptor, READ_BYTES)
         except BlockingIOError:
-            return True
-        self._to_read -= len(data)
+            return
         self._tail = (self._tail + data)[-TAIL_BYTES:]
-        shown, hidden = data[: self._to_show], data[self._to_show :]
-        self._to_show -= len(shown)
-        self._num_hidden += len(hidden)
+        shown = data[: SHOWN_BYTES_PER_S - self._num_shown]
+        self._num_shown += len(shown)
+        self._num_hidden += len(data) - len(shown)
         if shown:
             self._write(shown.decode(errors="replace"))
-        return self._to_read > 0
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-    def _refill(self) -> None:
-        now = self._clock()
-        if now - self._refilled_at < 1:
-            return
-        self._refilled_at = now
-        self._to_read, self._to_show = READ_BYTES_PER_S, SHOWN_BYTES_PER_S
-        if self._num_hidden:
-            self._write(f"\n({self._num_hidden:,} more bytes of a hook's output are left out)\n")
-            self._num_hidden = 0
 
 
 def _show(text: str) -> None:

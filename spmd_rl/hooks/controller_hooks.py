@@ -1,17 +1,16 @@
-"""Choice of groups by the user's `keep_group`, in the controller."""
+"""Hooks that the controller calls itself: `keep_group` and `pick_sources`."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
-from spmd_rl.errors import DataError
+from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.hooks.context import HookContext, Keep
-from spmd_rl.hooks.results import preview
-from spmd_rl.hooks.reward_calls import problem_of
-from spmd_rl.hooks.signatures import load_keep_group, part_name
+from spmd_rl.hooks.results import preview, problem_of
+from spmd_rl.hooks.signatures import load_keep_group, load_pick_sources, part_name
 from spmd_rl.types.samples import Group
 
 
@@ -57,3 +56,23 @@ class KeepGroup:
         return (
             f"keep_group {self._name} on prompt {group.prompt.uid} ({preview(group.prompt.text)})"
         )
+
+
+def pick_of(name: str) -> Callable[[int, list[str]], Mapping[str, float]]:
+    """Return a function that calls `hooks.pick_sources` of this name.
+
+    It raises a SpmdError with function, step and line for whatever the function raises.
+    Raises: ConfigError when there is no such function, also for its signature.
+    """
+    function = load_pick_sources(name)
+
+    def pick(step: int, sources: list[str]) -> Mapping[str, float]:
+        try:
+            return function(step, sources)
+        except SpmdError:
+            raise
+        except Exception as error:  # a user's function may raise anything
+            problem = problem_of(error, function)
+            raise SpmdError(f"hooks.pick_sources {name}, for step {step + 1}: {problem}") from error
+
+    return pick

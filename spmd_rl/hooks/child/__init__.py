@@ -1,0 +1,1 @@
+"""Process of hooks: it imports the functions of the user and runs calls of them."""

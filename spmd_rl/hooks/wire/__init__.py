@@ -1,0 +1,1 @@
+"""Messages between a rank and a process of hooks."""

@@ -1,0 +1,163 @@
+"""Messages between a rank and a process of hooks. On the wire each is an array that begins with
+the name of its class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.controller.channel.codec import Codec
+from spmd_rl.hooks.context import CallInfo
+from spmd_rl.hooks.results import Grade
+from spmd_rl.hooks.signatures import RewardForm
+from spmd_rl.hooks.transcript import Turn
+from spmd_rl.types.prompts import PromptColumns
+from spmd_rl.types.samples import SampleColumns
+
+DAMAGED_EXIT = 77  # exit code after a hook has closed descriptors of its process
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class Start(Message, frozen=True):
+    """The first message to a process: what it imports, and the deadlines of its calls."""
+
+    rewards: list[str]
+    generate: str
+    config: dict[str, Any]
+    concurrency: int
+    deadline_s: float
+    episode_deadline_s: float
+
+
+class Ready(Message, frozen=True):
+    """All hooks are imported, and `forms` are those of the rewards; or why one cannot be used."""
+
+    forms: list[RewardForm]
+    error: str = ""
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """A call of reward function number `function`, for a prompt and `num_samples` samples from
+    `first_sample` on of the same message.
+    """
+
+    call_id: int
+    function: int
+    info: CallInfo
+    prompt: int
+    first_sample: int
+    num_samples: int
+
+
+class Calls(Message, frozen=True):
+    """Calls of reward functions. Each prompt and each sample is in here once."""
+
+    calls: list[Call]
+    prompts: PromptColumns
+    samples: SampleColumns
+
+
+class Episode(Message, frozen=True):
+    """A call of `generate`, to make sample `index` of `num_samples` of one prompt."""
+
+    call_id: int
+    info: CallInfo
+    index: int
+    num_samples: int
+    temperature: float
+    prompts: PromptColumns
+
+
+class Cancel(Message, frozen=True):
+    """End an async call, which answers with a Problem as any other."""
+
+    call_id: int
+
+
+class Reply(Message, frozen=True):
+    """Answer to a question of an episode: the one value that is not None, or else a problem."""
+
+    call_id: int
+    ask_id: int
+    problem: str = ""
+    turn: Turn | None = None
+    tokens: list[int] | None = None
+    text: str | None = None
+
+
+class Result(Message, frozen=True):
+    """What a call returned, and the seconds that it took: grades, or the samples of an episode.
+
+    `retires` says that the process is to get no other call.
+    """
+
+    call_id: int
+    seconds: float
+    grades: list[Grade]
+    metrics: dict[str, float] = {}
+    notes: dict[str, str] = {}
+    retires: bool = False
+    samples: SampleColumns | None = None
+
+
+class Problem(Message, frozen=True):
+    """Why a call failed: the end of a sentence about it. `retires` is that of Result.
+
+    `in_doubt` says that another call may be the reason. `unanswered` says that the process ended,
+    or was ended at the deadline, before there was an answer.
+    """
+
+    call_id: int
+    seconds: float
+    problem: str
+    in_doubt: bool = False
+    retires: bool = False
+    unanswered: bool = False
+
+
+Answer = Result | Problem  # the last word on a call
+
+
+class Answers(Message, frozen=True):
+    """Calls that have ended."""
+
+    answers: list[Answer]
+
+
+class AskTurn(Message, frozen=True):
+    """Ask the engine to go on with transcript number `transcript`; the arrays are what it has."""
+
+    call_id: int
+    ask_id: int
+    transcript: int
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    kept: bytes
+    max_tokens: int | None
+    stop: tuple[str, ...] | None
+
+
+class AskTexts(Message, frozen=True):
+    """Ask the rank's tokenizer for the token ids of a text, the text of token ids, or the text that
+    the chat template makes of messages, tools and template arguments.
+    """
+
+    call_id: int
+    ask_id: int
+    text: str | None = None
+    tokens: NDArray[np.int32] | None = None
+    chat: tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]] | None = None
+
+
+ToProcess = Start | Calls | Episode | Cancel | Reply
+ToRank = Ready | Answers | AskTurn | AskTexts
+TO_PROCESS: Codec = Codec(ToProcess, functions=False, repeats=False)
+TO_RANK: Codec = Codec(ToRank, functions=False, repeats=False)
