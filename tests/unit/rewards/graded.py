@@ -46,7 +46,7 @@ def grade(
 ) -> list[Any]:
     """The event of each text, from a pool with processes of its own."""
     cfg = HookConfig(**{"deadline_s": 120.0, **settings})
-    with HookPool(cfg, [f"spmd_rl.rewards.remote.remote.{name}:{name}"], config) as pool:
+    with HookPool(cfg, [f"spmd_rl.rewards.remote.{name}:{name}"], config) as pool:
         samples = [make_sample(text, number) for number, text in enumerate(texts)]
         ids = [pool.submit(SampleTask(prompt, sample, CallInfo())) for sample in samples]
         events = events_of(pool)
