@@ -42,6 +42,7 @@ from spmd_rl.hooks.rank.tasks import (
 from spmd_rl.hooks.transcript import Turn
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
+from spmd_rl.types.token_data import TokenData
 
 HOOKS = str(Path(__file__).with_name("faulty_hooks.py"))
 IN_FLIGHT = 24  # tasks at once
@@ -161,9 +162,11 @@ def _task(case: Case) -> SampleTask | EpisodeTask:
 
 def _turn(call: EngineCall) -> Turn:
     """Return what an engine would draw; it depends on what was drawn before."""
-    tokens = (np.arange(4) + 7 * len(call.tokens) + int(call.tokens.sum())) % 97
+    tokens = (np.arange(4) + 7 * len(call.past) + int(call.past.tokens.sum())) % 97
     logprobs = -tokens.astype(np.float32) / 8
-    return Turn(tokens.astype(np.int32), logprobs, np.full(4, 3, np.int32), f"turn {tokens[0]}")
+    return Turn(
+        TokenData(tokens.astype(np.int32), logprobs, np.full(4, 3, np.int32)), f"turn {tokens[0]}"
+    )
 
 
 def _problem(case: Case, event: Event) -> str:

@@ -9,10 +9,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.types.columns import concatenate
-from spmd_rl.types.kept_sets import NO_SET
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import NO_VERSION, Sample
+from spmd_rl.types.samples import Sample
+from spmd_rl.types.token_data import TokenData
 
 TurnStatus = Literal["completed", "truncated"]
 END_OF_IDS = 1 << 31
@@ -21,16 +20,24 @@ END_OF_IDS = 1 << 31
 class Turn(msgspec.Struct, frozen=True, array_like=True):
     """What one engine call drew: `status` is "completed" after a stop, "truncated" at a limit.
 
-    `kept` are the kept sets of the tokens, where top-k, top-p or min-p left out others.
-    Shape: `tokens`, `logprobs`, `versions` are [T].
+    Shape: `tokens`, `logprobs`, `versions` are [R].
     """
 
-    tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
+    data: TokenData
     text: str = ""
     status: TurnStatus = "completed"
-    kept: bytes = b""
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        return self.data.tokens
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        return self.data.logprobs
+
+    @property
+    def versions(self) -> NDArray[np.int32]:
+        return self.data.versions
 
 
 class TranscriptPlace(NamedTuple):
@@ -55,13 +62,13 @@ class Transcript:
         self.place: TranscriptPlace | None = (
             None  # the engine's first call for this transcript gives it one
         )
-        self._parts: list[Turn] = []  # observed tokens too
+        self._parts: list[TokenData] = []  # observed tokens too
         self._status: TurnStatus | None = None  # of the last turn
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens, those of the prompt included."""
-        return len(self.prompt.tokens) + sum(len(part.tokens) for part in self._parts)
+        return len(self.prompt.tokens) + sum(map(len, self._parts))
 
     def observe(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Append tokens that the policy did not draw, such as the result of a tool.
@@ -74,25 +81,17 @@ class Transcript:
             return
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= END_OF_IDS:
             raise ValueError("observe: expected token ids, such as await engine.encode(text)")
-        zeros = np.zeros(len(ids), np.float32)
-        self._parts.append(Turn(ids.astype(np.int32), zeros, np.full(len(ids), NO_VERSION, "i4")))
+        self._parts.append(TokenData.observed(ids.astype(np.int32)))
 
     def append(self, turn: Turn) -> None:
         """Append what the engine drew. `EpisodeEngine.complete` does this."""
-        self._parts.append(turn)
+        self._parts.append(turn.data)
         self._status = turn.status
 
-    def joined(self) -> Turn:
-        """Return all that follows the prompt as one turn, without a text."""
-        parts = self._parts
-        kept = [part.kept or NO_SET * len(part.tokens) for part in parts]
-        return Turn(
-            concatenate([part.tokens for part in parts], np.int32),
-            concatenate([part.logprobs for part in parts], np.float32),
-            concatenate([part.versions for part in parts], np.int32),
-            status=self._status or "completed",
-            kept=b"".join(kept) if any(part.kept for part in parts) else b"",
-        )
+    @property
+    def data(self) -> TokenData:
+        """All that follows the prompt."""
+        return TokenData.join(self._parts)
 
     def sample(self, status: TurnStatus | None = None) -> Sample:
         """Return the transcript as a sample. Without `status` it has that of the last turn.
@@ -101,14 +100,15 @@ class Transcript:
         """
         if self.place is None or self._status is None:
             raise ValueError("sample: the engine has drawn nothing in this transcript yet")
-        joined = self.joined()
+        data, (_, index, temperature) = self.data, self.place
         return Sample(
             self.prompt.uid,
-            self.place.sample_index,
-            joined.tokens,
-            joined.logprobs,
-            joined.versions,
-            status or joined.status,
-            self.place.temperature,
-            kept=joined.kept,
+            index,
+            data.tokens,
+            data.logprobs,
+            data.versions,
+            status or self._status,
+            temperature,
+            kept=data.kept,
+            columns=data.columns,
         )

@@ -12,16 +12,15 @@ from spmd_rl.errors import DataError
 from spmd_rl.hooks.rank.pool import HookPool
 from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeEnded, EpisodeTask, Failed
 from spmd_rl.hooks.results import BadResult
-from spmd_rl.hooks.transcript import Turn
+from spmd_rl.hooks.transcript import Turn, TurnStatus
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.types.samples import MODEL, NO_VERSION, TURNS, Sample
-from spmd_rl.types.token_data import TokenData
+from spmd_rl.types.token_data import NO_LOGPROBS, NO_TOKENS, TokenData
 
 Key = tuple[int, int]  # uid and index of an engine request
 OBSERVED = "tool"  # the role of tokens that the policy did not draw
-_NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 class RunningEpisodes:
@@ -54,22 +53,21 @@ class RunningEpisodes:
         group, index = self._running[call.task_id]
         prompt, sampling = group.prompt, group.sampling
         try:
-            self._limits.check_ids(call.tokens)
+            self._limits.check_ids(call.past.tokens)
         except BadResult as problem:
             self._pool.refuse(call.task_id, call.call_id, f"the transcript {problem}")
             return None
-        if len(prompt.tokens) + len(call.tokens) >= self._limits.context_tokens:
-            nothing = Turn(_NO_TOKENS, _NO_LOGPROBS, _NO_TOKENS, "", "truncated")
-            self._pool.reply(call.task_id, call.call_id, nothing)
+        if len(prompt.tokens) + len(call.past) >= self._limits.context_tokens:
+            self._pool.reply(call.task_id, call.call_id, Turn(TokenData(), "", "truncated"))
             return None
-        max_tokens = len(call.tokens) + (call.max_tokens or sampling.max_tokens)
+        max_tokens = len(call.past) + (call.max_tokens or sampling.max_tokens)
         key = prompt.uid, index + call.transcript * sampling.num_samples
         self._turns[key] = call
         return Request(
             *key,
             prompt.tokens,
             _turn_sampling(sampling, max_tokens, call.stop),
-            TokenData(call.tokens, call.logprobs, call.versions, call.kept),
+            call.past,
             group.seed,
         )
 
@@ -83,22 +81,15 @@ class RunningEpisodes:
         call = self._turns.pop((sample.prompt_uid, sample.index), None)
         if call is None:
             return False
-        new = sample.data.cut(len(call.tokens))
-        turn = Turn(
-            new.tokens,
-            new.logprobs,
-            new.versions,
-            text,
-            "completed" if sample.status == "completed" else "truncated",
-            new.kept,
-        )
-        self._pool.reply(call.task_id, call.call_id, turn)
+        new = sample.data.cut(len(call.past))
+        status: TurnStatus = "completed" if sample.status == "completed" else "truncated"
+        self._pool.reply(call.task_id, call.call_id, Turn(new, text, status))
         return True
 
     def new_tokens(self, sample: Sample) -> list[int]:
         """Return the tokens that a request of a turn has added."""
         call = self._turns.get((sample.prompt_uid, sample.index))
-        return sample.tokens[len(call.tokens) if call else 0 :].tolist()
+        return sample.tokens[len(call.past) if call else 0 :].tolist()
 
     def owns(self, task_id: int) -> bool:
         return task_id in self._running
@@ -154,9 +145,9 @@ def unstarted(group: OpenGroup, index: int) -> Sample:
     return Sample(
         group.prompt.uid,
         index,
-        _NO_TOKENS,
-        _NO_LOGPROBS,
-        _NO_TOKENS,
+        NO_TOKENS,
+        NO_LOGPROBS,
+        NO_TOKENS,
         "aborted",
         temperature=group.sampling.scored_temperature,
     )

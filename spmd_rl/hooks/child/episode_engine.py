@@ -55,11 +55,10 @@ class EpisodeEngine:
         stops = None if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(one, str) and one for one in stops or ()):
             raise ValueError("complete: stop holds something else than texts, or an empty one")
-        past = transcript.joined()
-        arrays = past.tokens, past.logprobs, past.versions, past.kept
+        past = transcript.data
         self._busy.add(number)
         try:
-            turn: Turn = await self._ask(AskTurn, number, *arrays, max_tokens, stops)
+            turn: Turn = await self._ask(AskTurn, number, past, max_tokens, stops)
         finally:
             self._busy.discard(number)
         transcript.append(turn)

@@ -11,7 +11,6 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
-from msgspec.structs import astuple
 
 from spmd_rl.data.render.chat import Chat, Template, render
 from spmd_rl.data.render.messages import messages_of, tools_of
@@ -113,7 +112,7 @@ class EpisodeTasks:
     def _asked(self, message: AskTurn) -> Iterator[EngineCall]:
         """Answer a question from what was drawn before, or ask the engine."""
         task_id, episode = message.call_id, self._tasks[message.call_id]
-        past = blake2b(message.tokens.tobytes()).digest()
+        past = blake2b(message.past.tokens.tobytes()).digest()
         key = message.transcript, past, message.max_tokens, message.stop
         if key in episode.replies:
             self._send(Reply(task_id, message.ask_id, **episode.replies[key]))
@@ -122,7 +121,14 @@ class EpisodeTasks:
         if key not in episode.asked.values():  # else the engine draws it already
             call_id = next(self._ids)
             episode.asked[call_id] = key
-            yield EngineCall(task_id, call_id, *astuple(message)[2:])
+            yield EngineCall(
+                task_id,
+                call_id,
+                message.transcript,
+                message.past,
+                message.max_tokens,
+                message.stop,
+            )
 
     def _send(self, message: Reply) -> None:
         if worker := self._group.worker_of(message.call_id):

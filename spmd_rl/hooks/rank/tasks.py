@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.results import Grade
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
+from spmd_rl.types.token_data import TokenData
 
 
 class SampleTask(msgspec.Struct, frozen=True):
@@ -82,19 +81,14 @@ class Failed(msgspec.Struct, frozen=True):
 class EngineCall(msgspec.Struct, frozen=True):
     """An episode asks the engine for a turn, and waits for `HookPool.reply`.
 
-    `tokens`, `logprobs`, `versions` and `kept` are all that follows the prompt in transcript number
-    `transcript`; observed tokens have a log-prob of 0, the version -1 and an empty kept set.
-    `max_tokens` and `stop` are those of this turn alone; None leaves them as the recipe set them.
-    Shape: `tokens`, `logprobs`, `versions` are [R].
+    `past` is all that follows the prompt in transcript number `transcript`. `max_tokens` and `stop`
+    are those of this turn alone; None leaves them as the recipe set them.
     """
 
     task_id: int
     call_id: int
     transcript: int
-    tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
-    kept: bytes
+    past: TokenData
     max_tokens: int | None
     stop: tuple[str, ...] | None
 

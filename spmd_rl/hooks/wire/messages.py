@@ -17,6 +17,7 @@ from spmd_rl.hooks.signatures import RewardForm
 from spmd_rl.hooks.transcript import Turn
 from spmd_rl.types.prompts import PromptColumns
 from spmd_rl.types.samples import SampleColumns
+from spmd_rl.types.token_data import TokenData
 
 DAMAGED_EXIT = 77  # exit code after a hook has closed descriptors of its process
 
@@ -132,15 +133,12 @@ class Answers(Message, frozen=True):
 
 
 class AskTurn(Message, frozen=True):
-    """Ask the engine to go on with transcript number `transcript`; the arrays are what it has."""
+    """Ask the engine to go on with transcript number `transcript`, after `past`."""
 
     call_id: int
     ask_id: int
     transcript: int
-    tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
-    kept: bytes
+    past: TokenData
     max_tokens: int | None
     stop: tuple[str, ...] | None
 

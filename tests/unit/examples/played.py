@@ -15,6 +15,7 @@ from spmd_rl.hooks.signatures import check_hooks
 from spmd_rl.hooks.transcript import Turn
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
+from spmd_rl.types.token_data import TokenData
 from tests.unit.hooks.cases import CharTokenizer, events_of
 
 
@@ -27,7 +28,7 @@ def played(hooks: Path, prompt: Prompt, *said: str) -> tuple[Sample, list[Engine
         tokens = np.array([*map(ord, text)], np.int32)
         logprobs, versions = np.full(len(text), -0.5, np.float32), np.full(len(text), 4, np.int32)
         calls.append(call)
-        pool.reply(call.task_id, call.call_id, Turn(tokens, logprobs, versions, text, "completed"))
+        pool.reply(call.task_id, call.call_id, Turn(TokenData(tokens, logprobs, versions), text))
 
     cfg = HookConfig(generate=f"{hooks}:solve")
     check_hooks(cfg)

@@ -20,6 +20,7 @@ from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
 from spmd_rl.hooks.wire.messages import AskTexts, Reply
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
+from spmd_rl.types.token_data import TokenData
 from tests.unit.data.chat_templates import CHATML, LLAMA, MISTRAL, PLAIN, QWEN, tokenizer_of
 from tests.unit.hooks.cases import make_prompt
 
@@ -39,12 +40,12 @@ class Engine:
     ) -> Turn:
         if transcript.place is None:
             transcript.place = TranscriptPlace(len(self.prompts), len(self.prompts), 1.0)
-        past = [*transcript.prompt.tokens, *transcript.joined().tokens]
+        past = [*transcript.prompt.tokens, *transcript.data.tokens]
         self.prompts.append(self.tokenizer.decode(past))
         (ids,) = self.tokenizer([self.drawn.pop(0)], add_special_tokens=False)["input_ids"]
         tokens, zeros = np.array(ids, np.int32), np.zeros(len(ids), np.int32)
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        turn = Turn(tokens, zeros.astype(np.float32), zeros, text)
+        turn = Turn(TokenData(tokens, zeros.astype(np.float32), zeros), text)
         transcript.append(turn)
         return turn
 

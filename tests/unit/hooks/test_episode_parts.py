@@ -15,13 +15,16 @@ from spmd_rl.hooks.rank.episode_tasks import EpisodeTasks
 from spmd_rl.hooks.rank.tasks import EpisodeTask
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
 from spmd_rl.hooks.wire.messages import AskTurn
+from spmd_rl.types.token_data import TokenData
 from tests.unit.hooks.cases import make_prompt
 
 
 def turn(*tokens: int, status: Any = "completed", kept: bytes = b"") -> Turn:
     num = len(tokens)
     logprobs = np.full(num, -1, np.float32)
-    return Turn(np.array(tokens, np.int32), logprobs, np.full(num, 2, np.int32), "", status, kept)
+    return Turn(
+        TokenData(np.array(tokens, np.int32), logprobs, np.full(num, 2, np.int32), kept), "", status
+    )
 
 
 def test_a_transcript_appends_turns_and_masked_observations() -> None:
@@ -70,7 +73,7 @@ class Played:
         """Return the call that the engine gets, if it gets one."""
         past = turn(*tokens)
         arrays = past.tokens, past.logprobs, past.versions
-        message = AskTurn(0, ask_id, transcript, *arrays, b"", 4, stop)
+        message = AskTurn(0, ask_id, transcript, TokenData(*arrays), 4, stop)
         calls = [event.call_id for event in self.tasks.take(message)]  # type: ignore[union-attr]
         return calls[0] if calls else None
 

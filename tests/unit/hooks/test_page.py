@@ -18,6 +18,7 @@ from spmd_rl.hooks.signatures import RewardForm, check_hooks, load_reward
 from spmd_rl.hooks.transcript import Turn
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.token_data import TokenData
 from tests.unit.hooks.cases import CharTokenizer, events_of, make_prompt, make_sample
 
 PAGE = Path(__file__).parents[3] / "docs/hooks.md"
@@ -56,7 +57,7 @@ def play(hook: str, prompt: Prompt, said: list[str]) -> Sample:
         text = said.pop(0)
         tokens = np.array([*map(ord, text)], np.int32)
         versions = np.zeros(len(text), np.int32)
-        turn = Turn(tokens, np.zeros(len(text), np.float32), versions, text, "completed")
+        turn = Turn(TokenData(tokens, np.zeros(len(text), np.float32), versions), text)
         pool.reply(call.task_id, call.call_id, turn)
 
     cfg = HookConfig(generate=hook)

@@ -30,6 +30,7 @@ from spmd_rl.hooks.rank.tasks import (
 )
 from spmd_rl.hooks.results import Grade
 from spmd_rl.hooks.transcript import Turn
+from spmd_rl.types.token_data import TokenData
 from tests.unit.hooks.cases import (
     HERE,
     HOOKS,
@@ -72,8 +73,8 @@ def play(pool: HookPool, texts: list[str], answer: Any = None) -> list[Any]:
 
 def turn_of(call: EngineCall) -> tuple[int, int, Turn]:
     """A turn of two tokens, which depend on how many there are."""
-    tokens = np.arange(2, dtype=np.int32) + 10 * len(call.tokens)
-    turn = Turn(tokens, np.full(2, -0.5, np.float32), np.full(2, 9, np.int32), "42", "completed")
+    tokens = np.arange(2, dtype=np.int32) + 10 * len(call.past)
+    turn = Turn(TokenData(tokens, np.full(2, -0.5, np.float32), np.full(2, 9, np.int32)), "42")
     return call.task_id, call.call_id, turn
 
 
@@ -286,8 +287,8 @@ def test_an_episode_of_two_turns() -> None:
         (0, 5, ("</call>",)),
         (0, None, None),
     ]
-    assert calls[1].tokens.tolist() == sample.tokens[:5].tolist()
-    assert calls[1].versions.tolist() == sample.versions[:5].tolist()
+    assert calls[1].past.tokens.tolist() == sample.tokens[:5].tolist()
+    assert calls[1].past.versions.tolist() == sample.versions[:5].tolist()
 
 
 def test_transcripts_of_one_episode_have_draws_of_their_own() -> None:
@@ -301,7 +302,7 @@ def test_transcripts_of_one_episode_have_draws_of_their_own() -> None:
 
 def test_an_episode_hears_why_the_engine_refuses() -> None:
     def answer(call: EngineCall) -> None:
-        if len(call.tokens):
+        if len(call.past):
             pool.refuse(call.task_id, call.call_id, "the context is full")
         else:
             pool.reply(*turn_of(call))
@@ -336,7 +337,7 @@ def test_turns_are_drawn_once_though_the_process_of_an_episode_ends() -> None:
     held: list[EngineCall] = []
 
     def answer(call: EngineCall) -> None:
-        key = call.task_id, len(call.tokens)
+        key = call.task_id, len(call.past)
         assert key not in drawn, "the engine was asked twice"
         drawn.append(key)
         if call.task_id == breaker and not held:

@@ -19,6 +19,7 @@ from spmd_rl.rollout.episodes import RunningEpisodes
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import NO_VERSION, Sample
+from spmd_rl.types.token_data import TokenData
 
 LIMITS = ModelLimits(context_tokens=8, vocab_size=10)
 PROMPT = Prompt(7, np.array([1, 2], np.int32), text="37+48=")
@@ -112,6 +113,6 @@ def test_an_episode_is_told_of_ids_that_the_engine_has_not(begun: Any) -> None:
     episodes, _, pool = begun(False)
     nothing = np.zeros(1, np.float32)
     tokens, versions = np.array([10], np.int32), np.array([NO_VERSION], np.int32)
-    call = EngineCall(5, 1, 0, tokens, nothing, versions, b"", None, None)
+    call = EngineCall(5, 1, 0, TokenData(tokens, nothing, versions), None, None)
     assert episodes.request_of(call) is None
     assert pool.refused == ["the transcript has token ids outside the model's vocabulary of 10"]

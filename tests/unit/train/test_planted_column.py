@@ -14,6 +14,7 @@ from torch import Tensor
 import spmd_rl as rl
 from spmd_rl.algo.losses import LossInput
 from spmd_rl.data.render.answer_end import AnswerEnd
+from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
@@ -111,6 +112,12 @@ def test_what_is_cut_or_observed_keeps_it_in_place(drawn: Samples) -> None:
     whole = TokenData.join([sample.data, tool, sample.data])
     episode = sample.with_data(whole)
     check(episode)
+    transcript = Transcript(PROMPTS[0])
+    transcript.place = TranscriptPlace(0, 0, 1.0)
+    transcript.append(Turn(sample.data))
+    transcript.observe([5, 6, 7])
+    transcript.append(Turn(sample.data))
+    check(transcript.sample())
     limits = ModelLimits(len(sample.tokens) + 4, VOCAB)
     cut = limits.fitted(sample.with_data(TokenData.join([sample.data, tool])), 3)
     assert len(cut.tokens) == len(sample.tokens)
