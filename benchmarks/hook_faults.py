@@ -191,7 +191,7 @@ def _expected(case: Case) -> list[Any]:
     """Return what an episode without a fault leads to."""
     tokens, logprobs, mask = np.zeros(0, np.int32), np.zeros(0, np.float32), list[bool]()
     for _ in range(3):
-        call = EngineCall(0, 0, 0, tokens, logprobs, tokens, b"", None, None)
+        call = EngineCall(0, 0, 0, TokenData(tokens, logprobs, tokens), None, None)
         turn = _turn(call)
         seen = [ord(letter) for letter in f"seen {turn.text}"]
         tokens = np.concatenate([tokens, turn.tokens, np.array(seen, np.int32)])
