@@ -25,8 +25,8 @@ import numpy as np
 from benchmarks.ran_files import A_RUN
 from benchmarks.record import MACHINE, finish, measured
 from benchmarks.table import Row
-from spmd_rl.report.colours import BLUE, GREEN, VIOLET
-from spmd_rl.report.curve_axes import INK, add_legend, set_title, style_axes
+from spmd_rl.report.pictures.colours import BLUE, GREEN, VIOLET
+from spmd_rl.report.pictures.curve_axes import INK, add_legend, set_title, style_axes
 
 PACKAGES = ("torch", "transformers", "numpy")
 EXAMPLE = Path("examples/arithmetic")

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from spmd_rl.algo.packing import pack as pack
     from spmd_rl.algo.packing import pack_sft as pack_sft
     from spmd_rl.algo.pair_packing import pack_pairs as pack_pairs
-    from spmd_rl.algo.policy_loss import policy_loss as policy_loss
-    from spmd_rl.algo.rejection import accepted_samples as accepted_samples
+    from spmd_rl.algo.policy.policy_loss import policy_loss as policy_loss
+    from spmd_rl.algo.policy.rejection import accepted_samples as accepted_samples
     from spmd_rl.algo.sample_rewards import pack_samples as pack_samples
     from spmd_rl.algo.sample_rewards import with_rewards as with_rewards
     from spmd_rl.algo.self_check import check_reference as check_reference
@@ -176,7 +176,7 @@ _HOMES = {
         "with_candidates",
     ),
     "algo.pair_packing": ("pack_pairs",),
-    "algo.rejection": ("accepted_samples",),
+    "algo.policy.rejection": ("accepted_samples",),
     "algo.sample_rewards": ("pack_samples", "with_rewards"),
     "data.render.answer_end": ("AnswerEnd",),
     "data.documents": ("DocumentConfig", "Documents"),
@@ -188,7 +188,7 @@ _HOMES = {
     "algo.gdpo": ("gdpo_advantage",),
     "algo.make": ("make_algorithm",),
     "algo.packing": ("pack", "pack_sft"),
-    "algo.policy_loss": ("policy_loss",),
+    "algo.policy.policy_loss": ("policy_loss",),
     "algo.value_loss": ("value_loss",),
     "recipes.load_prompts": ("load_prompts",),
     "recipes.rollout_settings": ("rollout_settings",),

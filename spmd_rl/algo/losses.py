@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 from spmd_rl.algo.by_source import by_source
-from spmd_rl.algo.surrogates import ratio_of
+from spmd_rl.algo.policy.surrogates import ratio_of
 from spmd_rl.errors import ContractError
 
 # names of sums and metrics of the trainer, which a loss's measurements cannot have

@@ -19,8 +19,8 @@ from spmd_rl.algo.algorithms.reinforce_pp import reinforce_pp
 from spmd_rl.algo.algorithms.reinforce_pp_baseline import reinforce_pp_baseline
 from spmd_rl.algo.algorithms.rloo import rloo
 from spmd_rl.algo.config import CorrectionConfig, PolicyConfig
-from spmd_rl.algo.mean_weight import with_mean_weight_of_one
 from spmd_rl.algo.overlong import with_overlong_penalty
+from spmd_rl.algo.policy.mean_weight import with_mean_weight_of_one
 from spmd_rl.algo.refusals import refuse_wrong_settings
 from spmd_rl.errors import ConfigError
 from spmd_rl.types.batch import Batch

@@ -12,14 +12,12 @@ from spmd_rl.observe.atomic_write import write_atomically
 from spmd_rl.observe.metrics import METRICS
 from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.report.about import about, read_provenance, without_command
-from spmd_rl.report.changes import what_changed
-from spmd_rl.report.charts import charts
-from spmd_rl.report.colours import PHASES
-from spmd_rl.report.findings import Setup
 from spmd_rl.report.means import num_latest
 from spmd_rl.report.page import render
+from spmd_rl.report.pictures.charts import charts
+from spmd_rl.report.pictures.colours import PHASES
+from spmd_rl.report.pictures.time_axes import seconds_before_step_1, training_rows, wall_s
 from spmd_rl.report.progress import weights_text
-from spmd_rl.report.run_differences import run_differences
 from spmd_rl.report.samples import PageBudget, read_samples
 from spmd_rl.report.series import (
     KEY_FIGURES,
@@ -32,8 +30,10 @@ from spmd_rl.report.series import (
 )
 from spmd_rl.report.settings import as_text, differences, read_config, read_plan
 from spmd_rl.report.spans import MAX_SPANS, read_timeline
-from spmd_rl.report.time_axes import seconds_before_step_1, training_rows, wall_s
-from spmd_rl.report.turned import turned_prompts
+from spmd_rl.report.verdicts.changes import what_changed
+from spmd_rl.report.verdicts.findings import Setup
+from spmd_rl.report.verdicts.run_differences import run_differences
+from spmd_rl.report.verdicts.turned import turned_prompts
 
 MAX_RUNS = 8
 

@@ -31,7 +31,7 @@ def main(words: list[str]) -> int:
             f"the report cannot be written ({error}): name another file with --out"
         ) from None
     if len(runs) > 1:
-        from spmd_rl.report.comparison import print_comparison
+        from spmd_rl.report.verdicts.comparison import print_comparison
 
         print_comparison(gather(runs, small=True))
     print(page)

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from spmd_rl.errors import printable
 from spmd_rl.report.compared_tokens import NONE_COMPARED, percent
-from spmd_rl.report.main_scores import main_score
 from spmd_rl.report.progress import (
     Metrics,
     RunProgress,
@@ -25,6 +24,7 @@ from spmd_rl.report.progress import (
     sparkline,
     weights_text,
 )
+from spmd_rl.report.verdicts.main_scores import main_score
 from spmd_rl.types import samples
 
 PAGE_HINT = "report.html in this folder shows more, from step 1 on"

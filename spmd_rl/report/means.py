@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import fmean, variance
 from typing import Any, NamedTuple
 
-from spmd_rl.report.time_axes import is_number
+from spmd_rl.report.pictures.time_axes import is_number
 
 Row = dict[str, Any]
 

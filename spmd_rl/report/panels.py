@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from spmd_rl.report.colours import AMBER, BLUE, GREEN, LINES, PHASES, RED, Colour
+from spmd_rl.report.pictures.colours import AMBER, BLUE, GREEN, LINES, PHASES, RED, Colour
 
 LEVEL = 0.01  # change of a value, as a share of it, that a chart from 0 does not show
 ROUNDING = 1e-6  # a sum that is 0 in exact arithmetic, such as the loss on policy, stays below

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spmd_rl.report.main_scores import MAIN_SCORES
+from spmd_rl.report.verdicts.main_scores import MAIN_SCORES
 
 Metrics = Mapping[str, float]
 

@@ -21,8 +21,8 @@ from spmd_rl.observe.atomic_write import write_atomically
 from spmd_rl.observe.provenance import PROVENANCE_FILE, provenance, start_unix_s
 from spmd_rl.observe.run_folder import RunFolder, has_content
 from spmd_rl.observe.sinks import Sinks
-from spmd_rl.report.reward_warnings import RewardWarnings
 from spmd_rl.report.run_monitor import RunMonitor
+from spmd_rl.report.verdicts.reward_warnings import RewardWarnings
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.kinds import engine_of
 from spmd_rl.train.config import trainer_of

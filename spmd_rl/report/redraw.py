@@ -12,7 +12,7 @@ from pathlib import Path
 
 from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.report import write_report
-from spmd_rl.report.curves import draw
+from spmd_rl.report.pictures.curves import draw
 
 
 def main(metrics: Path, picture: Path, title: str) -> None:

@@ -13,7 +13,7 @@ from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.observe.sinks import Sinks
 from spmd_rl.report import write_report
 from spmd_rl.report.compared_tokens import closing_text
-from spmd_rl.report.curve_painter import CurvePainter
+from spmd_rl.report.pictures.curve_painter import CurvePainter
 from spmd_rl.report.plain_view import PlainView
 from spmd_rl.report.progress import RunProgress
 from spmd_rl.types.samples import Group

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from spmd_rl.observe.metrics import METRIC_OF_NAME
 from spmd_rl.report.means import MIN_STANDARD_ERRORS, Mean, evaluation_mean, latest_mean, num_latest
-from spmd_rl.report.time_axes import BEFORE, is_number, part_ends, training_rows
+from spmd_rl.report.pictures.time_axes import BEFORE, is_number, part_ends, training_rows
 
 Row = dict[str, Any]
 

@@ -51,6 +51,6 @@ def test_the_configs_of_recipes_alone_may_share_theirs() -> None:
     text = "class Config:\n    pass\n"
     recipes = [parse(f"spmd_rl.recipes.{name}", text) for name in ("grpo", "sft")]
     assert shared_names(recipes) == []
-    elsewhere = [parse("spmd_rl.data.files.files", text), parse("spmd_rl.algo.kl", text)]
+    elsewhere = [parse("spmd_rl.data.files.files", text), parse("spmd_rl.algo.policy.kl", text)]
     (found,) = shared_names([*recipes, *elsewhere])
-    assert found == "Config: spmd_rl.data.files.files:1, spmd_rl.algo.kl:1"
+    assert found == "Config: spmd_rl.data.files.files:1, spmd_rl.algo.policy.kl:1"

@@ -5,6 +5,7 @@ never raise them.
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterable
 from statistics import median, quantiles
 
@@ -15,6 +16,7 @@ MAX_CLASS = 250
 MAX_FUNCTION = 60
 MAX_KERNEL = 130
 MEDIAN_FUNCTION = 10
+MAX_FILES = 24  # of a folder, besides __init__.py
 MAX_NODES = 400  # of a function's syntax tree
 MAX_KERNEL_NODES = 700
 NODES_P90 = 170  # of nine functions in ten
@@ -35,6 +37,13 @@ def too_long(modules: Iterable[Module]) -> list[str]:
             if isinstance(node, ast.ClassDef) and num_lines(node) > MAX_CLASS:
                 found.append(f"{module.name}:{node.lineno} {node.name}: {num_lines(node)} lines")
     return found
+
+
+def too_full(modules: Iterable[Module]) -> list[str]:
+    """Folders with more files than the law allows."""
+    parents = {module.name: module.name.rpartition(".")[0] for module in modules}
+    files = Counter(parent for name, parent in parents.items() if name not in parents.values())
+    return [f"{folder}: {count} files" for folder, count in files.items() if count > MAX_FILES]
 
 
 def num_nodes(function: ast.AST) -> int:
@@ -70,6 +79,10 @@ def test_nothing_is_too_long() -> None:
     assert too_long(package_modules()) == []
 
 
+def test_no_folder_is_too_full() -> None:
+    assert too_full(package_modules()) == []
+
+
 def test_the_median_function_is_short() -> None:
     assert (
         median(num_lines(f) for module in package_modules() for f in functions(module))
@@ -100,6 +113,13 @@ def test_what_is_too_long_is_seen() -> None:
     assert too_long([parse("spmd_rl.algo.x", "class A:\n" + body * MAX_CLASS)])
     assert too_long([parse("spmd_rl.algo.x", "x = 1\n" * (MAX_MODULE + 1))])
     assert not too_long([parse("spmd_rl.kernels.x", "def f() -> None:\n" + body * MAX_FUNCTION)])
+
+
+def test_a_full_folder_is_seen() -> None:
+    files = [parse(f"spmd_rl.algo.x{number}", "") for number in range(MAX_FILES)]
+    rooms = [parse("spmd_rl.algo", ""), parse("spmd_rl.algo.y", ""), parse("spmd_rl.algo.y.z", "")]
+    assert not too_full([*files, *rooms])
+    assert too_full([*files, *rooms, parse("spmd_rl.algo.w", "")]) == ["spmd_rl.algo: 25 files"]
 
 
 def test_a_dense_function_is_seen() -> None:

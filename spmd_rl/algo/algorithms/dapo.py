@@ -16,7 +16,7 @@ from __future__ import annotations
 from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.algorithm import Algorithm, rewards_differ
 from spmd_rl.algo.config import PolicyConfig
-from spmd_rl.algo.loss_settings import group_algorithm, loss_from
+from spmd_rl.algo.policy.loss_settings import group_algorithm, loss_from
 
 
 def dapo(cfg: PolicyConfig) -> Algorithm:

@@ -16,7 +16,7 @@ from functools import partial
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import PolicyConfig
 from spmd_rl.algo.gdpo import gdpo_advantage
-from spmd_rl.algo.loss_settings import group_algorithm, loss_from
+from spmd_rl.algo.policy.loss_settings import group_algorithm, loss_from
 
 
 def gdpo(cfg: PolicyConfig) -> Algorithm:

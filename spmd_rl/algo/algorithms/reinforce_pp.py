@@ -19,7 +19,7 @@ from spmd_rl.algo.advantages import task_rewards
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import PolicyConfig
 from spmd_rl.algo.credit import reinforce_pp_credit
-from spmd_rl.algo.loss_settings import loss_from, needs_of
+from spmd_rl.algo.policy.loss_settings import loss_from, needs_of
 
 
 def reinforce_pp(cfg: PolicyConfig) -> Algorithm:

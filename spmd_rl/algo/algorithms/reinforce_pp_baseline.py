@@ -16,7 +16,7 @@ from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import PolicyConfig
 from spmd_rl.algo.credit import baseline_credit
-from spmd_rl.algo.loss_settings import loss_from, needs_of
+from spmd_rl.algo.policy.loss_settings import loss_from, needs_of
 
 
 def reinforce_pp_baseline(cfg: PolicyConfig) -> Algorithm:

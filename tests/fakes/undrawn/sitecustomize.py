@@ -6,6 +6,6 @@ To draw takes a second of each run.
 import sys
 from types import ModuleType
 
-curves = ModuleType("spmd_rl.report.curves")
+curves = ModuleType("spmd_rl.report.pictures.curves")
 curves.draw = lambda rows, path, title: None
 sys.modules[curves.__name__] = curves

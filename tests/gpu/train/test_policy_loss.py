@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spmd_rl.algo.losses import LossInput
-from spmd_rl.algo.policy_loss import Surrogate, policy_loss
+from spmd_rl.algo.policy.policy_loss import Surrogate, policy_loss
 from spmd_rl.train.fsdp2.determinism import deterministic
 
 pytestmark = pytest.mark.gpu

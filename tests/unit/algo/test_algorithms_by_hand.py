@@ -20,7 +20,7 @@ from spmd_rl.algo.config import (
 )
 from spmd_rl.algo.credit import reinforce_pp_credit
 from spmd_rl.algo.make import make_algorithm
-from spmd_rl.algo.policy_loss import policy_loss
+from spmd_rl.algo.policy.policy_loss import policy_loss
 from tests.unit.algo.by_hand import flat_logprobs, hand_gradient, hand_loss
 from tests.unit.algo.cases import Answer, batch_of, draw_case, kept_answers, loss_and_gradient
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spmd_rl.algo.corrections import correction_weights, level_ratio, outside, vetoed
-from spmd_rl.algo.kl import kl_estimate
 from spmd_rl.algo.losses import LossInput
-from spmd_rl.algo.opsm import opsm_masked
-from spmd_rl.algo.policy_loss import policy_loss
+from spmd_rl.algo.policy.corrections import correction_weights, level_ratio, outside, vetoed
+from spmd_rl.algo.policy.kl import kl_estimate
+from spmd_rl.algo.policy.opsm import opsm_masked
+from spmd_rl.algo.policy.policy_loss import policy_loss
 
 RATIOS = torch.tensor([0.49, 0.5, 1.0, 2.0, 2.01], dtype=torch.float64)
 

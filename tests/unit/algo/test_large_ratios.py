@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spmd_rl.algo.losses import LossInput, grpo_loss
-from spmd_rl.algo.policy_loss import policy_loss
+from spmd_rl.algo.policy.policy_loss import policy_loss
 
 LOG_RATIOS = [88.0, 88.7, 88.8, 100.0, 400.0, 0.0]  # exp of 88.73 and more overflows in float32
 

@@ -16,7 +16,7 @@ from spmd_rl.algo.gae import discounted_returns, gae
 from spmd_rl.algo.losses import LossInput, ValueInput, grpo_loss
 from spmd_rl.algo.make import ALGORITHMS
 from spmd_rl.algo.overlong import overlong_penalty
-from spmd_rl.algo.policy_loss import policy_loss
+from spmd_rl.algo.policy.policy_loss import policy_loss
 from spmd_rl.algo.value_loss import value_loss
 from spmd_rl.algo.whitening import whiten
 from spmd_rl.errors import ConfigError, ContractError

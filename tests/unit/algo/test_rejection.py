@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmd_rl.algo.rejection import accepted_samples
+from spmd_rl.algo.policy.rejection import accepted_samples
 from spmd_rl.errors import ConfigError
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample

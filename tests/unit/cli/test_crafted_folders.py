@@ -26,7 +26,7 @@ from spmd_rl.observe.run_lock import acquire_run_lock, refuse_running_run
 from spmd_rl.observe.sinks import WeightsAndBiases
 from spmd_rl.observe.trace import Trace
 from spmd_rl.report.command import main as report
-from spmd_rl.report.curves import draw
+from spmd_rl.report.pictures.curves import draw
 
 CONFIG = 'recipe = "grpo"\n'
 HEADER = {"process": "rank 0", "rank": 0, "host": "h", "pid": 1, "began_unix_ns": 0}

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from spmd_rl.errors import DataError
-from spmd_rl.report.changes import what_changed
-from spmd_rl.report.findings import Setup
 from spmd_rl.report.means import Mean, evaluation_mean, fifths, latest_mean, mean_of, num_latest
-from spmd_rl.report.turned import turned_prompts
+from spmd_rl.report.verdicts.changes import what_changed
+from spmd_rl.report.verdicts.findings import Setup
+from spmd_rl.report.verdicts.turned import turned_prompts
 
 NOWHERE = Setup({}, Path("nowhere"))
 SETTINGS = {

@@ -11,8 +11,8 @@ import pytest
 
 from spmd_rl.observe.metrics import METRIC_OF_NAME
 from spmd_rl.report.build import gather
-from spmd_rl.report.charts import charts
 from spmd_rl.report.panels import PANELS
+from spmd_rl.report.pictures.charts import charts
 from spmd_rl.report.series import curves
 from tests.unit.report.synthetic import make_run
 

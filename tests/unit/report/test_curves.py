@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.report import colours, curves
+from spmd_rl.report.pictures import colours, curves
 from tests.unit.report.synthetic import metrics
 
 Row = dict[str, Any]

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from spmd_rl.observe.metrics_log import drop_steps_after, read_metrics
 from spmd_rl.observe.run_folder import RunFolder
-from spmd_rl.report.curves import picture
 from spmd_rl.report.live_view import LiveView
+from spmd_rl.report.pictures.curves import picture
 from spmd_rl.report.progress import RunProgress, evaluation_text
 from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.report.series import KEY_FIGURES, key_figures

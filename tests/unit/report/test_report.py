@@ -12,15 +12,16 @@ import pytest
 
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.metrics import METRIC_OF_NAME, METRICS
-from spmd_rl.report import colours, time_axes, write_report
 from spmd_rl.report import series as figures
+from spmd_rl.report import write_report
 from spmd_rl.report.about import about
 from spmd_rl.report.build import gather
 from spmd_rl.report.command import main
-from spmd_rl.report.comparison import as_number
 from spmd_rl.report.page import as_json
 from spmd_rl.report.panels import PANEL_OF_METRIC, colour_of
+from spmd_rl.report.pictures import colours, time_axes
 from spmd_rl.report.settings import differences
+from spmd_rl.report.verdicts.comparison import as_number
 from tests.unit.report.synthetic import HOSTILE, make_run
 
 PAGE = Path(figures.__file__).parent / "page"

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from spmd_rl.report.reward_warnings import FLAT_STEPS, MOVING_STEPS, RewardWarnings, moved
+from spmd_rl.report.verdicts.reward_warnings import FLAT_STEPS, MOVING_STEPS, RewardWarnings, moved
 
 SETTINGS = {
     "reward": "r.py:f",

@@ -14,9 +14,10 @@ from rich.console import Console
 
 from spmd_rl.observe.metrics_log import drop_steps_after, read_metrics
 from spmd_rl.observe.run_folder import RunFolder
-from spmd_rl.report import curve_axes, curve_painter, curves, run_monitor
-from spmd_rl.report.curve_painter import CurvePainter
+from spmd_rl.report import run_monitor
 from spmd_rl.report.live_view import LiveView
+from spmd_rl.report.pictures import curve_axes, curve_painter, curves
+from spmd_rl.report.pictures.curve_painter import CurvePainter
 from spmd_rl.report.plain_view import step_line
 from spmd_rl.report.progress import RunProgress, duration, sparkline, weights_text
 from spmd_rl.report.run_monitor import RunMonitor

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from spmd_rl.algo.config import CorrectionMode, Level
-from spmd_rl.algo.sequence_sums import over_sequences
+from spmd_rl.algo.policy.sequence_sums import over_sequences
 
 if TYPE_CHECKING:
     import numpy as np

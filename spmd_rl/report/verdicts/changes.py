@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from spmd_rl.observe.metrics import METRIC_OF_NAME
-from spmd_rl.report.findings import NOT_MOVING, Finding, Mood, Setup
-from spmd_rl.report.main_scores import MAIN_SCORES
 from spmd_rl.report.means import MIN_STANDARD_ERRORS, Mean, evaluation_mean, fifths, mean_of
-from spmd_rl.report.signs import signs
-from spmd_rl.report.time_axes import is_number, training_rows
+from spmd_rl.report.pictures.time_axes import is_number, training_rows
+from spmd_rl.report.verdicts.findings import NOT_MOVING, Finding, Mood, Setup
+from spmd_rl.report.verdicts.main_scores import MAIN_SCORES
+from spmd_rl.report.verdicts.signs import signs
 
 Row = dict[str, Any]
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spmd_rl.report.changes import IN_TRAINING, SCORE_OF_SET
-from spmd_rl.report.findings import Finding
-from spmd_rl.report.main_scores import MAIN_SCORES
 from spmd_rl.report.means import MIN_STANDARD_ERRORS, Mean, evaluation_mean, latest_mean
-from spmd_rl.report.time_axes import is_number, training_rows
+from spmd_rl.report.pictures.time_axes import is_number, training_rows
+from spmd_rl.report.verdicts.changes import IN_TRAINING, SCORE_OF_SET
+from spmd_rl.report.verdicts.findings import Finding
+from spmd_rl.report.verdicts.main_scores import MAIN_SCORES
 
 Row = dict[str, Any]
 

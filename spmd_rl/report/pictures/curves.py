@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from spmd_rl.observe.atomic_write import atomic_file
-from spmd_rl.report.curve_axes import INK, Rows, style_axes
-from spmd_rl.report.main_scores import main_score
-from spmd_rl.report.picture_panels import mismatch_text, panels_of
+from spmd_rl.report.pictures.curve_axes import INK, Rows, style_axes
+from spmd_rl.report.pictures.picture_panels import mismatch_text, panels_of
+from spmd_rl.report.verdicts.main_scores import main_score
 
 MAX_ACROSS = 3  # panels in a row
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from spmd_rl.observe.metrics import METRIC_OF_NAME
-from spmd_rl.report.colours import LINES
 from spmd_rl.report.panels import LEVEL, PANEL_OF_METRIC, PANELS, Line, Panel
+from spmd_rl.report.pictures.colours import LINES
 
 Run = dict[str, Any]
 Chart = dict[str, Any]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.algo.config import CorrectionMode, Level
-from spmd_rl.algo.corrections import MAX_LOG_RATIO, correction_weights
+from spmd_rl.algo.policy.corrections import MAX_LOG_RATIO, correction_weights
 from spmd_rl.types.batch import Batch
 
 

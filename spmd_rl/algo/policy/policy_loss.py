@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from spmd_rl.algo import corrections
 from spmd_rl.algo.config import Behaviour, CorrectionMode, Estimator, Level
-from spmd_rl.algo.kl import kl_loss
 from spmd_rl.algo.losses import LossInput
-from spmd_rl.algo.opsm import opsm_masked
-from spmd_rl.algo.surrogates import cispo_surrogate, gspo_ratio, ppo_surrogate, ratio_of
+from spmd_rl.algo.policy import corrections
+from spmd_rl.algo.policy.kl import kl_loss
+from spmd_rl.algo.policy.opsm import opsm_masked
+from spmd_rl.algo.policy.surrogates import cispo_surrogate, gspo_ratio, ppo_surrogate, ratio_of
 from spmd_rl.errors import ContractError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from spmd_rl.algo.sequence_sums import over_sequences
+from spmd_rl.algo.policy.sequence_sums import over_sequences
 
 if TYPE_CHECKING:
     from torch import Tensor

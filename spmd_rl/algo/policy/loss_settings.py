@@ -9,7 +9,7 @@ from typing import Any
 from spmd_rl.algo.algorithm import ENTROPY, REFERENCE_LOGPROBS, Algorithm
 from spmd_rl.algo.config import CorrectionConfig, PolicyConfig
 from spmd_rl.algo.credit import kl_as_reward
-from spmd_rl.algo.policy_loss import Surrogate, policy_loss
+from spmd_rl.algo.policy.policy_loss import Surrogate, policy_loss
 
 
 def loss_from(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from spmd_rl.algo.losses import LossInput
-from spmd_rl.algo.sequence_sums import over_sequences
+from spmd_rl.algo.policy.sequence_sums import over_sequences
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from spmd_rl.report.findings import NOT_MOVING, Finding, Setup
 from spmd_rl.report.means import fifths, latest_mean, mean_of
-from spmd_rl.report.time_axes import is_number
+from spmd_rl.report.pictures.time_axes import is_number
+from spmd_rl.report.verdicts.findings import NOT_MOVING, Finding, Setup
 
 Row = dict[str, Any]
 

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.observe.metrics import METRIC_OF_NAME
-from spmd_rl.report.colours import LINES, PHASES
-from spmd_rl.report.curve_axes import (
+from spmd_rl.report.panels import LEVEL, ROUNDING
+from spmd_rl.report.pictures.colours import LINES, PHASES
+from spmd_rl.report.pictures.curve_axes import (
     HEADROOM,
     Rows,
     add_legend,
@@ -25,8 +26,7 @@ from spmd_rl.report.curve_axes import (
     set_title,
     start_at_zero,
 )
-from spmd_rl.report.main_scores import main_score
-from spmd_rl.report.panels import LEVEL, ROUNDING
+from spmd_rl.report.verdicts.main_scores import main_score
 
 MISMATCHED = "onpolicy/mismatched_tokens"  # any of them is worth a panel
 MAX_LINES = 4  # of evaluation sets, and of reward parts, in one panel

@@ -1,0 +1,1 @@
+"""Curves as pictures: what is drawn where, and in which colour."""
