@@ -306,7 +306,7 @@ def measure(parts: list[str], tar: Path, folder: Path, *, quick: bool) -> tuple[
             rows += control(sides, 1 if quick else CALL_TURNS)
     if "demo" in parts:
         words = ["benchmarks.beside_demo", "--config=examples/arithmetic/demo.toml"]
-        words += ["--warmup_steps=10", "--steps=270"]
+        words += ["--warmup_steps=10", "--steps=260"]
         apart: dict[str, list[str]] = {}
         if not compares_pushes(code[THEN]):
             code[SHIPPED], apart = ROOT, {NOW: [f"--run.{COMPARISON}=0"]}

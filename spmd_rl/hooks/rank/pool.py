@@ -15,7 +15,7 @@ from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.rank.episode_tasks import EpisodeTasks, EpisodeTokenizer
 from spmd_rl.hooks.rank.reward_tasks import RewardTasks
 from spmd_rl.hooks.rank.tasks import EpisodeTask, Event, Task
-from spmd_rl.hooks.rank.worker import Worker
+from spmd_rl.hooks.rank.worker import HookWorker
 from spmd_rl.hooks.rank.worker_group import Limits, WorkerGroup
 from spmd_rl.hooks.signatures import part_name
 from spmd_rl.hooks.transcript import Turn
@@ -49,7 +49,7 @@ class HookPool(AbstractContextManager["HookPool"]):
         self._plain = WorkerGroup(plain, self._reward_worker)
         self._async = WorkerGroup(late, self._reward_worker)
         episode = replace(self._start, rewards=[], generate=cfg.generate)
-        self._episode = WorkerGroup(late, lambda: Worker(episode, self._selector))
+        self._episode = WorkerGroup(late, lambda: HookWorker(episode, self._selector))
         self._ids = ids = count()  # of tasks and calls
         names = [part_name(name) for name in rewards]
         self._rewards = RewardTasks(names, self._plain, self._async, ids)
@@ -131,10 +131,10 @@ class HookPool(AbstractContextManager["HookPool"]):
     def _groups(self) -> tuple[WorkerGroup, ...]:
         return self._plain, self._async, self._episode
 
-    def _reward_worker(self) -> Worker:
-        return Worker(self._start, self._selector)
+    def _reward_worker(self) -> HookWorker:
+        return HookWorker(self._start, self._selector)
 
-    def _events(self, worker: Worker, message: ToRank) -> Iterator[Event]:
+    def _events(self, worker: HookWorker, message: ToRank) -> Iterator[Event]:
         """Yield the events that a message of a worker leads to."""
         if isinstance(message, Answers):
             for answer in message.answers:

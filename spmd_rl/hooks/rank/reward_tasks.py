@@ -9,7 +9,7 @@ from spmd_rl.hooks.rank.tasks import Failed, Graded, GroupTask, SampleTask
 from spmd_rl.hooks.rank.worker_group import WorkerGroup
 from spmd_rl.hooks.results import Grade, describe
 from spmd_rl.hooks.signatures import RewardForm
-from spmd_rl.hooks.wire.messages import Call, Calls, Problem, Result
+from spmd_rl.hooks.wire.messages import CallRow, Calls, Problem, Result
 from spmd_rl.rewards.names import is_shipped
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
@@ -94,7 +94,7 @@ class RewardTasks:
 
     def message(self, call_ids: Iterable[int]) -> Calls:
         """Return the message that asks for these calls. Each prompt and sample is in it once."""
-        calls, prompts, samples = list[Call](), list[Prompt](), list[Sample]()
+        calls, prompts, samples = list[CallRow](), list[Prompt](), list[Sample]()
         places: dict[int, int] = {}  # of prompts and of sequences of samples, by their id
         for call_id in call_ids:
             _, open_task, function, _ = self._calls[call_id]
@@ -103,7 +103,7 @@ class RewardTasks:
                 prompts.append(task.prompt)
             if (first := places.setdefault(id(sequence), len(samples))) == len(samples):
                 samples += sequence
-            calls.append(Call(call_id, function, task.info, prompt, first, len(sequence)))
+            calls.append(CallRow(call_id, function, task.info, prompt, first, len(sequence)))
         return Calls(calls, Prompt.to_columns(prompts), Sample.to_columns(samples))
 
     def take(self, answer: Result | Problem) -> Iterator[Graded | Failed]:

@@ -1,4 +1,4 @@
-"""Worker: one process of hooks, seen from its rank, and the calls that it was sent.
+"""Worker of a rank: one process of hooks, and the calls that it was sent.
 
 What a hook has started ends with the process, in whatever session it runs (process_family.py).
 """
@@ -32,7 +32,7 @@ PROGRAM = (
 _RECEIVE_BYTES = 1 << 18
 
 
-class Worker:
+class HookWorker:
     """A process that imports hooks and runs calls. No method but `close` waits for it.
 
     `selector` is told its socket. The process dies with the thread that started it, because Linux

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.hooks.rank.worker import Worker
+from spmd_rl.hooks.rank.worker import HookWorker
 from spmd_rl.hooks.wire.channel import NO_CALL
 from spmd_rl.hooks.wire.messages import Answer, Answers, Cancel, Problem, Ready, ToRank
 
@@ -35,8 +35,8 @@ class WorkerGroup:
     monotonic clock.
     """
 
-    def __init__(self, limits: Limits, new_worker: Callable[[], Worker]) -> None:
-        self.workers: list[Worker] = []
+    def __init__(self, limits: Limits, new_worker: Callable[[], HookWorker]) -> None:
+        self.workers: list[HookWorker] = []
         self._limits, self._new_worker = limits, new_worker
         self._waiting: deque[int] = deque()
         self._doubted: deque[int] = deque()  # each is made alone in a worker
@@ -61,11 +61,11 @@ class WorkerGroup:
             if self._limits.concurrency:
                 worker.send(Cancel(call_id))
 
-    def worker_of(self, call_id: int) -> Worker | None:
+    def worker_of(self, call_id: int) -> HookWorker | None:
         """Return the worker that has this call."""
         return next((worker for worker in self.workers if call_id in worker.calls), None)
 
-    def read(self, now_s: float) -> Iterator[tuple[Worker, ToRank]]:
+    def read(self, now_s: float) -> Iterator[tuple[HookWorker, ToRank]]:
         """Yield what workers have sent, and end those that are late.
 
         Raises: ConfigError when a hook cannot be imported; SpmdError when a process cannot start.
@@ -85,7 +85,7 @@ class WorkerGroup:
             if ending or (worker.is_retired and not worker.calls):
                 yield worker, Answers(self._end(worker, ending))
 
-    def assign(self, now_s: float) -> Iterator[tuple[Worker, list[int]]]:
+    def assign(self, now_s: float) -> Iterator[tuple[HookWorker, list[int]]]:
         """Yield which calls a worker is to be sent, and start another if they wait for long."""
         if not self._waiting and not self._doubted:
             self._behind_since_s = None
@@ -121,7 +121,7 @@ class WorkerGroup:
         while self.workers:
             self.workers.pop().close()
 
-    def _settle(self, worker: Worker, answer: Answer) -> bool:
+    def _settle(self, worker: HookWorker, answer: Answer) -> bool:
         """Take an answer; return whether it stands, and somebody waits for it."""
         is_wanted = worker.calls.pop(answer.call_id, False)
         worker.is_retired |= answer.retires
@@ -135,7 +135,7 @@ class WorkerGroup:
         worker.is_alone = worker.is_fresh = False
         return is_wanted
 
-    def _fault(self, worker: Worker, now_s: float) -> str:
+    def _fault(self, worker: HookWorker, now_s: float) -> str:
         """Return why a worker that runs is to be ended, "" if it is not."""
         if worker.is_garbled:
             return "wrote into the socket of its process"
@@ -146,7 +146,7 @@ class WorkerGroup:
         is_late = deadline_s and call_id != NO_CALL and now_s - since_s > deadline_s
         return self._limits.late.format(deadline_s) if is_late else ""
 
-    def _end(self, worker: Worker, ending: str) -> list[Answer]:
+    def _end(self, worker: HookWorker, ending: str) -> list[Answer]:
         """End a worker, fail the call that its end is charged to, and queue its others again."""
         self.workers.remove(worker)
         worker.close()
@@ -167,7 +167,7 @@ class WorkerGroup:
             return [Problem(charged, 0.0, ending, unanswered=True)]
         return []
 
-    def _given(self, worker: Worker, call_ids: list[int]) -> tuple[Worker, list[int]]:
+    def _given(self, worker: HookWorker, call_ids: list[int]) -> tuple[HookWorker, list[int]]:
         worker.calls |= dict.fromkeys(call_ids, True)
         return worker, call_ids
 

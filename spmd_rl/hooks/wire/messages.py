@@ -44,7 +44,7 @@ class Ready(Message, frozen=True):
     error: str = ""
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class CallRow(msgspec.Struct, frozen=True, array_like=True):
     """A call of reward function number `function`, for a prompt and `num_samples` samples from
     `first_sample` on of the same message.
     """
@@ -60,7 +60,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 class Calls(Message, frozen=True):
     """Calls of reward functions. Each prompt and each sample is in here once."""
 
-    calls: list[Call]
+    calls: list[CallRow]
     prompts: PromptColumns
     samples: SampleColumns
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.faulty_hooks import ASYNC, EPISODE, PLAIN, is_slow, known
 from benchmarks.hook_faults import Case, make_cases, run
-from spmd_rl.hooks.rank.worker import Worker
+from spmd_rl.hooks.rank.worker import HookWorker
 from spmd_rl.hooks.wire.channel import NO_CALL
 
 
@@ -22,10 +22,10 @@ def test_a_wrong_charge_fails_another_sample(
 ) -> None:
     """The negative control: the end of a process is charged to the last call that it got."""
 
-    def last_call(worker: Worker) -> tuple[int, float]:
+    def last_call(worker: HookWorker) -> tuple[int, float]:
         return next(reversed(worker.calls), NO_CALL), time.monotonic()
 
-    monkeypatch.setattr(Worker, "running", last_call)
+    monkeypatch.setattr(HookWorker, "running", last_call)
     cases = [Case(uid, PLAIN, "", "") for uid in range(1, 40)]
     cases[10] = Case(11, PLAIN, "os._exit", known(PLAIN)["os._exit"])
     assert run(cases, deadline_s=60.0).wrong
