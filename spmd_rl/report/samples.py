@@ -15,6 +15,7 @@ from spmd_rl.report.token_texts import find_tokenizer, token_texts
 from spmd_rl.types.samples import NO_VERSION
 
 OVERHEAD_TOKENS = 30  # the size of a sample without its tokens, in tokens
+LETTERS_PER_TOKEN = 4  # of notes, which take as much room on the page
 
 
 class _Row(msgspec.Struct):
@@ -110,7 +111,8 @@ def _read_step(path: Path, tokenizer: Any, budget: PageBudget, num_tokens: int) 
             groups[uid]["samples"] = []
         sample = _sample(row, tokenizer, budget.tokens_per_sample)
         groups[uid]["samples"].append(sample)
-        taken += len(sample["pieces"]) + OVERHEAD_TOKENS
+        num_letters = sum(map(len, sample["notes"].values()))
+        taken += len(sample["pieces"]) + num_letters // LETTERS_PER_TOKEN + OVERHEAD_TOKENS
     return {"groups": list(groups.values()), "num_samples": num_samples, "num_tokens": taken}
 
 
@@ -134,8 +136,15 @@ def _without_tokens(row: _Row) -> dict[str, Any]:
         "status": row.status,
         "parts": row.parts,
         "error": str(row.metadata.get("error", "")),
+        "notes": _notes(row),
         "num_tokens": len(row.tokens),
     }
+
+
+def _notes(row: _Row) -> dict[str, str]:
+    """Return what hooks noted, such as the reasons of a judge."""
+    notes = row.metadata.get("notes")
+    return {name: str(text) for name, text in notes.items()} if isinstance(notes, dict) else {}
 
 
 def _per_token(row: _Row, texts: list[str]) -> dict[str, list[Any]]:

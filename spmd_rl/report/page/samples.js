@@ -81,6 +81,7 @@ function answerNode(sample, low, high) {
           parts.map(([name, value]) => `${name} ${typeof value === "number" ? number(value) : value}`).join(" · "),
         )
       : null,
+    ...Object.entries(sample.notes).map(([name, text]) => el("div", { class: "parts note" }, `${name}: ${text}`)),
   );
 }
 

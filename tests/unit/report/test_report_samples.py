@@ -60,6 +60,21 @@ def test_what_no_engine_drew_has_no_log_prob_and_a_failed_sample_says_why(tmp_pa
     ]
 
 
+def test_what_a_judge_noted_is_shown_and_takes_room(tmp_path: Path) -> None:
+    tokens = np.array([5, 6, 7], np.int32)
+    notes = {"judge": f"too long: {HOSTILE}" + "x" * 900}
+    sample = Sample(0, 0, tokens, np.zeros(3, np.float32), tokens, "completed", text="abc")
+    noted = [sample.replace(index=index, metadata={"notes": notes}) for index in range(4)]
+    odd = sample.replace(metadata={"notes": "none"})
+    run = RunFolder.open(tmp_path / "run", "", {})
+    groups = [Group(Prompt(0, tokens), noted), Group(Prompt(1, tokens), [odd])]
+    run.write_samples(1, groups)
+    shown = read_samples(run.path, {}, PageBudget())["steps"][0]["groups"]
+    assert [one["notes"] for group in shown for one in group["samples"]] == [notes] * 4 + [{}]
+    few = read_samples(run.path, {}, PageBudget(num_tokens=600))["steps"][0]["groups"]
+    assert len(few) == 1, "two hundred tokens' room for each sample"
+
+
 @given(st.text(max_size=60), st.lists(st.integers(0, 299), max_size=40))
 def test_without_a_tokenizer_the_text_is_cut_evenly_and_whole(text: str, tokens: list[int]) -> None:
     parts, known = token_texts(None, tokens, text)
