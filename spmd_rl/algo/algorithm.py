@@ -14,8 +14,8 @@ from spmd_rl.types.batch import Batch
 from spmd_rl.types.samples import Group
 
 ENTROPY = "entropy"
-REFERENCE_LOGPROBS = "reference_logprobs"
-OLD_LOGPROBS = "old_logprobs"
+REFERENCE_LOGPROBS = "reference_logprobs"  # the column that a KL term reads
+OLD_LOGPROBS = "old_logprobs"  # the column that takes the place of a trainer's scoring pass
 VALUES = "values"
 
 

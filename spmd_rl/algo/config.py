@@ -25,8 +25,6 @@ AlgorithmName = Literal[
     "ppo",
     "gdpo",
 ]
-# whose KL divergence is a reward unless `kl.place` says otherwise
-KL_AS_REWARD = ("ppo", "reinforce_pp", "reinforce_pp_baseline")
 Estimator = Literal["k1", "k2", "k3", "low_var"]
 Level = Literal["token", "sequence", "geometric"]
 CorrectionMode = Literal["none", "truncate", "clip", "mask"]
@@ -143,23 +141,6 @@ class PolicyConfig:
         for name in ("discount", "gae_lambda"):
             value = getattr(self, name)
             require(0 <= value <= 1, name, value, "between 0 and 1")
-
-    @property
-    def kl_place(self) -> Literal["loss", "reward"]:
-        """Where the KL divergence enters."""
-        if self.kl.place != "auto":
-            return self.kl.place
-        return "reward" if self.algorithm in KL_AS_REWARD else "loss"
-
-    @property
-    def kl_loss_coef(self) -> float:
-        """Weight of the KL divergence in the loss."""
-        return self.kl.coef if self.kl_place == "loss" else 0.0
-
-    @property
-    def kl_reward_coef(self) -> float:
-        """Weight of the KL divergence in the reward."""
-        return self.kl.coef if self.kl_place == "reward" else 0.0
 
     @property
     def correction_in_words(self) -> str:

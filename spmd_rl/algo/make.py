@@ -8,17 +8,20 @@ from functools import partial
 from typing import Any
 
 from spmd_rl.algo.algorithm import OLD_LOGPROBS, Algorithm, rewards_differ
-from spmd_rl.algo.algorithms.cispo import cispo
-from spmd_rl.algo.algorithms.dapo import dapo
-from spmd_rl.algo.algorithms.dr_grpo import dr_grpo
-from spmd_rl.algo.algorithms.gdpo import gdpo
-from spmd_rl.algo.algorithms.grpo import grpo
-from spmd_rl.algo.algorithms.gspo import gspo
-from spmd_rl.algo.algorithms.ppo import ppo
-from spmd_rl.algo.algorithms.reinforce_pp import reinforce_pp
-from spmd_rl.algo.algorithms.reinforce_pp_baseline import reinforce_pp_baseline
-from spmd_rl.algo.algorithms.rloo import rloo
+from spmd_rl.algo.algorithms import (
+    cispo,
+    dapo,
+    dr_grpo,
+    gdpo,
+    grpo,
+    gspo,
+    ppo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+)
 from spmd_rl.algo.config import CorrectionConfig, PolicyConfig
+from spmd_rl.algo.facts import AlgorithmFacts
 from spmd_rl.algo.overlong import with_overlong_penalty
 from spmd_rl.algo.policy.mean_weight import with_mean_weight_of_one
 from spmd_rl.algo.refusals import refuse_wrong_settings
@@ -26,18 +29,25 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.samples import Group
 
-ALGORITHMS: dict[str, Callable[[PolicyConfig], Algorithm]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "dapo": dapo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "rloo": rloo,
-    "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-    "ppo": ppo,
-    "gdpo": gdpo,
+Maker = Callable[[PolicyConfig], Algorithm]
+
+# by name: what makes the algorithm, and its facts
+ALGORITHMS: dict[str, tuple[Maker, AlgorithmFacts]] = {
+    "grpo": (grpo.grpo, grpo.FACTS),
+    "dr_grpo": (dr_grpo.dr_grpo, dr_grpo.FACTS),
+    "dapo": (dapo.dapo, dapo.FACTS),
+    "gspo": (gspo.gspo, gspo.FACTS),
+    "cispo": (cispo.cispo, cispo.FACTS),
+    "rloo": (rloo.rloo, rloo.FACTS),
+    "reinforce_pp": (reinforce_pp.reinforce_pp, reinforce_pp.FACTS),
+    "reinforce_pp_baseline": (
+        reinforce_pp_baseline.reinforce_pp_baseline,
+        reinforce_pp_baseline.FACTS,
+    ),
+    "ppo": (ppo.ppo, ppo.FACTS),
+    "gdpo": (gdpo.gdpo, gdpo.FACTS),
 }
+_FACTS = {name: facts for name, (_, facts) in ALGORITHMS.items()}
 
 
 def make_algorithm(
@@ -49,9 +59,10 @@ def make_algorithm(
     them. They are checked, shape the penalty on long answers, and divide with "const".
     Raises: ConfigError, which names the key, for settings that do not go together.
     """
-    refuse_wrong_settings(cfg, num_samples)
+    refuse_wrong_settings(cfg, _FACTS, num_samples)
+    make, _ = ALGORITHMS[cfg.algorithm]
     algorithm = replace(
-        ALGORITHMS[cfg.algorithm](cfg),
+        make(cfg),
         mask_truncated=cfg.mask_truncated,
         max_response_tokens=max_response_tokens,
     )

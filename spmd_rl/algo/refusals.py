@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from spmd_rl.algo.config import PolicyConfig
+from spmd_rl.algo.config import KlConfig, PolicyConfig
+from spmd_rl.algo.facts import AlgorithmFacts
 from spmd_rl.config.rules import require
 from spmd_rl.config.schema import default_of
 from spmd_rl.errors import ConfigError
 
-# the algorithms that read a setting, where few do, and those that do not, where most do
-READ_BY = {
-    "reward_weights": ("gdpo",),
-    "discount": ("reinforce_pp", "ppo"),
-    "gae_lambda": ("ppo",),
-    "value_clip": ("ppo",),
-    "critic_warmup_steps": ("ppo",),
-    "critic": ("ppo",),
-}
-NO_GROUPS = ("reinforce_pp", "ppo")  # which do not compare the samples of a prompt
-IGNORED_BY = {
-    "dual_clip": ("gspo", "cispo"),
-    "overlong": ("gdpo",),  # it learns from the parts of the reward
-    "drop_equal_groups": NO_GROUPS,
-}
 # a setting without which others are not read, and those others
 SWITCHES = {
     "kl.coef": ("kl.place", "kl.estimator", "kl.unbiased", "kl.reference", "kl.refresh_every"),
@@ -38,35 +24,33 @@ SWITCHES = {
     "correction.reject": ("correction.reject_high", "correction.reject_low"),
     "overlong.buffer": ("overlong.penalty",),
 }
-MAX_GSPO_CLIP = 0.1
 
 
-def refuse_wrong_settings(cfg: PolicyConfig, num_samples: int | None) -> None:
+def refuse_wrong_settings(
+    cfg: PolicyConfig, algorithms: Mapping[str, AlgorithmFacts], num_samples: int | None
+) -> None:
     """Raises: ConfigError for the first setting that does not fit the others."""
-    if num_samples is not None and cfg.algorithm not in NO_GROUPS:
+    facts = algorithms[cfg.algorithm]
+    if num_samples is not None and facts.compares_samples:
         require(num_samples >= 2, "sampling.num_samples", num_samples, "2 or more")
     keys = list(_set_keys(cfg))
     _refuse_without_effect(keys)
     for key in keys:
         name = key.partition(".")[0]
-        readers = READ_BY.get(name, (cfg.algorithm,))
-        if cfg.algorithm not in readers:
+        readers = [one for one, other in algorithms.items() if name in other.reads]
+        if readers and cfg.algorithm not in readers:
             raise ConfigError(
                 f"{key} is set, but algorithm = {cfg.algorithm!r} does not read it: leave it out, "
                 f"or set algorithm to {' or '.join(readers)}"
             )
-        if cfg.algorithm in IGNORED_BY.get(name, ()):
+        if name in facts.ignores:
             raise ConfigError(
                 f"{key} is set, but algorithm = {cfg.algorithm!r} does not read it: leave it out"
             )
     _refuse_correcting_twice(cfg)
-    _refuse_wrong_kl(cfg)
-    if cfg.algorithm == "gspo":
-        for name in ("clip_low", "clip_high"):
-            value = getattr(cfg, name)
-            holds = value is None or value < MAX_GSPO_CLIP
-            expected = "less than 0.1, as the ratio is that of whole answers (3e-4 and 4e-4)"
-            require(holds, name, value, expected)
+    _refuse_wrong_kl(cfg.kl, facts)
+    if facts.check is not None:
+        facts.check(cfg)
 
 
 def _set_keys(cfg: Any) -> Iterator[str]:
@@ -106,12 +90,11 @@ def _refuse_correcting_twice(cfg: PolicyConfig) -> None:
     )
 
 
-def _refuse_wrong_kl(cfg: PolicyConfig) -> None:
+def _refuse_wrong_kl(kl: KlConfig, facts: AlgorithmFacts) -> None:
     """Raises: ConfigError for an estimator whose gradient is not that of a divergence."""
-    kl = cfg.kl
     if not kl.coef:
         return
-    if cfg.kl_place == "reward":
+    if facts.place_of(kl) == "reward":
         expected = "auto or k1, because a KL divergence as a reward is k1"
         require(kl.estimator in ("auto", "k1"), "kl.estimator", kl.estimator, expected)
         expected = "false, because kl.place = 'reward' has no gradient to correct"

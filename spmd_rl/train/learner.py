@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.algo.algorithm import OLD_LOGPROBS
 from spmd_rl.algo.losses import Loss, LossInput, Needs, ValueInput, checked
 from spmd_rl.errors import ContractError, SpmdError
 from spmd_rl.mesh.role_context import RoleContext
@@ -40,7 +41,6 @@ from spmd_rl.train.on_policy import (
 from spmd_rl.types.batch import Batch
 
 TOKENS = "train/tokens"
-OLD_LOGPROBS = "old_logprobs"  # a column that takes the place of the scoring pass
 
 
 class Learner:

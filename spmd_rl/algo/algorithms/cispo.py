@@ -13,10 +13,13 @@ from __future__ import annotations
 from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import PolicyConfig
+from spmd_rl.algo.facts import AlgorithmFacts
 from spmd_rl.algo.policy.loss_settings import group_algorithm, loss_from
+
+FACTS = AlgorithmFacts(ignores=("dual_clip",))
 
 
 def cispo(cfg: PolicyConfig) -> Algorithm:
     """Return CISPO with these settings."""
-    loss = loss_from(cfg, surrogate="cispo", clip_low=1.0, clip_high=4.0)
-    return group_algorithm(cfg, Algorithm(group_advantage, loss))
+    loss = loss_from(cfg, FACTS, surrogate="cispo", clip_low=1.0, clip_high=4.0)
+    return group_algorithm(cfg, FACTS, Algorithm(group_advantage, loss))

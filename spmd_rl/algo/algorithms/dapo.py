@@ -16,10 +16,13 @@ from __future__ import annotations
 from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.algorithm import Algorithm, rewards_differ
 from spmd_rl.algo.config import PolicyConfig
+from spmd_rl.algo.facts import AlgorithmFacts
 from spmd_rl.algo.policy.loss_settings import group_algorithm, loss_from
+
+FACTS = AlgorithmFacts()
 
 
 def dapo(cfg: PolicyConfig) -> Algorithm:
     """Return DAPO with these settings."""
-    loss = loss_from(cfg, clip_high=0.28)
-    return group_algorithm(cfg, Algorithm(group_advantage, loss, keeps=rewards_differ))
+    loss = loss_from(cfg, FACTS, clip_high=0.28)
+    return group_algorithm(cfg, FACTS, Algorithm(group_advantage, loss, keeps=rewards_differ))

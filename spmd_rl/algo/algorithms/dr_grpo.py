@@ -14,10 +14,13 @@ from functools import partial
 from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import PolicyConfig
+from spmd_rl.algo.facts import AlgorithmFacts
 from spmd_rl.algo.policy.loss_settings import group_algorithm, loss_from
+
+FACTS = AlgorithmFacts()
 
 
 def dr_grpo(cfg: PolicyConfig) -> Algorithm:
     """Return Dr.GRPO with these settings."""
     advantage = partial(group_advantage, use_std=False)
-    return group_algorithm(cfg, Algorithm(advantage, loss_from(cfg), "const"))
+    return group_algorithm(cfg, FACTS, Algorithm(advantage, loss_from(cfg, FACTS), "const"))

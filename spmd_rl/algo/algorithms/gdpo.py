@@ -15,11 +15,17 @@ from functools import partial
 
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import PolicyConfig
+from spmd_rl.algo.facts import AlgorithmFacts
 from spmd_rl.algo.gdpo import gdpo_advantage
 from spmd_rl.algo.policy.loss_settings import group_algorithm, loss_from
+
+FACTS = AlgorithmFacts(
+    reads=("reward_weights",),
+    ignores=("overlong",),  # it learns from the parts of the reward
+)
 
 
 def gdpo(cfg: PolicyConfig) -> Algorithm:
     """Return GDPO with these settings."""
     advantage = partial(gdpo_advantage, weights=cfg.reward_weights)
-    return group_algorithm(cfg, Algorithm(advantage, loss_from(cfg)))
+    return group_algorithm(cfg, FACTS, Algorithm(advantage, loss_from(cfg, FACTS)))

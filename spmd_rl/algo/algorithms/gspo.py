@@ -16,10 +16,25 @@ from __future__ import annotations
 from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import PolicyConfig
+from spmd_rl.algo.facts import AlgorithmFacts
 from spmd_rl.algo.policy.loss_settings import group_algorithm, loss_from
+from spmd_rl.config.rules import require
+
+MAX_CLIP = 0.1  # of the ratio of whole answers
+
+
+def _check_clips(cfg: PolicyConfig) -> None:
+    """Raise a ConfigError for a clip of the ratio of a token."""
+    for name in ("clip_low", "clip_high"):
+        value = getattr(cfg, name)
+        expected = "less than 0.1, as the ratio is that of whole answers (3e-4 and 4e-4)"
+        require(value is None or value < MAX_CLIP, name, value, expected)
+
+
+FACTS = AlgorithmFacts(ignores=("dual_clip",), check=_check_clips)
 
 
 def gspo(cfg: PolicyConfig) -> Algorithm:
     """Return GSPO with these settings."""
-    loss = loss_from(cfg, surrogate="gspo", clip_low=3e-4, clip_high=4e-4)
-    return group_algorithm(cfg, Algorithm(group_advantage, loss, "sample"))
+    loss = loss_from(cfg, FACTS, surrogate="gspo", clip_low=3e-4, clip_high=4e-4)
+    return group_algorithm(cfg, FACTS, Algorithm(group_advantage, loss, "sample"))

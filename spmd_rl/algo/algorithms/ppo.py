@@ -22,16 +22,24 @@ from spmd_rl.algo.advantages import task_rewards
 from spmd_rl.algo.algorithm import VALUES, Algorithm
 from spmd_rl.algo.config import PolicyConfig
 from spmd_rl.algo.credit import ppo_credit
+from spmd_rl.algo.facts import AlgorithmFacts
 from spmd_rl.algo.policy.loss_settings import loss_from, needs_of
+
+FACTS = AlgorithmFacts(
+    reads=("discount", "gae_lambda", "value_clip", "critic_warmup_steps", "critic"),
+    ignores=("drop_equal_groups",),
+    compares_samples=False,
+    kl_place="reward",
+)
 
 
 def ppo(cfg: PolicyConfig) -> Algorithm:
     """Return PPO with these settings."""
     credit = partial(
         ppo_credit,
-        kl_coef=cfg.kl_reward_coef,
+        kl_coef=FACTS.kl_reward_coef(cfg.kl),
         discount=cfg.discount,
         gae_lambda=cfg.gae_lambda,
     )
     needs = needs_of(cfg) | {VALUES}
-    return Algorithm(task_rewards, loss_from(cfg), credit=credit, needs=needs)
+    return Algorithm(task_rewards, loss_from(cfg, FACTS), credit=credit, needs=needs)

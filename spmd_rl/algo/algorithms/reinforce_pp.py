@@ -19,10 +19,20 @@ from spmd_rl.algo.advantages import task_rewards
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import PolicyConfig
 from spmd_rl.algo.credit import reinforce_pp_credit
+from spmd_rl.algo.facts import AlgorithmFacts
 from spmd_rl.algo.policy.loss_settings import loss_from, needs_of
+
+FACTS = AlgorithmFacts(
+    reads=("discount",),
+    ignores=("drop_equal_groups",),
+    compares_samples=False,
+    kl_place="reward",
+)
 
 
 def reinforce_pp(cfg: PolicyConfig) -> Algorithm:
     """Return REINFORCE++ with these settings."""
-    credit = partial(reinforce_pp_credit, kl_coef=cfg.kl_reward_coef, discount=cfg.discount)
-    return Algorithm(task_rewards, loss_from(cfg), credit=credit, needs=needs_of(cfg))
+    credit = partial(
+        reinforce_pp_credit, kl_coef=FACTS.kl_reward_coef(cfg.kl), discount=cfg.discount
+    )
+    return Algorithm(task_rewards, loss_from(cfg, FACTS), credit=credit, needs=needs_of(cfg))

@@ -16,11 +16,14 @@ from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import PolicyConfig
 from spmd_rl.algo.credit import baseline_credit
+from spmd_rl.algo.facts import AlgorithmFacts
 from spmd_rl.algo.policy.loss_settings import loss_from, needs_of
+
+FACTS = AlgorithmFacts(kl_place="reward")
 
 
 def reinforce_pp_baseline(cfg: PolicyConfig) -> Algorithm:
     """Return REINFORCE++-baseline with these settings."""
     advantage = partial(group_advantage, use_std=False)
-    credit = partial(baseline_credit, kl_coef=cfg.kl_reward_coef)
-    return Algorithm(advantage, loss_from(cfg), credit=credit, needs=needs_of(cfg))
+    credit = partial(baseline_credit, kl_coef=FACTS.kl_reward_coef(cfg.kl))
+    return Algorithm(advantage, loss_from(cfg, FACTS), credit=credit, needs=needs_of(cfg))

@@ -7,13 +7,15 @@ from functools import partial
 from typing import Any
 
 from spmd_rl.algo.algorithm import ENTROPY, REFERENCE_LOGPROBS, Algorithm
-from spmd_rl.algo.config import CorrectionConfig, PolicyConfig
+from spmd_rl.algo.config import CorrectionConfig, KlConfig, PolicyConfig
 from spmd_rl.algo.credit import kl_as_reward
+from spmd_rl.algo.facts import AlgorithmFacts
 from spmd_rl.algo.policy.policy_loss import Surrogate, policy_loss
 
 
 def loss_from(
     cfg: PolicyConfig,
+    facts: AlgorithmFacts,
     *,
     surrogate: Surrogate = "ppo",
     clip_low: float = 0.2,
@@ -34,15 +36,15 @@ def loss_from(
     for name in ("dual_clip", "entropy_coef", "opsm_delta"):
         if value := getattr(cfg, name):
             keywords[name] = value
-    keywords |= _kl_keywords(cfg) | _correction_keywords(cfg.correction)
+    keywords |= _kl_keywords(cfg.kl, facts) | _correction_keywords(cfg.correction)
     return partial(policy_loss, **keywords)
 
 
-def _kl_keywords(cfg: PolicyConfig) -> dict[str, Any]:
-    if not cfg.kl_loss_coef:
+def _kl_keywords(kl: KlConfig, facts: AlgorithmFacts) -> dict[str, Any]:
+    if not facts.kl_loss_coef(kl):
         return {}
-    estimator = "low_var" if cfg.kl.estimator == "auto" else cfg.kl.estimator
-    return {"kl_coef": cfg.kl.coef, "kl_estimator": estimator, "kl_unbiased": cfg.kl.unbiased}
+    estimator = "low_var" if kl.estimator == "auto" else kl.estimator
+    return {"kl_coef": kl.coef, "kl_estimator": estimator, "kl_unbiased": kl.unbiased}
 
 
 def _correction_keywords(cfg: CorrectionConfig) -> dict[str, Any]:
@@ -69,12 +71,12 @@ def needs_of(cfg: PolicyConfig) -> frozenset[str]:
     return frozenset(needs | ({REFERENCE_LOGPROBS} if cfg.kl.coef else set()))
 
 
-def group_algorithm(cfg: PolicyConfig, algorithm: Algorithm) -> Algorithm:
+def group_algorithm(cfg: PolicyConfig, facts: AlgorithmFacts, algorithm: Algorithm) -> Algorithm:
     """Return an algorithm that compares the samples of a group, with the needs of `cfg`.
 
     A KL divergence that is a reward is subtracted from the advantages of tokens.
     """
     algorithm = replace(algorithm, needs=needs_of(cfg))
-    if cfg.kl_reward_coef:
+    if facts.kl_reward_coef(cfg.kl):
         return replace(algorithm, credit=partial(kl_as_reward, kl_coef=cfg.kl.coef))
     return algorithm

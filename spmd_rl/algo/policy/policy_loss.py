@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from spmd_rl.algo.algorithm import REFERENCE_LOGPROBS
 from spmd_rl.algo.config import Behaviour, CorrectionMode, Estimator, Level
 from spmd_rl.algo.losses import LossInput
 from spmd_rl.algo.policy import corrections
@@ -16,7 +17,6 @@ from spmd_rl.errors import ContractError
 if TYPE_CHECKING:
     from torch import Tensor
 
-REFERENCE_LOGPROBS = "reference_logprobs"  # the column that a KL term reads
 
 Surrogate = Literal["ppo", "gspo", "cispo"]
 
