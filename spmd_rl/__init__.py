@@ -127,6 +127,8 @@ if TYPE_CHECKING:
     from spmd_rl.recipes.num_steps import check_steps as check_steps
     from spmd_rl.recipes.num_steps import first_step as first_step
     from spmd_rl.recipes.num_steps import num_steps as num_steps
+    from spmd_rl.recipes.policy_run import PolicyRecipe as PolicyRecipe
+    from spmd_rl.recipes.policy_run import PolicyRun as PolicyRun
     from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
     from spmd_rl.recipes.policy_update import algorithm_of as algorithm_of
     from spmd_rl.recipes.policy_update import extra_roles_of as extra_roles_of
@@ -194,6 +196,7 @@ _HOMES = {
     "recipes.rollout_settings": ("rollout_settings",),
     "recipes.held_out": ("held_out_answers", "pair_evaluation", "token_evaluation"),
     "recipes.num_steps": ("check_schedule", "check_steps", "first_step", "num_steps"),
+    "recipes.policy_run": ("PolicyRecipe", "PolicyRun"),
     "recipes.policy_update": ("PolicyUpdate", "algorithm_of", "extra_roles_of"),
     "algo.self_check": ("check_reference",),
     "algo.losses": ("LossInput", "Needs", "ValueInput", "grpo_loss", "sft_loss"),

@@ -76,61 +76,21 @@ def check(cfg: Config) -> None:
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
-    roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    update = rl.PolicyUpdate(ctl, cfg, trainer, roles, keep_group=cfg.hooks.keep_group)
-    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
-    weights = ctl.link(trainer, rollout)
-    prompts = rl.load_prompts(cfg)
-    num_steps = rl.num_steps(cfg, prompts)
-    rl.announce_correction(cfg.engine, cfg.correction_in_words, cfg.trainer)
-    sampler = make_sampler(cfg, rollout, prompts, update)
-    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
-    source = {"sampler": sampler} if sampler else {"prompts": prompts}
-    start = ctl.resume(trainer=trainer, **source, **update.savers)
-    start = rl.first_step(cfg, start, update.trainers, prompts)
-
-    for step in ctl.steps(num_steps, start):
+    run = rl.PolicyRun(ctl, cfg)
+    replaces = run.update.may_drop_groups or cfg.sampler != rl.SamplerConfig()
+    sampler = run.sampler() if replaces else None
+    for step in run.steps(**{"sampler": sampler} if sampler else {}):
         with ctl.phase("sync"):
-            weights.push(version=step.index)
-        evaluation.after(step.index)
+            run.weights.push(version=step.index)
+        run.evaluation.after(step.index)
         with ctl.phase("rollout"):
-            groups = generated(cfg, rollout, prompts, sampler, step.index)
+            if sampler:
+                sampler.set_version(step.index)
+                groups = sampler.take(step.index)
+            else:
+                asked = run.prompts.take(cfg.prompts_per_step)
+                groups = run.rollout.generate.call(asked, cfg.sampling, step=step.index)
         with ctl.phase("train"):
-            stats = update.step(groups, step.index)
-        step.log(groups, stats)
-        if sampler:
-            step.log(sampler.failed_groups(), sampler.metrics())
-    trainer.export_hf.call(str(ctl.run_folder / "hf"))
-    evaluation.at_end(trainer, weights)
-
-
-def generated(
-    cfg: Config,
-    rollout: rl.Rollout,
-    prompts: rl.Prompts,
-    sampler: rl.GroupSampler | None,
-    index: int,
-) -> list[rl.Group]:
-    """Return the groups of step `index`, whose weights are of that version."""
-    if sampler is None:
-        asked = prompts.take(cfg.prompts_per_step)
-        return rollout.generate.call(asked, cfg.sampling, step=index)
-    sampler.set_version(index)
-    return sampler.take(index)
-
-
-def make_sampler(
-    cfg: Config, rollout: rl.Rollout, prompts: rl.Prompts, update: rl.PolicyUpdate
-) -> rl.GroupSampler | None:
-    """Return what replaces rejected groups, if any can be rejected or the settings ask for it."""
-    if not update.may_drop_groups and cfg.sampler == rl.SamplerConfig():
-        return None
-    return rl.GroupSampler(
-        rollout,
-        prompts,
-        cfg.sampling,
-        cfg.sampler,
-        groups_per_step=cfg.prompts_per_step,
-        keep=update.keep,
-    )
+            stats = run.update.step(groups, step.index)
+        step.log(groups, stats, *((sampler.failed_groups(), sampler.metrics()) if sampler else ()))
+    run.finish()

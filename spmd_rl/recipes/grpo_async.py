@@ -28,32 +28,20 @@ class Config(grpo.Config):
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
-    roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
-    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
-    weights = ctl.link(trainer, rollout)
-    prompts = rl.load_prompts(cfg)
-    num_steps = rl.num_steps(cfg, prompts)
-    rl.announce_correction(cfg.engine, cfg.correction_in_words, cfg.trainer)
-    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
-    ahead = rl.CallQueue(rollout.generate)
-    start = ctl.resume(trainer=trainer, prompts=prompts, ahead=ahead, **update.savers)
-    start = rl.first_step(cfg, start, update.trainers, prompts)
-
-    for step in ctl.steps(num_steps, start):
+    run = rl.PolicyRun(ctl, cfg, replaces_groups=False)
+    ahead = rl.CallQueue(run.rollout.generate)
+    for step in run.steps(prompts=run.prompts, ahead=ahead):
         if not ahead:  # the first step of a run
-            weights.push(version=step.index)
-            evaluation.after(step.index)
-            ahead.start(prompts.take(cfg.prompts_per_step), cfg.sampling)
+            run.weights.push(version=step.index)
+            run.evaluation.after(step.index)
+            ahead.start(run.prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("rollout"):
             groups = ahead.wait()
         with ctl.phase("sync"):
-            weights.push(version=step.index)
-        evaluation.after(step.index)
-        ahead.start(prompts.take(cfg.prompts_per_step), cfg.sampling)
+            run.weights.push(version=step.index)
+        run.evaluation.after(step.index)
+        ahead.start(run.prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train"):
-            stats = update.step(groups, step.index)
+            stats = run.update.step(groups, step.index)
         step.log(groups, stats)
-    trainer.export_hf.call(str(ctl.run_folder / "hf"))
-    evaluation.at_end(trainer, weights)
+    run.finish()

@@ -33,35 +33,16 @@ class Config(grpo.Config):
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
-    roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    update = rl.PolicyUpdate(ctl, cfg, trainer, roles, keep_group=cfg.hooks.keep_group)
-    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
-    weights = ctl.link(trainer, rollout)
-    prompts = rl.load_prompts(cfg)
-    num_steps = rl.num_steps(cfg, prompts)
-    rl.announce_correction(cfg.engine, cfg.correction_in_words, cfg.trainer)
-    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
-    sampler = rl.GroupSampler(
-        rollout,
-        prompts,
-        cfg.sampling,
-        cfg.sampler,
-        groups_per_step=cfg.prompts_per_step,
-        keep=update.keep,
-    )
-    start = ctl.resume(trainer=trainer, sampler=sampler, **update.savers)
-    start = rl.first_step(cfg, start, update.trainers, prompts)
-
-    for step in ctl.steps(num_steps, start):
+    run = rl.PolicyRun(ctl, cfg)
+    sampler = run.sampler()
+    for step in run.steps(sampler=sampler):
         with ctl.phase("sync"):
-            weights.push(version=step.index, drain=False)
+            run.weights.push(version=step.index, drain=False)
             sampler.set_version(step.index)
-        evaluation.after(step.index)
+        run.evaluation.after(step.index)
         with ctl.phase("rollout"):
             groups = sampler.take(step.index)
         with ctl.phase("train"):
-            stats = update.step(groups, step.index)
+            stats = run.update.step(groups, step.index)
         step.log(groups, sampler.failed_groups(), stats, sampler.metrics())
-    trainer.export_hf.call(str(ctl.run_folder / "hf"))
-    evaluation.at_end(trainer, weights, drain=False)
+    run.finish(drain=False)
