@@ -12,6 +12,7 @@ from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo, HookContext
 from spmd_rl.hooks.rank.pool import HookPool
 from spmd_rl.hooks.rank.tasks import SampleTask
+from spmd_rl.rewards.names import GRADERS
 from spmd_rl.rewards.remote import http
 from spmd_rl.types.prompts import Prompt
 from tests.unit.hooks.cases import events_of, make_sample
@@ -46,7 +47,7 @@ def grade(
 ) -> list[Any]:
     """The event of each text, from a pool with processes of its own."""
     cfg = HookConfig(**{"deadline_s": 120.0, **settings})
-    with HookPool(cfg, [f"spmd_rl.rewards.remote.{name}:{name}"], config) as pool:
+    with HookPool(cfg, [GRADERS[name]], config) as pool:
         samples = [make_sample(text, number) for number, text in enumerate(texts)]
         ids = [pool.submit(SampleTask(prompt, sample, CallInfo())) for sample in samples]
         events = events_of(pool)
