@@ -77,8 +77,7 @@ def check(cfg: Config) -> None:
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     run = rl.PolicyRun(ctl, cfg)
-    replaces = run.update.may_drop_groups or cfg.sampler != rl.SamplerConfig()
-    sampler = run.sampler() if replaces else None
+    sampler = run.sampler() if replaces_groups(cfg, run.update) else None
     for step in run.steps(**{"sampler": sampler} if sampler else {}):
         with ctl.phase("sync"):
             run.weights.push(version=step.index)
@@ -94,3 +93,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             stats = run.update.step(groups, step.index)
         step.log(groups, stats, *((sampler.failed_groups(), sampler.metrics()) if sampler else ()))
     run.finish()
+
+
+def replaces_groups(cfg: Config, update: rl.PolicyUpdate) -> bool:
+    """Return whether a sampler replaces groups that can be rejected, or that settings ask for."""
+    return update.may_drop_groups or cfg.sampler != rl.SamplerConfig()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from spmd_rl.config.load import load
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.plan.resolve import resolve
 from spmd_rl.recipes import grpo, grpo_async, grpo_fully_async, rlhf
-from spmd_rl.rollout.group_sampler import GroupSampler
 from tests.unit.algo.cases import draw_case, groups_of
 from tests.unit.recipes.test_policy_update import Ctl, update
 
@@ -48,13 +46,7 @@ def test_settings_that_a_recipe_does_not_read(recipe: Any, words: list[str], sen
     ],
 )
 def test_when_grpo_has_a_sampler(words: tuple[str, ...], has_one: bool) -> None:
-    made = grpo.make_sampler(
-        config(grpo, *words),
-        SimpleNamespace(),  # type: ignore[arg-type]
-        SimpleNamespace(),  # type: ignore[arg-type]
-        update(Ctl(), *words),
-    )
-    assert isinstance(made, GroupSampler) == has_one
+    assert grpo.replaces_groups(config(grpo, *words), update(Ctl(), *words)) == has_one
 
 
 def test_groups_with_equal_rewards_are_rejected_by_name() -> None:
