@@ -291,7 +291,8 @@ def measure(parts: list[str], tar: Path, folder: Path, *, quick: bool) -> tuple[
     (folder / THEN).mkdir()
     code, commit = roots(tar, folder)
     about = [f"--model={folder / 'model'}", f"--vocab={work.vocab}"]
-    write_the_model(work, folder)
+    if set(parts) != {"demo"}:
+        write_the_model(work, folder)
     if {"decode", "rollout"} & set(parts):
         with started(code, ["benchmarks.beside_recipe", *about, *work.engine], 1) as sides:
             if "decode" in parts:

@@ -9,6 +9,7 @@ from spmd_rl.check.engine import announce_correction
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.run.steps import LoopStep
+from spmd_rl.data.prompt_records import PromptConfig
 from spmd_rl.evaluation.config import EvalConfig
 from spmd_rl.evaluation.evaluation import Evaluation
 from spmd_rl.hooks.config import HookConfig
@@ -31,6 +32,18 @@ class PolicyRecipe(Protocol):
 
     @property
     def model(self) -> str: ...
+    @property
+    def data(self) -> str | dict[str, float]: ...
+    @property
+    def reward(self) -> str | dict[str, float]: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def epochs(self) -> float: ...
+    @property
+    def start_step(self) -> int: ...
+    @property
+    def prompts(self) -> PromptConfig: ...
     @property
     def run(self) -> RunConfig: ...
     @property

@@ -121,8 +121,10 @@ class LoadedHooks:
         """Yield the calls of a message, in order. Arrays are read-only, for the next function."""
         for columns in (message.prompts, message.samples):
             for name in columns.__match_args__:
-                if hasattr(array := getattr(columns, name), "setflags"):
-                    array.setflags(write=False)
+                value = getattr(columns, name)
+                for array in value.values() if isinstance(value, dict) else [value]:
+                    if isinstance(array, np.ndarray):
+                        array.setflags(write=False)
         prompts, samples = message.prompts.rows(), message.samples.rows()
         for call in message.calls:
             reward, prompt, first = (

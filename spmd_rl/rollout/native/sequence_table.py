@@ -225,7 +225,9 @@ class SequenceTable:
         for row, encoded in zip(rows.tolist() if kept else (), kept, strict=True):
             self.kept[row] += encoded
         for name, values in columns.items():
-            self._column(name, values)[rows, position] = values
+            self._column(name, values)
+        for name, column in self.columns.items():  # where a step lacks one, an older row's is there
+            column[rows, position] = columns.get(name, 0)
 
     def _column(self, name: str, like: NDArray[Any]) -> NDArray[Any]:
         """Return the column `name`, whose rows are as those of `like`. It is made at first use."""

@@ -105,7 +105,8 @@ def hooks(*forms: RewardForm) -> LoadedHooks:
 
 def test_calls_cross_with_each_prompt_and_sample_once() -> None:
     one, other = make_prompt(1), make_prompt(2)
-    run, group = make_sample("ab", 0), [make_sample("x", 1), make_sample("", 2)]
+    seen = make_sample("x", 1).replace(columns={"seen": np.ones((1, 2), np.int16)})
+    run, group = make_sample("ab", 0), [seen, make_sample("", 2)]
     info = CallInfo(step=2, seed=9)
     plain = RewardForm(False, False, False)
     forms = [plain, RewardForm(True, False, False), RewardForm(True, True, False)]
@@ -131,6 +132,7 @@ def test_calls_cross_with_each_prompt_and_sample_once() -> None:
     assert calls[0].start() == (calls[0].prompt, calls[0].samples[0])
     assert calls[2].start() == (calls[2].context, calls[2].prompt, calls[2].samples)
     assert not calls[0].samples[0].tokens.flags.writeable
+    assert not calls[2].samples[0].columns["seen"].flags.writeable
 
 
 def test_an_episode_crosses() -> None:

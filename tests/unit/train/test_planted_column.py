@@ -23,6 +23,7 @@ from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.group_queue import QueuedGroup
 from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.sampler_file import SamplerState, read_state, write_state
 from spmd_rl.types.samples import Group, Sample
 from spmd_rl.types.token_data import TokenData
@@ -104,6 +105,19 @@ def test_it_survives_pauses_checkpoints_and_files(drawn: Samples, tmp_path: Path
     for group in rl.read_groups(tmp_path, 1):
         for sample in group.samples:
             check(sample)
+
+
+def test_a_step_without_it_leaves_zeros_not_what_a_row_had_before() -> None:
+    table = SequenceTable(1, 16, 8)
+    one = np.zeros(1, np.int64)
+    column = {NAME: values_of(one)}
+    for columns, expected in ((column, values_of(one)), ({}, np.zeros((1, WIDTH), np.int16))):
+        row = table.add(REQUESTS[0], [0, 1], 0, ())
+        rows = np.array([row])
+        table.add_pending(rows)
+        table.write_sampled(rows, one, one.astype(np.float32), 0, (), columns)
+        (request,) = table.remove([row])
+        np.testing.assert_array_equal(request.past.columns[NAME], expected)
 
 
 def test_what_is_cut_or_observed_keeps_it_in_place(drawn: Samples) -> None:
