@@ -163,11 +163,11 @@ class Leaving(rl.Rollout):
         super().pump()
 """
 LEAVING_RECIPE = """
-import spmd_rl as rl
 from leaving import Leaving
+from spmd_rl.recipes import policy_run
 from spmd_rl.recipes.grpo import Config, check, main
 
-rl.Rollout = Leaving
+policy_run.Rollout = Leaving
 """
 
 

@@ -52,11 +52,11 @@ class Held(rl.Rollout):
         return super().has_work() and not any(step > self.engine.version for step in steps)
 """
 HELD_RECIPE = """
-import spmd_rl as rl
 from held import Held
+from spmd_rl.recipes import policy_run
 from spmd_rl.recipes.grpo_fully_async import Config, check, main
 
-rl.Rollout = Held
+policy_run.Rollout = Held
 """
 
 
