@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel import secret
+from spmd_rl.controller.channel.shared_arrays import ControllerArrays
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.lifecycle.controller_process import Lifeline
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
@@ -27,6 +28,7 @@ from spmd_rl.controller.run.recipe import Invocation, Recipe, load_recipe, run_c
 from spmd_rl.controller.run.steps import RunObserver
 from spmd_rl.controller.sleepers import SleepPolicy
 from spmd_rl.errors import ConfigError, DiskError, RemoteError, SpmdError, printable
+from spmd_rl.mesh.private_folder import MEMORY_FOLDER, PrivateFolder
 from spmd_rl.mesh.world import World
 
 MakeObserver = Callable[[RunConfig, Any, int], RunObserver]
@@ -89,9 +91,19 @@ def _open(lifeline: Lifeline, address: str, cfg: Any) -> Dispatcher:
             "the controller was started without a secret: start the run with `spmd-rl run`"
         )
     generation = secrets.randbits(63)
-    size, keys = World.from_env().size, secret.derive_keys(key)
+    world, keys = World.from_env(), secret.derive_keys(key)
+    shared = None
+    if world.num_nodes == 1 and MEMORY_FOLDER.is_dir():  # else arrays cross by the socket
+        shared = ControllerArrays(PrivateFolder(in_memory=True))
     dispatcher = Dispatcher(
-        run_config(cfg), size, address, keys, generation, lifeline.socket, lifeline.exit
+        run_config(cfg),
+        world.size,
+        address,
+        keys,
+        generation,
+        lifeline.socket,
+        lifeline.exit,
+        shared,
     )
     dispatcher.catch_signals(signal.SIGTERM, signal.SIGINT)
     lifeline.announce(dispatcher.endpoint, generation)
