@@ -11,6 +11,7 @@ from typing import ClassVar
 import spmd_rl as rl
 from spmd_rl.recipes import grpo
 from spmd_rl.recipes.grpo import check
+from spmd_rl.recipes.num_steps import check_schedule
 
 __all__ = ["Config", "check", "main"]
 
@@ -30,7 +31,7 @@ class Config(grpo.Config):
         rl.refuse_sampler(self.sampler, self.hooks)
         rl.at_least(self, {"warmup_steps": 0, "warmup_pairs": 1, "warmup_lr": 0})
         if not self.epochs:
-            rl.check_schedule(self, self.steps + self.warmup_steps)
+            check_schedule(self, self.steps + self.warmup_steps)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

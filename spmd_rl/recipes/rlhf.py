@@ -10,6 +10,11 @@ from functools import partial
 from typing import ClassVar
 
 import spmd_rl as rl
+from spmd_rl.algo.sample_rewards import pack_samples, with_rewards
+from spmd_rl.check.engine import announce_correction
+from spmd_rl.check.evaluation import refuse_eval_rewards
+from spmd_rl.data.render.answer_end import AnswerEnd
+from spmd_rl.model.tokenizer import has_tokenizer
 from spmd_rl.recipes import grpo
 
 
@@ -32,7 +37,7 @@ class Config(grpo.Config):
         rl.refuse_sampler(self.sampler, self.hooks)
         if self.reward:
             raise rl.ConfigError("reward must be empty: rewards come from reward_model")
-        rl.refuse_eval_rewards(self.eval, "reward_model")
+        refuse_eval_rewards(self.eval, "reward_model")
 
     def extra_roles(self) -> list[rl.ExtraRole]:
         """Return the reward model, and what the algorithm needs, for the plan."""
@@ -76,7 +81,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     weights = ctl.link(trainer, rollout)
     prompts = rl.load_prompts(cfg)
     num_steps = rl.num_steps(cfg, prompts)
-    rl.announce_correction(cfg.engine, cfg.correction_in_words, cfg.trainer)
+    announce_correction(cfg.engine, cfg.correction_in_words, cfg.trainer)
     grade = partial(graded, judge, answer_end(cfg))
     evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, grade)
     start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
@@ -96,7 +101,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     evaluation.at_end(trainer, weights)
 
 
-def answer_end(cfg: Config) -> rl.AnswerEnd | None:
+def answer_end(cfg: Config) -> AnswerEnd | None:
     """Return how the reward model's chat template ends an answer; None without templates.
 
     A reward model's folder without a tokenizer has the policy's.
@@ -104,16 +109,14 @@ def answer_end(cfg: Config) -> rl.AnswerEnd | None:
     if not cfg.prompts.chat_template:
         return None
     policy = rl.load_tokenizer(cfg.model)
-    judge = rl.load_tokenizer(cfg.reward_model) if rl.has_tokenizer(cfg.reward_model) else policy
-    return rl.AnswerEnd.of(judge, policy)
+    judge = rl.load_tokenizer(cfg.reward_model) if has_tokenizer(cfg.reward_model) else policy
+    return AnswerEnd.of(judge, policy)
 
 
-def graded(
-    judge: rl.FrozenModel, end: rl.AnswerEnd | None, groups: list[rl.Group]
-) -> list[rl.Group]:
+def graded(judge: rl.FrozenModel, end: AnswerEnd | None, groups: list[rl.Group]) -> list[rl.Group]:
     """Return the groups with the rewards that the reward model gives their samples.
 
     It is read where its chat template ends an answer.
     """
-    scores = judge.rewards.call(rl.pack_samples(end.after(groups) if end else groups))
-    return rl.with_rewards(groups, scores.values)
+    scores = judge.rewards.call(pack_samples(end.after(groups) if end else groups))
+    return with_rewards(groups, scores.values)
