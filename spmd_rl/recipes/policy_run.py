@@ -11,7 +11,7 @@ from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.run.steps import LoopStep
 from spmd_rl.data.prompt_records import PromptConfig
 from spmd_rl.evaluation.config import EvalConfig
-from spmd_rl.evaluation.evaluation import Evaluation
+from spmd_rl.evaluation.evaluation import Evaluation, Grade
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.mesh.split import Split
 from spmd_rl.recipes.load_prompts import load_prompts
@@ -72,13 +72,18 @@ class PolicyRun:
     `trainer`, `update` (which has the reference and the critic), `rollout`, `weights` (the link
     between trainer and rollout), `prompts`, `num_steps` and `evaluation`. Roles take memory: those
     of the update are made before the engine. A hook that leaves groups out is used where a sampler
-    can replace them, so not with `replaces_groups = false`.
+    can replace them, so not with `replaces_groups = false`. `grade` is that of `Evaluation`.
 
     Raises: ConfigError, DataError.
     """
 
     def __init__(
-        self, ctl: Controller, cfg: PolicyRecipe, *, replaces_groups: bool = True
+        self,
+        ctl: Controller,
+        cfg: PolicyRecipe,
+        grade: Grade | None = None,
+        *,
+        replaces_groups: bool = True,
     ) -> None:
         roles = ctl.world.split(cfg.split)
         keep_group = cfg.hooks.keep_group if replaces_groups else ""
@@ -91,7 +96,7 @@ class PolicyRun:
         self.prompts = load_prompts(cfg)
         self.num_steps = num_steps(cfg, self.prompts)
         announce_correction(cfg.engine, cfg.correction_in_words, cfg.trainer)
-        self.evaluation = Evaluation(ctl, cfg, self.rollout, self.num_steps)
+        self.evaluation = Evaluation(ctl, cfg, self.rollout, self.num_steps, grade)
 
     def sampler(self) -> GroupSampler:
         """Return a sampler that replaces the groups that the update, or a hook, leaves out."""

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import spmd_rl as rl
 from spmd_rl.algo.sample_rewards import pack_samples, with_rewards
-from spmd_rl.check.engine import announce_correction
 from spmd_rl.check.evaluation import refuse_eval_rewards
 from spmd_rl.data.render.answer_end import AnswerEnd
 from spmd_rl.model.tokenizer import has_tokenizer
@@ -57,6 +56,7 @@ def check(cfg: Config) -> None:
         prompts=cfg.prompts,
         trainer=cfg.trainer,
         sampling=cfg.sampling,
+        hooks=cfg.hooks,
         reward_model=cfg.reward_model,
     )
     rl.check_evaluation(cfg)
@@ -64,41 +64,23 @@ def check(cfg: Config) -> None:
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
-    roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
+    ranks = ctl.world.split(cfg.split).train
     judge = ctl.spawn(
-        rl.FrozenModel, cfg.frozen, on=roles.train, model=cfg.reward_model, name="reward_model"
+        rl.FrozenModel, cfg.frozen, on=ranks, model=cfg.reward_model, name="reward_model"
     )
-    rollout = ctl.spawn(
-        rl.Rollout,
-        cfg.engine,
-        on=roles.infer,
-        model=cfg.model,
-        seed=cfg.run.seed,
-        lora=cfg.trainer.adapted_base,
-    )
-    weights = ctl.link(trainer, rollout)
-    prompts = rl.load_prompts(cfg)
-    num_steps = rl.num_steps(cfg, prompts)
-    announce_correction(cfg.engine, cfg.correction_in_words, cfg.trainer)
     grade = partial(graded, judge, answer_end(cfg))
-    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, grade)
-    start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
-    start = rl.first_step(cfg, start, update.trainers, prompts)
-
-    for step in ctl.steps(num_steps, start):
+    run = rl.PolicyRun(ctl, cfg, grade)
+    for step in run.steps():
         with ctl.phase("sync"):
-            weights.push(version=step.index)
-        evaluation.after(step.index)
+            run.weights.push(version=step.index)
+        run.evaluation.after(step.index)
         with ctl.phase("rollout"):
-            groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
+            groups = run.rollout.generate.call(run.prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train"):
             groups = grade(groups)
-            stats = update.step(groups, step.index)
+            stats = run.update.step(groups, step.index)
         step.log(groups, stats)
-    trainer.export_hf.call(str(ctl.run_folder / "hf"))
-    evaluation.at_end(trainer, weights)
+    run.finish()
 
 
 def answer_end(cfg: Config) -> AnswerEnd | None:
