@@ -43,11 +43,11 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     tokenizer = rl.load_tokenizer(cfg.model)
     pairs = rl.SftPairs(cfg.warmup_data or cfg.data, cfg.prompts, tokenizer)
     prompts = rl.Prompts(cfg.data, cfg.prompts, tokenizer, cfg.sampling)
-    num_steps = rl.num_steps(cfg, prompts, before=cfg.warmup_steps)
-    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
+    num_steps = rl.num_steps(cfg, prompts, cfg.prompts_per_step, before=cfg.warmup_steps)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, first=cfg.start_step)
 
     start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
-    start = rl.first_step(cfg, start, update.trainers, prompts)
+    start = rl.first_step(cfg, start, update.trainers, prompts, cfg.prompts_per_step)
     with ctl.phase("warm-up"):
         for step in ctl.warmup(cfg.warmup_steps, start):
             batch = rl.pack_sft(pairs.next(cfg.warmup_pairs))

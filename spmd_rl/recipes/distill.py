@@ -100,10 +100,12 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     weights = ctl.link(trainer, rollout)
     prompts = rl.load_prompts(cfg)
     announce_correction(cfg.engine, "none", cfg.trainer)
-    num_steps = rl.num_steps(cfg, prompts)
-    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, partial(graded, teacher))
+    num_steps = rl.num_steps(cfg, prompts, cfg.prompts_per_step)
+    evaluation = rl.Evaluation(
+        ctl, cfg, rollout, num_steps, partial(graded, teacher), first=cfg.start_step
+    )
     start = ctl.resume(trainer=trainer, prompts=prompts)
-    start = rl.first_step(cfg, start, [trainer], prompts)
+    start = rl.first_step(cfg, start, [trainer], prompts, cfg.prompts_per_step)
 
     for step in ctl.steps(num_steps, start):
         with ctl.phase("sync"):

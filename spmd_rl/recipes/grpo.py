@@ -9,10 +9,13 @@ leaves groups out, or `sampler` is set, a sampler replaces the groups that are r
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import spmd_rl as rl
-from spmd_rl.recipes.policy_update import algorithm_of, extra_roles_of
+from spmd_rl.algo.algorithm import Algorithm
+from spmd_rl.algo.make import make_algorithm
+from spmd_rl.recipes.policy_update import check_adapters, extra_roles_of
 from spmd_rl.rollout.engine import refuse_greedy
 from spmd_rl.rollout.sampler_config import refuse_lag
 
@@ -51,7 +54,17 @@ class Config(rl.PolicyConfig):
         refuse_greedy(self.sampling)
         if self.is_on_policy:
             refuse_lag(self.sampler)
-        algorithm_of(self, self.sampling)
+        check_adapters(self)
+        _ = self.made_algorithm  # refuses settings that do not fit
+
+    @cached_property
+    def made_algorithm(self) -> Algorithm:
+        """The algorithm with its settings."""
+        return make_algorithm(
+            self,
+            num_samples=self.sampling.num_samples,
+            max_response_tokens=self.sampling.max_tokens,
+        )
 
     def extra_roles(self) -> list[rl.ExtraRole]:
         """Return what the algorithm needs besides a trainer and an engine, for the plan."""

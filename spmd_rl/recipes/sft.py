@@ -57,7 +57,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     tokenizer = rl.load_tokenizer(cfg.model)
     pairs = rl.SftPairs(cfg.data, cfg.prompts, tokenizer, cfg.learn)
     num_steps = rl.num_steps(cfg, pairs, cfg.pairs_per_step)
-    held_out = held_out_answers(cfg, tokenizer)
+    held_out = held_out_answers(cfg.eval, cfg.prompts, tokenizer, cfg.learn)
     evaluation = token_evaluation(ctl, cfg, trainer, held_out, num_steps)
     start = ctl.resume(trainer=trainer, pairs=pairs)
     start = rl.first_step(cfg, start, [trainer], pairs, cfg.pairs_per_step)
