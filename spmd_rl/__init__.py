@@ -20,10 +20,9 @@ __version__ = "0.1.0"
 
 pin_sums()
 
-_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _HOMES = {
     alias.name: node.module
-    for node in _STUB.body
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
     if isinstance(node, ast.ImportFrom) and node.module
     for alias in node.names
 }
