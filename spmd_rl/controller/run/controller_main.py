@@ -31,9 +31,9 @@ from spmd_rl.errors import ConfigError, DiskError, RemoteError, SpmdError, print
 from spmd_rl.mesh.private_folder import MEMORY_FOLDER, PrivateFolder
 from spmd_rl.mesh.world import World
 
-MakeObserver = Callable[[RunConfig, Any, int], RunObserver]
-PlanSettings = Callable[[Any, int], Mapping[str, Mapping[str, Any]]]
-DecideStart = Callable[[Any, int], tuple[SleepPolicy, Sequence[str]]]
+MakeObserver = Callable[[RunConfig, object, int], RunObserver]
+PlanSettings = Callable[[object, int], Mapping[str, Mapping[str, Any]]]
+DecideStart = Callable[[object, int], tuple[SleepPolicy, Sequence[str]]]
 
 OBSERVER_CLOSE_S = 5.0  # how long the observer of a failed run may take
 DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -60,15 +60,16 @@ def run_controller(
     try:
         recipe = load_recipe(invocation.recipe)
         cfg = recipe.configure(invocation)
-        dispatcher = _open(lifeline, address, cfg)
+        run = run_config(cfg)
+        dispatcher = _open(lifeline, address, run)
         world_size = dispatcher.roster.world_size
-        observer = make_observer(run_config(cfg), cfg, world_size)
+        observer = make_observer(run, cfg, world_size)
         dispatcher.final_message.leave_screen = observer.leave_screen
         planned = plan_settings(cfg, world_size)
         policy, sentences = decide_start(cfg, world_size)
         for sentence in sentences:
             print(sentence, flush=True)
-        controller = Controller(run_config(cfg), dispatcher, observer, planned, policy)
+        controller = Controller(run, dispatcher, observer, planned, policy)
         _run(recipe, cfg, controller, dispatcher, observer, lifeline.folder)
     except BaseException as raised:  # noqa: BLE001  a recipe may raise anything, even SystemExit
         error = explain(raised, invocation.verbose)
@@ -84,7 +85,7 @@ def run_controller(
     return 0
 
 
-def _open(lifeline: Lifeline, address: str, cfg: Any) -> Dispatcher:
+def _open(lifeline: Lifeline, address: str, run: RunConfig) -> Dispatcher:
     key = secret.from_environment()
     if key is None:
         raise ConfigError(
@@ -96,14 +97,7 @@ def _open(lifeline: Lifeline, address: str, cfg: Any) -> Dispatcher:
     if world.num_nodes == 1 and MEMORY_FOLDER.is_dir():  # else arrays cross by the socket
         shared = ControllerArrays(PrivateFolder(in_memory=True))
     dispatcher = Dispatcher(
-        run_config(cfg),
-        world.size,
-        address,
-        keys,
-        generation,
-        lifeline.socket,
-        lifeline.exit,
-        shared,
+        run, world.size, address, keys, generation, lifeline.socket, lifeline.exit, shared
     )
     dispatcher.catch_signals(signal.SIGTERM, signal.SIGINT)
     lifeline.announce(dispatcher.endpoint, generation)
@@ -112,7 +106,7 @@ def _open(lifeline: Lifeline, address: str, cfg: Any) -> Dispatcher:
 
 def _run(
     recipe: Recipe,
-    cfg: Any,
+    cfg: object,
     controller: Controller,
     dispatcher: Dispatcher,
     observer: RunObserver,
