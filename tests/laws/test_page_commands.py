@@ -48,6 +48,8 @@ SAMPLE = {
     "text": "1+1=2",
     "messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}],
     "contents": [{"role": role, "parts": [{"text": "2"}]} for role in ("user", "model")],
+    "instruction_id_list": ["punctuation:no_comma"],
+    "kwargs": [{}],
 }
 QWEN25_05B = {
     "model_type": "qwen2",
