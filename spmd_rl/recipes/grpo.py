@@ -103,6 +103,9 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             else:
                 asked = run.prompts.take(cfg.prompts_per_step)
                 groups = run.rollout.generate.call(asked, cfg.sampling, step=step.index)
+        if sampler and sampler.shortage:
+            step.end_run(sampler.shortage)
+            continue
         with ctl.phase("train"):
             stats = run.update.step(groups, step.index)
         step.log(groups, stats, *((sampler.failed_groups(), sampler.metrics()) if sampler else ()))

@@ -43,6 +43,9 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         run.evaluation.after(step.index)
         with ctl.phase("rollout"):
             groups = sampler.take(step.index)
+        if sampler.shortage:
+            step.end_run(sampler.shortage)
+            continue
         with ctl.phase("train"):
             stats = run.update.step(groups, step.index)
         step.log(groups, sampler.failed_groups(), stats, sampler.metrics())

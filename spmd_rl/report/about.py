@@ -27,6 +27,7 @@ def about(run: Path, config: Mapping[str, Any], plan: Any, facts: Mapping[str, A
     device = contract.get("gpu") or contract.get("device")
     parameters = facts.get("parameters")
     known = {
+        "ended early": facts.get("early_end"),
         "model": config.get("model"),
         "parameters": f"{parameters:,}" if isinstance(parameters, int) else None,
         "trained": _trained(facts.get("trained_parameters"), config),

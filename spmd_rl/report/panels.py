@@ -66,6 +66,7 @@ PANELS = (
         Line("rollout/buffered", "buffered"),
         Line("rollout/rejected", "rejected"),
         Line("rollout/surplus", "surplus"),
+        Line("rollout/missing", "missing"),
         unit="groups",
     ),
     _panel(

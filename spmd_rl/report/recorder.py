@@ -57,8 +57,8 @@ class Recorder:
         settings = tomllib.loads(config)
         self._start_unix_s = start_unix_s()
         facts = provenance(words, self._start_unix_s) | _parameters(needs)
-        facts["defaults"] = changed_defaults(cfg)
-        write_atomically(run.path / PROVENANCE_FILE, json.dumps(facts, indent=1) + "\n")
+        self._facts = facts | {"defaults": changed_defaults(cfg)}
+        self._write_facts()
         self._sinks = Sinks(run.sinks, run.path, settings)
         self._reward_warnings = RewardWarnings(settings, self._folder.path / "samples")
         self._monitor: RunMonitor | None = None
@@ -166,6 +166,12 @@ class Recorder:
 
     def on_early_end(self, sentence: str) -> None:
         self._steps_left, self._early_end = 0, sentence
+        self._facts["early_end"] = sentence
+        self._write_facts()
+
+    def _write_facts(self) -> None:
+        text = json.dumps(self._facts, indent=1) + "\n"
+        write_atomically(self._folder.path / PROVENANCE_FILE, text)
 
     def catch_up(self) -> None:
         if self._monitor is not None:

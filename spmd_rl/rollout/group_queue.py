@@ -14,9 +14,10 @@ submitted: fewer than (max_lag + v + 1) * B. It is therefore taken in step max_l
 latest. None of its tokens is older than version v, whatever is pushed while it runs, or whether it
 is aborted and resumed.
 
-With a larger `oversample`, or where a step passes over groups that have not ended, a group's place
-can be further back. What step v + max_lag has not taken leaves the queue then, and its prompt goes
-back to the data unless it was rejected. This bounds the lag without the proof.
+With a larger `oversample`, or where a step passes over groups that have not ended, or takes fewer
+than B, a group's place can be further back. What step v + max_lag has not taken leaves the queue
+then, and its prompt goes back to the data unless it was rejected. This bounds the lag without the
+proof.
 Source: Fu et al., AReaL (arXiv 2505.24298), staleness-aware training, has the condition.
 """
 
@@ -44,7 +45,8 @@ class QueuedGroup:
     """A group that was submitted under the weights of `version`; it runs, or it has ended.
 
     `partial` are samples that an earlier call of it has left. `rejection` says why nothing is
-    learned from it, "" if it was accepted.
+    learned from it, "" if it was accepted. `rewards` are those of a rejected one, unless it comes
+    from a checkpoint.
     """
 
     prompt: Prompt
@@ -53,6 +55,7 @@ class QueuedGroup:
     call: Pending[Group] | None = None
     group: Group | None = None
     rejection: str = ""
+    rewards: list[float] = field(default_factory=list)
 
     @property
     def has_ended(self) -> bool:
@@ -72,12 +75,16 @@ class TakenGroups:
     """The groups of a step, with what left the queue beside them: how many groups were rejected,
     by reason, those of them that have failed samples, and the groups that are too many or too old,
     whose prompts go back to the data.
+
+    `shortage` is a sentence on the groups that the step lacks, "" if it lacks none. A step that can
+    learn from none of them takes none: all groups are surplus then.
     """
 
     groups: list[Group]
     rejected: Counter[str]
     failed: list[Group]
     surplus: list[QueuedGroup]
+    shortage: str = ""
 
 
 class GroupQueue:
@@ -149,6 +156,7 @@ class GroupQueue:
         """Note that a group that ran has ended, and why it was rejected if it was."""
         # of a rejected one, what failed is shown, and the rest is only counted
         entry.group = Group(entry.prompt, [], group.failed) if rejection else group
+        entry.rewards = [*filter(math.isfinite, group.rewards)] if rejection else []
         entry.rejection, entry.call = rejection, None
         entry.partial = []
         self.num_running -= 1
@@ -157,22 +165,28 @@ class GroupQueue:
     def take(self, step: int) -> TakenGroups | None:
         """Remove and return what step `step` learns from; None while too few groups have ended.
 
-        Raises: ContractError when no push was late enough for this step; SpmdError when more groups
-        were rejected for it than `max_gen_batches` allows.
+        Where more groups were rejected for it than `max_gen_batches` allows, `when_short` says what
+        is returned. In the first step of a run, and where groups have no samples, it is an error:
+        no group has taught anything yet, or a function is broken.
+        Raises: ContractError when no push was late enough for this step; SpmdError for too many
+        rejected groups.
         """
         self._require_reachable(step)
         self.next_step = step
-        accepted, rejected = self._in_turn()
+        accepted, rejected, num_seen = self._in_turn()
+        shortage = ""
         if len(accepted) < self._groups_per_step:
-            self._require_not_hopeless(len(accepted), rejected)
-            return None
-        last = self.entries.index(accepted[-1])
+            if not self._is_hopeless(len(accepted), rejected):
+                return None
+            shortage = self._shortage(len(accepted), rejected)
+            if self._cfg.when_short == "stop" or not accepted:
+                return self._nothing(rejected, shortage)
         self.next_step = step + 1
         taken = {id(entry) for entry in accepted}
         gone = [
             entry
             for number, entry in enumerate(self.entries)
-            if self._is_due(entry) or (entry.rejection and number < last)
+            if self._is_due(entry) or (entry.rejection and number < num_seen)
         ]
         dropped = [entry for entry in gone if entry.rejection]
         surplus = [entry for entry in gone if not entry.rejection and id(entry) not in taken]
@@ -182,7 +196,12 @@ class GroupQueue:
             Counter(entry.rejection for entry in dropped),
             [entry.group for entry in dropped if entry.group is not None and entry.group.failed],
             surplus,
+            shortage,
         )
+
+    def num_missing(self, taken: TakenGroups) -> int:
+        """Return how many groups a step lacks."""
+        return self._groups_per_step - len(taken.groups)
 
     @property
     def last_failure(self) -> str:
@@ -200,23 +219,35 @@ class GroupQueue:
         self._num_rejected = sum(bool(entry.rejection) for entry in self.entries)
         self._stopped = deque(entry for entry in self._stopped if id(entry) not in gone)
 
-    def _in_turn(self) -> tuple[list[QueuedGroup], Counter[str]]:
-        """Return the first groups that were accepted, up to a step's number of them, and how many
-        before the last were rejected, by reason.
+    def _nothing(self, rejected: Counter[str], shortage: str) -> TakenGroups:
+        """Remove all entries, of which no step learns; their prompts go back to the data."""
+        surplus = self.entries
+        self._drop(surplus)
+        return TakenGroups([], rejected, [], surplus, shortage)
+
+    def _in_turn(self) -> tuple[list[QueuedGroup], Counter[str], int]:
+        """Return the first groups that were accepted, up to a step's number of them, how many among
+        them were rejected, by reason, and how many entries that took.
+
+        It looks at no more groups than a step may have, whatever else has ended.
         """
         accepted: list[QueuedGroup] = []
         rejected: Counter[str] = Counter()
-        for entry in self.entries:
-            if len(accepted) == self._groups_per_step:
+        num_seen = 0
+        limit = self._cfg.max_gen_batches * self._groups_per_step or sys.maxsize
+        for number, entry in enumerate(self.entries):
+            if len(accepted) == self._groups_per_step or len(accepted) + rejected.total() == limit:
                 break
             if not entry.has_ended:
                 if self._cfg.tail == "keep":
                     break
-            elif entry.rejection:
+                continue
+            num_seen = number + 1
+            if entry.rejection:
                 rejected[entry.rejection] += 1
             else:
                 accepted.append(entry)
-        return accepted, rejected
+        return accepted, rejected, num_seen
 
     def _is_due(self, entry: QueuedGroup) -> bool:
         """Whether the last step that may learn from a group has taken what it takes."""
@@ -234,21 +265,30 @@ class GroupQueue:
                 f"last, and max_lag is {self._cfg.max_lag}"
             )
 
-    def _require_not_hopeless(self, num_accepted: int, rejected: Counter[str]) -> None:
+    def _is_hopeless(self, num_accepted: int, rejected: Counter[str]) -> bool:
+        """Whether a step has had as many groups as it may have."""
         num_ended = num_accepted + rejected.total()
         limit = self._cfg.max_gen_batches
         if not limit and num_ended == rejected[NO_SAMPLES]:
             limit = MAX_FAILED_BATCHES
-        if not limit or num_ended < limit * self._groups_per_step:
-            return
+        return bool(limit) and num_ended >= limit * self._groups_per_step
+
+    def _shortage(self, num_accepted: int, rejected: Counter[str]) -> str:
+        """Return a sentence on the groups that a step lacks. Raises: SpmdError where it fails."""
+        num_rejected, step = rejected.total(), self.next_step
         reasons = ", ".join(f"{count} by {reason}" for reason, count in rejected.most_common())
         told = (
-            f"step {self.next_step + 1} needs {self._groups_per_step} groups, but of {num_ended} "
-            f"only {num_accepted} were accepted ({reasons}"
+            f"step {step + 1} needs {self._groups_per_step} groups, but of "
+            f"{num_accepted + num_rejected} only {num_accepted} were accepted ({reasons}"
         )
-        if rejected[NO_SAMPLES] and (failure := self.last_failure):
-            raise SpmdError(f"{told} rejected): {failure}")
-        raise SpmdError(
-            f"{told} rejected): choose other prompts or another filter, or raise "
-            "sampler.max_gen_batches"
-        )
+        is_broken = 2 * rejected[NO_SAMPLES] > num_rejected
+        if is_broken or not step or self._cfg.when_short == "error":
+            if rejected[NO_SAMPLES] and (failure := self.last_failure):
+                raise SpmdError(f"{told} rejected): {failure}")
+            raise SpmdError(
+                f"{told} rejected): choose other prompts or another filter, or raise "
+                "sampler.max_gen_batches"
+            )
+        rewards = [reward for entry in self.entries for reward in entry.rewards]
+        mean = f", with a mean reward of {sum(rewards) / len(rewards):.2f}" if rewards else ""
+        return f"{told} rejected{mean})"

@@ -31,7 +31,7 @@ class GroupSampler:
     The recipe's thread calls all methods. A second thread collects groups and submits prompts while
     the recipe does something else, and calls `keep` there; `take` raises what stopped it. As a part
     in `Controller.resume`, the sampler saves the groups that it holds, half-finished answers, and
-    the state of `source`.
+    the state of `source`. `shortage` says why the last `take` returned no group; "" if it did.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class GroupSampler:
         self._failed: list[Group] = []  # of the last take
         self._stats: Pending[list[dict[str, int]]] | None = None  # of the engines, at the last take
         self._error: BaseException | None = None
+        self.shortage = ""
         self._closed = False
         self._recipe_collects = False
         # Guards everything above but `_calls`; it is notified when there is something to collect.
@@ -81,6 +82,8 @@ class GroupSampler:
     def take(self, step: int) -> list[Group]:
         """Return the groups that step `step` learns from, whose weights have that version.
 
+        Where too many were rejected, there may be fewer, or none at all: `sampler.when_short` says
+        which. After none, nothing more is submitted, and `shortage` says why.
         Blocks: until enough groups have ended; the deadline of the oldest call ends it.
         Raises: ContractError for a step that is more than `max_lag` after the last push; SpmdError
         when too many groups were rejected, or there are no more prompts; what stopped the sampler's
@@ -190,6 +193,7 @@ class GroupSampler:
             self._raise_error()
             taken = self._queue.take(step)
             if taken is not None:
+                self.shortage = "" if taken.groups else taken.shortage
                 self._release(taken.surplus)
                 self._metrics, self._failed = _measured(self._queue, taken), taken.failed
                 self._stats = self._rollout.stats.start()
@@ -207,9 +211,10 @@ class GroupSampler:
     def _submit(self) -> None:
         """Submit as many prompts as the queue lets in.
 
-        While prompts are on their way back none is submitted, so that they are the next.
+        While prompts are on their way back none is submitted, so that they are the next. Nor is any
+        after a step that could learn from none.
         """
-        if self._leaving or self._closed:
+        if self._leaving or self._closed or self.shortage:
             return
         if num_prompts := self._queue.num_to_submit():
             self._queue.submit(self._source.take(num_prompts))
@@ -270,12 +275,14 @@ def _abort(entry: QueuedGroup) -> None:
 
 def _measured(queue: GroupQueue, taken: TakenGroups) -> dict[str, float]:
     rejected = {f"rollout/rejected_{name}": count for name, count in taken.rejected.items()}
+    missing = {"rollout/missing": num_missing} if (num_missing := queue.num_missing(taken)) else {}
     return {
         "rollout/running": queue.num_running,
         "rollout/buffered": queue.num_buffered,
         "rollout/surplus": len(taken.surplus),
         "rollout/rejected": taken.rejected.total(),
         **rejected,
+        **missing,
     }
 
 

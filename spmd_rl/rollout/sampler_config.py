@@ -23,9 +23,12 @@ class SamplerConfig:
     # of groups that are still in generation when enough later ones have ended; keep: the step waits
     # for them; abort: it does not, and they end when max_lag is reached
     tail: Literal["keep", "abort"] = "keep"
-    # how many times as many groups as are needed may be generated for one step, before the run
-    # ends because too many were rejected; 0: any number
+    # how many times as many groups as are needed may be generated for one step, before too many
+    # were rejected; 0: any number
     max_gen_batches: int = 20
+    # what follows then; stop: the run ends as after its last step, with exit code 0; train: the
+    # step learns from the groups that there are, if there is one; error: the run fails
+    when_short: Literal["stop", "train", "error"] = "stop"
 
     def __post_init__(self) -> None:
         at_least(self, {"max_lag": 0, "max_running": 0, "oversample": 1, "max_gen_batches": 0})

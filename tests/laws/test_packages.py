@@ -24,7 +24,7 @@ IMPORTED_AS = {
     "nvidia-cutlass-dsl": "cutlass",
     "megatron-core": "megatron",
 }  # where a distribution's name is not that of its module
-TOOLS = ("dev", "docs")  # extras of those who work on the package: tests and docs use these
+TOOLS = ("dev", "docs", "examples")  # extras of what stands beside the package, which uses these
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 

@@ -48,16 +48,18 @@ SAMPLE = {
     "text": "1+1=2",
     "messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}],
     "contents": [{"role": role, "parts": [{"text": "2"}]} for role in ("user", "model")],
+    "instruction_id_list": ["keywords:existence"],
+    "kwargs": [{"keywords": ["2"]}],
 }
-QWEN25_05B = {
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32768,
+SMOLLM2_135M = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
 CONTEXT = 4096  # tokens, as many as the settings of the pages need
@@ -254,7 +256,7 @@ def test_the_plan_of_the_first_job_is_what_the_command_prints(
     page = (ROOT / "docs/first-job.md").read_text(encoding="utf-8")
     words = words_of(next(said for said in commands(page) if said.startswith("spmd-rl plan")))
     provide(words, "docs/first-job.md", folder)
-    (folder / "models/qwen2.5-0.5b/config.json").write_text(json.dumps(QWEN25_05B))
+    (folder / "runs/smollm2-135m/config.json").write_text(json.dumps(SMOLLM2_135M))
     assert run_guarded(dispatch, words) == 0
     shown = page.partition("ends with:\n\n```\n")[2].partition("```")[0]
     assert capsys.readouterr().out.endswith(shown)

@@ -39,10 +39,14 @@ def foreign_snippets(page: str, source: str) -> list[str]:
 
 
 def recipe_of(config: Path) -> ModuleType:
-    """The recipe.py in the folder of an example's TOML, else the shipped recipe of its name."""
+    """The recipe.py in the folder of an example's TOML, else the shipped recipe that a command in
+    the TOML runs with it, or else the one of its name.
+    """
     path = config.parent / "recipe.py"
     if not path.exists():
-        return importlib.import_module(f"spmd_rl.recipes.{config.stem}")
+        own = re.escape(config.relative_to(ROOT).as_posix())
+        said = re.search(rf"spmd-rl run (\w+) --config {own}", config.read_text(encoding="utf-8"))
+        return importlib.import_module(f"spmd_rl.recipes.{said[1] if said else config.stem}")
     spec = importlib.util.spec_from_file_location(f"shipped_{config.parent.name}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -91,7 +91,10 @@ class StepLoop:
                 self._observer.on_step(step)
 
     def steps(self, num_steps: int, start: int) -> Iterator[LoopStep]:
-        """Yield steps `start` to `num_steps - 1`, and save a checkpoint after each where due."""
+        """Yield steps `start` to `num_steps - 1`, and save a checkpoint after each where due.
+
+        They end early where evaluations, or the recipe in a step, say so.
+        """
         termination, calls = self._dispatcher.termination, self._dispatcher.calls
         grace_s = self._run.grace_s
         if self._resumed_from and start < num_steps:
@@ -117,7 +120,7 @@ class StepLoop:
                 began = time.monotonic()
                 step.elapsed_s = began - step.began
                 step.waited_s, waited_s = calls.waited_s - waited_s, calls.waited_s
-                self.num_done = index + 1
+                self.num_done = index if step.why_run_ends else index + 1
             self._end(step, last=index + 1 == num_steps or self._ends_before(index + 1))
         self._checkpoints.wait_until_complete()
         # a run that is ended from here on is complete: the same command does what is left
@@ -169,27 +172,40 @@ class StepLoop:
                 self._observer.on_phase(name, seconds)
 
     def _ends_before(self, index: int) -> bool:
-        """Whether the run ends early, before the step `index`. The observer is told once."""
+        """Whether the run ends early, before the step `index`."""
         found = self.evaluations.last_step()
-        if found is None or found[0] > index:
-            return False
+        if found is not None and found[0] <= index:
+            self._announce_end(found[1])
+        return self._is_ending
+
+    def _announce_end(self, sentence: str) -> None:
+        """Tell the observer that the run ends early. It is told once."""
         if self._observer is not None and not self._is_ending:
-            self._observer.on_early_end(found[1])
+            self._observer.on_early_end(sentence)
         self._is_ending = True
-        return True
 
     def _end(self, step: LoopStep, *, last: bool) -> None:
-        """Record a step that has ended, and begin its checkpoint if one is due."""
+        """Record a step that has ended, and begin its checkpoint if one is due.
+
+        A step before which the run ends is not recorded. The checkpoint is that of the step before
+        it, and may be there already.
+        """
         termination = self._dispatcher.termination
-        self._record(step)
+        if step.why_run_ends:
+            self._announce_end(step.why_run_ends)
+            self._checkpoints.wait_until_complete()
+            state = CheckpointState(step.index, self._run.seed)
+            is_due = self._checkpoints.newest() != step.index
+        else:
+            self._record(step)
+            state = CheckpointState(step.index + 1, self._run.seed, step.reward)
+            is_due = last or self._is_save_due(state.next_step)
         self._step = None
-        state = CheckpointState(step.index + 1, self._run.seed, step.reward)
-        due = last or self._is_save_due(state.next_step)
-        if self._observer is not None and (due or termination.error is not None):
+        if self._observer is not None and (is_due or termination.error is not None):
             self._observer.catch_up()
         if termination.error is not None:
             self._save_and_end(state)
-        if self._parts and due:
+        if self._parts and is_due:
             self._wake(self._parts)
             with self.timed("save"):
                 self._checkpoints.save(state, self._parts)

@@ -55,7 +55,8 @@ class LoopStep:
     """One step of the loop. `phase_s` holds the seconds of each phase by name, and `waited_s` the
     seconds spent waiting for workers. `measured` are metrics of the controller itself.
 
-    A step of a warm-up, before the loop, has an index below 0.
+    A step of a warm-up, before the loop, has an index below 0. `why_run_ends` says why the run ends
+    before this step; "" if it does not.
     """
 
     index: int
@@ -66,6 +67,7 @@ class LoopStep:
     phase_s: dict[str, float] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
+    why_run_ends: str = ""
 
     @property
     def reward(self) -> float | None:
@@ -88,6 +90,14 @@ class LoopStep:
         for name, value in metrics.items():
             before = self.measured.get(name, 0.0) if name.endswith(("_s", "_gib")) else 0.0
             self.measured[name] = before + value
+
+    def end_run(self, why: str) -> None:
+        """Note that the run ends before this step, in which nothing was learned; `why` is a clause.
+
+        The recipe then goes on to the next step, which does not come. A checkpoint is saved as
+        after the last step.
+        """
+        self.why_run_ends = f"{why}: the run ends after step {self.index}"
 
     def log(self, *what: Any) -> None:
         """Hand what the recipe knows of this step to the observer."""

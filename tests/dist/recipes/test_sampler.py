@@ -113,6 +113,88 @@ def test_groups_that_teach_nothing_are_replaced(run: Any) -> None:
     assert all(len(values) > 1 for values in rewards.values())
 
 
+FADING = """
+from even import even
+
+def fading(prompt, sample):
+    \"\"\"Be the same for all samples of two weights or more, but for every eighth prompt.\"\"\"
+    is_early = sample.versions.max() < 2
+    return even(prompt, sample) if is_early or prompt.uid % 8 == TEACHES else 1.0
+"""
+
+
+def fading(folder: Path, teaches: int = -1) -> tuple[str, ...]:
+    """Words of a run whose groups stop teaching after step 2, but for those of some prompts."""
+    (folder / "even.py").write_text((Path(__file__).parents[2] / "system/even.py").read_text())
+    (folder / "fading.py").write_text(FADING.replace("TEACHES", str(teaches)))
+    reward = f"--reward={folder / 'fading.py'}:fading"
+    return *DAPO[1:], reward, "--sampler.max_gen_batches=2", "--run.save_every=0"
+
+
+def test_a_run_whose_groups_stop_teaching_ends_as_after_its_last_step(
+    run: Any, tmp_path: Path
+) -> None:
+    data = Path(__file__).parents[3] / "examples/arithmetic/eval.jsonl"
+    words = (*fading(tmp_path), "--steps=4", f"--eval.data={data}@[:8]")
+    sentence = (
+        "step 3 needs 8 groups, but of 16 only 0 were accepted (16 by equal_rewards rejected, with "
+        "a mean reward of 1.00): the run ends after step 2\n"
+    )
+    for _ in range(2):  # the same command generates the same groups, and ends again
+        ended = run("grpo", *words)
+        assert ended.code == 0, ended.sentence
+        assert sentence in ended.output
+        assert {row["step"] for row in ended.metrics} == {1, 2}
+        assert "eval/eval/reward" in ended.metrics[-1]
+        assert [path.name for path in (ended.folder / "checkpoints").iterdir()] == ["step_000002"]
+        assert (ended.folder / "hf/model.safetensors").is_file()
+        assert json.loads((ended.folder / "run.json").read_text())["early_end"] in sentence
+    resumed = run("grpo", *words, EVEN, "--run.resume=true")
+    assert resumed.code == 0, resumed.sentence
+    assert {row["step"] for row in resumed.metrics} == {1, 2, 3, 4}
+    num_rejected = sum(row.get("rollout/rejected", 0) for row in ended.metrics)
+    first = resumed.samples(3)[0]["prompt_uid"]
+    assert first < 16 + num_rejected + 16, "the prompts were given back"
+    assert "early_end" not in json.loads((resumed.folder / "run.json").read_text())
+
+
+@pytest.mark.system
+def test_groups_that_stop_teaching_beneath_pushes_end_the_run(run: Any, tmp_path: Path) -> None:
+    words = (*fading(tmp_path), "--steps=6", "--sampler.oversample=1.5")
+    ended = run("grpo_fully_async", *words, nproc=2)
+    assert ended.code == 0, ended.sentence
+    num_steps = len(ended.metrics)
+    assert 2 <= num_steps < 6
+    assert f": the run ends after step {num_steps}\n" in ended.output
+    assert (ended.folder / f"checkpoints/step_{num_steps:06d}/state.json").is_file()
+    assert (ended.folder / "hf/model.safetensors").is_file()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_a_step_may_learn_from_the_groups_that_there_are(
+    run: Any, tmp_path: Path, nproc: int
+) -> None:
+    words = (*fading(tmp_path, teaches=5), "--steps=4", "--sampler.when_short=train")
+    ended = run("grpo", *words, nproc=nproc)
+    assert ended.code == 0, ended.sentence
+    num_groups = [len(uids) for uids in learned(ended)]
+    assert num_groups[:2] == [8, 8]
+    assert [8 - row.get("rollout/missing", 0) for row in ended.metrics] == num_groups
+    late = [uid for uids in learned(ended)[2:] for uid in uids]
+    assert {uid % 8 for uid in late} == {5}
+    assert len(late) <= 4, "of 16 groups, two may teach"
+    assert [row["train/grad_norm"] > 0 for row in ended.metrics] == [True] * 4
+
+
+@pytest.mark.system
+def test_a_run_may_fail_when_its_groups_stop_teaching(run: Any, tmp_path: Path) -> None:
+    ended = run("grpo", *fading(tmp_path), "--steps=4", "--sampler.when_short=error")
+    assert ended.code == 1
+    assert "step 3 needs 8 groups, but of 16 only 0 were accepted" in ended.sentence
+    assert not (ended.folder / "hf").exists()
+
+
 @pytest.mark.system
 def test_a_filter_that_nothing_passes_ends_the_run(run: Any, tmp_path: Path) -> None:
     (tmp_path / "flat.py").write_text("def flat(prompt, sample):\n    return 1.0\n")

@@ -16,6 +16,7 @@ from spmd_rl.controller.run.steps import LoopStep
 from spmd_rl.errors import ConfigError, DataError, SpmdError
 from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.recipes import distill, grpo, grpo_async, sft
+from spmd_rl.report.about import about, read_provenance
 from spmd_rl.report.recorder import Recorder
 from spmd_rl.rollout.engine import NativeEngineConfig, SamplingConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
@@ -98,6 +99,23 @@ def test_a_run_that_ended_in_its_warm_up_does_not_say_what_it_holds(
     recorder.on_step(LoopStep(-2, recorder))
     recorder.close()
     assert "holds" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sentence", ["nothing is left: the run ends after step 1", ""])
+def test_a_run_that_ended_early_says_why_on_screen_and_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sentence: str
+) -> None:
+    run = RunConfig(folder=str(tmp_path), name="r")
+    recorder = Recorder(run, Config(run), 1)
+    recorder.on_steps(0, 9)
+    recorder.on_step(LoopStep(0, recorder))
+    if sentence:
+        recorder.on_early_end(sentence)
+    recorder.close()
+    facts = about(run.path, {}, None, read_provenance(run.path))
+    assert facts.get("ended early", "") == sentence
+    output = capsys.readouterr().out
+    assert (f"{sentence}\n" in output and "r holds" in output) == bool(sentence)
 
 
 def test_phases_before_step_1_are_in_its_line(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -177,6 +178,11 @@ def ended(cfg: SamplerConfig, *rejections: str | None) -> GroupQueue:
     return queue
 
 
+def at_step(queue: GroupQueue, step: int) -> GroupQueue:
+    queue.set_version(step)
+    return queue
+
+
 def failed_group(uid: int, error: str) -> Group:
     nothing = np.zeros(0, np.int32)
     sample = Sample(uid, 0, nothing, nothing.astype(np.float32), nothing, "failed")
@@ -288,6 +294,79 @@ def test_a_filter_that_rejects_too_much_ends_the_run() -> None:
     ):
         ended(cfg, "", "dull", "dull", "long", "dull", "dull").take(0)
     assert ended(SamplerConfig(max_gen_batches=0), *["dull"] * 9).take(0) is None
+
+
+def test_a_step_that_lacks_groups_takes_none_and_gives_all_prompts_back() -> None:
+    cfg = SamplerConfig(max_gen_batches=2)
+    queue = at_step(ended(cfg, "", "dull", "dull", "long", "dull", "dull", None), 1)
+    for entry in queue.entries[1:6]:
+        entry.rewards = [1.0, 0.5]
+    taken = queue.take(1)
+    assert taken is not None
+    assert (taken.groups, taken.rejected) == ([], {"dull": 4, "long": 1})
+    assert [entry.prompt.uid for entry in taken.surplus] == [*range(7)]
+    assert (queue.entries, queue.num_running, queue.next_step) == ([], 0, 1)
+    assert taken.shortage == (
+        "step 2 needs 3 groups, but of 6 only 1 were accepted (4 by dull, 1 by long rejected, with "
+        "a mean reward of 0.75)"
+    )
+
+
+def test_a_step_may_take_the_groups_that_there_are() -> None:
+    cfg = SamplerConfig(max_gen_batches=2, when_short="train")
+    outcomes = ("dull", "", "dull", "dull", "", "dull", "", "dull", None)
+    queue = at_step(ended(cfg, *outcomes), 1)
+    taken = queue.take(1)
+    assert taken is not None
+    assert uids(taken.groups) == [1, 4], "no step looks at more than six groups"
+    assert taken.rejected == {"dull": 5}, "the seventh is too old, and leaves too"
+    assert [entry.prompt.uid for entry in taken.surplus] == [6, 8]
+    assert (queue.num_missing(taken), queue.next_step) == (1, 2)
+    assert taken.shortage.startswith("step 2 needs 3 groups, but of 6 only 2 were accepted")
+    nothing = at_step(ended(cfg, *["dull"] * 6), 1).take(1)
+    assert nothing is not None
+    assert (nothing.groups, len(nothing.surplus)) == ([], 6), "there is none to learn from"
+
+
+def test_what_a_later_step_may_take_outlives_a_step_that_lacks_groups() -> None:
+    cfg = SamplerConfig(1, max_gen_batches=1, when_short="train")
+    queue = at_step(ended(cfg, "dull", "", "dull", "", "dull", None), 1)
+    queue.entries[3].version = queue.entries[4].version = queue.entries[5].version = 1
+    taken = queue.take(1)
+    assert taken is not None
+    assert (uids(taken.groups), taken.rejected, taken.surplus) == ([1], {"dull": 2}, [])
+    assert [entry.prompt.uid for entry in queue.entries] == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("when_short", "step", "num_failed"), [("error", 1, 0), ("stop", 0, 0), ("stop", 1, 4)]
+)
+def test_a_shortage_is_an_error(when_short: Any, step: int, num_failed: int) -> None:
+    """It is where the settings say so, in the first step, and where most groups have failed."""
+    cfg = SamplerConfig(max_gen_batches=2, when_short=when_short)
+    reasons = [*[NO_SAMPLES] * num_failed, *["dull"] * (6 - num_failed)]
+    with pytest.raises(SpmdError, match="step . needs 3 groups, but of 6 only 0 were accepted"):
+        at_step(ended(cfg, *reasons), step).take(step)
+
+
+@pytest.mark.parametrize("num_failed", [0, 3])
+def test_a_shortage_is_no_error_where_few_groups_have_failed(num_failed: int) -> None:
+    reasons = [*[NO_SAMPLES] * num_failed, *["dull"] * (6 - num_failed)]
+    taken = at_step(ended(SamplerConfig(max_gen_batches=2), *reasons), 1).take(1)
+    assert taken is not None and not taken.groups
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 3), st.sampled_from([1.0, 2.0]), st.integers(0, 10_000))
+def test_steps_that_lack_groups_keep_the_bound(max_lag: int, oversample: float, seed: int) -> None:
+    cfg = SamplerConfig(max_lag, oversample=oversample, max_gen_batches=1, when_short="train")
+    world = World(cfg, seed, rejects=0.5)
+    try:
+        world.run(12)
+    except SpmdError:  # in the first step
+        return
+    assert max(world.lags, default=0) <= max_lag
+    assert len({uid for step in world.steps for uid in step}) == sum(map(len, world.steps))
 
 
 @pytest.mark.parametrize(

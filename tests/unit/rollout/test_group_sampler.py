@@ -400,6 +400,50 @@ def test_what_is_something_else_is_refused(
         sampler.load(str(tmp_path / "sampler"))
 
 
+def test_after_a_step_that_lacks_groups_nothing_is_submitted(
+    make: Any, rollout: Rollout, tmp_path: Path
+) -> None:
+    """All prompts are back before a checkpoint, so that another start generates them again."""
+    cfg, source = SamplerConfig(oversample=1.5, max_gen_batches=1), Source()
+    sampler = make(cfg, keep=lambda group: Keep(group.prompt.uid < 2, "dull"))
+    rollout.ends_on_abort = True
+    sampler.set_version(0)
+    rollout.end(0, 1)
+    assert uids(sampler.take(0)) == [0, 1]
+    assert sampler.shortage == ""
+    sampler.set_version(1)
+    rollout.started(2, 3, 4)
+    rollout.end(2, 3)
+    assert sampler.take(1) == []
+    assert sampler.shortage == (
+        "step 2 needs 2 groups, but of 2 only 0 were accepted (2 by dull rejected)"
+    )
+    assert sampler.metrics()["rollout/missing"] == 2
+    sampler.save(str(tmp_path / "sampler"))
+    make(cfg, source).load(str(tmp_path / "sampler"))
+    assert source.state()["back"] == [*range(2, source.state()["drawn"])]
+
+
+def test_a_step_that_takes_fewer_groups_says_how_many_it_lacks(make: Any, rollout: Rollout) -> None:
+    cfg = SamplerConfig(max_gen_batches=1, when_short="train")
+    sampler = make(cfg, keep=lambda group: Keep(group.prompt.uid != 3, "dull"))
+    rollout.ends_on_abort = True
+    sampler.set_version(0)
+    rollout.end(0, 1)
+    assert uids(sampler.take(0)) == [0, 1]
+    assert "rollout/missing" not in sampler.metrics()
+    rollout.version = 1
+    sampler.set_version(1)
+    rollout.end(2, 3)
+    assert uids(sampler.take(1)) == [2]
+    assert (sampler.metrics()["rollout/missing"], sampler.shortage) == (1, "")
+    rollout.version = 2
+    sampler.set_version(2)
+    rollout.started(4, 5)
+    rollout.end(4, 5)
+    assert uids(sampler.take(2)) == [4, 5], "the run goes on"
+
+
 def test_closing_ends_what_runs(make: Any, rollout: Rollout) -> None:
     sampler = make(SamplerConfig())
     sampler.set_version(0)
