@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import spmd_rl as rl
+from spmd_rl.config.dump import as_data
 from spmd_rl.recipes.grpo import Config, check
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
@@ -38,7 +39,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         model=cfg.model,
         reward=cfg.reward,
         hooks=cfg.hooks,
-        settings=rl.as_data(cfg),
+        settings=as_data(cfg),
         seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import spmd_rl as rl
+from spmd_rl.controller.capabilities import WeightProvider, WeightReceiver
 from spmd_rl.model.read import read_spec
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def engine(shape_folder: str, device: Any, num_pages: int = 512) -> NativeEngine
     return NativeEngine(model, cfg, device)
 
 
-class Masters(rl.Role, rl.WeightProvider):
+class Masters(rl.Role, WeightProvider):
     """Random float32 weights, in place of a trainer's."""
 
     def __init__(self, cfg: Config, context: rl.RoleContext) -> None:
@@ -75,7 +76,7 @@ class Masters(rl.Role, rl.WeightProvider):
     def on_weights_pushed(self, version: int) -> None: ...
 
 
-class Receiver(rl.Role, rl.WeightReceiver):
+class Receiver(rl.Role, WeightReceiver):
     """A native engine that generates nothing."""
 
     def __init__(self, cfg: Config, context: rl.RoleContext) -> None:

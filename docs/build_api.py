@@ -2,7 +2,7 @@
 
     python -m docs.build_api build/api
 
-pdoc shows what `spmd_rl/__init__.py` exports. Two things it cannot see are added here: the
+pdoc shows what `spmd_rl/__init__.pyi` exports. Two things it cannot see are added here: the
 signatures of endpoints, and the comments of config fields, which `--help-all` shows.
 """
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 import spmd_rl as rl
 from spmd_rl.recipes import grpo
 from spmd_rl.recipes.grpo import check
+from spmd_rl.recipes.num_steps import check_schedule
 
 __all__ = ["Config", "check", "main"]
 
@@ -30,7 +31,7 @@ class Config(grpo.Config):
         rl.refuse_sampler(self.sampler, self.hooks)
         rl.at_least(self, {"warmup_steps": 0, "warmup_pairs": 1, "warmup_lr": 0})
         if not self.epochs:
-            rl.check_schedule(self, self.steps + self.warmup_steps)
+            check_schedule(self, self.steps + self.warmup_steps)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
@@ -42,11 +43,11 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     tokenizer = rl.load_tokenizer(cfg.model)
     pairs = rl.SftPairs(cfg.warmup_data or cfg.data, cfg.prompts, tokenizer)
     prompts = rl.Prompts(cfg.data, cfg.prompts, tokenizer, cfg.sampling)
-    num_steps = rl.num_steps(cfg, prompts, before=cfg.warmup_steps)
-    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps)
+    num_steps = rl.num_steps(cfg, prompts, cfg.prompts_per_step, before=cfg.warmup_steps)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, first=cfg.start_step)
 
     start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
-    start = rl.first_step(cfg, start, update.trainers, prompts)
+    start = rl.first_step(cfg, start, update.trainers, prompts, cfg.prompts_per_step)
     with ctl.phase("warm-up"):
         for step in ctl.warmup(cfg.warmup_steps, start):
             batch = rl.pack_sft(pairs.next(cfg.warmup_pairs))

@@ -87,7 +87,7 @@ def topk_kl_loss(
     """
     if out.candidate_logprobs is None or CANDIDATE_TEACHER not in out.columns:
         raise ContractError(
-            "topk_kl_loss needs log-probs of candidates: make the batch with rl.with_candidates, "
+            "topk_kl_loss needs log-probs of candidates: make the batch with with_candidates, "
             "and call train_step with needs=rl.Needs(candidates=True)"
         )
     student = _with_tail(out.candidate_logprobs)

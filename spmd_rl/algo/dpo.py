@@ -41,7 +41,7 @@ def dpo_loss(
     """
     from torch import ones_like, where
 
-    scale = _column(out.columns, PAIR_SCALE, "pack it with rl.pack_pairs")
+    scale = _column(out.columns, PAIR_SCALE, "pack it with pack_pairs")
     reference = _column(
         out.columns,
         REFERENCE,
@@ -90,7 +90,7 @@ def bradley_terry_loss(
     """Return -log sigmoid(r_chosen - r_rejected - margin) of each pair, at its chosen answer.
 
     `center_coef` adds center_coef * (r_chosen + r_rejected)^2, which keeps rewards around zero.
-    The batch is rl.sequence_ends(rl.pack_pairs(pairs)): each answer has one value, its reward.
+    The batch is sequence_ends(pack_pairs(pairs)): each answer has one value, its reward.
     Raises: ContractError for another batch.
     Source: Ouyang et al. 2022 (InstructGPT); Touvron et al. 2023 (margin, Llama 2); Eisenstein et
     al. 2023 (centering).
@@ -101,7 +101,7 @@ def bradley_terry_loss(
     if len(out.values) != out.num_sequences or out.num_sequences % 2:
         raise ContractError(
             "bradley_terry_loss needs one value for each answer of each pair: pack the batch with "
-            "rl.sequence_ends(rl.pack_pairs(pairs))"
+            "sequence_ends(pack_pairs(pairs))"
         )
     chosen, rejected = out.values[0::2], out.values[1::2]
     losses = -logsigmoid(chosen - rejected - margin)

@@ -27,7 +27,7 @@ PAIR_SCALE = "pair_scale"  # a column of a batch of pairs
 def pack_pairs(pairs: Sequence[Pair]) -> Batch:
     """Return (chosen, rejected) pairs of (tokens, mask) as a batch for `dpo_loss`.
 
-    `rl.sequence_ends` makes of it a batch for `bradley_terry_loss`.
+    `sequence_ends` makes of it a batch for `bradley_terry_loss`.
 
     The column "pair_scale" holds tokens / pairs of the whole batch at the first learned token of
     each pair, and 0 elsewhere. A pair's measurement times this column has its mean over pairs as

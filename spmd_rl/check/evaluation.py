@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from spmd_rl.check.inputs import check_inputs
 from spmd_rl.errors import ConfigError
-from spmd_rl.evaluation.config import EvalConfig, eval_rewards, resolve_sets
+from spmd_rl.evaluation.config import EvalConfig, EvaluatedRecipe, eval_rewards, resolve_sets
 from spmd_rl.hooks.signatures import check_hooks, reward_weights
 from spmd_rl.rollout.grader_choice import all_rewards
 
 
-def check_evaluation(cfg: Any) -> None:
+def check_evaluation(cfg: EvaluatedRecipe) -> None:
     """Check every set of `eval`: its settings, every record of its data, and its rewards.
 
-    `cfg` is a recipe's config with `model`, `reward`, `hooks`, `graders`, `sampling`, `prompts` and
-    `eval`.
     Raises: ConfigError or DataError, which names the first thing to correct.
     """
     sets = resolve_sets(cfg.eval, cfg.sampling, cfg.prompts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 from types import FrameType
-from typing import Any
 
 from spmd_rl.cli import rank
 from spmd_rl.cli.help import HELP_FLAGS, of_recipe, of_run
@@ -20,6 +19,7 @@ from spmd_rl.observe.provenance import record_start_time
 from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.observe.run_lock import launcher_lock, refuse_running_run
 from spmd_rl.plan.axes import check_axes
+from spmd_rl.plan.needs import RunNeeds
 
 
 def main(words: list[str]) -> int:
@@ -43,7 +43,7 @@ def launch_run(words: list[str]) -> int:
     rank.raise_open_file_limit()
     invocation = Invocation.parse(words)
     cfg = load_recipe(invocation.recipe).accept(invocation)
-    num_ranks = _num_ranks(invocation, cfg)
+    num_ranks = _num_ranks(invocation, RunNeeds.of(cfg))
     run = run_config(cfg)
     _make_run_folder(cfg, run)
     signal.signal(signal.SIGQUIT, lambda *_: show(run.path))
@@ -54,18 +54,18 @@ def launch_run(words: list[str]) -> int:
         )
 
 
-def _num_ranks(invocation: Invocation, cfg: Any) -> int:
+def _num_ranks(invocation: Invocation, needs: RunNeeds) -> int:
     """Return how many ranks to start; 0 means one for each GPU.
 
     Raises: PlanError when the recipe's roles cannot share that many.
     """
-    num_ranks: int = invocation.nproc or getattr(cfg, "nproc", 0) or 0
-    if num_ranks and hasattr(cfg, "split"):
-        check_axes(cfg, plan_split(cfg.split, num_ranks))
+    num_ranks = invocation.nproc or needs.nproc or 0
+    if num_ranks and needs.split is not None:
+        check_axes(needs, plan_split(needs.split, num_ranks))
     return num_ranks
 
 
-def _make_run_folder(cfg: Any, run: RunConfig) -> None:
+def _make_run_folder(cfg: object, run: RunConfig) -> None:
     """Make the run's folder. Raises: ConfigError if another run or another config uses it."""
     folder = RunFolder(run.path)
     folder.check_reusable(dump_toml(cfg), run.resume)

@@ -11,6 +11,7 @@ from spmd_rl.controller.capabilities import capabilities
 from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
 from spmd_rl.controller.channel.messages import Abort, Call, encode
 from spmd_rl.controller.channel.router import Values
+from spmd_rl.controller.channel.shared_arrays import Outgoing
 from spmd_rl.controller.endpoint import BoundEndpoint, Endpoint, Role, Signature, endpoints
 from spmd_rl.controller.lifecycle.calls import CallRecord
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
@@ -98,8 +99,10 @@ class RemoteEndpoint(BoundEndpoint[..., Any]):
             ranks = self._handle.shards[shard]
         elif self._endpoint.local:
             ranks = (min(ranks, key=dispatcher.calls.num_unanswered),)
-        values = self._packed(arguments, ranks)
-        record = dispatcher.calls.open(self._call_name, ranks)
+        outgoing = None if dispatcher.shared is None else Outgoing(dispatcher.shared)
+        values = self._packed(arguments, ranks, outgoing)
+        files = () if outgoing is None else outgoing.files
+        record = dispatcher.calls.open(self._call_name, ranks, files)
         if route is not None:
             record.call_when_done(_Release(self._handle.balancer, route, shard))
         header = self._headers.get(record.phase)
@@ -110,24 +113,27 @@ class RemoteEndpoint(BoundEndpoint[..., Any]):
         dispatcher.issue(record, header, values)
         return record
 
-    def _packed(self, arguments: tuple[Any, ...], ranks: tuple[int, ...]) -> Values:
+    def _packed(
+        self, arguments: tuple[Any, ...], ranks: tuple[int, ...], outgoing: Outgoing | None
+    ) -> Values:
         """Pack the arguments, each value once; return them with the ranks that receive them."""
         if not self._signature.scatters:
-            return [(ranks, pack(arguments))]
+            return [(ranks, pack(arguments, outgoing))]
         shards = self._handle.shards
         scattered = self._signature.scatter(arguments, len(shards))
-        return [(ranks, pack(part)) for ranks, part in zip(shards, scattered)]  # noqa: B905
+        parts = zip(shards, scattered)  # noqa: B905
+        return [(ranks, pack(part, outgoing)) for ranks, part in parts]
 
     def _finish(self, record: CallRecord, deadline_s: float | None = None) -> Any:
         by_rank = self._handle.dispatcher.collect(record, deadline_s)
         signature, values = self._signature, []
-        unpack = signature.result.unpack
+        unpack, shared = signature.result.unpack, self._handle.dispatcher.shared
         by_shard = signature.gathers or self._endpoint.route is not None
         for ranks in self._handle.shards if signature.gathers else (record.ranks,):
             # of a deferred call only a shard's first rank knows all, such as rewards
             if len(ranks) > 1 and not (by_shard and signature.is_deferred):
                 self._require_equal(by_rank, ranks)
-            values.append(unpack(by_rank[ranks[0]]))
+            values.append(unpack(by_rank[ranks[0]], shared))
         return signature.gather(values) if signature.gathers else values[0]
 
     def _require_equal(self, by_rank: dict[int, Packed], ranks: tuple[int, ...]) -> None:

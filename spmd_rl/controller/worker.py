@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import socket
-import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -27,21 +26,22 @@ from spmd_rl.controller.channel.messages import (
     Call,
     Command,
     CommandResult,
-    Failure,
     Hello,
     Spawn,
     Stop,
     encode,
 )
+from spmd_rl.controller.channel.shared_arrays import SharedArrays
 from spmd_rl.controller.constructor import Constructor
 from spmd_rl.controller.deferred import Deferred
 from spmd_rl.controller.lifecycle.controller_process import ControllerProcess
+from spmd_rl.controller.lifecycle.error_messages import failure_of
 from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
 from spmd_rl.controller.local_endpoint import LocalEndpoint, bind
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.controller.running_calls import DeferredCall, RunningCalls
 from spmd_rl.controller.shard_turns import ShardTurns
-from spmd_rl.errors import ContractError, DeadlineError, SpmdError, printable
+from spmd_rl.errors import ContractError, DeadlineError, SpmdError
 from spmd_rl.mesh.connection_proof import prove
 from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.world import World, join, open_store
@@ -66,6 +66,7 @@ class Worker:
         self._endpoints: dict[tuple[str, str], LocalEndpoint] = {}
         self._running = RunningCalls[ReceivedCommand](_is_concurrent)
         self._answers: list[Answer] = []  # not sent yet
+        self._shared: SharedArrays | None = None
         self._shard: ShardTurns[ReceivedCommand] | None = None  # of a role, if it has several ranks
 
     def serve(self, lifecycle: WorkerLifecycle) -> None:
@@ -168,7 +169,7 @@ class Worker:
         is_deferred = False
         try:
             try:
-                arguments = endpoint.arguments.unpack(value)
+                arguments = endpoint.arguments.unpack(value, self._shared)
             except ContractError as error:
                 call_text = f"{endpoint.name}({', '.join(endpoint.parameters)})"
                 raise ContractError(f"{call_text}: {error}") from error
@@ -176,7 +177,7 @@ class Worker:
             if is_deferred := type(result) is Deferred:
                 self._defer(call, endpoint, number, result, began_ns)
                 return None
-            return endpoint.result.pack(result)
+            return endpoint.pack(result, self._shared)
         finally:
             if not is_deferred:
                 self._trace_call(call, endpoint, number, began_ns)
@@ -194,7 +195,7 @@ class Worker:
             try:
                 if deferred.error is not None:
                     raise deferred.error
-                result = endpoint.result.pack(deferred.value)
+                result = endpoint.pack(deferred.value, self._shared)
             except BaseException as error:  # noqa: BLE001  of any kind, as where a command runs
                 header = encode(failure_of(error))
             self._answers.append((header, result, number))
@@ -215,7 +216,7 @@ class Worker:
         if isinstance(command, Spawn):
             return self._build_role(command, value)
         if isinstance(command, BuildMeshes):
-            self._build_meshes(command)
+            return pack(self._build_meshes(command))
         return NOTHING
 
     def _build_role(self, command: Spawn, value: Packed) -> Packed:
@@ -247,30 +248,27 @@ class Worker:
         self._shard = ShardTurns(is_first, context.broadcast_in_shard, is_shared)
         self._running.holds_answers = not is_first
 
-    def _build_meshes(self, command: BuildMeshes) -> None:
-        """Build meshes, and begin this rank's trace if the run is traced."""
+    def _build_meshes(self, command: BuildMeshes) -> bool:
+        """Build meshes, and begin this rank's trace if the run is traced.
+
+        Returns whether this rank sees the arrays that the processes of its host share.
+        """
         if command.traces and not self._trace.on:
             rank = self._meshes.world.rank
             self._trace = self._meshes.trace = Trace(
                 Path(command.traces), f"rank {rank}", rank=rank
             )
         self._meshes.build(command.placements)
+        folder = Path(command.shared)
+        if command.shared and self._shared is None and folder.is_dir():
+            self._shared = SharedArrays(folder, f"rank{self._meshes.world.rank}")
+        return self._shared is not None
 
 
 def _is_concurrent(received: ReceivedCommand) -> bool:
     """Whether a command may start while earlier calls are unanswered."""
     command = received[0]
     return type(command) is Call and command.concurrent
-
-
-def failure_of(error: BaseException) -> Failure:
-    """Return the message that carries an exception to the controller."""
-    return Failure(
-        kind=type(error).__name__,
-        sentence=printable(str(error)),
-        traceback=printable("".join(traceback.format_exception(error))),
-        exit_code=error.exit_code if isinstance(error, SpmdError) else 1,
-    )
 
 
 def run_worker(world: World, controller: ControllerProcess | None) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmd_rl.controller.channel.codec import NOTHING
+from spmd_rl.controller.channel.codec import NOTHING, Codec
 from spmd_rl.controller.channel.messages import BuildMeshes, encode
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.mesh.split import Placement, Placements, plan_split
+
+_SEES = Codec(bool)
 
 
 class ControllerWorld:
@@ -40,7 +42,14 @@ class ControllerWorld:
 
         Blocks: until every rank of the world has built them.
         """
-        record = self._dispatcher.calls.open("world.split", tuple(range(self.size)))
-        header = encode(BuildMeshes(placements, self._dispatcher.traces))
-        self._dispatcher.issue(record, header, [(record.ranks, NOTHING)])
-        self._dispatcher.collect(record)
+        dispatcher = self._dispatcher
+        record = dispatcher.calls.open("world.split", tuple(range(self.size)))
+        shared = dispatcher.shared
+        folder = str(shared.folder) if shared is not None else ""
+        header = encode(BuildMeshes(placements, dispatcher.traces, folder))
+        dispatcher.issue(record, header, [(record.ranks, NOTHING)])
+        answers = dispatcher.collect(record).values()
+        sees = [_SEES.unpack(answer) for answer in answers]
+        if shared is not None and not all(sees):  # a worker may be in a container of its own
+            shared.close()
+            dispatcher.shared = None

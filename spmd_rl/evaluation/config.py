@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from spmd_rl.config.load import overlay
 from spmd_rl.config.rules import at_least
 from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.errors import ConfigError
 from spmd_rl.evaluation.schedule import EvalTimes, check_sets, name_of_file
+from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.signatures import reward_weights
+from spmd_rl.rewards.config import GraderConfig
 from spmd_rl.rollout.engine import SamplingConfig
 
 DEFAULT_THRESHOLD = 1.0
@@ -62,6 +64,25 @@ class EvalConfig(EvalTimes):
     def named_sets(self) -> Mapping[str, EvalSet]:
         """Return the sets by name; a single one has the name of its file."""
         return {name_of_file(self.data): EvalSet(self.data)} if self.data else self.sets
+
+
+class EvaluatedRecipe(Protocol):
+    """What evaluations read of a recipe's config."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def reward(self) -> str | dict[str, float]: ...
+    @property
+    def hooks(self) -> HookConfig: ...
+    @property
+    def graders(self) -> GraderConfig: ...
+    @property
+    def sampling(self) -> SamplingConfig: ...
+    @property
+    def prompts(self) -> PromptConfig: ...
+    @property
+    def eval(self) -> EvalConfig: ...
 
 
 @dataclass(frozen=True)

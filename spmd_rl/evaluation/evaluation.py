@@ -8,7 +8,7 @@ from typing import Any
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.link import Link
 from spmd_rl.data.prompts import Prompts
-from spmd_rl.evaluation.config import EvalConfig, ResolvedSet, resolve_sets
+from spmd_rl.evaluation.config import EvaluatedRecipe, ResolvedSet, resolve_sets
 from spmd_rl.evaluation.schedule import EvalSchedule
 from spmd_rl.evaluation.scores import metrics_of_sets, scores
 from spmd_rl.model.tokenizer import load_tokenizer
@@ -25,24 +25,25 @@ Grade = Callable[[list[Group]], list[Group]]
 class Evaluation:
     """Evaluates the weights that the engine has, and records scores and samples.
 
-    `cfg` is a recipe's config with `model`, `sampling`, `prompts` and `eval`. `num_steps` are those
-    of the whole run. `grade` gives rewards to the samples of a set without a reward function. The
-    draws depend on `eval.seed` alone, so training goes on as if there were no evaluation.
+    The run begins after `first` steps and ends after `num_steps`. `grade` gives rewards to the
+    samples of a set without a reward function. The draws depend on `eval.seed` alone, so training
+    goes on as if there were no evaluation.
     Raises: DataError or ConfigError in the constructor for a set that cannot be read.
     """
 
     def __init__(
         self,
         ctl: Controller,
-        cfg: Any,
+        cfg: EvaluatedRecipe,
         rollout: Rollout,
         num_steps: int,
         grade: Grade | None = None,
+        *,
+        first: int = 0,
     ) -> None:
         self._ctl = ctl
-        self._cfg: EvalConfig = cfg.eval
+        self._seed = cfg.eval.seed
         self._rollout = rollout
-        first = getattr(cfg, "start_step", 0)
         self._schedule = EvalSchedule(cfg.eval, ctl.run_folder, num_steps, first)
         self._grade = grade
         sets = resolve_sets(cfg.eval, cfg.sampling, cfg.prompts)
@@ -88,7 +89,7 @@ class Evaluation:
         for asked in _parts(prompts, max(1, SAMPLES_PER_CALL // one.sampling.num_samples)):
             with self._ctl.phase("eval"):
                 groups += self._rollout.generate.call(
-                    asked, one.sampling, seed=self._cfg.seed, step=num_steps, evaluation=True
+                    asked, one.sampling, seed=self._seed, step=num_steps, evaluation=True
                 )
         if self._grade is None or one.reward:
             return groups

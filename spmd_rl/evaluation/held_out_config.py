@@ -19,7 +19,7 @@ from spmd_rl.data.documents import DocumentConfig
 from spmd_rl.data.render.prompt_format import PromptFormat
 from spmd_rl.evaluation.schedule import EvalTimes, check_sets, name_of_file
 
-Format = TypeVar("Format", PromptFormat, DocumentConfig)
+Format = TypeVar("Format", bound=PromptFormat | DocumentConfig)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from pathlib import Path
 from spmd_rl.errors import ConfigError
 
 PREFIX = "spmd_rl-run-"
+MEMORY_FOLDER = Path("/dev/shm")
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 
 _exit_callbacks: list[Callable[[], None]] = []  # to run before this process ends
@@ -31,11 +32,13 @@ class PrivateFolder:
     """A folder in the user's runtime folder if this host has one, else in the temporary folder.
 
     Processes that give the same `name` enter the same folder; without a name, it is a new one.
+    With `in_memory`, its files are memory that processes share.
     Raises: ConfigError when another user made the folder, or when the file system has no locks.
     """
 
-    def __init__(self, name: str = "") -> None:
-        self.path = _parent_folder() / f"{PREFIX}{name or secrets.token_hex(4)}"
+    def __init__(self, name: str = "", *, in_memory: bool = False) -> None:
+        parent = MEMORY_FOLDER if in_memory else _parent_folder()
+        self.path = parent / f"{PREFIX}{name or secrets.token_hex(4)}"
         try:
             while (descriptor := _enter(self.path)) is None:
                 pass
@@ -100,7 +103,8 @@ def leave_meeting_folder() -> None:
 
 def sweep() -> None:
     """Remove the private folders of this user that no living process has entered."""
-    for path in _parent_folder().glob(f"{PREFIX}*"):
+    parents = {_parent_folder(), MEMORY_FOLDER}
+    for path in [path for parent in parents for path in parent.glob(f"{PREFIX}*")]:
         # it is another user's, or in use, or has just been removed
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -91,12 +91,17 @@ class _Adapted(torch.autograd.Function):
         x, weight, a, b, low = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad = grads[0].to(x.dtype)
-        grad_low = (grad @ b) * ctx.scale
+        grad_low = _scaled_product(grad, b, ctx.scale)
         return (
             (grad @ weight).addmm_(grad_low, a) if needs_x else None,
             grad.t() @ x if needs_weight else None,
             grad.sum(0) if needs_bias else None,
             grad_low.t() @ x,
-            grad.t() @ (low * ctx.scale),
+            _scaled_product(grad.t(), low, ctx.scale),
             None,
         )
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return a @ b * scale, rounded once."""
+    return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=scale)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.axes import MODEL
 from spmd_rl.mesh.split import Placement, Placements
 from spmd_rl.model.read import read_network_spec, read_spec
-from spmd_rl.rollout.kinds import EngineConfig, engine_of
+from spmd_rl.plan.needs import RunNeeds
+from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.rollout.kinds import kind_of as kind_of_engine
 from spmd_rl.rollout.sglang.tensor_parallel import check_sizes
-from spmd_rl.train.config import is_sharded, trainer_of
+from spmd_rl.train.config import is_sharded
 from spmd_rl.train.kinds import kind_of
 
 
-def check_axes(cfg: Any, placements: Placements) -> None:
-    """Check the axes of every role of a recipe's config.
+def check_axes(needs: RunNeeds, placements: Placements) -> None:
+    """Check the axes of every role of a run.
 
     Raises: ConfigError or PlanError, one sentence, for a role without an axis that the split gives
     it, or a model that cannot be cut along the axes.
     """
-    trainer, engine, model = trainer_of(cfg), engine_of(cfg), getattr(cfg, "model", "")
+    trainer, engine, model = needs.trainer, needs.engine, needs.model
     for placement in placements.values():
         if placement.name == "infer" and engine is not None:
             _check_engine(engine, placement, model)
@@ -35,7 +34,7 @@ def check_axes(cfg: Any, placements: Placements) -> None:
                     f"{model} is a mixture of experts, which no engine generates with here: train "
                     "it with a recipe that has no engine, such as sft"
                 )
-    for role in cfg.extra_roles() if hasattr(cfg, "extra_roles") else ():
+    for role in needs.extra_roles():
         if is_sharded(role.cfg):
             _check_beside(role.name, role.placement(placements))
 

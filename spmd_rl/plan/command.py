@@ -7,12 +7,12 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from spmd_rl.config.load import leaves, read_toml
 from spmd_rl.controller.run.recipe import Invocation, Recipe, load_recipe
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.plan import fewest_gpus as fewest
+from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.resolve import RunPlan, resolve
 from spmd_rl.plan.savings import key_of
 from spmd_rl.plan.text import lines
@@ -36,7 +36,7 @@ def main(words: list[str]) -> int:
     invocation = _invocation(options, rest)
     recipe = load_recipe(options.recipe)
     cfg = recipe.configure(invocation)
-    ranks_here: int = invocation.nproc or getattr(cfg, "nproc", 0) or 0
+    ranks_here: int = invocation.nproc or RunNeeds.of(cfg).nproc or 0
     room = fewest.Room(gpu_bytes or 0, host_bytes, ranks_here or fewest.GPUS_PER_HOST)
     search = fewest.Search(partial(_configure, recipe, invocation), _kept(invocation), room)
     if options.fewest_gpus:
@@ -99,7 +99,7 @@ def _sold_as(gib: float) -> str:
     return f"; a GPU that is sold as {gib:g} GB has {usable} GiB for CUDA" if usable else ""
 
 
-def _configure(recipe: Recipe, invocation: Invocation, flags: tuple[str, ...]) -> Any:
+def _configure(recipe: Recipe, invocation: Invocation, flags: tuple[str, ...]) -> object:
     words = [flag.removeprefix("--") for flag in flags]
     return recipe.configure(replace(invocation, overrides=[*invocation.overrides, *words]))
 

@@ -6,10 +6,11 @@ The decision what sleeps asks whether their keys and values fit beside all else.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.plan.needs import RunNeeds
+from spmd_rl.rollout.kinds import EngineConfig
 
 ANY_PROMPT_TOKENS = 1024  # assumed of a prompt where prompts.max_prompt_tokens sets no limit
 
@@ -53,28 +54,31 @@ class Queue:
         )
 
 
-def running(cfg: Any, engines: Placement, spec: ModelSpec) -> RunningSequences:
+def running(
+    needs: RunNeeds, engine: EngineConfig, engines: Placement, spec: ModelSpec
+) -> RunningSequences:
     """Return what each engine has running: a step's samples, spread over the engines.
 
     It is `engine.max_batch` at most, and that too where the config does not say how many prompts a
     step has.
     """
-    num_tokens = min(longest_sequence(cfg) or spec.max_positions, spec.max_positions)
-    return RunningSequences(min(num_asked(cfg, engines), cfg.engine.max_batch), num_tokens)
+    num_tokens = min(longest_sequence(needs) or spec.max_positions, spec.max_positions)
+    return RunningSequences(min(num_asked(needs, engine, engines), engine.max_batch), num_tokens)
 
 
-def num_asked(cfg: Any, engines: Placement) -> int:
+def num_asked(needs: RunNeeds, engine: EngineConfig, engines: Placement) -> int:
     """Return how many sequences a step asks of each engine."""
     num_engines = engines.data_size
-    num_samples: int = getattr(getattr(cfg, "sampling", None), "num_samples", 1)
-    asked: int = getattr(cfg, "prompts_per_step", cfg.engine.max_batch * num_engines)
+    num_samples = 1 if needs.sampling is None else needs.sampling.num_samples
+    asked = needs.prompts_per_step
+    if asked is None:
+        asked = engine.max_batch * num_engines
     return -(-asked // num_engines) * num_samples
 
 
-def longest_sequence(cfg: Any) -> int:
+def longest_sequence(needs: RunNeeds) -> int:
     """Return the tokens of a prompt and its answer at most; 0 for a config without sampling."""
-    sampling, prompts = getattr(cfg, "sampling", None), getattr(cfg, "prompts", None)
-    if sampling is None:
+    if needs.sampling is None:
         return 0
-    prompt: int = getattr(prompts, "max_prompt_tokens", 0) or ANY_PROMPT_TOKENS
-    return prompt + int(sampling.max_tokens)
+    limit = needs.prompts.max_prompt_tokens if needs.prompts else 0
+    return (limit or ANY_PROMPT_TOKENS) + needs.sampling.max_tokens

@@ -10,19 +10,18 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import Any
 
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.offload.ledger import Ledger, as_size
 from spmd_rl.plan.concurrency import longest_sequence
+from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.resolve import RunPlan, resolve
 from spmd_rl.plan.roles import INFER
-from spmd_rl.plan.savings import LEAST_MICRO_BATCH, Flags, layouts, savers
-from spmd_rl.train.config import trainer_of
+from spmd_rl.plan.savings import LEAST_MICRO_BATCH, MICRO_BATCH, Flags, layouts, savers
 
 WORLDS = tuple(2**power for power in range(14))  # 1 to 8,192
 GPUS_PER_HOST = 8
-Configure = Callable[[Flags], Any]  # from flags to the recipe's config
+Configure = Callable[[Flags], object]  # from flags to the recipe's config
 
 
 @dataclass(frozen=True)
@@ -115,18 +114,18 @@ class Search:
     @cached_property
     def _micro_batch(self) -> int:
         """The least size of a micro-batch that saves memory and holds every sequence; 0: none."""
-        cfg = self.configure(())
-        least = max(LEAST_MICRO_BATCH, longest_sequence(cfg))
-        trainer = trainer_of(cfg)
-        return least if trainer is not None and trainer.max_tokens > least else 0
+        needs = RunNeeds.of(self.configure(()))
+        least = max(LEAST_MICRO_BATCH, longest_sequence(needs))
+        return least if needs.trainer is not None and needs.trainer.max_tokens > least else 0
 
     def _attempt(self, flags: Flags, world_size: int) -> Attempt | None:
         """Return an attempt; None where the flags are refused."""
         try:
-            cfg = self.configure(flags)
-            if world_size > 1 and _needs_one_shard(cfg):
+            needs = RunNeeds.of(self.configure(flags))
+            if world_size > 1 and _needs_one_shard(needs):
                 return None
-            plan = resolve(_with_longest(cfg), world_size, self.room.gpu_bytes)
+            cfg = self.configure((*flags, *_with_longest(needs)))
+            plan = resolve(cfg, world_size, self.room.gpu_bytes)
         except (ConfigError, PlanError) as error:
             if flags:
                 return None
@@ -135,11 +134,13 @@ class Search:
             return Attempt(world_size, flags, None, str(error))
         if not plan.ledgers:
             raise PlanError("without a model there is no memory to count: say --model FOLDER")
-        return Attempt(world_size, flags, plan, self._why_not(cfg, plan))
+        return Attempt(world_size, flags, plan, self._why_not(needs, plan))
 
-    def _why_not(self, cfg: Any, plan: RunPlan) -> str:
+    def _why_not(self, needs: RunNeeds, plan: RunPlan) -> str:
         """Return the sum that excludes a plan, "" where it fits."""
-        fraction = cfg.engine.memory_fraction if INFER in plan.placements else 1.0
+        fraction = (
+            needs.engine.memory_fraction if needs.engine and INFER in plan.placements else 1.0
+        )
         try:
             plan.require(int(self.room.gpu_bytes * fraction))
             if self.room.host_bytes is not None:
@@ -198,17 +199,16 @@ def why_none(tried: list[Attempt], room: Room) -> str:
     )
 
 
-def _with_longest(cfg: Any) -> Any:
-    """Return a config whose micro-batches are counted with room for the longest sequence."""
-    trainer, longest = trainer_of(cfg), longest_sequence(cfg)
-    if trainer is None or trainer.max_tokens >= longest:
-        return cfg
-    return replace(cfg, trainer=replace(trainer, max_tokens=longest))
+def _with_longest(needs: RunNeeds) -> Flags:
+    """Return the flags with which micro-batches are counted with room for the longest sequence."""
+    longest = longest_sequence(needs)
+    if needs.trainer is None or needs.trainer.max_tokens >= longest:
+        return ()
+    return (MICRO_BATCH.format(longest),)
 
 
-def _needs_one_shard(cfg: Any) -> bool:
-    trainer = trainer_of(cfg)
-    return trainer is not None and trainer.backend.offload == "master"
+def _needs_one_shard(needs: RunNeeds) -> bool:
+    return needs.trainer is not None and needs.trainer.backend.offload == "master"
 
 
 def _usable(plan: RunPlan, room: Room) -> str:

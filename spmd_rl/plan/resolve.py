@@ -1,8 +1,8 @@
 """Plan of a run: from a recipe's config and a world size to plain data.
 
-The plan reads these fields of the config: `split` places roles, `model` gives shapes, `trainer` and
-`engine` say how the roles hold them. `phases` says which memory a phase needs, and `offload`
-whether the rest sleeps. A method `extra_roles()` lists the roles besides (train/extra_role.py).
+The plan reads what `RunNeeds` has of the config: `split` places roles, `model` gives shapes,
+`trainer` and `engine` say how the roles hold them. `phases` says which memory a phase needs, and
+`offload` whether the rest sleeps. `extra_roles()` lists the roles besides (train/extra_role.py).
 """
 
 from __future__ import annotations
@@ -10,25 +10,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.axes import MODEL, groups_along
 from spmd_rl.mesh.split import Placement, Placements, disjoint, plan_split
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.offload.config import OffloadConfig
 from spmd_rl.offload.ledger import Ledger, as_size
-from spmd_rl.offload.phases import CONCURRENT
 from spmd_rl.plan.axes import check_axes
 from spmd_rl.plan.concurrency import Queue, num_asked, running
 from spmd_rl.plan.memory import MemoryModel, kv_sized
+from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole, planned_roles, uncounted
 from spmd_rl.plan.routes import Routes, push_routes, whole
 from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, everything
-from spmd_rl.rollout.kinds import engine_of
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
 from spmd_rl.rollout.sglang.tensor_parallel import shard_boxes
-from spmd_rl.train.config import trainer_of
 from spmd_rl.train.cost.memory import dtype_on_gpu
 from spmd_rl.train.kinds import read_trainable
 
@@ -129,7 +125,7 @@ class RunPlan:
 
 
 def resolve(
-    cfg: Any,
+    cfg: object,
     world_size: int,
     capacity_bytes: int | None = None,
     host_bytes: int | None = None,
@@ -139,37 +135,37 @@ def resolve(
 
     Raises: PlanError when the split does not fit; ConfigError when the model folder does not serve.
     """
-    placements = _placements(cfg, world_size)
-    model = getattr(cfg, "model", "")
-    if not model or not isinstance(model, str):
+    needs = RunNeeds.of(cfg)
+    placements = _placements(needs, world_size)
+    if not needs.model:
         return RunPlan(world_size, placements, None, Routes.none(world_size), {})
-    spec = read_trainable(model, trainer_of(cfg))
-    roles = planned_roles(placements, cfg)
+    spec = read_trainable(needs.model, needs.trainer)
+    roles = planned_roles(placements, needs)
     memory = MemoryModel(
         world_size,
         placements,
         roles,
-        getattr(cfg, "phases", CONCURRENT),
-        _push_routes(placements, spec, cfg, world_size),
+        needs.phases,
+        _push_routes(placements, spec, needs, world_size),
         on_gpu=any(role.computes_on_gpu for role in roles),
     )
-    sleep = _decide(cfg, memory, spec, capacity_bytes, host_bytes)
+    sleep = _decide(needs, memory, spec, capacity_bytes, host_bytes)
     ledgers = memory.ledgers(sleep.sleeping)
     plan = RunPlan(world_size, placements, spec, memory.routes, ledgers, memory, sleep)
     plan = replace(plan, uncounted=uncounted(placements, roles))
-    if INFER not in placements:
+    if INFER not in placements or needs.engine is None:
         return plan
-    infer = placements.infer
+    infer, engine = placements.infer, needs.engine
     tp = infer.axes["tp"]
-    page_bytes = kv_bytes(spec, cfg.engine, capacity_bytes, plan.reserved_bytes(), tp)
-    sequences = running(cfg, infer, spec)
-    num_held = page_bytes // sequence_kv_bytes(spec, cfg.engine, sequences.num_tokens, tp)
-    queue = Queue(num_asked(cfg, infer), sequences, num_held)
+    page_bytes = kv_bytes(spec, engine, capacity_bytes, plan.reserved_bytes(), tp)
+    sequences = running(needs, engine, infer, spec)
+    num_held = page_bytes // sequence_kv_bytes(spec, engine, sequences.num_tokens, tp)
+    queue = Queue(num_asked(needs, engine, infer), sequences, num_held)
     return replace(plan, ledgers=kv_sized(ledgers, page_bytes), queue=queue)
 
 
 def _decide(
-    cfg: Any,
+    needs: RunNeeds,
     memory: MemoryModel,
     spec: ModelSpec,
     capacity_bytes: int | None,
@@ -179,8 +175,7 @@ def _decide(
 
     Where the GPU is not known, "auto" is planned with all that may sleep.
     """
-    offload: OffloadConfig = getattr(cfg, "offload", OffloadConfig(sleep="always"))
-    setting = offload.sleep
+    setting = needs.offload.sleep
     all_that_may = everything(memory)
     if setting == "never":
         return SleepDecision({}, "nothing sleeps: offload.sleep = never")
@@ -193,33 +188,33 @@ def _decide(
         return SleepDecision({}, "nothing sleeps: on CPUs, memory is not given back")
     if capacity_bytes is None:
         return SleepDecision(all_that_may, "", copied)
-    need = _need(cfg, memory, spec, capacity_bytes)
-    return choose_sleep(memory, replace(need, host_bytes=offload.host_bytes or host_bytes))
+    need = _need(needs, memory, spec, capacity_bytes)
+    return choose_sleep(memory, replace(need, host_bytes=needs.offload.host_bytes or host_bytes))
 
 
-def _need(cfg: Any, memory: MemoryModel, spec: ModelSpec, capacity_bytes: int) -> Need:
-    if INFER not in memory.placements:
+def _need(needs: RunNeeds, memory: MemoryModel, spec: ModelSpec, capacity_bytes: int) -> Need:
+    engine = needs.engine
+    if INFER not in memory.placements or engine is None:
         return Need(capacity_bytes)
     infer = memory.placements.infer
-    sequences = running(cfg, infer, spec)
+    sequences = running(needs, engine, infer, spec)
     pages = running_kv_bytes(
-        spec, cfg.engine, sequences.num_sequences, sequences.num_tokens, infer.axes["tp"]
+        spec, engine, sequences.num_sequences, sequences.num_tokens, infer.axes["tp"]
     )
-    return Need(int(capacity_bytes * cfg.engine.memory_fraction), pages, sequences)
+    return Need(int(capacity_bytes * engine.memory_fraction), pages, sequences)
 
 
-def _placements(cfg: Any, world_size: int) -> Placements:
+def _placements(needs: RunNeeds, world_size: int) -> Placements:
     """Return where the config's split places its roles. Raises: PlanError when it has no split."""
-    split = getattr(cfg, "split", None)
-    if split is None:
+    if needs.split is None:
         raise PlanError("this recipe's config has no `split`, so there is nothing to plan")
-    placements = plan_split(split, world_size)
-    check_axes(cfg, placements)
+    placements = plan_split(needs.split, world_size)
+    check_axes(needs, placements)
     return placements
 
 
 def planned_settings(
-    cfg: Any, world_size: int, capacity_bytes: int | None = None
+    cfg: object, world_size: int, capacity_bytes: int | None = None
 ) -> Mapping[str, Mapping[str, int]]:
     """Return the settings that the plan adds to a spawn, by the name of the placement.
 
@@ -227,7 +222,7 @@ def planned_settings(
     number is set, or where a role that the ledger does not know shares its ranks. A plan that
     fails adds nothing here: the run itself reports the error.
     """
-    engine = engine_of(cfg)
+    engine = RunNeeds.of(cfg).engine
     if engine is None or engine.num_pages:
         return {}
     try:
@@ -244,17 +239,20 @@ def planned_settings(
     return {INFER: {"reserved_bytes": plan.reserved_bytes()}}
 
 
-def _push_routes(placements: Placements, spec: ModelSpec, cfg: Any, world_size: int) -> Routes:
+def _push_routes(
+    placements: Placements, spec: ModelSpec, needs: RunNeeds, world_size: int
+) -> Routes:
     train, infer = placements.get(TRAIN), placements.get(INFER)
-    if train is None or infer is None:
+    trainer, engine = needs.trainer, needs.engine
+    if train is None or infer is None or trainer is None or engine is None:
         return Routes.none(world_size)
-    shapes, tp = cfg.trainer.lora.of_engine.trained_shapes(spec), infer.axes["tp"]
+    shapes, tp = trainer.lora.of_engine.trained_shapes(spec), infer.axes["tp"]
     tensors = Counter(map(whole, shapes.values()))
     if tp > 1:
         ranks = [shard_boxes(spec, rank, tp) for rank in range(tp)]
         wanted = {name: tuple(boxes[name] for boxes in ranks) for name in shapes}
         tensors = Counter((shape, wanted[name]) for name, shape in shapes.items())
-    return push_routes(train, infer, tensors, dtype_on_gpu(cfg.engine), world_size)
+    return push_routes(train, infer, tensors, dtype_on_gpu(engine), world_size)
 
 
 def _axis_groups(placement: Placement) -> list[tuple[str, tuple[int, ...]]]:

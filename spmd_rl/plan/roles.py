@@ -14,19 +14,12 @@ from spmd_rl.mesh.split import Placement, Placements
 from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import ALL, Tags
-from spmd_rl.rollout.kinds import KINDS
+from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.rollout.rollout import Rollout
-from spmd_rl.train.config import TrainerConfig, is_sharded, trainer_of
+from spmd_rl.train.config import TrainerConfig, is_sharded
 from spmd_rl.train.cost.memory import dtype_on_gpu
-from spmd_rl.train.extra_role import ExtraRole
-from spmd_rl.train.trainer import Trainer
 
 TRAIN, INFER = "train", "infer"
-# the field of a recipe's config that each placement is planned by, and its types
-ROLE_CONFIGS: dict[str, tuple[str, tuple[type, ...]]] = {
-    TRAIN: ("trainer", (TrainerConfig,)),
-    INFER: ("engine", tuple(kind.config for kind in KINDS)),
-}
 
 
 @dataclass(frozen=True)
@@ -47,12 +40,12 @@ class PlannedRole:
     @property
     def trainer(self) -> TrainerConfig | None:
         """Its settings, if it learns."""
-        return trainer_of(self, "cfg")
+        return self.cfg if isinstance(self.cfg, TrainerConfig) else None
 
     @property
     def is_extra(self) -> bool:
         """Whether it is neither the trainer nor the engine."""
-        return self.name not in ROLE_CONFIGS
+        return self.name not in (TRAIN, INFER)
 
     @property
     def is_counted(self) -> bool:
@@ -104,27 +97,19 @@ class PlannedRole:
         return self.role.planned_memory(self.cfg, self.placement, self.model, on_gpu)
 
 
-def planned_roles(placements: Placements, cfg: Any) -> tuple[PlannedRole, ...]:
-    """Return the roles of a recipe's config: those that its split places, and `extra_roles()`.
+def planned_roles(placements: Placements, needs: RunNeeds) -> tuple[PlannedRole, ...]:
+    """Return the roles of a run: those that its split places, and its `extra_roles()`.
 
     Raises: PlanError where the settings of a placed role are missing, or a role has no ranks.
     """
-    classes = {TRAIN: getattr(cfg, "trainer_role", Trainer), INFER: Rollout}
-    trainer = trainer_of(cfg)
-    lora = NO_LORA if trainer is None else trainer.lora.of_engine
-    main = [
-        PlannedRole(
-            name,
-            classes[name],
-            _config(name, cfg),
-            placements[name],
-            cfg.model,
-            lora=lora if name == INFER else NO_LORA,
-        )
-        for name in ROLE_CONFIGS
-        if name in placements
-    ]
-    listed: list[ExtraRole] = cfg.extra_roles() if hasattr(cfg, "extra_roles") else []
+    main = []
+    if TRAIN in placements:
+        cfg = _required(needs.trainer, TRAIN, "trainer: TrainerConfig")
+        main.append(PlannedRole(TRAIN, needs.trainer_role, cfg, placements.train, needs.model))
+    if INFER in placements:
+        engine = _required(needs.engine, INFER, "engine: NativeEngineConfig")
+        lora = NO_LORA if needs.trainer is None else needs.trainer.lora.of_engine
+        main.append(PlannedRole(INFER, Rollout, engine, placements.infer, needs.model, lora=lora))
     extra = [
         PlannedRole(
             role.name,
@@ -134,25 +119,20 @@ def planned_roles(placements: Placements, cfg: Any) -> tuple[PlannedRole, ...]:
             role.model,
             role.is_refreshed,
         )
-        for role in listed
+        for role in needs.extra_roles()
     ]
     return *main, *extra
 
 
 def uncounted(placements: Placements, roles: Sequence[PlannedRole]) -> tuple[str, ...]:
     """Return the names of placements and roles whose memory nobody states."""
-    placed = {*ROLE_CONFIGS, *(role.placement.name for role in roles)}
+    placed = {TRAIN, INFER, *(role.placement.name for role in roles)}
     unknown = [name for name in placements if name not in placed]
     return *unknown, *(role.name for role in roles if not role.is_counted)
 
 
-def _config(name: str, cfg: Any) -> Any:
+def _required(cfg: object, name: str, field: str) -> object:
     """Return the settings of a placed role. Raises: PlanError if they are missing."""
-    field, classes = ROLE_CONFIGS[name]
-    found = getattr(cfg, field, None)
-    if not isinstance(found, classes):
-        raise PlanError(
-            f"split.{name} cannot be planned: this recipe's config has no "
-            f"`{field}: {classes[0].__name__}`"
-        )
-    return found
+    if cfg is None:
+        raise PlanError(f"split.{name} cannot be planned: this recipe's config has no `{field}`")
+    return cfg

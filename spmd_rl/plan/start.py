@@ -7,36 +7,33 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from typing import Any
 
 from spmd_rl.controller.sleepers import SleepPolicy
 from spmd_rl.errors import ConfigError, PlanError
-from spmd_rl.offload.config import OffloadConfig
 from spmd_rl.offload.host_limit import host_bytes_left
-from spmd_rl.offload.phases import CONCURRENT, Phases
+from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.resolve import planned_settings, resolve
-from spmd_rl.train.config import trainer_of
 
 
-def decide_start(cfg: Any, world_size: int) -> tuple[SleepPolicy, list[str]]:
+def decide_start(cfg: object, world_size: int) -> tuple[SleepPolicy, list[str]]:
     """Return the policy of a run of `world_size` ranks like this process's, and what to say of it.
 
     The sentences say why the policy is so, and which backend trains if it is not FSDP2.
     Raises: as `sleep_policy`.
     """
     policy, why = sleep_policy(cfg, world_size, gpu_bytes(), host_bytes_left())
-    trainer = trainer_of(cfg)
+    trainer = RunNeeds.of(cfg).trainer
     backend = "" if trainer is None else trainer.backend.describe()
     return policy, [sentence for sentence in (backend, why) if sentence]
 
 
-def settings(cfg: Any, world_size: int) -> Mapping[str, Mapping[str, int]]:
+def settings(cfg: object, world_size: int) -> Mapping[str, Mapping[str, int]]:
     """Return the settings that the plan adds to a spawn, on GPUs like this process's."""
     return planned_settings(cfg, world_size, gpu_bytes())
 
 
 def sleep_policy(
-    cfg: Any, world_size: int, gpu_bytes: int | None, host_bytes: int | None = None
+    cfg: object, world_size: int, gpu_bytes: int | None, host_bytes: int | None = None
 ) -> tuple[SleepPolicy, str]:
     """Return the policy of a run on GPUs of `gpu_bytes` (None: on CPUs), and why it is so.
 
@@ -45,8 +42,8 @@ def sleep_policy(
     be planned sleeps as declared.
     Raises: PlanError where more must sleep than the host can keep.
     """
-    phases: Phases = getattr(cfg, "phases", CONCURRENT)
-    offload: OffloadConfig = getattr(cfg, "offload", OffloadConfig(sleep="always"))
+    needs = RunNeeds.of(cfg)
+    phases, offload = needs.phases, needs.offload
     policy = SleepPolicy(phases=phases, host_bytes=offload.host_bytes)
     awake = SleepPolicy(sleeps=False)
     if offload.sleep == "never":

@@ -27,9 +27,7 @@ class Config:
     split: InferSplit = field(default_factory=InferSplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
-    engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
-        default_factory=rl.NativeEngineConfig
-    )
+    engine: rl.EngineConfig = field(default_factory=rl.NativeEngineConfig)
     hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
     graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
 

@@ -10,6 +10,16 @@ from functools import partial
 from typing import ClassVar, Literal
 
 import spmd_rl as rl
+from spmd_rl.algo.distill import (
+    distill_credit,
+    distill_gains,
+    distill_metrics,
+    topk_kl_loss,
+    with_candidates,
+)
+from spmd_rl.algo.sample_rewards import pack_samples, with_rewards
+from spmd_rl.check.engine import announce_correction
+from spmd_rl.rollout.engine import refuse_greedy, refuse_replay
 
 
 @dataclass(frozen=True)
@@ -37,9 +47,7 @@ class Config:
     split: rl.Split = field(default_factory=rl.Split)
     prompts: rl.PromptConfig = field(default_factory=lambda: rl.PromptConfig(answer_key=""))
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=4))
-    engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
-        default_factory=rl.NativeEngineConfig
-    )
+    engine: rl.EngineConfig = field(default_factory=rl.NativeEngineConfig)
     hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
     graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)  # of evaluations
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
@@ -51,11 +59,11 @@ class Config:
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1, "coef": 0, "top_k": 1})
         rl.at_least(self, {"clip_low": 0, "clip_high": 0})
         rl.check_steps(self)
-        rl.refuse_greedy(self.sampling)
+        refuse_greedy(self.sampling)
         if self.hooks.keep_group:
             raise rl.ConfigError("hooks.keep_group must be empty: distill learns from all samples")
         if self.form == "topk":
-            rl.refuse_replay(self.sampling)
+            refuse_replay(self.sampling)
 
     @property
     def reward(self) -> str:
@@ -91,11 +99,13 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **rl.rollout_settings(cfg))
     weights = ctl.link(trainer, rollout)
     prompts = rl.load_prompts(cfg)
-    rl.announce_correction(cfg.engine, "none", cfg.trainer)
-    num_steps = rl.num_steps(cfg, prompts)
-    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, partial(graded, teacher))
+    announce_correction(cfg.engine, "none", cfg.trainer)
+    num_steps = rl.num_steps(cfg, prompts, cfg.prompts_per_step)
+    evaluation = rl.Evaluation(
+        ctl, cfg, rollout, num_steps, partial(graded, teacher), first=cfg.start_step
+    )
     start = ctl.resume(trainer=trainer, prompts=prompts)
-    start = rl.first_step(cfg, start, [trainer], prompts)
+    start = rl.first_step(cfg, start, [trainer], prompts, cfg.prompts_per_step)
 
     for step in ctl.steps(num_steps, start):
         with ctl.phase("sync"):
@@ -104,11 +114,11 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         with ctl.phase("rollout"):
             groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train"):
-            batch = taught(cfg, teacher, rl.pack_samples(groups))
+            batch = taught(cfg, teacher, pack_samples(groups))
             stats = learned(cfg, trainer, batch)
         # the reward of a sample is how much likelier the teacher finds it, per token
-        groups = rl.with_rewards(groups, rl.distill_gains(batch))
-        step.log(groups, stats, rl.distill_metrics(batch))
+        groups = with_rewards(groups, distill_gains(batch))
+        step.log(groups, stats, distill_metrics(batch))
     trainer.export_hf.call(str(ctl.run_folder / "hf"))
     evaluation.at_end(trainer, weights)
 
@@ -118,7 +128,7 @@ def learned(cfg: Config, trainer: rl.Trainer, batch: rl.Batch) -> dict[str, floa
     if cfg.form == "sampled":
         loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
         return trainer.train_step.call(batch, loss)
-    topk_loss = partial(rl.topk_kl_loss, direction=cfg.direction, coef=cfg.coef)
+    topk_loss = partial(topk_kl_loss, direction=cfg.direction, coef=cfg.coef)
     return trainer.train_step.call(batch, topk_loss, needs=rl.Needs(candidates=True))
 
 
@@ -126,13 +136,13 @@ def taught(cfg: Config, teacher: rl.FrozenModel, batch: rl.Batch) -> rl.Batch:
     """Return the batch with the teacher's log-probs, and with what the loss reads of them."""
     batch = batch.with_columns(teacher_logprobs=teacher.score.call(batch))
     if cfg.form == "sampled":
-        return rl.distill_credit(batch, coef=cfg.coef)
+        return distill_credit(batch, coef=cfg.coef)
     top = teacher.top_logprobs.call(batch, cfg.top_k)
-    return rl.with_candidates(batch, top.ids, top.logprobs)
+    return with_candidates(batch, top.ids, top.logprobs)
 
 
 def graded(teacher: rl.FrozenModel, groups: list[rl.Group]) -> list[rl.Group]:
     """Return the groups with a reward of each sample: how much likelier the teacher finds it."""
-    batch = rl.pack_samples(groups)
+    batch = pack_samples(groups)
     batch = batch.with_columns(teacher_logprobs=teacher.score.call(batch))
-    return rl.with_rewards(groups, rl.distill_gains(batch))
+    return with_rewards(groups, distill_gains(batch))

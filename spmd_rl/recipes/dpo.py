@@ -13,8 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import spmd_rl as rl
+from spmd_rl.algo.dpo import dpo_loss
+from spmd_rl.algo.pair_packing import pack_pairs
+from spmd_rl.data.pairs import PairConfig, PreferencePairs
+from spmd_rl.evaluation.held_out_config import HeldOutConfig, held_out_sets
+from spmd_rl.evaluation.held_out_scores import dpo_rewards
 from spmd_rl.mesh.split import Placements
+from spmd_rl.recipes.held_out import pair_evaluation
 from spmd_rl.recipes.sft import TrainSplit
+from spmd_rl.train.extra_role import reference_roles
 
 
 @dataclass(frozen=True)
@@ -30,10 +37,10 @@ class Config:
     beta: float = 0.1  # how much the policy is held to the reference
     label_smoothing: float = 0.0  # share of the pairs that may be labelled the wrong way round
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"  # docs/algorithms.md has the formulas
-    eval: rl.HeldOutConfig = field(default_factory=rl.HeldOutConfig)
+    eval: HeldOutConfig = field(default_factory=HeldOutConfig)
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: TrainSplit = field(default_factory=TrainSplit)
-    prompts: rl.PairConfig = field(default_factory=rl.PairConfig)
+    prompts: PairConfig = field(default_factory=PairConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
 
     def __post_init__(self) -> None:
@@ -49,12 +56,12 @@ class Config:
 
     def extra_roles(self) -> list[rl.ExtraRole]:
         """Return the reference model, for the plan; a trainer of adapters needs none."""
-        return rl.reference_roles(self.trainer, self.model, self.reference)
+        return reference_roles(self.trainer, self.model, self.reference)
 
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    held_out = rl.held_out_sets(cfg.eval, cfg.prompts)
+    held_out = held_out_sets(cfg.eval, cfg.prompts)
     for data, prompts in [(cfg.data, cfg.prompts), *held_out.values()]:
         rl.check_inputs(model=cfg.model, data=data, prompts=prompts, trainer=cfg.trainer)
 
@@ -69,28 +76,26 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         return batch.with_columns(reference_logprobs=score_reference.call(batch))
 
     def rewards_of(batch: rl.Batch) -> NDArray[np.floating]:
-        return rl.dpo_rewards(scored(batch), trainer.score.call(batch), beta=cfg.beta)
+        return dpo_rewards(scored(batch), trainer.score.call(batch), beta=cfg.beta)
 
     tokenizer = rl.load_tokenizer(cfg.model)
-    pairs = rl.PreferencePairs(cfg.data, cfg.prompts, tokenizer)
+    pairs = PreferencePairs(cfg.data, cfg.prompts, tokenizer)
     loss = partial(
-        rl.dpo_loss,
+        dpo_loss,
         beta=cfg.beta,
         label_smoothing=cfg.label_smoothing,
         loss_type=cfg.loss_type,
     )
 
     num_steps = rl.num_steps(cfg, pairs, cfg.pairs_per_step)
-    evaluation = rl.pair_evaluation(
-        ctl, cfg, [trainer, *references], tokenizer, rewards_of, num_steps
-    )
+    evaluation = pair_evaluation(ctl, cfg, [trainer, *references], tokenizer, rewards_of, num_steps)
     start = ctl.resume(trainer=trainer, pairs=pairs)
     start = rl.first_step(cfg, start, [trainer], pairs, cfg.pairs_per_step)
 
     for step in ctl.steps(num_steps, start):
         evaluation.after(step.index)
         with ctl.phase("train"):
-            batch = scored(rl.pack_pairs(pairs.next(cfg.pairs_per_step)))
+            batch = scored(pack_pairs(pairs.next(cfg.pairs_per_step)))
             stats = trainer.train_step.call(batch, loss)
         step.log(stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import spmd_rl as rl
+from spmd_rl.check.inputs import check_model
+from spmd_rl.evaluation.config import EvalSet
+from spmd_rl.evaluation.results import scores_table, write_scores
 from spmd_rl.recipes.evaluate_settings import settings_of_run
 
 
@@ -19,7 +22,7 @@ from spmd_rl.recipes.evaluate_settings import settings_of_run
 class Config:
     model: str  # Hugging Face folder
     data: str = ""  # a file of prompts and answers (docs/data.md); a slice as path@[a:b]
-    sets: dict[str, rl.EvalSet] = field(default_factory=dict)  # several sets by name, not data
+    sets: dict[str, EvalSet] = field(default_factory=dict)  # several sets by name, not data
     # grades what no set grades itself: module:function or path/to/file.py:function; several as a
     # table of names and weights
     reward: str | dict[str, float] = "spmd_rl.rewards.answers.match:exact"
@@ -31,9 +34,7 @@ class Config:
     split: rl.PolicySplit = field(default_factory=rl.PolicySplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
     sampling: rl.SamplingConfig = field(default_factory=rl.SamplingConfig)
-    engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
-        default_factory=rl.NativeEngineConfig
-    )
+    engine: rl.EngineConfig = field(default_factory=rl.NativeEngineConfig)
     hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
     graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
     # of the role that reads a checkpoint
@@ -70,7 +71,7 @@ def check(cfg: Config) -> None:
             f"{cfg.checkpoint} is no checkpoint: name a folder such as "
             "runs/grpo/checkpoints/step_000100"
         )
-    rl.check_model(cfg.model, trainer=None if cfg.checkpoint else rl.TrainerConfig())
+    check_model(cfg.model, trainer=None if cfg.checkpoint else rl.TrainerConfig())
     rl.check_evaluation(cfg)
     rl.check_engine(cfg.engine, cfg.run, cfg.trainer if cfg.checkpoint else None)
 
@@ -89,5 +90,5 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     for _ in ctl.steps(1):
         scores = evaluation.run(0)
     facts = {"model": cfg.model, "checkpoint": cfg.checkpoint, "version": version}
-    rl.write_scores(ctl.run_folder / "eval.json", facts, scores)
-    print(rl.scores_table(scores), flush=True)
+    write_scores(ctl.run_folder / "eval.json", facts, scores)
+    print(scores_table(scores), flush=True)

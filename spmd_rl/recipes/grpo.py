@@ -9,9 +9,15 @@ leaves groups out, or `sampler` is set, a sampler replaces the groups that are r
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import spmd_rl as rl
+from spmd_rl.algo.algorithm import Algorithm
+from spmd_rl.algo.make import make_algorithm
+from spmd_rl.recipes.policy_update import check_adapters, extra_roles_of
+from spmd_rl.rollout.engine import refuse_greedy
+from spmd_rl.rollout.sampler_config import refuse_lag
 
 
 @dataclass(frozen=True)
@@ -30,9 +36,7 @@ class Config(rl.PolicyConfig):
     split: rl.PolicySplit = field(default_factory=rl.PolicySplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
-    engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
-        default_factory=rl.NativeEngineConfig
-    )
+    engine: rl.EngineConfig = field(default_factory=rl.NativeEngineConfig)
     hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
     graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
     sampler: rl.SamplerConfig = field(default_factory=rl.SamplerConfig)
@@ -47,14 +51,24 @@ class Config(rl.PolicyConfig):
         super().__post_init__()
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1})
         rl.check_steps(self)
-        rl.refuse_greedy(self.sampling)
+        refuse_greedy(self.sampling)
         if self.is_on_policy:
-            rl.refuse_lag(self.sampler)
-        rl.algorithm_of(self, self.sampling)
+            refuse_lag(self.sampler)
+        check_adapters(self)
+        _ = self.made_algorithm  # refuses settings that do not fit
+
+    @cached_property
+    def made_algorithm(self) -> Algorithm:
+        """The algorithm with its settings."""
+        return make_algorithm(
+            self,
+            num_samples=self.sampling.num_samples,
+            max_response_tokens=self.sampling.max_tokens,
+        )
 
     def extra_roles(self) -> list[rl.ExtraRole]:
         """Return what the algorithm needs besides a trainer and an engine, for the plan."""
-        return rl.extra_roles_of(self)
+        return extra_roles_of(self)
 
 
 def check(cfg: Config) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import spmd_rl as rl
+from spmd_rl.mesh.split import SeparateSplit
 from spmd_rl.recipes import grpo
 from spmd_rl.recipes.grpo import check
 
@@ -25,7 +26,7 @@ __all__ = ["Config", "check", "main"]
 @dataclass(frozen=True, kw_only=True)
 class Config(grpo.Config):
     behaviour: Literal["old", "rollout"] = "rollout"
-    split: rl.SeparateSplit = field(default_factory=rl.SeparateSplit)
+    split: SeparateSplit = field(default_factory=SeparateSplit)
     sampler: rl.SamplerConfig = field(default_factory=lambda: rl.SamplerConfig(max_lag=2))
     phases: ClassVar[rl.Phases] = rl.CONCURRENT  # nothing sleeps: both roles work at once
     is_on_policy: ClassVar[bool] = False

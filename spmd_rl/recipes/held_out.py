@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,12 @@ from spmd_rl.algo.packing import pack_sft
 from spmd_rl.algo.pair_packing import pack_pairs
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role
-from spmd_rl.data.pairs import PreferencePairs
+from spmd_rl.data.pairs import PairConfig, PreferencePairs
+from spmd_rl.data.prompt_records import PromptConfig
+from spmd_rl.data.render.turns import Learn
 from spmd_rl.data.sft import SftPairs
 from spmd_rl.evaluation.held_out import HeldOutEvaluation, batches_of
-from spmd_rl.evaluation.held_out_config import held_out_sets
+from spmd_rl.evaluation.held_out_config import HeldOutConfig, held_out_sets
 from spmd_rl.evaluation.held_out_scores import (
     Measured,
     pair_measures,
@@ -26,34 +28,54 @@ from spmd_rl.evaluation.held_out_scores import (
     token_measures,
     token_scores,
 )
+from spmd_rl.evaluation.schedule import EvalTimes
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.sft_pair import SftPair
 
 
-def held_out_answers(cfg: Any, tokenizer: Any) -> dict[str, list[SftPair]]:
-    """Return the sequences of each set of `cfg.eval`.
+class HeldOutRecipe(Protocol):
+    """A recipe that is evaluated without an engine."""
 
-    `cfg` is a recipe's config with `eval`, `prompts` and `learn`.
+    @property
+    def start_step(self) -> int: ...
+    @property
+    def eval(self) -> EvalTimes: ...
+
+
+class PairRecipe(HeldOutRecipe, Protocol):
+    """A recipe that learns from pairs of answers."""
+
+    @property
+    def eval(self) -> HeldOutConfig: ...
+    @property
+    def prompts(self) -> PairConfig: ...
+
+
+def held_out_answers(
+    cfg: HeldOutConfig, prompts: PromptConfig, tokenizer: Any, learn: Learn
+) -> dict[str, list[SftPair]]:
+    """Return the sequences of each set. `prompts` and `learn` are those of the run.
+
     Raises: DataError or ConfigError for a set that cannot be read.
     """
     sets = {
-        name: SftPairs(data, prompts, tokenizer, cfg.learn)
-        for name, (data, prompts) in held_out_sets(cfg.eval, cfg.prompts).items()
+        name: SftPairs(data, own, tokenizer, learn)
+        for name, (data, own) in held_out_sets(cfg, prompts).items()
     }
     return {name: [*chain.from_iterable(pairs.all())] for name, pairs in sets.items()}
 
 
 def token_evaluation(
     ctl: Controller,
-    cfg: Any,
+    cfg: HeldOutRecipe,
     trainer: Trainer,
     sets: Mapping[str, Sequence[SftPair]],
     num_steps: int,
 ) -> HeldOutEvaluation:
     """Return the evaluation of loss, perplexity and token accuracy on these sets.
 
-    `cfg` is a recipe's config with `eval` and `start_step`. `num_steps` are those of the whole run.
+    `num_steps` are those of the whole run.
     """
 
     def measure(batch: Batch) -> Measured:
@@ -76,7 +98,7 @@ def token_evaluation(
 
 def pair_evaluation(
     ctl: Controller,
-    cfg: Any,
+    cfg: PairRecipe,
     roles: Sequence[Role],
     tokenizer: Any,
     rewards_of: Callable[[Batch], NDArray[np.floating]],
@@ -84,16 +106,15 @@ def pair_evaluation(
     *,
     for_reward_model: bool = False,
 ) -> HeldOutEvaluation:
-    """Return the evaluation of how the pairs of `cfg.eval` are ranked.
+    """Return the evaluation of how the pairs of the sets are ranked.
 
-    `cfg` is a recipe's config with `eval`, `prompts` and `start_step`. `num_steps` are those of the
-    whole run. `rewards_of` asks `roles` for the reward of each answer of a batch of `pack_pairs`.
-    `for_reward_model` is that of `PreferencePairs`.
+    `num_steps` are those of the whole run. `rewards_of` asks `roles` for the reward of each answer
+    of a batch of `pack_pairs`. `for_reward_model` is that of `PreferencePairs`.
     Raises: DataError or ConfigError for a set that cannot be read.
     """
     batches = {}
-    for name, (data, prompts) in held_out_sets(cfg.eval, cfg.prompts).items():
-        pairs = PreferencePairs(data, prompts, tokenizer, for_reward_model=for_reward_model)
+    for name, (data, own) in held_out_sets(cfg.eval, cfg.prompts).items():
+        pairs = PreferencePairs(data, own, tokenizer, for_reward_model=for_reward_model)
         batches[name] = batches_of(pairs.all(), pack_pairs)
     return HeldOutEvaluation(
         ctl,

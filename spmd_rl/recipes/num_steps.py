@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Protocol
 
+from spmd_rl.algo.config import PolicyConfig
 from spmd_rl.config.rules import at_least, require
 from spmd_rl.errors import ConfigError
-from spmd_rl.train.config import TrainerConfig, learning_rate, trainer_of
+from spmd_rl.plan.needs import RunNeeds
+from spmd_rl.recipes.protocols import TrainingRecipe
+from spmd_rl.train.config import TrainerConfig, learning_rate
 from spmd_rl.train.training_role import TrainingRole
 
 
@@ -19,11 +22,9 @@ class Skippable(Protocol):
     def skip(self, num: int, /) -> None: ...
 
 
-def check_steps(cfg: Any) -> None:
+def check_steps(cfg: TrainingRecipe) -> None:
     """Raise a ConfigError for epochs that cannot be, or that stand beside steps, for a start step
     behind the last, and for steps whose learning rate would be 0.
-
-    `cfg` is a recipe's config with `epochs`, `steps` and `start_step`.
     """
     fits = 0 <= cfg.epochs < math.inf
     require(fits, "epochs", cfg.epochs, "0 (steps counts) or more, and finite")
@@ -37,11 +38,10 @@ def check_steps(cfg: Any) -> None:
         check_schedule(cfg, cfg.steps)
 
 
-def check_schedule(cfg: Any, num_steps: int) -> None:
+def check_schedule(cfg: TrainingRecipe, num_steps: int) -> None:
     """Raise a ConfigError where the schedule of a trainer's rate ends before its last train step.
 
-    `cfg` is a recipe's config. Of its trainer and its critic, those that it has take `num_steps`
-    train steps, or fewer.
+    The trainer, and the critic if the algorithm has one, take `num_steps` train steps, or fewer.
     """
     for key, trainer, needed in _optimizer_steps(cfg, num_steps):
         if trainer.schedule != "constant" and needed > trainer.total_steps:
@@ -53,17 +53,19 @@ def check_schedule(cfg: Any, num_steps: int) -> None:
             )
 
 
-def _optimizer_steps(cfg: Any, num_steps: int) -> Iterator[tuple[str, TrainerConfig, int]]:
+def _optimizer_steps(
+    cfg: TrainingRecipe, num_steps: int
+) -> Iterator[tuple[str, TrainerConfig, int]]:
     """Yield key and settings of each trainer that learns, and its optimizer steps in the run."""
-    is_ppo = getattr(cfg, "algorithm", "") == "ppo"
-    for key in ("trainer", "critic") if is_ppo else ("trainer",):
-        trainer = trainer_of(cfg, key)
-        if trainer is not None:
-            alone = cfg.critic_warmup_steps - cfg.start_step if is_ppo and key == "trainer" else 0
-            yield key, trainer, max(0, num_steps - max(0, alone)) * trainer.minibatches
+    critic, alone = None, 0
+    if isinstance(cfg, PolicyConfig) and cfg.algorithm == "ppo":
+        critic, alone = RunNeeds.of(cfg).critic, cfg.critic_warmup_steps - cfg.start_step
+    yield "trainer", cfg.trainer, max(0, num_steps - max(0, alone)) * cfg.trainer.minibatches
+    if critic is not None:
+        yield "critic", critic, num_steps * critic.minibatches
 
 
-def rate_warnings(cfg: Any, num_steps: int) -> list[str]:
+def rate_warnings(cfg: TrainingRecipe, num_steps: int) -> list[str]:
     """Return a sentence for each trainer whose rate is 0, or is still rising at the run's end.
 
     `cfg` and `num_steps` are as in `check_schedule`.
@@ -81,19 +83,19 @@ def rate_warnings(cfg: Any, num_steps: int) -> list[str]:
     return sentences
 
 
-def num_steps(cfg: Any, data: Sized | int, per_step: int | None = None, *, before: int = 0) -> int:
+def num_steps(cfg: TrainingRecipe, data: Sized | int, per_step: int, *, before: int = 0) -> int:
     """Return how many steps a run takes, and print what its learning rate leaves undone.
 
-    `data` is one pass over the data, or its size. A step takes `per_step` of the data, or else
-    `cfg.prompts_per_step`. A last step that epochs fill in part is whole. `before` counts the train
-    steps that the recipe takes ahead of these.
+    `data` is one pass over the data, or its size, and a step takes `per_step` of it. A last step
+    that epochs fill in part is whole. `before` counts the train steps that the recipe takes ahead
+    of these.
     Raises: ConfigError, as `check_schedule` does.
     """
-    steps = int(cfg.steps)
+    steps = cfg.steps
     if cfg.epochs:
         size = data if isinstance(data, int) else len(data)
         # a share such as 0.1 is no binary fraction: a step more than it says must not come of that
-        wanted = round(cfg.epochs * size / (per_step or cfg.prompts_per_step), 9)
+        wanted = round(cfg.epochs * size / per_step, 9)
         steps = max(1, math.ceil(wanted))
         check_schedule(cfg, steps + before)
     for sentence in rate_warnings(cfg, steps + before):
@@ -102,21 +104,21 @@ def num_steps(cfg: Any, data: Sized | int, per_step: int | None = None, *, befor
 
 
 def first_step(
-    cfg: Any,
+    cfg: TrainingRecipe,
     resumed: int,
     trainers: Sequence[TrainingRole],
     data: Skippable,
-    per_step: int | None = None,
+    per_step: int,
 ) -> int:
     """Return the step to begin with: where a checkpoint left off, or else `cfg.start_step`.
 
-    In a new run that begins later than at step 0, the data of the steps before is skipped, and the
-    schedules of the trainers' learning rates are as after these steps. `resumed` is what
-    `ctl.resume` returned.
+    In a new run that begins later than at step 0, the data of the steps before is skipped,
+    `per_step` of it for each. The schedules of the trainers' learning rates are as after these
+    steps. `resumed` is what `ctl.resume` returned.
     """
     if resumed or not cfg.start_step:
         return resumed
-    data.skip(cfg.start_step * (per_step or cfg.prompts_per_step))
+    data.skip(cfg.start_step * per_step)
     for trainer in trainers:
         trainer.begin_after.call(cfg.start_step)
-    return int(cfg.start_step)
+    return cfg.start_step

@@ -3,67 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from spmd_rl.check.engine import announce_correction
-from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.run.steps import LoopStep
-from spmd_rl.data.prompt_records import PromptConfig
-from spmd_rl.evaluation.config import EvalConfig
-from spmd_rl.evaluation.evaluation import Evaluation
-from spmd_rl.hooks.config import HookConfig
-from spmd_rl.mesh.split import Split
+from spmd_rl.evaluation.evaluation import Evaluation, Grade
 from spmd_rl.recipes.load_prompts import load_prompts
 from spmd_rl.recipes.num_steps import first_step, num_steps
 from spmd_rl.recipes.policy_update import PolicyUpdate
+from spmd_rl.recipes.protocols import PolicyRecipe
 from spmd_rl.recipes.rollout_settings import rollout_settings
-from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.group_sampler import GroupSampler
-from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.rollout.rollout import Rollout
-from spmd_rl.rollout.sampler_config import SamplerConfig
-from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.trainer import Trainer
-
-
-class PolicyRecipe(Protocol):
-    """What a `PolicyRun` reads of a recipe's config, besides the settings of `PolicyConfig`."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def data(self) -> str | dict[str, float]: ...
-    @property
-    def reward(self) -> str | dict[str, float]: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def epochs(self) -> float: ...
-    @property
-    def start_step(self) -> int: ...
-    @property
-    def prompts(self) -> PromptConfig: ...
-    @property
-    def run(self) -> RunConfig: ...
-    @property
-    def split(self) -> Split: ...
-    @property
-    def trainer(self) -> TrainerConfig: ...
-    @property
-    def engine(self) -> EngineConfig: ...
-    @property
-    def hooks(self) -> HookConfig: ...
-    @property
-    def sampling(self) -> SamplingConfig: ...
-    @property
-    def sampler(self) -> SamplerConfig: ...
-    @property
-    def prompts_per_step(self) -> int: ...
-    @property
-    def eval(self) -> EvalConfig: ...
-    @property
-    def correction_in_words(self) -> str: ...
 
 
 class PolicyRun:
@@ -72,13 +25,18 @@ class PolicyRun:
     `trainer`, `update` (which has the reference and the critic), `rollout`, `weights` (the link
     between trainer and rollout), `prompts`, `num_steps` and `evaluation`. Roles take memory: those
     of the update are made before the engine. A hook that leaves groups out is used where a sampler
-    can replace them, so not with `replaces_groups = false`.
+    can replace them, so not with `replaces_groups = false`. `grade` is that of `Evaluation`.
 
     Raises: ConfigError, DataError.
     """
 
     def __init__(
-        self, ctl: Controller, cfg: PolicyRecipe, *, replaces_groups: bool = True
+        self,
+        ctl: Controller,
+        cfg: PolicyRecipe,
+        grade: Grade | None = None,
+        *,
+        replaces_groups: bool = True,
     ) -> None:
         roles = ctl.world.split(cfg.split)
         keep_group = cfg.hooks.keep_group if replaces_groups else ""
@@ -89,9 +47,11 @@ class PolicyRun:
         self.rollout = ctl.spawn(Rollout, cfg.engine, on=roles.infer, **rollout_settings(cfg))
         self.weights = ctl.link(self.trainer, self.rollout)
         self.prompts = load_prompts(cfg)
-        self.num_steps = num_steps(cfg, self.prompts)
+        self.num_steps = num_steps(cfg, self.prompts, cfg.prompts_per_step)
         announce_correction(cfg.engine, cfg.correction_in_words, cfg.trainer)
-        self.evaluation = Evaluation(ctl, cfg, self.rollout, self.num_steps)
+        self.evaluation = Evaluation(
+            ctl, cfg, self.rollout, self.num_steps, grade, first=cfg.start_step
+        )
 
     def sampler(self) -> GroupSampler:
         """Return a sampler that replaces the groups that the update, or a hook, leaves out."""
@@ -112,8 +72,9 @@ class PolicyRun:
         Blocks: until every role has loaded. Raises: as `Controller.resume` and `.steps` do.
         """
         parts = source or {"prompts": self.prompts}
+        cfg = self._cfg
         start = self._ctl.resume(trainer=self.trainer, **parts, **self.update.savers)
-        start = first_step(self._cfg, start, self.update.trainers, self.prompts)
+        start = first_step(cfg, start, self.update.trainers, self.prompts, cfg.prompts_per_step)
         return self._ctl.steps(self.num_steps, start)
 
     def finish(self, *, drain: bool = True) -> None:

@@ -7,10 +7,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from spmd_rl.algo.algorithm import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, Algorithm
-from spmd_rl.algo.config import KlConfig, PolicyConfig
+from spmd_rl.algo.algorithm import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES
+from spmd_rl.algo.config import KlConfig
 from spmd_rl.algo.credit import mean_k1
-from spmd_rl.algo.make import make_algorithm
 from spmd_rl.algo.self_check import check_reference
 from spmd_rl.algo.value_loss import value_loss
 from spmd_rl.config.dump import as_data
@@ -22,8 +21,8 @@ from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.hooks.context import Keep
 from spmd_rl.hooks.controller_hooks import KeepGroup
 from spmd_rl.mesh.split import Placements, PolicySplit
+from spmd_rl.recipes.protocols import PolicyRecipe
 from spmd_rl.rollout.build import NO_ADAPTERS
-from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.train.extra_role import REFERENCE, ExtraRole, reference_roles
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.trainer import Trainer
@@ -36,17 +35,9 @@ BASE_STAYS = "the reference is the base, which no push replaces"
 CRITIC = "critic"  # name of the role, and of its ranks in a split
 
 
-def algorithm_of(cfg: PolicyConfig, sampling: SamplingConfig) -> Algorithm:
-    """Return the algorithm of a recipe. Raises: ConfigError for settings that do not fit."""
-    _check_lora(cfg)
-    return make_algorithm(
-        cfg, num_samples=sampling.num_samples, max_response_tokens=sampling.max_tokens
-    )
-
-
-def _check_lora(cfg: Any) -> None:
+def check_adapters(cfg: PolicyRecipe) -> None:
     """Raise a ConfigError for what cannot be done with a trainer of adapters."""
-    if not hasattr(cfg, "trainer") or not cfg.trainer.lora.rank:
+    if not cfg.trainer.lora.rank:
         return
     if cfg.trainer.adapted_base and not cfg.engine.takes_adapters:
         raise ConfigError(NO_ADAPTERS)
@@ -54,12 +45,9 @@ def _check_lora(cfg: Any) -> None:
     require(cfg.kl.refresh_every == 0, "kl.refresh_every", cfg.kl.refresh_every, expected)
 
 
-def extra_roles_of(cfg: Any) -> list[ExtraRole]:
-    """Return the roles that a recipe's algorithm needs besides its trainer and its engine.
-
-    Raises: ConfigError for settings that do not fit.
-    """
-    needs, roles = algorithm_of(cfg, cfg.sampling).needs, list[ExtraRole]()
+def extra_roles_of(cfg: PolicyRecipe) -> list[ExtraRole]:
+    """Return the roles that a recipe's algorithm needs besides its trainer and its engine."""
+    needs, roles = cfg.made_algorithm.needs, list[ExtraRole]()
     if REFERENCE_LOGPROBS in needs:
         roles += reference_roles(
             cfg.trainer,
@@ -86,13 +74,13 @@ class PolicyUpdate:
     def __init__(
         self,
         ctl: Controller,
-        cfg: Any,
+        cfg: PolicyRecipe,
         trainer: Trainer,
         roles: Placements,
         *,
         keep_group: str = "",
     ) -> None:
-        self.algorithm = algorithm_of(cfg, cfg.sampling)
+        self.algorithm = cfg.made_algorithm
         self.trainer = trainer
         self._keep_group: KeepGroup | None = None
         if keep_group:
@@ -116,7 +104,9 @@ class PolicyUpdate:
             begins_as_policy = not cfg.kl.reference and not cfg.trainer.lora.folder
             self._reference = _Reference(ctl, cfg.kl, trainer, frozen, begins_as_policy)
         if CRITIC in spawned:
-            self._critic = _Critic(cfg, cast(Critic, spawned[CRITIC]))
+            self._critic = _Critic(
+                cfg.value_clip, cfg.critic_warmup_steps, cast(Critic, spawned[CRITIC])
+            )
 
     @property
     def trainers(self) -> list[TrainingRole]:
@@ -221,10 +211,10 @@ class _Reference:
 class _Critic:
     """The critic, and its loss."""
 
-    def __init__(self, cfg: PolicyConfig, role: Critic) -> None:
+    def __init__(self, value_clip: float, warmup_steps: int, role: Critic) -> None:
         self.role = role
-        self.warmup_steps = cfg.critic_warmup_steps
-        self._loss = partial(value_loss, clip=cfg.value_clip)
+        self.warmup_steps = warmup_steps
+        self._loss = partial(value_loss, clip=value_clip)
 
     def start(self, batch: Batch) -> Pending[dict[str, float]]:
         """Begin to learn from the returns of a batch."""

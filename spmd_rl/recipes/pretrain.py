@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import spmd_rl as rl
+from spmd_rl.data.documents import DocumentConfig, Documents
+from spmd_rl.evaluation.held_out_config import DocumentEvalConfig, held_out_sets
+from spmd_rl.recipes.held_out import token_evaluation
 from spmd_rl.recipes.sft import TrainSplit
 
 
@@ -20,10 +23,10 @@ class Config:
     epochs: float = 0.0  # passes over the data, instead of steps; 0: steps counts
     start_step: int = 0  # steps that a new run counts as done, with their data (docs/resume.md)
     tokens_per_step: int = 65536  # of the documents; no chat template is applied
-    eval: rl.DocumentEvalConfig = field(default_factory=rl.DocumentEvalConfig)
+    eval: DocumentEvalConfig = field(default_factory=DocumentEvalConfig)
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: TrainSplit = field(default_factory=TrainSplit)
-    documents: rl.DocumentConfig = field(default_factory=rl.DocumentConfig)
+    documents: DocumentConfig = field(default_factory=DocumentConfig)
     trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
 
     def __post_init__(self) -> None:
@@ -33,7 +36,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    held_out = rl.held_out_sets(cfg.eval, cfg.documents)
+    held_out = held_out_sets(cfg.eval, cfg.documents)
     for data, documents in [(cfg.data, cfg.documents), *held_out.values()]:
         rl.check_inputs(model=cfg.model, data=data, documents=documents, trainer=cfg.trainer)
 
@@ -42,14 +45,14 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
     tokenizer = rl.load_tokenizer(cfg.model)
-    documents = rl.Documents(cfg.data, cfg.documents, tokenizer)
+    documents = Documents(cfg.data, cfg.documents, tokenizer)
     size = documents.count_tokens() if cfg.epochs else 0
     num_steps = rl.num_steps(cfg, size, cfg.tokens_per_step)
     held_out = {
-        name: rl.Documents(data, own, tokenizer).one_pass()
-        for name, (data, own) in rl.held_out_sets(cfg.eval, cfg.documents).items()
+        name: Documents(data, own, tokenizer).one_pass()
+        for name, (data, own) in held_out_sets(cfg.eval, cfg.documents).items()
     }
-    evaluation = rl.token_evaluation(ctl, cfg, trainer, held_out, num_steps)
+    evaluation = token_evaluation(ctl, cfg, trainer, held_out, num_steps)
     start = ctl.resume(trainer=trainer, documents=documents)
     start = rl.first_step(cfg, start, [trainer], documents, cfg.tokens_per_step)
 

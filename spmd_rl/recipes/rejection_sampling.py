@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import spmd_rl as rl
+from spmd_rl.algo.policy.rejection import accepted_samples
+from spmd_rl.data.sft_file import SftFile
 from spmd_rl.mesh.split import OF_ENGINE
 
 
@@ -38,9 +40,7 @@ class Config:
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
     hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
     graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
-    engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
-        default_factory=rl.NativeEngineConfig
-    )
+    engine: rl.EngineConfig = field(default_factory=rl.NativeEngineConfig)
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"epochs": 1, "prompts_per_step": 1})
@@ -66,7 +66,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     engines = ctl.world.split(cfg.split).infer
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=engines, **rl.rollout_settings(cfg))
     prompts = rl.load_prompts(cfg)
-    file = rl.SftFile(ctl.run_folder / "sft.jsonl")
+    file = SftFile(ctl.run_folder / "sft.jsonl")
     num_prompts = cfg.epochs * len(prompts)
     num_steps = -(-num_prompts // cfg.prompts_per_step)
 
@@ -79,7 +79,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         with ctl.phase("rollout"):
             groups = rollout.generate.call(drawn, cfg.sampling)
         accepted = [
-            rl.accepted_samples(group, keep=cfg.keep, threshold=cfg.threshold) for group in groups
+            accepted_samples(group, keep=cfg.keep, threshold=cfg.threshold) for group in groups
         ]
         file.add(
             [

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import spmd_rl as rl
+from spmd_rl.check.inputs import check_model
 from spmd_rl.recipes import grpo
 
 __all__ = ["Config", "check", "main"]
@@ -42,7 +43,7 @@ class Config(grpo.Config):
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    rl.check_model(cfg.model, trainer=cfg.trainer)
+    check_model(cfg.model, trainer=cfg.trainer)
     if cfg.steps:
         rl.read_groups(cfg.recorded, cfg.steps)  # the last that is needed
 

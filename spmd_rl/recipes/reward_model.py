@@ -15,7 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import spmd_rl as rl
+from spmd_rl.algo.dpo import bradley_terry_loss
+from spmd_rl.algo.pair_packing import pack_pairs
+from spmd_rl.data.pairs import PairConfig, PreferencePairs
+from spmd_rl.evaluation.held_out_config import HeldOutConfig, held_out_sets
+from spmd_rl.recipes.held_out import pair_evaluation
 from spmd_rl.recipes.sft import TrainSplit
+from spmd_rl.types.sequence_ends import sequence_ends
 
 
 @dataclass(frozen=True)
@@ -29,10 +35,10 @@ class Config:
     pairs_per_step: int = 32  # each a prompt with two answers
     margin: float = 0.0  # by how much the chosen answer's reward should be larger
     center_coef: float = 0.0  # weight of a term that keeps rewards around zero
-    eval: rl.HeldOutConfig = field(default_factory=rl.HeldOutConfig)
+    eval: HeldOutConfig = field(default_factory=HeldOutConfig)
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: TrainSplit = field(default_factory=TrainSplit)
-    prompts: rl.PairConfig = field(default_factory=rl.PairConfig)
+    prompts: PairConfig = field(default_factory=PairConfig)
     trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
     trainer_role: ClassVar[type[rl.Role]] = rl.ValueTrainer  # for the plan
 
@@ -44,7 +50,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    held_out = rl.held_out_sets(cfg.eval, cfg.prompts)
+    held_out = held_out_sets(cfg.eval, cfg.prompts)
     for data, prompts in [(cfg.data, cfg.prompts), *held_out.values()]:
         rl.check_inputs(model=cfg.model, data=data, prompts=prompts, trainer=cfg.trainer)
 
@@ -53,14 +59,14 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.ValueTrainer, cfg.trainer, on=roles.train, model=cfg.model)
     tokenizer = rl.load_tokenizer(cfg.model)
-    pairs = rl.PreferencePairs(cfg.data, cfg.prompts, tokenizer, for_reward_model=True)
-    loss = partial(rl.bradley_terry_loss, margin=cfg.margin, center_coef=cfg.center_coef)
+    pairs = PreferencePairs(cfg.data, cfg.prompts, tokenizer, for_reward_model=True)
+    loss = partial(bradley_terry_loss, margin=cfg.margin, center_coef=cfg.center_coef)
 
     def rewards_of(batch: rl.Batch) -> NDArray[np.floating]:
         return trainer.rewards.call(batch).values
 
     num_steps = rl.num_steps(cfg, pairs, cfg.pairs_per_step)
-    evaluation = rl.pair_evaluation(
+    evaluation = pair_evaluation(
         ctl, cfg, [trainer], tokenizer, rewards_of, num_steps, for_reward_model=True
     )
     start = ctl.resume(trainer=trainer, pairs=pairs)
@@ -69,7 +75,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     for step in ctl.steps(num_steps, start):
         evaluation.after(step.index)
         with ctl.phase("train"):
-            batch = rl.sequence_ends(rl.pack_pairs(pairs.next(cfg.pairs_per_step)))
+            batch = sequence_ends(pack_pairs(pairs.next(cfg.pairs_per_step)))
             stats = trainer.train_step.call(batch, loss)
         step.log(stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

@@ -10,6 +10,10 @@ from functools import partial
 from typing import ClassVar
 
 import spmd_rl as rl
+from spmd_rl.algo.sample_rewards import pack_samples, with_rewards
+from spmd_rl.check.evaluation import refuse_eval_rewards
+from spmd_rl.data.render.answer_end import AnswerEnd
+from spmd_rl.model.tokenizer import has_tokenizer
 from spmd_rl.recipes import grpo
 
 
@@ -32,7 +36,7 @@ class Config(grpo.Config):
         rl.refuse_sampler(self.sampler, self.hooks)
         if self.reward:
             raise rl.ConfigError("reward must be empty: rewards come from reward_model")
-        rl.refuse_eval_rewards(self.eval, "reward_model")
+        refuse_eval_rewards(self.eval, "reward_model")
 
     def extra_roles(self) -> list[rl.ExtraRole]:
         """Return the reward model, and what the algorithm needs, for the plan."""
@@ -52,6 +56,7 @@ def check(cfg: Config) -> None:
         prompts=cfg.prompts,
         trainer=cfg.trainer,
         sampling=cfg.sampling,
+        hooks=cfg.hooks,
         reward_model=cfg.reward_model,
     )
     rl.check_evaluation(cfg)
@@ -59,44 +64,26 @@ def check(cfg: Config) -> None:
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
-    roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    update = rl.PolicyUpdate(ctl, cfg, trainer, roles)
+    ranks = ctl.world.split(cfg.split).train
     judge = ctl.spawn(
-        rl.FrozenModel, cfg.frozen, on=roles.train, model=cfg.reward_model, name="reward_model"
+        rl.FrozenModel, cfg.frozen, on=ranks, model=cfg.reward_model, name="reward_model"
     )
-    rollout = ctl.spawn(
-        rl.Rollout,
-        cfg.engine,
-        on=roles.infer,
-        model=cfg.model,
-        seed=cfg.run.seed,
-        lora=cfg.trainer.adapted_base,
-    )
-    weights = ctl.link(trainer, rollout)
-    prompts = rl.load_prompts(cfg)
-    num_steps = rl.num_steps(cfg, prompts)
-    rl.announce_correction(cfg.engine, cfg.correction_in_words, cfg.trainer)
     grade = partial(graded, judge, answer_end(cfg))
-    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps, grade)
-    start = ctl.resume(trainer=trainer, prompts=prompts, **update.savers)
-    start = rl.first_step(cfg, start, update.trainers, prompts)
-
-    for step in ctl.steps(num_steps, start):
+    run = rl.PolicyRun(ctl, cfg, grade)
+    for step in run.steps():
         with ctl.phase("sync"):
-            weights.push(version=step.index)
-        evaluation.after(step.index)
+            run.weights.push(version=step.index)
+        run.evaluation.after(step.index)
         with ctl.phase("rollout"):
-            groups = rollout.generate.call(prompts.take(cfg.prompts_per_step), cfg.sampling)
+            groups = run.rollout.generate.call(run.prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train"):
             groups = grade(groups)
-            stats = update.step(groups, step.index)
+            stats = run.update.step(groups, step.index)
         step.log(groups, stats)
-    trainer.export_hf.call(str(ctl.run_folder / "hf"))
-    evaluation.at_end(trainer, weights)
+    run.finish()
 
 
-def answer_end(cfg: Config) -> rl.AnswerEnd | None:
+def answer_end(cfg: Config) -> AnswerEnd | None:
     """Return how the reward model's chat template ends an answer; None without templates.
 
     A reward model's folder without a tokenizer has the policy's.
@@ -104,16 +91,14 @@ def answer_end(cfg: Config) -> rl.AnswerEnd | None:
     if not cfg.prompts.chat_template:
         return None
     policy = rl.load_tokenizer(cfg.model)
-    judge = rl.load_tokenizer(cfg.reward_model) if rl.has_tokenizer(cfg.reward_model) else policy
-    return rl.AnswerEnd.of(judge, policy)
+    judge = rl.load_tokenizer(cfg.reward_model) if has_tokenizer(cfg.reward_model) else policy
+    return AnswerEnd.of(judge, policy)
 
 
-def graded(
-    judge: rl.FrozenModel, end: rl.AnswerEnd | None, groups: list[rl.Group]
-) -> list[rl.Group]:
+def graded(judge: rl.FrozenModel, end: AnswerEnd | None, groups: list[rl.Group]) -> list[rl.Group]:
     """Return the groups with the rewards that the reward model gives their samples.
 
     It is read where its chat template ends an answer.
     """
-    scores = judge.rewards.call(rl.pack_samples(end.after(groups) if end else groups))
-    return rl.with_rewards(groups, scores.values)
+    scores = judge.rewards.call(pack_samples(end.after(groups) if end else groups))
+    return with_rewards(groups, scores.values)

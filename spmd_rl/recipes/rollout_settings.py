@@ -7,18 +7,20 @@ from typing import Any
 
 from spmd_rl.config.dump import as_data
 from spmd_rl.evaluation.config import eval_rewards
+from spmd_rl.plan.needs import RunNeeds
+from spmd_rl.recipes.protocols import EngineRecipe
 
 
-def rollout_settings(cfg: Any) -> dict[str, Any]:
+def rollout_settings(cfg: EngineRecipe) -> dict[str, Any]:
     """Return what `spawn` passes to a `Rollout`: the model, the seed, the rewards, the hooks and
     the trainer's adapters.
 
     The rewards of `eval` are among the hooks, if the config has evaluations. Hooks may read the
-    whole config. `cfg` is a recipe's config with `model`, `run`, `reward` and `hooks`.
+    whole config.
     """
-    hooks = cfg.hooks
-    if hasattr(cfg, "eval"):
-        extra = dict.fromkeys([*hooks.extra_rewards, *eval_rewards(cfg.eval)])
+    hooks, needs = cfg.hooks, RunNeeds.of(cfg)
+    if needs.eval is not None:
+        extra = dict.fromkeys([*hooks.extra_rewards, *eval_rewards(needs.eval)])
         hooks = replace(hooks, extra_rewards=tuple(extra))
     return {
         "model": cfg.model,
@@ -26,5 +28,5 @@ def rollout_settings(cfg: Any) -> dict[str, Any]:
         "reward": cfg.reward,
         "hooks": hooks,
         "settings": as_data(cfg),
-        "lora": cfg.trainer.adapted_base if hasattr(cfg, "trainer") else None,
+        "lora": needs.trainer.adapted_base if needs.trainer else None,
     }

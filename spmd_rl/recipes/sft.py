@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import spmd_rl as rl
+from spmd_rl.evaluation.held_out_config import HeldOutConfig, held_out_sets
+from spmd_rl.recipes.held_out import held_out_answers, token_evaluation
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Config:
     pairs_per_step: int = 64  # prompts with their answers, or conversations
     # which assistant messages of a conversation are learned; its own "weight" goes before this
     learn: Literal["all", "last"] = "all"
-    eval: rl.HeldOutConfig = field(default_factory=rl.HeldOutConfig)
+    eval: HeldOutConfig = field(default_factory=HeldOutConfig)
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: TrainSplit = field(default_factory=TrainSplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
@@ -42,7 +44,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Refuse bad input before anything starts."""
-    held_out = rl.held_out_sets(cfg.eval, cfg.prompts)
+    held_out = held_out_sets(cfg.eval, cfg.prompts)
     for data, prompts in [(cfg.data, cfg.prompts), *held_out.values()]:
         rl.check_inputs(
             model=cfg.model, data=data, prompts=prompts, trainer=cfg.trainer, learn=cfg.learn
@@ -55,8 +57,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     tokenizer = rl.load_tokenizer(cfg.model)
     pairs = rl.SftPairs(cfg.data, cfg.prompts, tokenizer, cfg.learn)
     num_steps = rl.num_steps(cfg, pairs, cfg.pairs_per_step)
-    held_out = rl.held_out_answers(cfg, tokenizer)
-    evaluation = rl.token_evaluation(ctl, cfg, trainer, held_out, num_steps)
+    held_out = held_out_answers(cfg.eval, cfg.prompts, tokenizer, cfg.learn)
+    evaluation = token_evaluation(ctl, cfg, trainer, held_out, num_steps)
     start = ctl.resume(trainer=trainer, pairs=pairs)
     start = rl.first_step(cfg, start, [trainer], pairs, cfg.pairs_per_step)
 

@@ -21,11 +21,9 @@ from spmd_rl.observe.atomic_write import write_atomically
 from spmd_rl.observe.provenance import PROVENANCE_FILE, provenance, start_unix_s
 from spmd_rl.observe.run_folder import RunFolder, has_content
 from spmd_rl.observe.sinks import Sinks
+from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.report.verdicts.reward_warnings import RewardWarnings
-from spmd_rl.rollout.engine import SamplingConfig
-from spmd_rl.rollout.kinds import engine_of
-from spmd_rl.train.config import trainer_of
 from spmd_rl.train.cost.memory import num_trained_parameters
 from spmd_rl.types.samples import Group, error_of
 
@@ -44,21 +42,21 @@ class Recorder:
     """The controller's observer. Recipes log lists of groups and dicts of metrics, in any order."""
 
     def __init__(
-        self, run: RunConfig, cfg: Any, world_size: int, words: Sequence[str] = ()
+        self, run: RunConfig, cfg: object, world_size: int, words: Sequence[str] = ()
     ) -> None:
         """Open the run's folder. `words` are the arguments after `spmd-rl run`.
 
         Raises: ConfigError when the folder holds another run; PlanError when the split does not
         fit the world.
         """
-        config = dump_toml(cfg)
-        resolved = _resolved(cfg, world_size)
+        config, needs = dump_toml(cfg), RunNeeds.of(cfg)
+        resolved = _resolved(needs, world_size)
         self._folder = RunFolder.open(run.path, config, resolved, resume=run.resume)
         for note in resolved["notes"]:
             print(note, flush=True)
         settings = tomllib.loads(config)
         self._start_unix_s = start_unix_s()
-        facts = provenance(words, self._start_unix_s) | _parameters(cfg)
+        facts = provenance(words, self._start_unix_s) | _parameters(needs)
         self._facts = facts | {"defaults": changed_defaults(cfg)}
         self._write_facts()
         self._sinks = Sinks(run.sinks, run.path, settings)
@@ -199,16 +197,16 @@ class Recorder:
             self._sinks.close()
 
 
-def _parameters(cfg: Any) -> dict[str, int]:
-    """Return the numbers of parameters of the config's model, if it can be read here.
+def _parameters(needs: RunNeeds) -> dict[str, int]:
+    """Return the numbers of parameters of the run's model, if it can be read here.
 
     The number of those that are trained is there if not all are.
     """
-    model, trainer = getattr(cfg, "model", None), trainer_of(cfg)
-    if not isinstance(model, str):
+    trainer = needs.trainer
+    if not needs.model:
         return {}
     try:
-        spec = read_spec(model)
+        spec = read_spec(needs.model)
         found = {"parameters": spec.num_parameters}
         if trainer is not None and (trainer.lora.rank or trainer.freeze):
             found["trained_parameters"] = num_trained_parameters(spec, trainer)
@@ -217,26 +215,24 @@ def _parameters(cfg: Any) -> dict[str, int]:
     return found
 
 
-def _resolved(cfg: Any, world_size: int) -> dict[str, Any]:
+def _resolved(needs: RunNeeds, world_size: int) -> dict[str, Any]:
     """Return the plan of the run as plain data: ranks and axes of each role, and notes."""
-    split = getattr(cfg, "split", None)
-    roles = {} if split is None else plan_split(split, world_size)
+    roles = {} if needs.split is None else plan_split(needs.split, world_size)
     return {
         "world_size": world_size,
         "roles": {
             name: {"ranks": list(placement.ranks), "axes": placement.axes}
             for name, placement in roles.items()
         },
-        "notes": _notes(cfg),
+        "notes": _notes(needs),
     }
 
 
-def _notes(cfg: Any) -> list[str]:
-    """Return a sentence for each setting of this config that may surprise."""
-    sampling = getattr(cfg, "sampling", None)
-    if not isinstance(sampling, SamplingConfig):
+def _notes(needs: RunNeeds) -> list[str]:
+    """Return a sentence for each setting that may surprise."""
+    sampling, engine = needs.sampling, needs.engine
+    if sampling is None:
         return []
-    engine = engine_of(cfg)
     if engine is not None and not engine.returns_kept_sets:
         remedy = 'engine.kind = "native" returns the tokens that were left'
     elif sampling.replays:

@@ -120,9 +120,3 @@ def kind_of(cfg: EngineConfig) -> EngineKind:
         if isinstance(cfg, kind.config):
             return kind
     raise ConfigError(f"engine is a {type(cfg).__name__}, which is no engine")
-
-
-def engine_of(cfg: Any) -> EngineConfig | None:
-    """Return the engine of a recipe's config; None where it has none."""
-    engine = getattr(cfg, "engine", None)
-    return engine if isinstance(engine, EngineConfig) else None

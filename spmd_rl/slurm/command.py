@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from spmd_rl.config.dump import dump_toml
 from spmd_rl.config.run import RunConfig
@@ -23,6 +22,7 @@ from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.plan.axes import check_axes
+from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.slurm.script import Job, render
 
 FLAGS = ("nodes", "time", "partition", "gpus-per-node", "account", "qos", "job-name")
@@ -65,15 +65,10 @@ def plan_job(args: argparse.Namespace, run_words: list[str]) -> Job:
     invocation = Invocation.parse(run_words)
     cfg = load_recipe(invocation.recipe).accept(invocation)
     _check_counts(args)
-    nproc = (
-        args.nproc_per_node
-        or invocation.nproc
-        or args.gpus_per_node
-        or getattr(cfg, "nproc", 0)
-        or 0
-    )
-    if nproc and hasattr(cfg, "split"):
-        check_axes(cfg, plan_split(cfg.split, args.nodes * nproc))
+    needs = RunNeeds.of(cfg)
+    nproc = args.nproc_per_node or invocation.nproc or args.gpus_per_node or needs.nproc or 0
+    if nproc and needs.split is not None:
+        check_axes(needs, plan_split(needs.split, args.nodes * nproc))
     run = run_config(cfg)
     return Job(
         words=tuple(run_words),
@@ -86,7 +81,7 @@ def plan_job(args: argparse.Namespace, run_words: list[str]) -> Job:
     )
 
 
-def _note(cfg: Any, run: RunConfig) -> str:
+def _note(cfg: object, run: RunConfig) -> str:
     """Return what the job will find in the run's folder, in a sentence; "" for a new run.
 
     Raises: ConfigError where the run cannot go on in the folder.
@@ -97,9 +92,9 @@ def _note(cfg: Any, run: RunConfig) -> str:
     done = rows[-1]["step"] if rows else 0
     if done < 1:  # a run that stopped in its warm-up begins again
         return ""
-    num_steps = getattr(cfg, "steps", 0)
+    needs = RunNeeds.of(cfg)
     found = f"{run.path} holds this run up to step {done}"
-    if not getattr(cfg, "epochs", 0) and 0 < num_steps <= done:
+    if not needs.epochs and 0 < needs.steps <= done:
         return (
             f"{found}, which is its last: the job would train nothing; add --run.name for another "
             "run, or raise --steps"

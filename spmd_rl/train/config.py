@@ -203,12 +203,6 @@ def megatron_settings(cfg: TrainerConfig) -> MegatronConfig:
     return cfg.backend
 
 
-def trainer_of(cfg: Any, key: str = "trainer") -> TrainerConfig | None:
-    """Return the trainer that a recipe's config has under `key`; None where it has none."""
-    trainer = getattr(cfg, key, None)
-    return trainer if isinstance(trainer, TrainerConfig) else None
-
-
 @dataclass(frozen=True)
 class FrozenConfig:
     """Settings of a frozen model: a reference, a teacher or a reward model."""

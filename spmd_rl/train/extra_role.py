@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.errors import PlanError
@@ -31,7 +30,7 @@ class ExtraRole:
     """
 
     name: str
-    cfg: Any
+    cfg: object
     model: str = ""
     is_refreshed: bool = False
     role: type[Role] | None = None

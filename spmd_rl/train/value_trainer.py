@@ -30,7 +30,7 @@ class ValueTrainer(TrainingRole):
     def rewards(self, batch: Sharded[Batch]) -> Sharded[SequenceValues]:
         """Return the value of the state after each sequence, as a reward model does.
 
-        To train such a model, give `train_step` the batch `rl.sequence_ends(batch)`.
+        To train such a model, give `train_step` the batch `sequence_ends(batch)`.
         """
         self.memory.require("rewards", MASTER)
         return self.learner.runner.rewards(batch)

@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,20 +69,22 @@ class Batch:
 
     def select(self, indices: list[int] | NDArray[np.intp]) -> Batch:
         """Return the sequences `indices`, in that order, with the same denominator."""
-        rows = np.asarray(indices, dtype=np.int64)
-        flat = entry_indices(self.lengths, rows)
+        return self._select(_Selection(self.lengths, np.asarray(indices, dtype=np.int64)))
+
+    def _select(self, selection: _Selection) -> Batch:
+        of_tokens, rows = selection.of_tokens, selection.rows
         return Batch(
-            tokens=self.tokens[flat],
-            lengths=self.lengths[rows],
-            mask=self.mask[flat],
-            weight=self.weight[flat],
-            advantages=self.advantages[flat],
-            rollout_logprobs=self.rollout_logprobs[flat],
-            versions=self.versions[flat],
-            temperature=self.temperature[rows],
-            index=self.index[rows],
+            tokens=of_tokens(self.tokens),
+            lengths=selection.of_sequences(self.lengths),
+            mask=of_tokens(self.mask),
+            weight=of_tokens(self.weight),
+            advantages=of_tokens(self.advantages),
+            rollout_logprobs=of_tokens(self.rollout_logprobs),
+            versions=of_tokens(self.versions),
+            temperature=selection.of_sequences(self.temperature),
+            index=selection.of_sequences(self.index),
             denominator=self.denominator,
-            columns={name: column[flat] for name, column in self.columns.items()},
+            columns={name: of_tokens(column) for name, column in self.columns.items()},
             kept=[self.kept[row] for row in rows.tolist()] if self.kept else [],
             unit=self.unit,
         )
@@ -109,9 +112,21 @@ class Batch:
         return replace(self, columns=self.columns | arrays)
 
     def shard(self, num_shards: int) -> list[Batch]:
-        """Split into `num_shards` batches of nearly equal token count; some may be empty."""
-        parts = balanced_partition(self.unit_lengths().tolist(), num_shards)
-        return [self.select(self.sequences_of(part)) for part in parts]
+        """Split into `num_shards` batches of nearly equal token count; some may be empty.
+
+        The arrays of the shards are read-only, and so are those of the batch from now on. A batch
+        with more columns, or with others, has the same arrays in its shards as this one elsewhere:
+        so each crosses to a rank once (controller/channel/shared_arrays.py).
+        """
+        layouts = _layouts(self.lengths)
+        selections = layouts.get((num_shards, self.unit))
+        if selections is None:
+            parts = balanced_partition(self.unit_lengths().tolist(), num_shards)
+            selections = layouts[num_shards, self.unit] = [
+                _Selection(self.lengths, np.asarray(self.sequences_of(part), np.int64), keeps=True)
+                for part in parts
+            ]
+        return [self._select(selection) for selection in selections]
 
     def unit_lengths(self) -> NDArray[np.int32]:
         """Return how many tokens each unit has: sequences that are never split apart."""
@@ -124,3 +139,51 @@ class Batch:
         if self.unit == 1:
             return units
         return [unit * self.unit + offset for unit in units for offset in range(self.unit)]
+
+
+class _Selection:
+    """Some sequences of batches that have the same `lengths`.
+
+    With `keeps` it returns the same part of an array each time, and both are read-only. It keeps
+    these arrays, but for `lengths`.
+    Shape: `lengths` is [N]; `rows` are indices of sequences.
+    """
+
+    def __init__(
+        self, lengths: NDArray[np.int32], rows: NDArray[np.int64], *, keeps: bool = False
+    ) -> None:
+        self.rows = rows
+        self._lengths_id = id(lengths)
+        self._entries = entry_indices(lengths, rows)
+        self._kept: dict[int, tuple[NDArray[Any], NDArray[Any]]] | None = {} if keeps else None
+
+    def of_sequences(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the sequences' part of an array of [N]."""
+        return self._part(values, self.rows)
+
+    def of_tokens(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the sequences' part of an array of [T] or [T, K]."""
+        return self._part(values, self._entries)
+
+    def _part(self, values: NDArray[Any], indices: NDArray[np.int64]) -> NDArray[Any]:
+        if self._kept is None:
+            return values[indices]
+        if id(values) not in self._kept:
+            part = values[indices]
+            part.flags.writeable = values.flags.writeable = False
+            # The array is kept, so that no other gets its id. The lengths live as long as this.
+            is_lengths = id(values) == self._lengths_id
+            self._kept[id(values)] = part if is_lengths else values, part
+        return self._kept[id(values)][1]
+
+
+_Layouts = dict[tuple[int, int], list[_Selection]]  # by number of shards and unit
+_known: dict[int, tuple[weakref.ref[Any], _Layouts]] = {}  # by id of the lengths
+
+
+def _layouts(lengths: NDArray[np.int32]) -> _Layouts:
+    """Return how batches of these lengths were split before, for as long as the array lives."""
+    key = id(lengths)
+    if key not in _known:
+        _known[key] = weakref.ref(lengths, lambda _: _known.pop(key, None)), {}
+    return _known[key][1]

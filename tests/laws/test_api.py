@@ -6,6 +6,7 @@ import inspect
 
 import spmd_rl
 from docs.build_api import public_classes, settings_table
+from tests.laws.source import ROOT
 
 
 def undescribed(classes: list[type]) -> list[str]:
@@ -24,6 +25,11 @@ def test_every_public_function_is_described() -> None:
     functions = {name: value for name, value in values.items() if inspect.isfunction(value)}
     assert len(functions) > 8
     assert [name for name, value in functions.items() if not value.__doc__] == []
+
+
+def test_the_names_are_few_and_an_installation_has_their_stub() -> None:
+    assert len(spmd_rl.__all__) <= 76
+    assert '"spmd_rl": ["py.typed", "*.pyi"]' in (ROOT / "setup.py").read_text(encoding="utf-8")
 
 
 def test_settings_have_their_comments() -> None:

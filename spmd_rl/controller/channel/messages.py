@@ -119,11 +119,14 @@ class Command(ChannelMessage, frozen=True):
 class BuildMeshes(Command, frozen=True):
     """Build these meshes; it goes to every rank of the world.
 
-    `traces` is the folder for the worker's spans, or "" for none.
+    `traces` is the folder for the worker's spans, or "" for none. `shared` is the folder of the
+    arrays that the processes of this host share, or "" for none; the answer is whether the worker
+    sees it.
     """
 
     placements: list[Placement]
     traces: str = ""
+    shared: str = ""
 
 
 class Spawn(Command, frozen=True):

@@ -5,24 +5,36 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from spmd_rl.controller.channel.codec import Packed
 from spmd_rl.controller.channel.messages import Failure
 from spmd_rl.controller.channel.router import SHORT_WAIT_S
+from spmd_rl.controller.channel.shared_arrays import SharedFile
 from spmd_rl.errors import SpmdError
 
 HandleUntil = Callable[[Callable[[], object], float], bool]  # Router.handle_until
 
 
 class CallRecord:
-    """One issued command. `what` is its name in messages ("trainer.train_step")."""
+    """One issued command. `what` is its name in messages ("trainer.train_step").
 
-    def __init__(self, number: int, what: str, ranks: tuple[int, ...], phase: str) -> None:
+    `files` are those that its arguments lie in; they stay until all ranks have answered.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        what: str,
+        ranks: tuple[int, ...],
+        phase: str,
+        files: Sequence[SharedFile],
+    ) -> None:
         self.number = number
         self.what = what
         self.ranks = ranks
         self.phase = phase
+        self.files = files
         self.started = time.monotonic()
         self.answers: dict[int, Packed] = {}  # by rank
         self.failure: tuple[int, Failure] | None = None  # the first one, with its rank
@@ -74,9 +86,11 @@ class OpenCalls:
         self._recipe_thread = threading.get_ident()
         self.on_long_wait: Callable[[], None] = lambda: None
 
-    def open(self, what: str, ranks: tuple[int, ...]) -> CallRecord:
+    def open(
+        self, what: str, ranks: tuple[int, ...], files: Sequence[SharedFile] = ()
+    ) -> CallRecord:
         """Open and return a new record. Raises: what has ended the run, if anything has."""
-        record = CallRecord(next(self._numbers), what, ranks, self.phase)
+        record = CallRecord(next(self._numbers), what, ranks, self.phase, files)
         self._open[record.number] = record
         if self.cause is not None:
             self.close(record)
@@ -140,6 +154,7 @@ class OpenCalls:
     def close(self, record: CallRecord) -> None:
         """Forget a record that nobody waits for any more."""
         self._open.pop(record.number, None)
+        record.files = ()
 
     def cause_within(self, seconds: float) -> SpmdError | None:
         """Return what has ended the run, if anything does. Blocks: for `seconds` at most."""

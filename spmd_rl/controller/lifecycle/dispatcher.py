@@ -22,6 +22,7 @@ from spmd_rl.controller.channel.messages import (
 )
 from spmd_rl.controller.channel.router import Router, Values
 from spmd_rl.controller.channel.secret import Keys
+from spmd_rl.controller.channel.shared_arrays import ControllerArrays
 from spmd_rl.controller.lifecycle.calls import CallRecord, OpenCalls
 from spmd_rl.controller.lifecycle.error_messages import in_call, remote_error
 from spmd_rl.controller.lifecycle.failure_detector import FailureDetector
@@ -45,7 +46,7 @@ class Dispatcher:
 
     The recipe's thread issues and collects. The `on_*` methods run on the thread that leads
     (leader_followers.py). `last_resort` ends the process when the recipe does not notice that the
-    run has failed.
+    run has failed. `shared` are the arrays that the controller shares with all workers, if it can.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class Dispatcher:
         generation: int,
         lifeline: socket.socket,
         last_resort: Callable[[int], object] = os._exit,
+        shared: ControllerArrays | None = None,
     ) -> None:
+        self.shared = shared
         self.calls = OpenCalls(self._handle_until)
         self.on_result = self.calls.record_answer
         self.traces = str(run.traces or "")
@@ -158,6 +161,8 @@ class Dispatcher:
         self._detector.close()
         self.trace.close()
         self._shutdown.kill_remaining()
+        if self.shared is not None:
+            self.shared.close()
 
     def on_message(self, rank: int, message: ToController, value: Packed, call: int) -> bool:
         """Accept a worker's message, unless it is a result; False when it was not asked for."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 
 from spmd_rl import errors
 from spmd_rl.controller.channel.messages import Failure
 from spmd_rl.controller.lifecycle.calls import CallRecord
 from spmd_rl.controller.lifecycle.roster import WorkerState
-from spmd_rl.errors import LostRankError, RemoteError, SpmdError
+from spmd_rl.errors import LostRankError, RemoteError, SpmdError, printable
 
 
 def in_call(record: CallRecord | None) -> str:
@@ -38,6 +39,16 @@ def lost_error(
     silence_s = max((now - worker.heard for worker in seen), default=0.0)
     return LostRankError(
         f"lost {who}, last heard {silence_s:.1f} s ago, {in_call(record)}{refusals(refused)}"
+    )
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return the message that carries an exception to the controller."""
+    return Failure(
+        kind=type(error).__name__,
+        sentence=printable(str(error)),
+        traceback=printable("".join(traceback.format_exception(error))),
+        exit_code=error.exit_code if isinstance(error, SpmdError) else 1,
     )
 
 

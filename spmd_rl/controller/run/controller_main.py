@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel import secret
+from spmd_rl.controller.channel.shared_arrays import ControllerArrays
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.lifecycle.controller_process import Lifeline
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
@@ -27,11 +28,12 @@ from spmd_rl.controller.run.recipe import Invocation, Recipe, load_recipe, run_c
 from spmd_rl.controller.run.steps import RunObserver
 from spmd_rl.controller.sleepers import SleepPolicy
 from spmd_rl.errors import ConfigError, DiskError, RemoteError, SpmdError, printable
+from spmd_rl.mesh.private_folder import MEMORY_FOLDER, PrivateFolder
 from spmd_rl.mesh.world import World
 
-MakeObserver = Callable[[RunConfig, Any, int], RunObserver]
-PlanSettings = Callable[[Any, int], Mapping[str, Mapping[str, Any]]]
-DecideStart = Callable[[Any, int], tuple[SleepPolicy, Sequence[str]]]
+MakeObserver = Callable[[RunConfig, object, int], RunObserver]
+PlanSettings = Callable[[object, int], Mapping[str, Mapping[str, Any]]]
+DecideStart = Callable[[object, int], tuple[SleepPolicy, Sequence[str]]]
 
 OBSERVER_CLOSE_S = 5.0  # how long the observer of a failed run may take
 DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -58,15 +60,16 @@ def run_controller(
     try:
         recipe = load_recipe(invocation.recipe)
         cfg = recipe.configure(invocation)
-        dispatcher = _open(lifeline, address, cfg)
+        run = run_config(cfg)
+        dispatcher = _open(lifeline, address, run)
         world_size = dispatcher.roster.world_size
-        observer = make_observer(run_config(cfg), cfg, world_size)
+        observer = make_observer(run, cfg, world_size)
         dispatcher.final_message.leave_screen = observer.leave_screen
         planned = plan_settings(cfg, world_size)
         policy, sentences = decide_start(cfg, world_size)
         for sentence in sentences:
             print(sentence, flush=True)
-        controller = Controller(run_config(cfg), dispatcher, observer, planned, policy)
+        controller = Controller(run, dispatcher, observer, planned, policy)
         _run(recipe, cfg, controller, dispatcher, observer, lifeline.folder)
     except BaseException as raised:  # noqa: BLE001  a recipe may raise anything, even SystemExit
         error = explain(raised, invocation.verbose)
@@ -82,16 +85,19 @@ def run_controller(
     return 0
 
 
-def _open(lifeline: Lifeline, address: str, cfg: Any) -> Dispatcher:
+def _open(lifeline: Lifeline, address: str, run: RunConfig) -> Dispatcher:
     key = secret.from_environment()
     if key is None:
         raise ConfigError(
             "the controller was started without a secret: start the run with `spmd-rl run`"
         )
     generation = secrets.randbits(63)
-    size, keys = World.from_env().size, secret.derive_keys(key)
+    world, keys = World.from_env(), secret.derive_keys(key)
+    shared = None
+    if world.num_nodes == 1 and MEMORY_FOLDER.is_dir():  # else arrays cross by the socket
+        shared = ControllerArrays(PrivateFolder(in_memory=True))
     dispatcher = Dispatcher(
-        run_config(cfg), size, address, keys, generation, lifeline.socket, lifeline.exit
+        run, world.size, address, keys, generation, lifeline.socket, lifeline.exit, shared
     )
     dispatcher.catch_signals(signal.SIGTERM, signal.SIGINT)
     lifeline.announce(dispatcher.endpoint, generation)
@@ -100,7 +106,7 @@ def _open(lifeline: Lifeline, address: str, cfg: Any) -> Dispatcher:
 
 def _run(
     recipe: Recipe,
-    cfg: Any,
+    cfg: object,
     controller: Controller,
     dispatcher: Dispatcher,
     observer: RunObserver,

@@ -107,7 +107,7 @@ class Recipe:
         return cfg
 
 
-def run_config(cfg: Any) -> RunConfig:
+def run_config(cfg: object) -> RunConfig:
     """Return the `run` section of a recipe's config, or the defaults."""
     run = getattr(cfg, "run", None)
     return run if isinstance(run, RunConfig) else RunConfig()

@@ -31,7 +31,8 @@ from spmd_rl.kernels.runtime.versions import has_dsl
 # the value.
 CUBLAS_BATCHES = {256: 2048, 128: 2048, 64: 65536}
 LEAST_ROWS = 512
-MOST_ROWS = 16384  # of one call
+# Of one call: rows, and elements of an operand or of the product, which kernels index in 32 bits.
+MOST_ROWS, MOST_ELEMENTS = 65536, 1 << 30
 
 _chosen: dict[Shape, Gemm | None] = {}
 
@@ -53,10 +54,20 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
                 f"no operand of a product with [{n}, {k}] bfloat16"
             )
     x, out = dense(x), x.new_empty(len(x), n, dtype=out_dtype)
-    for start in range(0, len(x), MOST_ROWS):
-        part = slice(start, start + MOST_ROWS)
+    most = _most_rows(n, k)
+    if 0 < len(x) <= most:
+        _matmul_into(out, x, weight, bias)
+        return out
+    for start in range(0, len(x), most):
+        part = slice(start, start + most)
         _matmul_into(out[part], x[part], weight, bias)
     return out
+
+
+@cache
+def _most_rows(n: int, k: int) -> int:
+    """Return how many rows one call may have: a power of two."""
+    return min(MOST_ROWS, 1 << (MOST_ELEMENTS // max(n, k)).bit_length() - 1)
 
 
 def _matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import spmd_rl as rl
+from spmd_rl.train.value_trainer import Critic
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     reference = ctl.spawn(
         rl.FrozenModel, frozen, on=placed["reference"], model=cfg.model, name="reference"
     )
-    critic = ctl.spawn(rl.Critic, cfg.trainer, on=placed["critic"], model=cfg.model, name="critic")
+    critic = ctl.spawn(Critic, cfg.trainer, on=placed["critic"], model=cfg.model, name="critic")
     link = ctl.link(trainer, reference)
     pairs = rl.SftPairs(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
     parts = {"trainer": trainer, "pairs": pairs, "reference": reference, "critic": critic}

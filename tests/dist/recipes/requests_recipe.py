@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import spmd_rl as rl
+from spmd_rl.config.dump import as_data
 from spmd_rl.mesh.split import Placement
 from spmd_rl.recipes import grpo
 from spmd_rl.recipes.grpo import check
@@ -48,7 +49,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         model=cfg.model,
         reward=cfg.reward,
         hooks=cfg.hooks,
-        settings=rl.as_data(cfg),
+        settings=as_data(cfg),
         seed=cfg.run.seed,
     )
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)

@@ -46,6 +46,7 @@ class Slow(Role):
     """Answers `begin` in its third turn; what it runs is in `log`."""
 
     def __init__(self) -> None:
+        super().__init__(None, SimpleNamespace(shard_size=1, shard_rank=0))  # type: ignore[arg-type]
         self.log: list[str] = []
         self.answer: Deferred[int] | None = None
 

@@ -19,6 +19,7 @@ from spmd_rl.errors import PlanError
 from spmd_rl.offload.phases import ALL, COLOCATED, Phases
 from spmd_rl.plan.concurrency import RunningSequences, running
 from spmd_rl.plan.memory import MemoryModel, kv_sized
+from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.resolve import RunPlan, resolve
 from spmd_rl.plan.sleep import Need, choose_sleep, copied_bytes, effective_phases, sleep_levels
 from spmd_rl.plan.start import sleep_policy
@@ -238,11 +239,13 @@ def test_what_runs_at_once(model: Path) -> None:
     plan = resolve(cfg, 4)
     assert plan.spec is not None
     engines = plan.placements.infer
-    assert running(cfg, engines, plan.spec) == RunningSequences(8 * 4, 1024 + 500)
+    found = running(RunNeeds.of(cfg), cfg.engine, engines, plan.spec)
+    assert found == RunningSequences(8 * 4, 1024 + 500)
     capped = configured(
         model, "engine.max_batch=5", "prompts.max_prompt_tokens=100", "sampling.max_tokens=50000"
     )
-    assert running(capped, engines, plan.spec) == RunningSequences(5, 40960)
+    found = running(RunNeeds.of(capped), capped.engine, engines, plan.spec)
+    assert found == RunningSequences(5, 40960)
 
 
 def test_the_policy_of_a_run(model: Path) -> None:

@@ -31,7 +31,8 @@ NEEDED = ["model=m", "data=d", "prompts_per_step=32"]
     ],
 )
 def test_how_many_steps(words: list[str], num_prompts: int, expected: int) -> None:
-    assert num_steps(load(grpo.Config, overrides=NEEDED + words), range(num_prompts)) == expected
+    cfg = load(grpo.Config, overrides=NEEDED + words)
+    assert num_steps(cfg, range(num_prompts), 32) == expected
 
 
 @pytest.mark.parametrize(
@@ -96,9 +97,9 @@ def test_a_schedule_that_lasts_is_accepted(words: list[str]) -> None:
 
 def test_epochs_are_counted_once_the_data_is_known() -> None:
     cfg = load(grpo.Config, overrides=[*NEEDED, *LINEAR, "epochs=1"])
-    assert num_steps(cfg, 6 * 32) == 6
+    assert num_steps(cfg, 6 * 32, 32) == 6
     with pytest.raises(ConfigError, match="takes 7 optimizer steps"):
-        num_steps(cfg, 6 * 32 + 1)
+        num_steps(cfg, 6 * 32 + 1, 32)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_epochs_are_counted_once_the_data_is_known() -> None:
 def test_what_the_rate_leaves_undone_is_said(
     words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    num_steps(load(grpo.Config, overrides=[*NEEDED, *words]), 100)
+    num_steps(load(grpo.Config, overrides=[*NEEDED, *words]), 100, 32)
     assert capsys.readouterr().out == sentence
 
 
@@ -125,7 +126,7 @@ def test_supervised_steps_before_the_others_raise_the_rate_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cfg = load(grpo.Config, overrides=[*NEEDED, "steps=3", "trainer.warmup_steps=12"])
-    assert num_steps(cfg, 100, before=9) == 3
+    assert num_steps(cfg, 100, 32, before=9) == 3
     assert capsys.readouterr().out == ""
 
 
@@ -160,6 +161,6 @@ def test_where_a_run_begins(resumed: int, expected: int, skipped: list[int]) -> 
     trainer: Any = SimpleNamespace(begin_after=SimpleNamespace(call=told.append))
     skips: list[int] = []
     data: Any = SimpleNamespace(skip=skips.append)
-    assert first_step(cfg, resumed, [trainer], data) == expected
+    assert first_step(cfg, resumed, [trainer], data, 4) == expected
     assert skips == skipped
     assert told == ([3] if skipped else [])

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spmd_rl.algo.algorithm import Algorithm
+from spmd_rl.algo.make import make_algorithm
 from spmd_rl.config.load import load
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.split import Placements, plan_split
@@ -87,6 +89,23 @@ def placements(cfg: grpo.Config) -> Placements:
 def update(ctl: Ctl, *words: str) -> PolicyUpdate:
     cfg = load(grpo.Config, None, ["model=m", "data=d", *words])
     return PolicyUpdate(ctl, cfg, ctl.trainer, placements(cfg))  # type: ignore[arg-type]
+
+
+def test_a_config_makes_its_algorithm_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def counted(cfg: grpo.Config, **sampling: Any) -> Algorithm:
+        made.append(cfg.algorithm)
+        return make_algorithm(cfg, **sampling)
+
+    monkeypatch.setattr(grpo, "make_algorithm", counted)
+    cfg = load(grpo.Config, None, ["model=m", "data=d", "algorithm=ppo"])
+    ctl = Ctl()
+    found = PolicyUpdate(ctl, cfg, ctl.trainer, placements(cfg))  # type: ignore[arg-type]
+    assert found.algorithm is cfg.made_algorithm
+    assert made == ["ppo"]
+    assert replace(cfg, algorithm="grpo").made_algorithm is not found.algorithm
+    assert made == ["ppo", "grpo"]
 
 
 def test_an_algorithm_without_needs_calls_the_trainer_once() -> None:

@@ -17,6 +17,7 @@ from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.read import read_network_spec, read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.plan.axes import check_axes
+from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
 from spmd_rl.train.megatron.config import OWNED, MegatronConfig, check_layout
 from tests.backends.megatron_case import FAMILIES, SIZES
@@ -105,13 +106,13 @@ def test_axes_are_checked_before_a_run(tmp_path: Any) -> None:
     plain = Recipe(str(tmp_path))
     megatron = replace(plain, trainer=TrainerConfig(backend=MegatronConfig()))
     placements = plan_split(plain.split, 4)
-    check_axes(megatron, placements)
+    check_axes(RunNeeds.of(megatron), placements)
     with pytest.raises(PlanError, match="FSDP2 has the axes dp and fsdp alone"):
-        check_axes(plain, placements)
+        check_axes(RunNeeds.of(plain), placements)
     with pytest.raises(ConfigError, match="does not divide the 4 attention heads"):
-        check_axes(megatron, plan_split(Split(RoleSplit(tp=3)), 3))
+        check_axes(RunNeeds.of(megatron), plan_split(Split(RoleSplit(tp=3)), 3))
     with pytest.raises(PlanError, match=r"split\.infer\.pp = 2: this role has the axes"):
-        check_axes(megatron, plan_split(Split(infer=RoleSplit(pp=2)), 4))
+        check_axes(RunNeeds.of(megatron), plan_split(Split(infer=RoleSplit(pp=2)), 4))
 
 
 def test_a_mixture_of_experts_is_read_for_megatron_alone(tmp_path: Any) -> None:
