@@ -29,7 +29,6 @@ from spmd_rl.rewards.ready import check_graders, checked_graders
 from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
 from spmd_rl.rollout.grader_choice import all_rewards
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.kinds import read_trainable
 from spmd_rl.train.optimizer.parameter_groups import update_rules
 
 CHECKED_BYTES = 1 << 26  # of a data file; what follows is checked when it is drawn
@@ -107,7 +106,7 @@ def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpe
     """
     if not model:
         raise ConfigError("--model is missing: name a Hugging Face folder")
-    spec = read_trainable(model, trainer)
+    spec = read_spec(model)
     check_has_tokenizer(model)
     check_vocabulary(model, spec.vocab_size)
     if trainer:

@@ -29,7 +29,7 @@ from spmd_rl.microscope.replay.weights import (
     sampling_weights,
     step_to_confirm,
 )
-from spmd_rl.model.read import read_network_spec
+from spmd_rl.model.read import read_spec
 from spmd_rl.observe.run_folder import refuse_links
 
 EXIT_AGREE, EXIT_DIFFER = 0, 1
@@ -65,6 +65,7 @@ def main(words: list[str]) -> int:
     world = sides.world_of(options, sides.device_of(options))
     with TemporaryDirectory() as temporary, world as context:
         loaded = _load(options, run, settings, Path(temporary) / "model")
+        sides.refuse_mixture(options, read_spec(loaded.weights.folder))
         if options.write_inputs:
             return _write_inputs(loaded, Path(options.write_inputs))
         _make_folder(folder)
@@ -190,7 +191,7 @@ def _notes(
     notes += sides.megatron_notes(options, loaded.settings)
     if options.step is not None:
         notes.append(f"Replayed under {loaded.weights.description}.")
-    spec = read_network_spec(loaded.weights.folder)
+    spec = read_spec(loaded.weights.folder)
     if sides.drop_splits(loaded.settings, spec, dtype, device):
         notes.append(
             "The run's attention_split needs FlashAttention-4: "

@@ -20,7 +20,7 @@ from spmd_rl.microscope.replay.forward_pass import ForwardPass
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import ValueTap
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.read import read_network_spec
+from spmd_rl.model.read import read_spec
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _variant_search(setup: ReplaySetup, evidence: PatchEvidence) -> VariantSearc
         evidence,
         setup.case,
         setup.network,
-        read_network_spec(setup.model),
+        read_spec(setup.model),
         max(setup.left.split, setup.right.split),
     )
 

@@ -33,7 +33,7 @@ from spmd_rl.microscope.replay.forward_pass import (
 )
 from spmd_rl.microscope.replay.megatron_pass import MegatronPass
 from spmd_rl.model.attention import backend_of
-from spmd_rl.model.read import read_network_spec
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig
 
@@ -124,7 +124,7 @@ def forward_passes(
         if name in SGLANG:
             side = _sglang_side(name, options)
             path = write_sglang_dump(side, case, model, dtype_of_side[name], temporary)
-        recorded = DumpPass(Dump(path, read_network_spec(model)), device, name)
+        recorded = DumpPass(Dump(path, read_spec(model)), device, name)
     left, right = (
         _side(name, model, dtype, device, settings, recorded, context)
         for name, dtype in dtype_of_side.items()
@@ -168,6 +168,16 @@ def world_of(
             "set CUDA_VISIBLE_DEVICES= to hide it"
         )
     return alone("train")
+
+
+def refuse_mixture(options: argparse.Namespace, spec: ModelSpec) -> None:
+    """Raise a ConfigError for a side that cannot replay a mixture of experts."""
+    alone = {MEGATRON, *SGLANG} & {options.left, options.right}
+    if spec.num_experts and alone:
+        raise ConfigError(
+            f"{spec.family} is a mixture of experts, which {min(alone)} does not replay here: "
+            "compare engine, trainer and transformers"
+        )
 
 
 def megatron_notes(options: argparse.Namespace, settings: dict[str, Any]) -> list[str]:

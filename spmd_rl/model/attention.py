@@ -33,6 +33,10 @@ def head_size(spec: ModelSpec) -> int:
 
 
 def fits_cuda_graphs(spec: ModelSpec, backend: AttentionBackend) -> bool:
-    """Return whether a decoding step can be recorded: layers with pages of other arrays cannot."""
+    """Return whether a decoding step can be recorded.
+
+    Layers with pages of other arrays cannot, nor can experts, whose rows the host counts.
+    """
     caches = (block.cache() for block in spec.distinct_blocks())
-    return backend.fits_cuda_graphs and all(one is None or one.queries_per_key for one in caches)
+    all_fit = all(one is None or one.queries_per_key for one in caches)
+    return backend.fits_cuda_graphs and all_fit and not spec.num_experts

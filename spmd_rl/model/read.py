@@ -47,20 +47,6 @@ def read_spec(folder: str | Path) -> ModelSpec:
     )
 
 
-def read_network_spec(folder: str | Path) -> ModelSpec:
-    """Read the specification of a model that our own network can be built for.
-
-    Raises: as `read_spec`; ConfigError for a model with a layer that has no module of ours.
-    """
-    spec = read_spec(folder)
-    for layer in spec.distinct_layers():
-        if layer.refusal:
-            raise ConfigError(
-                f"{Path(folder) / 'config.json'}: model_type {spec.family!r}: {layer.refusal}"
-            )
-    return spec
-
-
 def head_of(folder: str | Path) -> Head:
     """Return which head the model in a folder has: that of a language model, or a value head.
 
@@ -119,7 +105,7 @@ def _parse(path: Path, content: bytes, generation: bytes | None) -> ModelSpec:
 def _of_mixtures(config: Mapping[str, object]) -> str:
     """Return the end of a sentence about a mixture of experts; "" for a dense model."""
     if any(key in config for key in EXPERT_COUNTS):
-        return ": of mixtures of experts, qwen3_moe alone is trained, by `spmd-rl run sft`"
+        return ": of mixtures of experts, qwen3_moe is"
     return ""
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.axes import MODEL
 from spmd_rl.mesh.split import Placement, Placements
-from spmd_rl.model.read import read_network_spec, read_spec
+from spmd_rl.model.read import read_spec
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.rollout.kinds import kind_of as kind_of_engine
 from spmd_rl.rollout.sglang.tensor_parallel import check_sizes
-from spmd_rl.train.config import is_sharded
+from spmd_rl.train.config import TrainerConfig, is_sharded
 from spmd_rl.train.kinds import kind_of
 
 
@@ -28,12 +28,8 @@ def check_axes(needs: RunNeeds, placements: Placements) -> None:
             placement.require_data_axes_alone("this role")
         else:
             kind_of(trainer).check_axes(trainer, placement, model)
-            takes_mixtures = model and trainer.backend.takes_mixtures
-            if takes_mixtures and "infer" in placements and read_spec(model).num_experts:
-                raise ConfigError(
-                    f"{model} is a mixture of experts, which no engine generates with here: train "
-                    "it with a recipe that has no engine, such as sft"
-                )
+    if model and engine is not None and read_spec(model).num_experts:
+        _check_mixture(model, engine, trainer)
     for role in needs.extra_roles():
         if is_sharded(role.cfg):
             _check_beside(role.name, role.placement(placements))
@@ -44,7 +40,21 @@ def _check_engine(engine: EngineConfig, placement: Placement, model: str) -> Non
     kind = kind_of_engine(engine)
     placement.require_axes(kind.name, kind.axes, kind.advice)
     if model and "tp" in kind.axes:
-        check_sizes(read_network_spec(model), placement.axes["tp"])
+        check_sizes(read_spec(model), placement.axes["tp"])
+
+
+def _check_mixture(model: str, engine: EngineConfig, trainer: TrainerConfig | None) -> None:
+    """Raise a ConfigError for an engine or a trainer that cannot have the model's experts."""
+    if not engine.takes_mixtures:
+        raise ConfigError(
+            f"{model} is a mixture of experts, with which engine.kind = '{engine.kind}' does not "
+            "generate here: set 'native'"
+        )
+    if trainer is not None and not trainer.backend.mixtures_beside_engines:
+        raise ConfigError(
+            f"{model} is a mixture of experts, which trainer.backend.kind = "
+            f"'{trainer.backend.kind}' trains without an engine alone, as in sft: set 'fsdp2'"
+        )
 
 
 def _check_beside(name: str, placement: Placement) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.axes import MODEL, groups_along
 from spmd_rl.mesh.split import Placement, Placements, disjoint, plan_split
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import Ledger, as_size
 from spmd_rl.plan.axes import check_axes
@@ -26,7 +27,6 @@ from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, 
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
 from spmd_rl.rollout.sglang.tensor_parallel import shard_boxes
 from spmd_rl.train.cost.memory import dtype_on_gpu
-from spmd_rl.train.kinds import read_trainable
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def resolve(
     placements = _placements(needs, world_size)
     if not needs.model:
         return RunPlan(world_size, placements, None, Routes.none(world_size), {})
-    spec = read_trainable(needs.model, needs.trainer)
+    spec = read_spec(needs.model)
     roles = planned_roles(placements, needs)
     memory = MemoryModel(
         world_size,

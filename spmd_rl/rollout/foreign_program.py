@@ -57,21 +57,23 @@ def run_program(
         raise SpmdError(f"{name} ended with exit code {code}: {_last_line(output)}")
 
 
-def _environment(
-    environment: Mapping[str, str], search_path: str, store: Path
-) -> dict[str, str]:
+def _environment(environment: Mapping[str, str], search_path: str, store: Path) -> dict[str, str]:
     """Return the program's environment: this one without the variables of the world around it.
 
     It is a world of one rank, which meets nobody.
     """
-    return without_world(environment) | meeting_environment(store) | {
-        "PYTHONPATH": search_path,
-        "PYTHONSAFEPATH": "1",
-        "PYTHONUNBUFFERED": "1",
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    return (
+        without_world(environment)
+        | meeting_environment(store)
+        | {
+            "PYTHONPATH": search_path,
+            "PYTHONSAFEPATH": "1",
+            "PYTHONUNBUFFERED": "1",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

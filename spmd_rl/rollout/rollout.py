@@ -31,7 +31,7 @@ from spmd_rl.hooks.signatures import reward_weights
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.lora import NO_LORA, AdaptedBase, LoraConfig
-from spmd_rl.model.read import read_network_spec
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import RoleSleep
@@ -104,7 +104,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
     ) -> None:
         super().__init__(cfg, context)
         self.seed = seed
-        spec, raises = read_network_spec(model), hooks.on_error == "raise"
+        spec, raises = read_spec(model), hooks.on_error == "raise"
         # the first rank of a shard runs the hooks for all
         is_first = context.shard_rank == 0
         weights = reward_weights(reward) if is_first else {}
@@ -149,7 +149,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
 
         `lora` says which adapters the trainer pushes.
         """
-        return engine_memory(read_network_spec(model), cfg, on_gpu, lora, placement.axes["tp"])
+        return engine_memory(read_spec(model), cfg, on_gpu, lora, placement.axes["tp"])
 
     @concurrent
     @collective

@@ -14,7 +14,7 @@ from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import model_weights, random_adapters, random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.peft_folder import read_adapters
-from spmd_rl.model.read import head_of, read_network_spec, read_spec
+from spmd_rl.model.read import head_of, read_spec
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.model.value_head import ValueModel, ValueScorer
@@ -101,7 +101,7 @@ def _first_adapters(cfg: TrainerConfig, spec: ModelSpec) -> Iterator[tuple[str, 
 def _spec(folder: str) -> ModelSpec:
     if not folder:
         raise ConfigError("model is empty: name a Hugging Face model folder")
-    return read_network_spec(folder)
+    return read_spec(folder)
 
 
 def _frozen_scorer(cfg: FrozenConfig, spec: ModelSpec, head: Head) -> Scorer | ValueScorer:

@@ -36,7 +36,7 @@ RECOMPUTE_TO_OFFLOAD = (
 class Fsdp2Config:
     """Settings of the FSDP2 backend alone."""
 
-    takes_mixtures: ClassVar[bool] = False  # of experts
+    mixtures_beside_engines: ClassVar[bool] = True  # whether an engine has its experts' bits
     # on one shard, each tensor is one piece, which an engine can share
     holds_whole_tensors: ClassVar[bool] = True
 

@@ -21,7 +21,7 @@ from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import Placement
-from spmd_rl.model.read import head_of, read_network_spec
+from spmd_rl.model.read import head_of, read_spec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import RoleSleep
 from spmd_rl.offload.residency import Receipt
@@ -76,7 +76,7 @@ class FrozenModel(Role, WeightReceiver, Saver, Sleeper, Contracted, MemoryPlanne
         cls, cfg: FrozenConfig, placement: Placement, model: str, on_gpu: bool
     ) -> Sequence[TagBytes]:
         """Return what the role takes of one of its ranks, by tag."""
-        return frozen_memory(read_network_spec(model), cfg, placement, head_of(model))
+        return frozen_memory(read_spec(model), cfg, placement, head_of(model))
 
     @collective
     def score(self, batch: Sharded[Batch]) -> Sharded[TokenValues]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.split import Placement
-from spmd_rl.model.read import read_network_spec, read_spec
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig, megatron_settings
@@ -95,13 +95,3 @@ def kind_of(cfg: TrainerConfig, head: Head = "lm") -> BackendKind:
         if isinstance(cfg.backend, kind.config):
             return kind
     raise ConfigError(f"trainer.backend is a {type(cfg.backend).__name__}, which is no backend")
-
-
-def read_trainable(folder: str, trainer: TrainerConfig | None) -> ModelSpec:
-    """Read the specification of a model that a trainer's backend takes.
-
-    Raises: as `read_spec`; ConfigError for a layer without a module of ours, where the backend
-    needs one.
-    """
-    takes_all = trainer is not None and trainer.backend.takes_mixtures
-    return read_spec(folder) if takes_all else read_network_spec(folder)

@@ -23,12 +23,13 @@ from spmd_rl.controller.capabilities import (
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import Placement
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import Head
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import RoleSleep
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.kinds import kind_of, read_trainable
+from spmd_rl.train.kinds import kind_of
 from spmd_rl.types.batch import Batch
 
 # tags of a trainer's memory; only a trainer of adapters has a base, and a merged push reads it
@@ -75,7 +76,7 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
         cls, cfg: TrainerConfig, placement: Placement, model: str, on_gpu: bool
     ) -> Sequence[TagBytes]:
         """Return what the role takes of one of its ranks, by tag."""
-        spec = read_trainable(model, cfg)
+        spec = read_spec(model)
         return kind_of(cfg, cls.HEAD).memory(spec, cfg, placement, cls.HEAD)
 
     @collective

@@ -29,8 +29,6 @@ class Latent:
     key_size: int
     name: str = "self_attn"
 
-    refusal = ""
-
     def parameters(self) -> Sequence[TensorSpec]:
         shapes = {
             "query": (self.key_size, self.hidden_size),

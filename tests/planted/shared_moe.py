@@ -26,8 +26,6 @@ class SharedMoe:
     shared_size: int
     name: str = "mlp"
 
-    refusal = ""
-
     def parameters(self) -> Sequence[TensorSpec]:
         router = TensorSpec(f"{self.name}.gate.weight", (self.num_experts, self.hidden_size))
         experts = [

@@ -23,7 +23,7 @@ from spmd_rl.microscope.taps.taps import Tap
 from spmd_rl.model.hf import load_weights
 from spmd_rl.model.hf_reference import attention_through, reference_model
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.read import read_network_spec
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.train import shared_prefix
 from spmd_rl.train.microbatch import (
@@ -63,7 +63,7 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
     Raises: ConfigError if the folder does not serve.
     """
     with torch.device("meta"):
-        model = CausalLM(read_network_spec(folder))
+        model = CausalLM(read_spec(folder))
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
     load_weights(model, folder)
     return model
@@ -171,7 +171,7 @@ class ReferencePass:
     is_recorded = False
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, device: torch.device) -> None:
-        self.model, self.spec = reference_model(folder, dtype, device), read_network_spec(folder)
+        self.model, self.spec = reference_model(folder, dtype, device), read_spec(folder)
         self.device, self.dtype = device, dtype
         self.num_layers = len(self.model.model.layers)
         self.facts: dict[str, int] = {}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from spmd_rl.config.load import read_toml
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
-from spmd_rl.model.read import read_network_spec
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import FolderTokenizer, load_tokenizer
 from spmd_rl.observe.jsonl import numbered_lines, parse_json
@@ -115,7 +115,7 @@ def case_of_samples(
         # they are those over kept sets, and a replay scores over the whole vocabulary
         samples = [replace(sample, logprobs=None) for sample in samples]
     sequences = [_recorded_sequence(sample, sampling, seed) for sample in samples]
-    return checked_case(sequences, read_network_spec(model), tokenizer)
+    return checked_case(sequences, read_spec(model), tokenizer)
 
 
 def _sampling_config(settings: dict[str, Any]) -> SamplingConfig:
@@ -141,7 +141,7 @@ def _recorded_sequence(
 
 def case_of_prompts(texts: Sequence[str], model: Path) -> ReplayCase:
     """Return each text as a sequence whose second half is decoded token by token."""
-    spec, tokenizer = read_network_spec(model), load_tokenizer(model)
+    spec, tokenizer = read_spec(model), load_tokenizer(model)
     halves = [((len(ids) + 1) // 2, ids) for ids in _encoded(tokenizer, texts, model)]
     sequences = [
         ReplaySequence(f"prompt {n}", ids[:half], ids[half:], text=text)

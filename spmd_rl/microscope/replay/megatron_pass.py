@@ -17,7 +17,7 @@ from spmd_rl.microscope.taps.megatron_hooks import hook_megatron
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Tap
 from spmd_rl.model.hf import model_weights
-from spmd_rl.model.read import read_network_spec
+from spmd_rl.model.read import read_spec
 from spmd_rl.train.backend import Outputs
 from spmd_rl.train.batch_runner import NOTHING_ELSE
 from spmd_rl.train.config import TrainerConfig
@@ -46,7 +46,7 @@ class MegatronPass:
         share_prompts: bool = True,
     ) -> None:
         """Without `share_prompts`, each sequence is a micro-batch and computes its own prompt."""
-        spec = read_network_spec(folder)
+        spec = read_spec(folder)
         name = dtype_of(str(dtype).removeprefix("torch."), context.device)
         backend = MegatronConfig(model_options=dict(model_options))
         cfg = TrainerConfig(backend=backend, dtype=name, logit_rows=logit_rows)

@@ -42,8 +42,6 @@ class Gqa:
     qk_norm: bool = False
     name: str = "self_attn"
 
-    refusal = ""
-
     @property
     def width(self) -> int:
         return self.num_heads * self.head_dim

@@ -170,10 +170,6 @@ class LayerSpec(Protocol):
         A layer that mixes tokens is called with (x, rotary, attend), another one with (x).
         """
 
-    @property
-    def refusal(self) -> str:
-        """Why our own network cannot have this layer, as the end of a sentence; "" if it can."""
-
 
 def weights_of(name: str, rows: int, columns: int, bias: bool, **facts: Any) -> list[TensorSpec]:
     """Return the parameters of a linear layer. A bias is cut like the rows of its weight."""

@@ -33,8 +33,6 @@ class Mlp:
     bias: bool = False
     name: str = "mlp"
 
-    refusal = ""
-
     def parameters(self) -> Sequence[TensorSpec]:
         return gated_parameters(self.name, self.hidden_size, self.intermediate_size, self.bias)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from spmd_rl.errors import ConfigError
 from spmd_rl.model.layers.layer import LayerCost, PointDef, TensorSpec, num_elements
 from spmd_rl.model.layers.mlp import gated_cost, gated_parameters
 
 if TYPE_CHECKING:
     from torch import nn
+
+# rename it when bits change; moe_module.py says where they are rounded
+MOE_RULE = "slots-fp32-v1"
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,6 @@ class Moe:
     expert_size: int
     normalizes_weights: bool = True
     name: str = "mlp"
-
-    refusal = (
-        "`spmd-rl run sft` trains it with --trainer.backend.kind=megatron and --split.train.ep=N; "
-        "no engine generates with a mixture of experts here, so a recipe that generates, such as "
-        "grpo, cannot take it"
-    )
 
     def parameters(self) -> Sequence[TensorSpec]:
         router = TensorSpec(f"{self.name}.gate.weight", (self.num_experts, self.hidden_size))
@@ -59,7 +55,20 @@ class Moe:
         return None
 
     def points(self) -> Sequence[PointDef]:
-        return []
+        hidden = (self.hidden_size,)
+        return [
+            PointDef(
+                "experts",
+                "sum of what a token's experts give it",
+                hidden,
+                ("post_norm",),
+                output_of=self.name,
+                is_added=True,
+            )
+        ]
 
     def module(self, number: int) -> nn.Module:
-        raise ConfigError(f"our own network has no mixture of experts: {self.refusal}")
+        from spmd_rl.model.layers.moe_module import Mixture
+
+        sizes = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "name"}
+        return Mixture(**sizes)

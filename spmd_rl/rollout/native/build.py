@@ -11,7 +11,7 @@ from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.model.hf import fill, load_weights, model_weights, random_weights
 from spmd_rl.model.lora import NO_LORA, AdaptedBase, LoraConfig
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.read import read_network_spec
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.slab_parameters import fill_slab
 from spmd_rl.model.weight_files import has_weights
 from spmd_rl.offload.role_memory import RoleMemory
@@ -67,7 +67,7 @@ def _model(
     `load_weights` or a push. Adapters are not in the slab: they are small, and never sleep.
     """
     with torch.device("meta"):
-        model = CausalLM(read_network_spec(folder), lora).to(dtype).requires_grad_(False)
+        model = CausalLM(read_spec(folder), lora).to(dtype).requires_grad_(False)
         if memory.sleeps:
             model.pack_projections()
     if not memory.sleeps:

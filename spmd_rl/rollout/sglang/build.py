@@ -15,7 +15,7 @@ import torch
 from spmd_rl.errors import LostRankError, ResidencyError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.private_folder import PrivateFolder
-from spmd_rl.model.read import read_network_spec
+from spmd_rl.model.read import read_spec
 from spmd_rl.offload.ledger import as_size
 from spmd_rl.rollout.interpreter import Interpreter
 from spmd_rl.rollout.kv_pages import kv_budget
@@ -74,7 +74,7 @@ def build(
     own sentence if it fails.
     """
     started = start(cfg, folder, device, rank=rank, seed=seed, reserved_bytes=reserved_bytes, tp=tp)
-    child, spec, dtype = started.child, read_network_spec(folder), dtype_of(cfg.dtype, device)
+    child, spec, dtype = started.child, read_spec(folder), dtype_of(cfg.dtype, device)
     try:
         ready = child.wait_until_ready(started.spec, cfg.start_deadline_s)
         others = tp.exchange_children(rank, child.pid)
@@ -131,7 +131,7 @@ def start(
 ) -> StartedChild:
     """Start a child, and do not wait for it. Raises: ConfigError, before anything starts."""
     site, interpreter = check_options(cfg), Interpreter.of(cfg.python)
-    spec, dtype = read_network_spec(folder), dtype_of(cfg.dtype, device)
+    spec, dtype = read_spec(folder), dtype_of(cfg.dtype, device)
     check_sizes(spec, tp.size)
     fraction = None
     if device.type == "cuda":

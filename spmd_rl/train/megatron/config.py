@@ -23,7 +23,7 @@ SPLIT_OF_MEGATRON = "0 with backend.kind = 'megatron': 'fsdp2' has it"
 class MegatronConfig:
     """Settings of the Megatron-core backend alone (docs/megatron.md)."""
 
-    takes_mixtures: ClassVar[bool] = True  # of experts
+    mixtures_beside_engines: ClassVar[bool] = False  # no engine has its experts' bits
     holds_whole_tensors: ClassVar[bool] = False  # it fuses them
     wrap: ClassVar[Literal["auto"]] = "auto"  # of a frozen model with these log-probs
 

@@ -265,5 +265,8 @@ def test_a_mixture_of_experts_that_cannot_be_cut(
         assert run_guarded(dispatch, planned) == 2
         assert sentence in capfd.readouterr().err
     assert run(*given, "--nproc=2", "--split.train.ep=2") == 2
-    assert "is a mixture of experts, which no engine generates with" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "trainer.backend.kind = 'megatron' trains without an engine alone, as in sft" in said
     assert launched == []
+    assert run(given[0], "--nproc=2") == 0
+    assert launched == [2]

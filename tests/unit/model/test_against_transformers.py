@@ -55,6 +55,17 @@ CONFIGS = {
     "llama3-biases": transformers.LlamaConfig(
         **SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
+    "qwen3-moe": transformers.Qwen3MoeConfig(
+        **SMALL, head_dim=16, moe_intermediate_size=24, num_experts=7, num_experts_per_tok=3
+    ),
+    "qwen3-moe-normed": transformers.Qwen3MoeConfig(
+        **SMALL,
+        head_dim=16,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    ),
 }
 
 
@@ -95,7 +106,25 @@ def test_packed_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2.5", "llama3-biases"])
+def _gradients(reference: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients by the names of the folder, where each expert has matrices of its own."""
+    found: dict[str, torch.Tensor] = {}
+    for key, value in reference.named_parameters():
+        assert value.grad is not None
+        stem, _, last = key.rpartition(".experts.")
+        for number, one in enumerate(value.grad if stem else ()):
+            halves = one.chunk(2) if last == "gate_up_proj" else (one,)
+            names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+            for name, half in zip(names, halves, strict=True):
+                found[f"{stem}.experts.{number}.{name}.weight"] = half
+        if not stem:
+            found[key] = value.grad
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen2.5", "llama3-biases", "qwen3-moe", "qwen3-moe-normed"]
+)
 def test_gradients_equal_transformers(name: str, tmp_path: Path) -> None:
     reference, ours = _reference(name, tmp_path), _ours(tmp_path)
     tokens = [torch.randint(0, 97, (n,)) for n in (7, 70)]
@@ -104,7 +133,7 @@ def test_gradients_equal_transformers(name: str, tmp_path: Path) -> None:
         (reference(row[None]).logits[0] * w).sum() for row, w in zip(tokens, weights, strict=True)
     ).backward()
     (_logits(ours, tokens) * torch.cat(weights)).sum().backward()
-    expected = {key: value.grad for key, value in reference.named_parameters()}
+    expected = _gradients(reference)
     for key, value in ours.named_parameters():
         scale = expected[key].norm()
         assert (value.grad - expected[key]).norm() <= 2e-4 * scale, key

@@ -14,10 +14,12 @@ import pytest
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.split import RoleSplit, Split, plan_split
 from spmd_rl.model.layers.moe import Moe
-from spmd_rl.model.read import read_network_spec, read_spec
+from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.plan.axes import check_axes
 from spmd_rl.plan.needs import RunNeeds
+from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
 from spmd_rl.train.megatron.config import OWNED, MegatronConfig, check_layout
 from tests.backends.megatron_case import FAMILIES, SIZES
@@ -115,7 +117,7 @@ def test_axes_are_checked_before_a_run(tmp_path: Any) -> None:
         check_axes(RunNeeds.of(megatron), plan_split(Split(infer=RoleSplit(pp=2)), 4))
 
 
-def test_a_mixture_of_experts_is_read_for_megatron_alone(tmp_path: Any) -> None:
+def test_a_mixture_of_experts_is_read(tmp_path: Any) -> None:
     config = SIZES | FAMILIES["qwen3_moe"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = read_spec(tmp_path)
@@ -124,16 +126,22 @@ def test_a_mixture_of_experts_is_read_for_megatron_alone(tmp_path: Any) -> None:
     assert (moe.num_experts, moe.experts_per_token, moe.expert_size) == (4, 2, 24)
     assert "model.layers.3.mlp.experts.3.up_proj.weight" in spec.parameter_shapes()
     assert "model.layers.3.mlp.up_proj.weight" not in spec.parameter_shapes()
-    way = "`spmd-rl run sft` trains it with --trainer.backend.kind=megatron and --split.train.ep=N"
-    with pytest.raises(ConfigError, match=f"config.json: model_type 'qwen3_moe': {way}; no"):
-        read_network_spec(tmp_path)
     for other in ({"model_type": "mixtral", "num_local_experts": 8}, {"model_type": "qwen2_moe"}):
         (tmp_path / "config.json").write_text(json.dumps(config | other))
-        with pytest.raises(ConfigError, match="of mixtures of experts, qwen3_moe alone is trained"):
+        with pytest.raises(ConfigError, match="of mixtures of experts, qwen3_moe is"):
             read_spec(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [0]}))
     with pytest.raises(ConfigError, match="layers without experts"):
         read_spec(tmp_path)
+
+
+def test_sglang_generates_with_no_mixture_of_experts(tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | FAMILIES["qwen3_moe"]))
+    placements = plan_split(Split(), 1)
+    needs = RunNeeds(model=str(tmp_path), trainer=TrainerConfig(), engine=NativeEngineConfig())
+    check_axes(needs, placements)
+    with pytest.raises(ConfigError, match="with which engine.kind = 'sglang' does not generate"):
+        check_axes(replace(needs, engine=SglangEngineConfig()), placements)
 
 
 def test_the_config_of_another_backend_stays_apart() -> None:
