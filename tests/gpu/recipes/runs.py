@@ -31,7 +31,7 @@ LIMIT_S = 300.0  # where fourteen workers share a GPU, a run that takes 55 s too
 DISJOINT = ["--split.train.ranks=1", "--split.infer.ranks=1"]
 
 
-def write_model(folder: Path, **shape: int) -> Path:
+def write_model(folder: Path, **shape: object) -> Path:
     """The example's model folder with another shape: `SHAPE`, but for what is given."""
     shutil.copytree(EXAMPLE / "model", folder)
     config = json.loads((folder / "config.json").read_text())

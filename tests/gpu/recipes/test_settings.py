@@ -30,6 +30,15 @@ SETTINGS = {
     ],
 }
 BLOCKS = "heads of 80, which FlashAttention-4 does not take"
+EXPERTS = "experts in place of MLPs"
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 144,
+    "norm_topk_prob": True,
+}
 FAULTY = "one product of the engine sums K in two parts"
 
 
@@ -44,12 +53,14 @@ def runs(folder: Path) -> dict[str, Run]:
         "--trainer.deterministic=false",
     ]
     found[BLOCKS] = new_run(folder, "blocks", ONE_GPU["sync"], *own)
+    mixture = f"--model={write_model(folder / 'experts', **MIXTURE)}"
+    found[EXPERTS] = new_run(folder, "experts", ONE_GPU["sync"], mixture)
     found[FAULTY] = new_run(folder, "faulty", ["tests.gpu.recipes.faulty", "--nproc=1"])
     together({what: run.finish for what, run in found.items()})
     return found
 
 
-@pytest.mark.parametrize("what", [*SETTINGS, BLOCKS])
+@pytest.mark.parametrize("what", [*SETTINGS, BLOCKS, EXPERTS])
 def test_no_token_is_unequal(runs: dict[str, Run], what: str) -> None:
     for compared, mismatched in proof(runs[what]):
         assert compared > 1000
