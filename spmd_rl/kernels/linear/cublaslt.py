@@ -124,7 +124,7 @@ def propose_algorithms(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[C
                 *(byref(ZERO), result, of_out, result, of_out),
                 *(byref(proposal), _address(workspace), c_size_t(proposal.workspace)),
                 # torch.cuda.current_stream takes 20 us
-                c_void_p(torch._C._cuda_getCurrentRawStream(device.index)),
+                c_void_p(torch._C._cuda_getCurrentRawStream(x.device.index)),
             )
 
         return multiply

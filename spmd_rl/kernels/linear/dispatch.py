@@ -54,7 +54,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
                 f"no operand of a product with [{n}, {k}] bfloat16"
             )
     x, out = dense(x), x.new_empty(len(x), n, dtype=out_dtype)
-    most = _most_rows(n, k)
+    most = most_rows(n, k)
     if 0 < len(x) <= most:
         _matmul_into(out, x, weight, bias)
         return out
@@ -65,7 +65,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
 
 
 @cache
-def _most_rows(n: int, k: int) -> int:
+def most_rows(n: int, k: int) -> int:
     """Return how many rows one call may have: a power of two."""
     return min(MOST_ROWS, 1 << (MOST_ELEMENTS // max(n, k)).bit_length() - 1)
 

@@ -166,9 +166,7 @@ def test_gradients_of_heads(
     push = torch.randn_like(joint.apart(joint.x, joint.positions))
     for weights in (joint.weights, []):
         found, expected = (
-            _gradients(
-                lambda x, *w, op=op: op(x, joint.positions, w), [joint.x, *weights], push
-            )
+            _gradients(lambda x, *w, op=op: op(x, joint.positions, w), [joint.x, *weights], push)
             for op in (joint.fused, joint.apart)
         )
         for one, other in zip(found, expected, strict=True):

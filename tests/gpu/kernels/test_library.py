@@ -16,7 +16,7 @@ from benchmarks.cublas import LENT_BYTES, by_torch
 from spmd_rl.kernels.linear import cublas, dispatch
 from spmd_rl.kernels.linear.cublas import choose, has_reference_bits
 from spmd_rl.kernels.linear.cublaslt import CublasAlgorithm, Gemm, Shape, propose_algorithms
-from spmd_rl.kernels.linear.dispatch import matmul, own_matmul_into
+from spmd_rl.kernels.linear.dispatch import matmul, most_rows, own_matmul_into
 from spmd_rl.kernels.linear.tiles import REFERENCE, Tile
 
 if torch.cuda.is_available():
@@ -163,13 +163,14 @@ def test_any_number_of_rows_goes_to_the_library_whole(
 ) -> None:
     """An algorithm for the next power of two multiplies fewer rows by the same kernel."""
     weight = rows("normal", n, k)
-    for m in (512, 515, 1025, 1663, 2049, 4001, 8193, 15903, 16384):
+    for m in (512, 515, 1025, 1663, 2049, 4001, 8193, 15903, 16384, 20001):
         x = rows("wide", m, k)
         assert unequal(matmul(x, weight, None, dtype), reference(x, weight, None, dtype)) == 0
         assert calls.pop() == x.shape
-    x = rows("wide", 20001, k)
+    most = most_rows(n, k)
+    x = rows("wide", most + 3617, k)
     assert unequal(matmul(x, weight, None, dtype), reference(x, weight, None, dtype)) == 0
-    assert [shape[0] for shape in calls] == [16384, 3617]
+    assert [shape[0] for shape in calls] == [most, 3617]
     assert [shape.rows for shape in dispatch._chosen] == [512, 1024, 2048, 4096, 16384]
 
 
