@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Routes(NamedTuple):
+class ExpertRoutes(NamedTuple):
     """The experts of each token, in ascending order, and their weights.
 
     The order is that of the slots in which the experts' outputs are added. It does not depend on
@@ -22,7 +22,7 @@ class Routes(NamedTuple):
     weights: Tensor
 
 
-def route(logits: Tensor, num_chosen: int, *, normalizes: bool) -> Routes:
+def route(logits: Tensor, num_chosen: int, *, normalizes: bool) -> ExpertRoutes:
     """Choose the experts of the largest probabilities; of equal ones, those of lower ids.
 
     With `normalizes`, a token's weights are divided by their sum, which is taken in slot order.
@@ -35,7 +35,7 @@ def route(logits: Tensor, num_chosen: int, *, normalizes: bool) -> Routes:
     weights = probabilities.gather(1, ids)
     if normalizes:
         weights = weights / in_slot_order(weights).unsqueeze(1)
-    return Routes(ids, weights)
+    return ExpertRoutes(ids, weights)
 
 
 def in_slot_order(values: Tensor) -> Tensor:

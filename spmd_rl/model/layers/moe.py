@@ -68,7 +68,7 @@ class Moe:
         ]
 
     def module(self, number: int) -> nn.Module:
-        from spmd_rl.model.layers.moe_module import Mixture
+        from spmd_rl.model.layers.moe_module import MoeMlp
 
         sizes = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "name"}
-        return Mixture(**sizes)
+        return MoeMlp(**sizes)

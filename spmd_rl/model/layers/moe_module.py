@@ -19,7 +19,7 @@ from spmd_rl.model.layers.mlp_module import GatedMlp
 from spmd_rl.model.linear import Linear
 
 
-class Mixture(nn.Module):
+class MoeMlp(nn.Module):
     """Experts, of which each token takes `experts_per_token`, and the router that chooses them."""
 
     def __init__(

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from spmd_rl.kernels.moe.router import load_of, route
 from spmd_rl.kernels.moe.slots import by_expert, from_experts, to_experts
 from spmd_rl.model.layers.moe import Moe
-from spmd_rl.model.layers.moe_module import Mixture
+from spmd_rl.model.layers.moe_module import MoeMlp
 
 HIDDEN = 20
 
 
-def mixture(experts: int, chosen: int, size: int = 12, *, normalizes: bool = True) -> Mixture:
+def mixture(experts: int, chosen: int, size: int = 12, *, normalizes: bool = True) -> MoeMlp:
     module = Moe(HIDDEN, experts, chosen, size, normalizes).module(0)
-    assert isinstance(module, Mixture)
+    assert isinstance(module, MoeMlp)
     generator = torch.Generator().manual_seed(experts)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5, generator=generator)
     return module
 
 
-def in_float64(module: Mixture, x: Tensor) -> Tensor:
+def in_float64(module: MoeMlp, x: Tensor) -> Tensor:
     """Every expert for every token, weighed by zero where it was not chosen."""
     wide = module.double()
     x = x.double()
@@ -82,7 +82,7 @@ def test_a_row_has_the_same_bits_among_any_others(
     assert torch.equal(padded(module, x).detach(), whole), "with gradients"
 
 
-def padded(module: Mixture, x: Tensor) -> Tensor:
+def padded(module: MoeMlp, x: Tensor) -> Tensor:
     """As the network calls it: rows in multiples of a tile."""
     tall = torch.zeros(-(-len(x) // 16) * 16, HIDDEN)
     tall[: len(x)] = x
