@@ -1,0 +1,94 @@
+"""Mixtures of experts in whole runs: equal bits on every split, and the same command goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from spmd_rl.model.read import read_spec
+from tests.dist.recipes.conftest import EXAMPLE, Ended, run_in
+from tests.dist.recipes.forked_run import ForkedRun
+from tests.system.kill_resume import MODES, SMALL, differences
+
+pytestmark = pytest.mark.dist
+
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
+SPLITS = {
+    "on one rank": (1, ()),
+    "sharded over two ranks": (2, ()),
+    "a rank for each role": (2, ("--split.train.ranks=1", "--split.infer.ranks=1")),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    shutil.copytree(EXAMPLE / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | MIXTURE))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ended(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    folder = tmp_path_factory.mktemp("splits")
+    return {
+        name: run_in(
+            folder,
+            "grpo",
+            f"--model={model}",
+            "--steps=3",
+            "--run.verify_every=1",
+            *words,
+            nproc=nproc,
+            name=f"r{number}",
+        )
+        for number, (name, (nproc, words)) in enumerate(SPLITS.items())
+    }
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_no_token_is_unequal(split: str, model: Path, ended: dict[str, Ended]) -> None:
+    run = ended[split]
+    assert run.code == 0, run.sentence
+    shapes = read_spec(model).parameter_shapes()
+    for row in run.metrics:
+        assert row["onpolicy/mismatched_tokens"] == 0
+        assert row["onpolicy/compared_tokens"] > 0
+        assert row["sync/verified_tensors"] + row["sync/shared_tensors"] >= len(shapes)
+    exported = load_file(run.folder / "hf" / "model.safetensors")
+    assert {name: tuple(one.shape) for name, one in exported.items()} == shapes
+
+
+def test_every_split_draws_the_same_tokens(ended: dict[str, Ended]) -> None:
+    first, *others = (run.samples(1) for run in ended.values())
+    for other in others:
+        assert [one["tokens"] for one in other] == [one["tokens"] for one in first]
+        assert [one["logprobs"] for one in other] == [one["logprobs"] for one in first]
+
+
+def test_the_same_command_goes_on_to_the_same_bits(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    words = [*MODES["sharded"], *SMALL, f"--model={model}", "--run.keep_checkpoints=9"]
+    whole = ForkedRun(tmp_path_factory.mktemp("whole"), words, name="whole")
+    expected = whole.finish()
+    cut = ForkedRun(whole.cwd, words, name="cut")
+    shutil.copytree(whole.folder, cut.folder)
+    shutil.rmtree(cut.folder / "hf")
+    config = cut.folder / "config.toml"
+    config.write_text(config.read_text().replace('"whole"', '"cut"'))
+    for step in range(3, 6):
+        shutil.rmtree(cut.folder / f"checkpoints/step_{step:06d}")
+    assert differences(expected, cut.finish()) == []
