@@ -126,6 +126,12 @@ METRICS = (
         "share of the engine's tokens that the trainer's version drew, which are compared",
     ),
     Metric(
+        "onpolicy/router_flips",
+        "",
+        "Router flips",
+        "tokens that went to other experts in the engine than in the trainer, of those compared",
+    ),
+    Metric(
         "onpolicy/max_abs_dlogp",
         "nats",
         "Largest log-prob difference",

@@ -73,6 +73,8 @@ CHANGEABLE_SETTINGS = {
     "run.sinks",
     "run.trace",
 }
+
+
 class RunFolder:
     """Paths of one run's files, and the writing of those that are written whole."""
 

@@ -29,15 +29,17 @@ State = Mapping[str, Sequence[tuple[str, LocalTensor]]]
 class Outputs:
     """What a forward pass computes of the scored tokens of a micro-batch.
 
-    A language model has `logprobs` and `entropy`, and `candidate_logprobs` where `Needs` asks. A
-    model with a value head has `values` alone.
-    Shape: [M] fp32; `candidate_logprobs` is [M, K].
+    A language model has `logprobs` and `entropy`, and `candidate_logprobs` where `Needs` asks. With
+    experts it has `routes` too (kernels/moe/route_hash.py). A model with a value head has `values`
+    alone.
+    Shape: [M] fp32; `candidate_logprobs` is [M, K]; `routes` is [M] int32.
     """
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     candidate_logprobs: Tensor | None = None
     values: Tensor | None = None
+    routes: Tensor | None = None
 
 
 Visit = Callable[[int, Outputs], None]

@@ -35,6 +35,7 @@ from spmd_rl.train.microbatch import MicroBatch, split_sequences
 from spmd_rl.train.on_policy import (
     MAX_DLOGP,
     TOKEN_COUNT,
+    compare_routes,
     compare_with_rollout,
     on_policy_metrics,
 )
@@ -153,6 +154,10 @@ class Learner:
             assert outputs.values is not None
             sums.add(TOKEN_COUNT, torch.ones_like(micro.weight))
             return ValueInput(outputs.values, *split)
+        if outputs.routes is not None:
+            # An optimizer step before has changed the routes.
+            is_changed = start_logprobs is not None
+            compare_routes(outputs.routes, micro, None if is_changed else self.state.version, sums)
         if start_logprobs is None:
             start_logprobs = outputs.logprobs.detach()
         sums.add("train/entropy", outputs.entropy)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.moe.route_hash import ROUTES
 from spmd_rl.train.metric_sums import MetricSums
 from spmd_rl.train.microbatch import MicroBatch
+from spmd_rl.types.token_data import NO_VERSION
 
 COMPARED = "onpolicy/compared_tokens"
 COMPARED_SHARE = "onpolicy/compared_share"  # of the tokens that an engine drew
@@ -19,6 +21,7 @@ MAX_DLOGP = "onpolicy/max_abs_dlogp"
 MEAN_DLOGP = "onpolicy/mean_abs_dlogp"
 TOKEN_COUNT = "tokens"  # the sum that averages divide by
 K1, K3 = "onpolicy/k1", "onpolicy/k3"
+FLIPS = "onpolicy/router_flips"  # tokens that went to other experts in the engine
 DRAWN = "onpolicy/drawn_tokens"  # by an engine
 # sums for this module alone, of the ratio trainer / engine
 RATIO, SQUARE_RATIO = "ratio", "square_ratio"
@@ -52,12 +55,26 @@ def compare_with_rollout(
     sums.add_maximum(MAX_DLOGP, size)
 
 
+def compare_routes(
+    routes: Tensor, micro: MicroBatch, version: int | None, sums: MetricSums
+) -> None:
+    """Add to `sums` the tokens that went to other experts in the engine than here.
+
+    Shape: `routes` is [M] int32, under the weights `version`; None for those of no version, which
+    are not compared.
+    """
+    if ROUTES in micro.columns:
+        current = micro.versions == (NO_VERSION - 1 if version is None else version)
+        sums.add(FLIPS, current & (routes != micro.columns[ROUTES]))
+
+
 def on_policy_metrics(totals: dict[str, float], max_dlogp: float) -> dict[str, float]:
     """Return the metrics of this module, whose sums are removed from `totals`.
 
     There are none where no engine drew a token.
     """
     num_drawn = totals.pop(DRAWN, 0.0)
+    flips = {FLIPS: totals.pop(FLIPS)} if FLIPS in totals else {}
     names = (MEAN_DLOGP, K1, K3, RATIO, SQUARE_RATIO, MISMATCHED, COMPARED)
     sums = {name: totals.pop(name, 0.0) for name in names}
     if not num_drawn:
@@ -66,6 +83,7 @@ def on_policy_metrics(totals: dict[str, float], max_dlogp: float) -> dict[str, f
         **{name: sums[name] / num_drawn for name in (MEAN_DLOGP, K1, K3)},
         **_ratio_metrics(sums[RATIO] / num_drawn, sums[SQUARE_RATIO] / num_drawn),
         **{name: sums[name] for name in (MISMATCHED, COMPARED)},
+        **flips,
         COMPARED_SHARE: sums[COMPARED] / num_drawn,
         DRAWN: num_drawn,
         MAX_DLOGP: max_dlogp,

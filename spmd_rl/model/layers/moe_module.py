@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels import is_exact, linear_fp32, pad_rows, unpad_rows
+from spmd_rl.kernels.moe.route_hash import note_routes
 from spmd_rl.kernels.moe.router import route
 from spmd_rl.kernels.moe.slots import by_expert, from_experts, to_experts
 from spmd_rl.model.fused_projections import project_gated
@@ -43,6 +44,7 @@ class MoeMlp(nn.Module):
         """Shape: [T, C] to [T, C]."""
         logits = linear_fp32(x, self.gate.weight)
         routes = route(logits, self.experts_per_token, normalizes=self.normalizes_weights)
+        note_routes(routes.ids)
         order = by_expert(routes.ids, len(self.experts))
         weights = routes.weights.flatten()[order.slots].split(order.counts)
         rows = to_experts(x, order).split(order.counts)

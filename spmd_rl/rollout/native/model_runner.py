@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PagedAttention
+from spmd_rl.kernels.moe.route_hash import ROUTES, hashed_routes
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.kernels.vocab.kept_sets import encoded_rows
 from spmd_rl.kernels.vocab.kept_words import KeptRows
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.decode_graphs import DecodeGraphs, Sampler
 from spmd_rl.rollout.native.prefill_graphs import PrefillChunks, PrefillGraphs
-from spmd_rl.rollout.native.sampled_tokens import SampledOnDevice, SampledTokens
+from spmd_rl.rollout.native.sampled_tokens import NO_COLUMNS, SampledOnDevice, SampledTokens
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.native.step_plan import StepPlan
 
@@ -65,8 +66,9 @@ class ModelRunner:
         hidden = None
         if self._prefill_graphs is not None:
             hidden = self._prefill_graphs.hidden_states(chunks)
-        if hidden is None:
-            hidden = self._hidden_states(chunks)
+        with hashed_routes() as hashed:
+            if hidden is None:
+                hidden = self._hidden_states(chunks)
         if plan.copies_after:
             self.cache.copy_pages(*zip(*plan.copies_after, strict=True))
         if not samples.any():
@@ -75,7 +77,7 @@ class ModelRunner:
         # A fork adds no token, so its last token is that of the row before it.
         last_tokens = self._tensor(np.cumsum(plan.lengths)[samples] - 1)
         logits = self._model.logits(hidden.index_select(0, last_tokens))
-        return self._sample(plan.rows[samples], logits)
+        return self._sample(plan.rows[samples], logits, hashed.of_rows(last_tokens))
 
     def _chunks(self, plan: StepPlan) -> PrefillChunks:
         token_rows = np.repeat(plan.rows, plan.lengths)
@@ -102,7 +104,9 @@ class ModelRunner:
         )
         return self._model(self._tensor(chunks.tokens), self._tensor(chunks.positions), attend)
 
-    def _sample(self, rows: NDArray[np.int64], logits: Tensor) -> SampledTokens:
+    def _sample(
+        self, rows: NDArray[np.int64], logits: Tensor, routes: Tensor | None
+    ) -> SampledTokens:
         table = self._table
         greedy = table.greedy[rows]
         filters, kept = table.active_filters(rows), None
@@ -120,7 +124,8 @@ class ModelRunner:
         if self._decode_graphs is not None:
             self._decode_graphs.set_newest_tokens(rows, tokens)
         encoded = None if kept is None else encoded_rows(kept, logits.shape[1])
-        return SampledTokens(SampledOnDevice(tokens, logprobs, encoded), self._device)
+        columns = NO_COLUMNS if routes is None else {ROUTES: routes}
+        return SampledTokens(SampledOnDevice(tokens, logprobs, encoded, columns), self._device)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return upload(array, self._device)

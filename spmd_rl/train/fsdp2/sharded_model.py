@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ContractError
+from spmd_rl.kernels.moe.route_hash import hashed_routes
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.attention import backend_of
 from spmd_rl.model.scorer import Scorer
@@ -139,8 +141,9 @@ class ShardedModel:
         if isinstance(self.scorer, ValueScorer):
             return Outputs(values=self.scorer(micro))
         candidates = micro.columns["candidates"].long() if needs.candidates else None
-        scores = self.scorer(micro, entropy_grad=needs.entropy, candidates=candidates)
-        return Outputs(*scores)
+        with hashed_routes() as routes:
+            scores = self.scorer(micro, entropy_grad=needs.entropy, candidates=candidates)
+        return replace(Outputs(*scores), routes=routes.of_rows(micro.rows))
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:

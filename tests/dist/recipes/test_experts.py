@@ -65,6 +65,7 @@ def test_no_token_is_unequal(split: str, model: Path, ended: dict[str, Ended]) -
     shapes = read_spec(model).parameter_shapes()
     for row in run.metrics:
         assert row["onpolicy/mismatched_tokens"] == 0
+        assert row["onpolicy/router_flips"] == 0
         assert row["onpolicy/compared_tokens"] > 0
         assert row["sync/verified_tensors"] + row["sync/shared_tensors"] >= len(shapes)
     exported = load_file(run.folder / "hf" / "model.safetensors")

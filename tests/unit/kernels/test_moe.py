@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from spmd_rl.kernels.moe.route_hash import hashed_routes, note_routes
 from spmd_rl.kernels.moe.router import load_of, route
 from spmd_rl.kernels.moe.slots import by_expert, from_experts, to_experts
 from spmd_rl.model.layers.moe import Moe
@@ -142,3 +143,33 @@ def test_gradients_reach_every_expert(skew: str) -> None:
     module(torch.randn(16, HIDDEN)).sum().backward()
     assert all(one.grad is not None for one in module.parameters())
     assert not module.experts[5].down_proj.weight.grad.any()
+
+
+def test_routes_are_hashed_row_by_row_over_all_layers() -> None:
+    first, second = (torch.rand(9, 12).argsort(1)[:, :4].sort(1).values for _ in range(2))
+    rows = torch.tensor([7, 2])
+
+    def found(*layers: Tensor) -> list[int]:
+        with hashed_routes() as routes:
+            for ids in layers:
+                note_routes(ids)
+        hashes = routes.of_rows(rows)
+        assert hashes is not None
+        assert hashes.dtype == torch.int32
+        return hashes.tolist()
+
+    whole = found(first, second)
+    assert found(first[:8], second[:8]) == whole, "other rows do not count"
+    flipped = second.clone()
+    flipped[2, 3] += 1
+    assert found(first, flipped)[0] == whole[0]
+    assert found(first, flipped)[1] != whole[1]
+    assert found(second, first) != whole
+    assert found(second) != whole
+
+
+def test_nothing_is_hashed_without_experts_or_outside() -> None:
+    with hashed_routes() as routes:
+        pass
+    note_routes(torch.zeros(3, 2, dtype=torch.int64))
+    assert routes.of_rows(torch.tensor([0])) is None
