@@ -107,8 +107,8 @@ class Ours:
     def __init__(self, folder: str) -> None:
         import torch
 
-        from spmd_rl.rollout.engine import NativeEngineConfig
         from spmd_rl.rollout.native.build import build
+        from spmd_rl.rollout.native.config import NativeEngineConfig
 
         cfg = NativeEngineConfig(
             page_size=PAGE_SIZE,

@@ -43,7 +43,7 @@ from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
 from spmd_rl.microscope.replay.inputs import case_of_run, run_settings
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import HashTap
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 
 PACKAGES = (
     "torch",

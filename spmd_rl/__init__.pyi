@@ -58,10 +58,10 @@ from spmd_rl.recipes.policy_run import PolicyRun as PolicyRun
 from spmd_rl.recipes.policy_update import PolicyUpdate as PolicyUpdate
 from spmd_rl.recipes.rollout_settings import rollout_settings as rollout_settings
 from spmd_rl.rewards.config import GraderConfig as GraderConfig
-from spmd_rl.rollout.engine import NativeEngineConfig as NativeEngineConfig
 from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
 from spmd_rl.rollout.group_sampler import GroupSampler as GroupSampler
 from spmd_rl.rollout.kinds import EngineConfig as EngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig as NativeEngineConfig
 from spmd_rl.rollout.rollout import Rollout as Rollout
 from spmd_rl.rollout.sampler_config import SamplerConfig as SamplerConfig
 from spmd_rl.rollout.sampler_config import refuse_sampler as refuse_sampler

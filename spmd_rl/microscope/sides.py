@@ -35,7 +35,7 @@ from spmd_rl.microscope.replay.megatron_pass import MegatronPass
 from spmd_rl.model.attention import backend_of
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 
 DUMP = "dump"
 SGLANG = ("sglang", "sglang-deterministic")

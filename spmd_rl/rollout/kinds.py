@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.axes import DATA
-from spmd_rl.rollout.engine import Engine, NativeEngineConfig
+from spmd_rl.rollout.engine import Engine
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.options import check_options
 

@@ -11,9 +11,9 @@ from math import prod
 from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import TagBytes
-from spmd_rl.rollout.engine import GPU_STEP_TOKENS
 from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.rollout.kv_pages import cache_token_bytes, kv_budget, kv_pages
+from spmd_rl.rollout.native.config import GPU_STEP_TOKENS
 from spmd_rl.weights.plan.layout import ITEM_BYTES
 
 KV = "kv"

@@ -13,7 +13,8 @@ from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import load_model
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import ValueTap
-from spmd_rl.rollout.engine import NativeEngineConfig, SamplingConfig
+from spmd_rl.rollout.engine import SamplingConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.types.batch import Batch
 
 CPU = torch.device("cpu")

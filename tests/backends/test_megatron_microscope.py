@@ -18,7 +18,7 @@ from spmd_rl.microscope.replay.forward_pass import ForwardPass, load_model
 from spmd_rl.microscope.taps.points import OPS
 from spmd_rl.model.hf import save_folder
 from spmd_rl.model.read import read_spec
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from tests.backends.engine_scores import CPU, case_of
 from tests.backends.megatron_case import make_batch, write_model
 from tests.dist.torchrun import ROOT

@@ -28,8 +28,9 @@ from spmd_rl.microscope.taps.hooks import hook_model
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Tap
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.engine import NativeEngineConfig, Request
+from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.native.auto_sizes import choose_sizes
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.replay import ReplayEngine, ReplayStep
 

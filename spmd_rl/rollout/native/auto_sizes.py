@@ -11,8 +11,8 @@ from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.model.attention import backend_of
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import as_size
-from spmd_rl.rollout.engine import GPU_STEP_TOKENS, NativeEngineConfig
 from spmd_rl.rollout.kv_pages import cache_token_bytes, kv_budget, kv_pages
+from spmd_rl.rollout.native.config import GPU_STEP_TOKENS, NativeEngineConfig
 
 CPU_POOL_BYTES = 1 << 30
 # of a GPU's free memory, for the pages of an engine that no plan has counted

@@ -15,7 +15,7 @@ from spmd_rl.model.read import read_spec
 from spmd_rl.model.slab_parameters import fill_slab
 from spmd_rl.model.weight_files import has_weights
 from spmd_rl.offload.role_memory import RoleMemory
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.engine_memory import WEIGHTS
 

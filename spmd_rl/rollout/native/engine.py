@@ -17,8 +17,9 @@ from spmd_rl.model.lora import is_adapter
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.offload.role_memory import RoleMemory
-from spmd_rl.rollout.engine import NativeEngineConfig, Request, StepOutput
+from spmd_rl.rollout.engine import Request, StepOutput
 from spmd_rl.rollout.native.auto_sizes import choose_sizes
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.engine_memory import EngineMemory
 from spmd_rl.rollout.native.model_runner import ModelRunner

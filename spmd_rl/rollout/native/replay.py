@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.engine import InFlightStep, NativeEngine
 from spmd_rl.rollout.native.model_runner import ModelRunner

@@ -27,7 +27,8 @@ from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.model.read import read_spec
-from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import Request, SamplingConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.types.samples import Sample
 

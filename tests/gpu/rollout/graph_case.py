@@ -10,7 +10,8 @@ from torch import Tensor
 
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import Request, SamplingConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.types.samples import Sample
 from tests.samples import Samples

@@ -15,7 +15,7 @@ import torch
 from spmd_rl.errors import SpmdError
 from spmd_rl.kernels import PackedAttention, token_logprobs
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.decode_graphs import DecodeGraphs
 from spmd_rl.rollout.native.graph_inputs import GraphInputs
 from spmd_rl.rollout.native.sampled_tokens import SampledOnDevice

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.engine import NativeEngineConfig, Request
+from spmd_rl.rollout.engine import Request
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.step_plan import StepPlan
 from tests.gpu.rollout.graph_case import USUAL, new_engine, unequal, workload

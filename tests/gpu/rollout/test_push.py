@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from spmd_rl.kernels import PackedAttention, token_logprobs
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import Request, SamplingConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.types.samples import Sample
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, inverse_temperatures, new_model

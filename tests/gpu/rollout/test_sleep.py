@@ -10,7 +10,7 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.slab_parameters import fill_slab
 from spmd_rl.offload.phases import ALL, RoleSleep
 from spmd_rl.offload.role_memory import RoleMemory
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, unequal, workload
 from tests.samples import Samples, finish

@@ -18,8 +18,9 @@ from spmd_rl.model.layers.mlp_module import GatedMlp
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.read import read_spec
 from spmd_rl.offload.phases import ALL, RoleSleep
-from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.build import build
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer

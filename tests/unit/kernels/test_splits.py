@@ -15,7 +15,7 @@ from spmd_rl.kernels import KvCache, contract
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.attention.kv_splits import KvSplits
 from spmd_rl.kernels.attention.merge_states import merge_states
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.train.config import TrainerConfig
 from tests.specs import kv_layers
 

@@ -19,7 +19,7 @@ from spmd_rl.microscope.replay.forward_pass import ReferencePass, TrainerPass, l
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 
 CPU = torch.device("cpu")
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "arithmetic" / "model"

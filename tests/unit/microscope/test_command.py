@@ -30,7 +30,7 @@ from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.model.hf import random_weights, read_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.train.checkpoint.checkpoint_index import INDEX_FILE, merged
 from spmd_rl.train.checkpoint.shards import write_shards
 from spmd_rl.train.checkpoint.trainer_state import TrainerState

@@ -23,7 +23,7 @@ from spmd_rl.microscope.replay.split_reference import merged_attention
 from spmd_rl.microscope.taps.points import OPS, Point
 from spmd_rl.microscope.taps.taps import HashTap, ProfilerTap, Tap, ValueTap
 from spmd_rl.model.read import read_spec
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 
 MIDDLE = 1  # of three layers
 

@@ -35,8 +35,8 @@ from spmd_rl.microscope.taps.taps import ValueTap
 from spmd_rl.model.hf import read_weights, save_folder
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.foreign_program import run_program
+from spmd_rl.rollout.native.config import NativeEngineConfig
 
 CPU = torch.device("cpu")
 REPO = Path(__file__).resolve().parents[3]

@@ -18,7 +18,7 @@ from spmd_rl.offload.phases import ALL, COLOCATED, Phases
 from spmd_rl.plan.resolve import RunPlan, planned_settings, resolve
 from spmd_rl.plan.text import lines
 from spmd_rl.recipes import grpo
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.extra_role import ExtraRole
 

@@ -10,7 +10,7 @@ from spmd_rl.config.load import load
 from spmd_rl.offload.phases import CONCURRENT
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.recipes import collect, grpo, reward_model, sft
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.train.value_trainer import ValueTrainer

@@ -21,8 +21,8 @@ from spmd_rl.mesh.split import RoleSplit, Split
 from spmd_rl.offload.ledger import Ledger
 from spmd_rl.plan.resolve import planned_settings, resolve
 from spmd_rl.recipes import grpo, grpo_async, sft
-from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.auto_sizes import FREE_SHARE, auto_pages
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.train.config import TrainerConfig
 
 GIB = 1 << 30

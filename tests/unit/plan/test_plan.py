@@ -22,7 +22,7 @@ from spmd_rl.plan import main
 from spmd_rl.plan.resolve import RunPlan, resolve
 from spmd_rl.plan.text import lines
 from spmd_rl.recipes.grpo import Config
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.train.config import TrainerConfig
 
 QWEN3_8B = config("8B")

@@ -18,7 +18,8 @@ from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.recipes import distill, grpo, grpo_async, sft
 from spmd_rl.report.about import about, read_provenance
 from spmd_rl.report.recorder import Recorder
-from spmd_rl.rollout.engine import NativeEngineConfig, SamplingConfig
+from spmd_rl.rollout.engine import SamplingConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample

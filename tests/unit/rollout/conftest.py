@@ -15,7 +15,8 @@ from spmd_rl.kernels.vocab.kept_sets import KeptSets
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import NativeEngineConfig, Request
+from spmd_rl.rollout.engine import Request
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.types.kept_sets import set_ends

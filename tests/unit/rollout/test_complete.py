@@ -12,7 +12,8 @@ from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.observe.timeline import read_spans
 from spmd_rl.observe.trace import Trace
-from spmd_rl.rollout.engine import NativeEngineConfig, SamplingConfig
+from spmd_rl.rollout.engine import SamplingConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.rollout import Rollout
 from tests.unit.rollout.pumped import answer_of, generated
 from tests.unit.rollout.test_rollout import REWARDS, Seat, folder, new_role, prompts

@@ -10,8 +10,9 @@ import torch
 
 from spmd_rl.errors import ConfigError, DataError, ResidencyError, SpmdError
 from spmd_rl.offload.host import HostMemory
-from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.auto_sizes import auto_pages
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 
 EOS = 1
@@ -346,9 +347,7 @@ def test_a_forward_pass_that_pads_no_rows(model, new_engine, finish, monkeypatch
         assert np.allclose(whole[name].logprobs, sample.logprobs, atol=1e-5)
 
 
-def test_kept_sets_stay_with_their_tokens_when_another_answer_is_aborted(
-    model, new_engine, finish
-):
+def test_kept_sets_stay_with_their_tokens_when_another_answer_is_aborted(model, new_engine, finish):
     """The step that runs while it is aborted has drawn for both."""
     requests = [request(uid=uid, top_k=uid + 3, max_tokens=12) for uid in (0, 1, 2)]
     alone = finish(new_engine(model), requests[1:])

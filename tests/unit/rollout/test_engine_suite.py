@@ -9,8 +9,8 @@ import pytest
 
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.read import read_spec
-from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.build import build as build_native
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from tests.dist.train_case import write_model_folder
 from tests.engine_suite import EngineCase, EngineSuite
 from tests.unit.rollout.sglang.conftest import CPU, SglangCase, decode, new_sglang_case

@@ -7,9 +7,9 @@ import pytest
 from benchmarks.shapes import write_config
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.kv_pages import cache_token_bytes, kv_budget, kv_pages
 from spmd_rl.rollout.memory import engine_memory, running_kv_bytes
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 
 TOKEN_8B = 147_456  # 36 layers, 8 key-value heads of 128, bf16: 144 KiB

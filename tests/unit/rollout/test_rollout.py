@@ -13,7 +13,8 @@ import torch
 from spmd_rl.errors import ConfigError, ResidencyError, SpmdError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.observe.trace import Trace
-from spmd_rl.rollout.engine import NativeEngineConfig, SamplingConfig
+from spmd_rl.rollout.engine import SamplingConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.types.prompts import Prompt
 from tests.unit.rollout.pumped import generated
 

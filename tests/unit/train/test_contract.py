@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 
 

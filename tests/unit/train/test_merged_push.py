@@ -15,7 +15,7 @@ from spmd_rl.errors import ConfigError, ResidencyError
 from spmd_rl.model.linear import merged
 from spmd_rl.model.lora import LoraConfig, is_adapter
 from spmd_rl.offload.phases import ALL, COLOCATED, RoleSleep
-from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.weights.plan.layout import Box

@@ -19,9 +19,10 @@ from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
 from spmd_rl.observe.samples_file import samples_as_json_lines
-from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.group_queue import QueuedGroup
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.sampler_file import SamplerState, read_state, write_state

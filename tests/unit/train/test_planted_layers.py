@@ -32,8 +32,9 @@ from spmd_rl.model.layers.block import BlockSpec
 from spmd_rl.model.layers.mlp import Mlp
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
-from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.memory import cache_token_bytes, engine_memory, running_kv_bytes
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.cost.flops import train_flops

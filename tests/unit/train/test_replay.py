@@ -20,7 +20,8 @@ from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.scorer import Scorer
-from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import Request, SamplingConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.train.microbatch import lay_out
 from spmd_rl.train.trainer import Trainer

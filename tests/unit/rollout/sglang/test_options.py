@@ -12,8 +12,8 @@ from spmd_rl.config.load import load
 from spmd_rl.config.run import RunConfig
 from spmd_rl.errors import ConfigError
 from spmd_rl.recipes import grpo, grpo_async
-from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.interpreter import Interpreter
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.options import OWNED, check_options, server_args
 from tests.fakes.sglang_child import write_site
