@@ -64,11 +64,21 @@ def test_products_that_share_a_way(
 
 def test_more_rows_than_ways_are_compared_for_are_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, multiplied = watch(monkeypatch)
-    dispatch.matmul(*operands(2 * 16384 + 700, 16), None, torch.float32)
-    dispatch.matmul(*operands(16384 + 3, 16), None, torch.float32)
-    assert asked == [(8193, 16384), (513, 1024)]
-    most = ("cuBLAS", 16384)
+    rows = dispatch.most_rows(16, 8)
+    dispatch.matmul(*operands(2 * rows + 700, 16), None, torch.float32)
+    dispatch.matmul(*operands(rows + 3, 16), None, torch.float32)
+    assert asked == [(rows // 2 + 1, rows), (513, 1024)]
+    most = ("cuBLAS", rows)
     assert multiplied == [most, most, ("cuBLAS", 700), most, ("ours", 3)]
+
+
+@pytest.mark.parametrize("width", [16, 576, 19456, 57344, 151936])
+def test_a_call_has_no_more_elements_than_32_bits_can_index(width: int) -> None:
+    for n, k in ((width, 64), (64, width)):
+        rows = dispatch.most_rows(n, k)
+        assert rows & (rows - 1) == 0
+        assert rows * width <= dispatch.MOST_ELEMENTS
+        assert rows == dispatch.MOST_ROWS or 2 * rows * width > dispatch.MOST_ELEMENTS
 
 
 def test_a_number_of_rows_that_is_refused_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
