@@ -125,7 +125,7 @@ METRICS = (
         "Share of tokens compared",
         "share of the engine's tokens that the trainer's version drew, which are compared",
     ),
-    Metric("onpolicy/router_flips", "", "Router flips", "tokens of other experts in the engine"),
+    Metric("onpolicy/router_flips", "tokens", "Router flips", "of other experts in the engine"),
     Metric(
         "onpolicy/max_abs_dlogp",
         "nats",

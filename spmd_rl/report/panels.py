@@ -102,6 +102,7 @@ PANELS = (
     _panel(
         "Mismatched tokens",
         Line("onpolicy/mismatched_tokens", "of a step", RED),
+        Line("onpolicy/router_flips", "to other experts"),
         unit="tokens",
         whole=True,
     ),
