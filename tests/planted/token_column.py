@@ -24,7 +24,8 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the engine return the column: this is its one declaration."""
 
     def sampled(tokens: torch.Tensor, *rest: Any) -> SampledOnDevice:
+        made = SampledOnDevice(tokens, *rest)
         column = torch.from_numpy(values_of(tokens.numpy()))
-        return SampledOnDevice(tokens, *rest, columns={NAME: column})
+        return made._replace(columns={**made.columns, NAME: column})
 
     monkeypatch.setattr(model_runner, "SampledOnDevice", sampled)
