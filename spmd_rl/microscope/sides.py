@@ -172,10 +172,10 @@ def world_of(
 
 def refuse_mixture(options: argparse.Namespace, spec: ModelSpec) -> None:
     """Raise a ConfigError for a side that cannot replay a mixture of experts."""
-    alone = {MEGATRON, *SGLANG} & {options.left, options.right}
-    if spec.num_experts and alone:
+    unable = {MEGATRON, *SGLANG} & {options.left, options.right}
+    if spec.num_experts and unable:
         raise ConfigError(
-            f"{spec.family} is a mixture of experts, which {min(alone)} does not replay here: "
+            f"{spec.family} is a mixture of experts, which {min(unable)} does not replay here: "
             "compare engine, trainer and transformers"
         )
 

@@ -47,13 +47,13 @@ def _check_mixture(model: str, engine: EngineConfig, trainer: TrainerConfig | No
     """Raise a ConfigError for an engine or a trainer that cannot have the model's experts."""
     if not engine.takes_mixtures:
         raise ConfigError(
-            f"{model} is a mixture of experts, with which engine.kind = '{engine.kind}' does not "
-            "generate here: set 'native'"
+            f"{model} is a mixture of experts, which engine.kind = '{engine.kind}' does not "
+            "support here: set engine.kind = 'native'"
         )
     if trainer is not None and not trainer.backend.mixtures_beside_engines:
         raise ConfigError(
-            f"{model} is a mixture of experts, which trainer.backend.kind = "
-            f"'{trainer.backend.kind}' trains without an engine alone, as in sft: set 'fsdp2'"
+            f"{model} is a mixture of experts, which '{trainer.backend.kind}' trains only in "
+            "recipes without an engine, such as sft: set trainer.backend.kind = 'fsdp2'"
         )
 
 

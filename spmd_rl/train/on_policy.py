@@ -12,7 +12,6 @@ from torch import Tensor
 from spmd_rl.kernels.moe.route_hash import ROUTES
 from spmd_rl.train.metric_sums import MetricSums
 from spmd_rl.train.microbatch import MicroBatch
-from spmd_rl.types.token_data import NO_VERSION
 
 COMPARED = "onpolicy/compared_tokens"
 COMPARED_SHARE = "onpolicy/compared_share"  # of the tokens that an engine drew
@@ -63,9 +62,11 @@ def compare_routes(
     Shape: `routes` is [M] int32, under the weights `version`; None for those of no version, which
     are not compared.
     """
-    if ROUTES in micro.columns:
-        current = micro.versions == (NO_VERSION - 1 if version is None else version)
-        sums.add(FLIPS, current & (routes != micro.columns[ROUTES]))
+    if ROUTES not in micro.columns:
+        return
+    flipped = routes != micro.columns[ROUTES]
+    compared = torch.zeros_like(flipped) if version is None else micro.versions == version
+    sums.add(FLIPS, flipped & compared)
 
 
 def on_policy_metrics(totals: dict[str, float], max_dlogp: float) -> dict[str, float]:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from examples.instructions.make_model import SMOLLM2_135M
 from spmd_rl.check import command as check_command
 from spmd_rl.cli import command
 from spmd_rl.cli.exit_code import run_guarded
@@ -51,17 +52,7 @@ SAMPLE = {
     "instruction_id_list": ["keywords:existence"],
     "kwargs": [{"keywords": ["2"]}],
 }
-SMOLLM2_135M = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
+SMOLLM2 = SMOLLM2_135M | {"max_position_embeddings": 8192, "tie_word_embeddings": True}
 CONTEXT = 4096  # tokens, as many as the settings of the pages need
 TEMPLATE = "{% for one in messages %}{{ one.content }}{% endfor %}"
 _CONTINUED = re.compile(r"\s*\\\n\s*")
@@ -256,7 +247,7 @@ def test_the_plan_of_the_first_job_is_what_the_command_prints(
     page = (ROOT / "docs/first-job.md").read_text(encoding="utf-8")
     words = words_of(next(said for said in commands(page) if said.startswith("spmd-rl plan")))
     provide(words, "docs/first-job.md", folder)
-    (folder / "runs/smollm2-135m/config.json").write_text(json.dumps(SMOLLM2_135M))
+    (folder / "runs/smollm2-135m/config.json").write_text(json.dumps(SMOLLM2))
     assert run_guarded(dispatch, words) == 0
     shown = page.partition("ends with:\n\n```\n")[2].partition("```")[0]
     assert capsys.readouterr().out.endswith(shown)

@@ -3,7 +3,8 @@
 The files lie in a private folder of the host's shared memory. The controller owns all of them: it
 removes a file once none of its own arrays lies in it and every call that names it has ended. So an
 array crosses to each rank, and back to the controller, without a copy of its bytes in between. An
-array that has crossed once is only named the next time, which needs it to be read-only.
+array that has crossed once is only named the next time, which needs it to be read-only. An answer
+that nobody reads, after a failure, leaves its file until the run ends.
 """
 
 from __future__ import annotations

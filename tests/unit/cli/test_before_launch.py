@@ -266,7 +266,7 @@ def test_a_mixture_of_experts_that_cannot_be_cut(
         assert sentence in capfd.readouterr().err
     assert run(*given, "--nproc=2", "--split.train.ep=2") == 2
     said = capfd.readouterr().err
-    assert "trainer.backend.kind = 'megatron' trains without an engine alone, as in sft" in said
+    assert "'megatron' trains only in recipes without an engine, such as sft" in said
     assert launched == []
     assert run(given[0], "--nproc=2") == 0
     assert launched == [2]

@@ -140,7 +140,7 @@ def test_sglang_generates_with_no_mixture_of_experts(tmp_path: Any) -> None:
     placements = plan_split(Split(), 1)
     needs = RunNeeds(model=str(tmp_path), trainer=TrainerConfig(), engine=NativeEngineConfig())
     check_axes(needs, placements)
-    with pytest.raises(ConfigError, match="with which engine.kind = 'sglang' does not generate"):
+    with pytest.raises(ConfigError, match="which engine.kind = 'sglang' does not support here"):
         check_axes(replace(needs, engine=SglangEngineConfig()), placements)
 
 
