@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import secrets
 import signal
 import sys
@@ -94,7 +95,7 @@ def _open(lifeline: Lifeline, address: str, run: RunConfig) -> Dispatcher:
     generation = secrets.randbits(63)
     world, keys = World.from_env(), secret.derive_keys(key)
     shared = None
-    if world.num_nodes == 1 and MEMORY_FOLDER.is_dir():  # else arrays cross by the socket
+    if world.num_nodes == 1 and os.access(MEMORY_FOLDER, os.W_OK | os.X_OK):
         shared = ControllerArrays(PrivateFolder(in_memory=True))
     dispatcher = Dispatcher(
         run, world.size, address, keys, generation, lifeline.socket, lifeline.exit, shared
