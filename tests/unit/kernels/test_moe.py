@@ -61,11 +61,14 @@ def test_outputs_and_gradients_are_those_of_float64(
     torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
     (found * pull).sum().backward()
     (expected * pull.double()).sum().backward()
+    # The router's gradient is a difference of these products, so its error is one of theirs.
+    products = pull.norm(dim=1) * expected.norm(dim=1) * x.norm(dim=1)
     pairs = zip(ours.parameters(), wide.parameters(), strict=True)
     for one, other in [(given_x, wide_x), *pairs]:
         assert one.grad is not None
         gradient = torch.zeros_like(other) if other.grad is None else other.grad
-        assert (one.grad.double() - gradient).norm() <= 2e-5 * (1 + gradient.norm())
+        size = products.norm() / 20 if one is ours.gate.weight else 1 + gradient.norm()
+        assert (one.grad.double() - gradient).norm() <= 2e-5 * size
 
 
 @given(SIZES, st.integers(1, 50), st.data())
