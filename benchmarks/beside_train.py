@@ -14,8 +14,9 @@ import numpy as np
 
 import spmd_rl as rl
 from benchmarks.peer import Laps
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 
 @dataclass(frozen=True)

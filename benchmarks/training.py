@@ -22,8 +22,9 @@ from spmd_rl.train.learner import Learner
 from spmd_rl.train.megatron.backend import Megatron
 from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 896
 PACK_TOKENS = 16384

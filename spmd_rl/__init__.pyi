@@ -72,8 +72,8 @@ from spmd_rl.train.frozen import FrozenModel as FrozenModel
 from spmd_rl.train.trainer import Trainer as Trainer
 from spmd_rl.train.value_trainer import ValueTrainer as ValueTrainer
 from spmd_rl.types.batch import Batch as Batch
+from spmd_rl.types.groups import Group as Group
 from spmd_rl.types.prompts import Prompt as Prompt
-from spmd_rl.types.samples import Group as Group
 from spmd_rl.types.samples import Sample as Sample
 
 __version__: str

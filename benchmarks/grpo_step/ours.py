@@ -22,8 +22,9 @@ from benchmarks.grpo_step.work import (
     num_digits,
 )
 from benchmarks.peer import Laps
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 STEPS = 1 << 20  # the driver ends the run
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from spmd_rl.algo.executions import shares_of
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.types.columns import split_at
-from spmd_rl.types.samples import Group, GroupColumns
+from spmd_rl.types.groups import Group, GroupColumns
 
 EPSILON = 1e-6
 

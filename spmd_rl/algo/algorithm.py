@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from spmd_rl.algo.losses import Loss, Needs
 from spmd_rl.algo.packing import Aggregation, pack
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.samples import Group
+from spmd_rl.types.groups import Group
 
 ENTROPY = "entropy"
 REFERENCE_LOGPROBS = "reference_logprobs"  # the column that a KL term reads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.types.samples import GroupColumns
+from spmd_rl.types.groups import GroupColumns
 
 
 def executions_of(columns: GroupColumns) -> NDArray[np.int64]:

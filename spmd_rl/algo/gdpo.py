@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.algo.advantages import EPSILON, group_advantage
 from spmd_rl.errors import ConfigError
-from spmd_rl.types.samples import Group
+from spmd_rl.types.groups import Group
 
 WHOLE = "reward"  # the part that other algorithms learn from
 

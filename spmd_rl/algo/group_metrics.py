@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.observe.request_times import request_metrics
-from spmd_rl.types.samples import NO_VERSION, Group, GroupColumns, SampleColumns
+from spmd_rl.types.groups import Group, GroupColumns
+from spmd_rl.types.samples import NO_VERSION, SampleColumns
 
 
 def group_metrics(groups: list[Group], version: int) -> dict[str, float]:

@@ -27,7 +27,7 @@ from spmd_rl.algo.policy.mean_weight import with_mean_weight_of_one
 from spmd_rl.algo.refusals import refuse_wrong_settings
 from spmd_rl.errors import ConfigError
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.samples import Group
+from spmd_rl.types.groups import Group
 
 Maker = Callable[[PolicyConfig], Algorithm]
 

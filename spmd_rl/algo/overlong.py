@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from spmd_rl.types.samples import NO_VERSION, Group, Sample
+from spmd_rl.types.groups import Group
+from spmd_rl.types.samples import NO_VERSION, Sample
 
 
 def overlong_penalty(

@@ -25,7 +25,8 @@ from spmd_rl.algo.executions import executions_of
 from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.columns import concatenate, entry_indices, join_by_name, offsets_of
-from spmd_rl.types.samples import NO_VERSION, Group, GroupColumns, error_of
+from spmd_rl.types.groups import Group, GroupColumns
+from spmd_rl.types.samples import NO_VERSION, error_of
 from spmd_rl.types.sft_pair import SftPair
 from spmd_rl.types.token_data import TokenData
 
@@ -46,40 +47,44 @@ def pack(
     Raises: ContractError, DataError, ConfigError.
     """
     columns = Group.to_columns(groups)
-    _check(columns, advantages)
+    contexts = _Contexts.of(columns)
+    _check(columns, contexts, advantages)
     flat_advantages = concatenate(advantages, np.float64)
-    sequences = _sequences(columns)
+    sequences = _sequences(columns, contexts)
     return _make_batch(sequences, flat_advantages, aggregation, max_response_tokens)
 
 
-def _check(columns: GroupColumns, advantages: Sequence[NDArray[np.floating]]) -> None:
+def _check(
+    columns: GroupColumns, contexts: _Contexts, advantages: Sequence[NDArray[np.floating]]
+) -> None:
     if columns.lengths.tolist() != [len(values) for values in advantages]:
         raise ContractError(
             "pack needs one advantage for each sample of each group, in the order of the groups"
         )
     if not len(columns.samples) and (failed := columns.failed.samples.rows()):
         raise DataError("no sample of this step is usable", error_of(failed[0]))
-    prompts = columns.prompts
-    prompt_of_sample = np.repeat(np.arange(len(prompts)), columns.lengths)
-    empty = prompts.uid[prompt_of_sample][prompts.lengths[prompt_of_sample] == 0]
+    uids = np.repeat(columns.prompts.uid, columns.lengths)
+    empty = uids[contexts.lengths[contexts.of_sample] == 0]
     if empty.size:
         raise ConfigError(
             f"prompt {empty[0]} has no tokens, so its first response token cannot be predicted"
         )
 
 
-def _sequences(columns: GroupColumns) -> _Sequences:
-    """Return each sample as a sequence: its prompt's tokens, then its own."""
-    prompts, samples = columns.prompts, columns.samples
-    # With all prompts and then all samples end to end, a sequence is one row of each.
-    prompt_of_sample = np.repeat(np.arange(len(prompts)), columns.lengths)
-    lengths = np.concatenate([prompts.lengths, samples.lengths])
-    row_pairs = np.stack([prompt_of_sample, len(prompts) + np.arange(len(samples))], axis=1)
+def _sequences(columns: GroupColumns, contexts: _Contexts) -> _Sequences:
+    """Return each sample as a sequence: its context, which is the prompt or its own, then its own
+    tokens.
+    """
+    samples = columns.samples
+    # With all contexts and then all samples end to end, a sequence is one row of each.
+    lengths = np.concatenate([contexts.lengths, samples.lengths])
+    num_contexts = len(contexts.lengths)
+    row_pairs = np.stack([contexts.of_sample, num_contexts + np.arange(len(samples))], axis=1)
     flat = entry_indices(lengths, row_pairs.reshape(-1))
-    no_data = TokenData.observed(prompts.tokens)
+    no_data = TokenData.observed(contexts.tokens)
 
-    def placed(of_prompts: NDArray[Any], of_samples: NDArray[Any]) -> NDArray[Any]:
-        return np.concatenate([of_prompts, of_samples])[flat]
+    def placed(of_contexts: NDArray[Any], of_samples: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate([of_contexts, of_samples])[flat]
 
     versions = placed(no_data.versions, samples.versions)
     mask = versions != NO_VERSION
@@ -87,7 +92,7 @@ def _sequences(columns: GroupColumns) -> _Sequences:
         mask = placed(np.zeros(len(no_data), np.bool_), samples.mask)
     further = join_by_name([{}, samples.columns], [len(no_data), len(samples.tokens)])
     return _Sequences(
-        tokens=placed(prompts.tokens, samples.tokens),
+        tokens=placed(contexts.tokens, samples.tokens),
         lengths=lengths[row_pairs].sum(1, dtype=np.int32),
         mask=mask,
         rollout_logprobs=placed(no_data.logprobs, samples.logprobs),
@@ -97,6 +102,31 @@ def _sequences(columns: GroupColumns) -> _Sequences:
         kept=samples.kept if any(map(len, samples.kept)) else [],
         columns={name: values[flat] for name, values in further.items()},
     )
+
+
+@dataclass(frozen=True)
+class _Contexts:
+    """What stands before the samples' own tokens: all prompts, then the contexts of samples.
+
+    Shape: `lengths` is [C], `tokens` is [sum(lengths)], `of_sample` is [N], a row of `lengths`.
+    """
+
+    lengths: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    of_sample: NDArray[np.int64]
+
+    @staticmethod
+    def of(columns: GroupColumns) -> _Contexts:
+        prompts, own = columns.prompts, columns.samples.context
+        of_sample = np.repeat(np.arange(len(prompts)), columns.lengths)
+        if not len(own):
+            return _Contexts(prompts.lengths, prompts.tokens, of_sample)
+        lengths = np.array([len(tokens) for tokens in own], np.int64)
+        return _Contexts(
+            np.concatenate([prompts.lengths, lengths]),
+            concatenate([prompts.tokens, *own], np.int32),
+            np.where(lengths > 0, len(prompts) + np.arange(len(own)), of_sample),
+        )
 
 
 def pack_sft(

@@ -11,7 +11,7 @@ from spmd_rl.algo.packing import pack
 from spmd_rl.errors import ContractError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.columns import split_at
-from spmd_rl.types.samples import Group
+from spmd_rl.types.groups import Group
 
 
 def pack_samples(groups: list[Group]) -> Batch:

@@ -28,7 +28,7 @@ from spmd_rl.controller.weight_sync import WeightSync, WeightSyncConfig
 from spmd_rl.controller.world import ControllerWorld
 from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import Placement
-from spmd_rl.types.samples import Group
+from spmd_rl.types.groups import Group
 
 R = TypeVar("R", bound=Role)
 

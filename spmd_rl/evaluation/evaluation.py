@@ -14,8 +14,8 @@ from spmd_rl.evaluation.scores import metrics_of_sets, scores
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.rollout.rollout import Rollout
 from spmd_rl.train.trainer import Trainer
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import FIRST_EVALUATED, Prompt
-from spmd_rl.types.samples import Group
 
 SAMPLES_PER_CALL = 2048  # what engines are given at once
 

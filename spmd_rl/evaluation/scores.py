@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from spmd_rl.algo.group_metrics import num_drawn_tokens
-from spmd_rl.types.samples import Group
+from spmd_rl.types.groups import Group
 
 # scores whose mean over the sets is logged
 MACRO = ("reward", "pass@1", "loss", "token_accuracy", "accuracy", "margin")

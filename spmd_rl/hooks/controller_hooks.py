@@ -11,7 +11,7 @@ from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.hooks.context import HookContext, Keep
 from spmd_rl.hooks.results import preview, problem_of
 from spmd_rl.hooks.signatures import load_keep_group, load_pick_sources, part_name
-from spmd_rl.types.samples import Group
+from spmd_rl.types.groups import Group
 
 
 class KeepGroup:

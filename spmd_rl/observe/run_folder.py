@@ -24,7 +24,7 @@ from spmd_rl.observe.atomic_write import write_atomically
 from spmd_rl.observe.metrics_log import has_steps
 from spmd_rl.observe.run_lock import CONTROLLER_LOCK, LAUNCHER_LOCK, acquire_run_lock
 from spmd_rl.observe.samples_file import samples_as_json_lines
-from spmd_rl.types.samples import Group
+from spmd_rl.types.groups import Group
 
 MAX_CHANGES = 4  # of the settings that an error names
 # what every start makes at once, so that it is no sign of progress

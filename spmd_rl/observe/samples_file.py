@@ -20,8 +20,9 @@ from spmd_rl.errors import DataError
 from spmd_rl.observe.jsonl import numbered_lines, parse_json
 from spmd_rl.observe.request_times import TIMES
 from spmd_rl.types.columns import split_at
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt, PromptColumns, question_of
-from spmd_rl.types.samples import NO_VERSION, Group, Sample, SampleColumns, SampleStatus
+from spmd_rl.types.samples import NO_VERSION, Sample, SampleColumns, SampleStatus
 
 
 class _Column(msgspec.Struct):
@@ -45,7 +46,7 @@ class _SampleRow(msgspec.Struct, omit_defaults=True):
 
     `prompt`, `answer`, `source`, `meta`, `prompt_tokens` and `question` are those of the prompt.
     `kept` is in base64. `mask` is there if it is not that of all tokens with a version. `columns`
-    are those of the sample.
+    are those of the sample. `context` is there if it is not the prompt.
     """
 
     prompt_uid: int
@@ -69,6 +70,7 @@ class _SampleRow(msgspec.Struct, omit_defaults=True):
     mask: list[bool] | None = None
     question: str = ""
     columns: dict[str, _Column] = {}
+    context: list[int] = []
 
 
 # what plain data may hold and JSON lacks is written as Python shows it
@@ -145,8 +147,9 @@ def _rows(
     )
     rows = list(map(_SampleRow, *columns_of_rows))
     questions = _repeat(list(map(question_of, prompts.chat)), counts)
-    for row, question in zip(rows, questions, strict=True):
-        row.question = question
+    contexts = samples.filled("context")
+    for row, question, context in zip(rows, questions, contexts, strict=True):
+        row.question, row.context = question, context.tolist()
     if len(samples.mask):
         _add_masks(rows, samples)
     for name, values in samples.columns.items():
@@ -230,4 +233,5 @@ def _sample(row: _SampleRow) -> Sample:
         mask=versions != NO_VERSION if row.mask is None else np.array(row.mask, np.bool_),
         metadata=row.metadata,
         columns={name: column.array() for name, column in row.columns.items()},
+        context=np.array(row.context, np.int32),
     )

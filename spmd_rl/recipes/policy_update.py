@@ -29,7 +29,7 @@ from spmd_rl.train.trainer import Trainer
 from spmd_rl.train.training_role import TrainingRole
 from spmd_rl.train.value_trainer import Critic
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.samples import Group
+from spmd_rl.types.groups import Group
 
 BASE_STAYS = "the reference is the base, which no push replaces"
 CRITIC = "critic"  # name of the role, and of its ranks in a split

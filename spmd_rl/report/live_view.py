@@ -25,7 +25,7 @@ from spmd_rl.report.progress import (
     weights_text,
 )
 from spmd_rl.report.verdicts.main_scores import main_score
-from spmd_rl.types import samples
+from spmd_rl.types import groups
 
 PAGE_HINT = "report.html in this folder shows more, from step 1 on"
 _LABEL_WIDTH = 9
@@ -71,11 +71,11 @@ class LiveView:
         self._progress = progress
         self._title = title
         self._console = console or Console()
-        self._group: samples.Group | None = None
+        self._group: groups.Group | None = None
         self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=5)
         self._live.start()
 
-    def show(self, groups: Sequence[samples.Group]) -> None:
+    def show(self, groups: Sequence[groups.Group]) -> None:
         """Show a sample of the last of these groups that has one."""
         for group in groups:
             if group.num_samples:
@@ -272,7 +272,7 @@ def _policy(metrics: Metrics) -> Text | None:
     return Text(" · ".join(parts)) if parts else None
 
 
-def _sample(group: samples.Group, width: int) -> Text:
+def _sample(group: groups.Group, width: int) -> Text:
     sample = group.samples[0]
     reward = f"  reward {sample.reward:g}"
     text_width = max(20, width - len(reward) - 3)  # two fifths of it for the prompt

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from spmd_rl.report.compared_tokens import mismatch_text
 from spmd_rl.report.progress import Metrics, RunProgress, duration, evaluation_text, number
-from spmd_rl.types.samples import Group
+from spmd_rl.types.groups import Group
 
 _REWARD = ("reward/mean", "reward {}", ".3f")
 _COLUMNS = (

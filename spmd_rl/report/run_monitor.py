@@ -16,7 +16,7 @@ from spmd_rl.report.compared_tokens import closing_text
 from spmd_rl.report.pictures.curve_painter import CurvePainter
 from spmd_rl.report.plain_view import PlainView
 from spmd_rl.report.progress import RunProgress
-from spmd_rl.types.samples import Group
+from spmd_rl.types.groups import Group
 
 
 class ProgressView(Protocol):

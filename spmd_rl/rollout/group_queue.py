@@ -32,8 +32,9 @@ from itertools import islice
 from spmd_rl.controller.pending import Pending
 from spmd_rl.errors import ContractError, SpmdError
 from spmd_rl.rollout.sampler_config import SamplerConfig
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample, error_of
+from spmd_rl.types.samples import Sample, error_of
 
 NO_SAMPLES = "no_samples"  # why a group is rejected whose samples have all failed
 # batches of such groups for one step that end a run which sets no limit: the function is broken

@@ -17,7 +17,7 @@ from spmd_rl.rollout.group_queue import NO_SAMPLES, GroupQueue, QueuedGroup, Tak
 from spmd_rl.rollout.rollout import Rollout
 from spmd_rl.rollout.sampler_config import SamplerConfig
 from spmd_rl.rollout.sampler_file import SamplerState, read_state, write_state
-from spmd_rl.types.samples import Group
+from spmd_rl.types.groups import Group
 
 
 class GroupSampler:

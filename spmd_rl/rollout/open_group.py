@@ -9,8 +9,9 @@ from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.results import Grade
 from spmd_rl.observe.request_times import TIMES
 from spmd_rl.rollout.engine import SamplingConfig
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 
 @dataclass(eq=False)

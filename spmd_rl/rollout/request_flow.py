@@ -15,8 +15,9 @@ from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
 from spmd_rl.rollout.episodes import Key, RunningEpisodes, unstarted, with_turns
 from spmd_rl.rollout.grading import Grading
 from spmd_rl.rollout.open_group import OpenGroup
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 
 class RequestFlow:

@@ -45,8 +45,9 @@ from spmd_rl.rollout.kinds import EngineConfig, EngineSite
 from spmd_rl.rollout.memory import engine_memory
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.rollout.request_flow import RequestFlow
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 if TYPE_CHECKING:
     from spmd_rl.weights.ends import WeightSink

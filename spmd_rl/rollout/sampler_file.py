@@ -16,8 +16,8 @@ import msgspec
 from spmd_rl.controller.channel.codec import Codec, Packed
 from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.rollout.group_queue import QueuedGroup
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group
 
 GROUPS_FILE = "groups.msgpack"
 STATE_FILE = "state.json"

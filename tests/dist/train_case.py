@@ -13,8 +13,9 @@ from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.packing import Aggregation, pack
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 from spmd_rl.weights.local_tensors import LocalTensor
 
 VOCAB = 50

@@ -27,7 +27,8 @@ from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.observe.samples_file import read_groups
 from spmd_rl.rollout.sampler_file import SamplerState, read_state
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.groups import Group
+from spmd_rl.types.samples import Sample
 from tests.system.kill_resume import SMALL, Moment, Run
 
 NUM_STEPS, NUM_PROMPTS = 8, 4

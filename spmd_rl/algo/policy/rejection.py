@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.groups import Group
+from spmd_rl.types.samples import Sample
 
 Keep = Literal["best", "correct"]
 

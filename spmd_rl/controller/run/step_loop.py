@@ -23,7 +23,7 @@ from spmd_rl.controller.run.steps import LoopStep, RunObserver
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.trace import now_ns
 from spmd_rl.offload.residency import Receipt
-from spmd_rl.types.samples import Group
+from spmd_rl.types.groups import Group
 
 
 class StepLoop:

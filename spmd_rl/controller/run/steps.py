@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from spmd_rl.types.samples import Group
+from spmd_rl.types.groups import Group
 
 
 class RunObserver(Protocol):

@@ -14,7 +14,8 @@ from spmd_rl.data.render.chat import Chat, render
 from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.data.render.prompt_format import Tokenizer
 from spmd_rl.errors import DataError
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.groups import Group
+from spmd_rl.types.samples import Sample
 from spmd_rl.types.token_data import TokenData
 
 PROBE = "answer"  # an assistant's turn of which the template shows its end

@@ -250,7 +250,9 @@ def _parse_sample(row: dict[str, Any]) -> RecordedSample:
         exact_int(row["prompt_uid"]),
         exact_int(row["index"]),
         str(row["prompt"]),
-        np.array([exact_int(token) for token in row["prompt_tokens"]], np.int64),
+        np.array(
+            [exact_int(token) for token in row.get("context") or row["prompt_tokens"]], np.int64
+        ),
         tokens,
         logprobs,
         frozenset(versions) - {NO_VERSION},

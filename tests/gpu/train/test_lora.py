@@ -25,8 +25,8 @@ from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group
 from tests.dist.train_case import make_batch
 from tests.gpu.train.backend import fsdp2
 from tests.gpu.train.test_sleep import SHARE, free_bytes, wide

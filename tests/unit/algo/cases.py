@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.losses import LossInput
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 Flat = NDArray[np.float64]
 

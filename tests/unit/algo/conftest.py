@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 MakeGroup = Callable[..., Group]
 

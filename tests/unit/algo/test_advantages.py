@@ -12,8 +12,9 @@ from hypothesis.extra.numpy import arrays
 
 from spmd_rl.algo.advantages import group_advantage, rloo_advantage
 from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 REWARDS = arrays(np.float64, st.integers(2, 12), elements=st.floats(-5, 5))
 

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from spmd_rl.algo.credit import ppo_credit, reinforce_pp_credit, token_rewards
 from spmd_rl.algo.packing import pack
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 REWARDS = [1.0, 0.0, 0.5]
 

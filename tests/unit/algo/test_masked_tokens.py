@@ -15,8 +15,9 @@ from spmd_rl.algo.group_metrics import group_metrics
 from spmd_rl.algo.make import ALGORITHMS
 from spmd_rl.algo.packing import Aggregation, pack
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 from tests.unit.algo.by_hand import flat_logprobs
 from tests.unit.algo.cases import batch_of, draw_case, loss_and_gradient
 from tests.unit.algo.test_algorithms_by_hand import algorithm

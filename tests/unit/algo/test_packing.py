@@ -11,8 +11,9 @@ from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.packing import pack, pack_sft
 from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 from spmd_rl.types.token_values import TokenValues
 
 
@@ -135,6 +136,33 @@ def test_scores_of_shards_join_in_the_batch_s_order(
     joined = TokenValues.join(parts)
     np.testing.assert_array_equal(joined.values, -batch.tokens.astype(np.float32))
     np.testing.assert_array_equal(joined.lengths, batch.lengths)
+
+
+def test_a_context_of_its_own_stands_in_place_of_the_prompt() -> None:
+    groups = _groups([[2, 1], [3]])
+    plain, _ = _batch([[2, 1], [3]])
+    first = groups[0].samples
+    first[1] = first[1].replace(context=np.array([91, 92, 93], np.int32))
+    batch = pack(groups, [np.array([1.0, 2.0]), np.array([3.0])])
+    assert batch.lengths.tolist() == [3, 4, 5]
+    assert batch.tokens[3:7].tolist() == [91, 92, 93, 1]
+    assert batch.mask[3:7].tolist() == [False, False, False, True]
+    assert batch.versions[3:7].tolist() == [-1, -1, -1, 3]
+    assert batch.denominator == plain.denominator
+    others = np.r_[0:3, 7:12]
+    for name in ("tokens", "mask", "rollout_logprobs", "versions"):
+        expected = getattr(plain, name)[np.r_[0:3, 5:10]]
+        np.testing.assert_array_equal(getattr(batch, name)[others], expected)
+
+
+def test_a_context_serves_a_prompt_without_tokens() -> None:
+    prompt = Prompt(5, np.zeros(0, np.int32))
+    (group,) = _groups([[2]])
+    (sample,) = group.samples
+    with pytest.raises(ConfigError, match="prompt 5 has no tokens"):
+        pack([Group(prompt, [sample])], [np.ones(1)])
+    own = sample.replace(context=np.array([4], np.int32))
+    assert pack([Group(prompt, [own])], [np.ones(1)]).tokens.tolist() == [4, 0, 0]
 
 
 def test_sft_never_learns_a_first_token() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from spmd_rl.algo.policy.rejection import accepted_samples
 from spmd_rl.errors import ConfigError
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 
 def group(*samples: tuple[str, float, str]) -> Group:

@@ -12,8 +12,9 @@ from spmd_rl.controller.call_queue import VALUES_FILE, CallQueue
 from spmd_rl.controller.endpoint import BoundEndpoint, Role, Sharded, collective
 from spmd_rl.controller.pending import Pending
 from spmd_rl.errors import ConfigError
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 
 class Speaker(Role):

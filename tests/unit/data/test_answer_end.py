@@ -12,8 +12,9 @@ import pytest
 from spmd_rl.data.pairs import PairConfig, PreferencePairs
 from spmd_rl.data.render.answer_end import AnswerEnd
 from spmd_rl.errors import DataError
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 from tests.unit.data.chat_templates import CHATML, LLAMA, MISTRAL, PLAIN, QWEN, tokenizer_of
 
 TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "qwen": QWEN, "mistral": MISTRAL, "plain": PLAIN}

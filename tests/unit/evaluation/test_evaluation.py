@@ -21,8 +21,9 @@ from spmd_rl.evaluation.evaluation import Evaluation
 from spmd_rl.observe.metrics_log import MetricsLog, read_metrics
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.rollout import Rollout
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import FIRST_EVALUATED, Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 
 class Letters:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.evaluation.scores import metrics_of_sets, pass_at_k, powers_of_two, scores
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample, SampleStatus
+from spmd_rl.types.samples import Sample, SampleStatus
 
 
 def sample(

@@ -11,8 +11,8 @@ import pytest
 from examples.calculator.hooks import MAX_TURNS, calculate, right
 from spmd_rl.algo.packing import pack
 from spmd_rl.hooks.signatures import load_reward
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group
 from tests.unit.examples.played import played
 
 ROOT = Path(__file__).resolve().parents[3]

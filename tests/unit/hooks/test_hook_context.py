@@ -12,7 +12,7 @@ from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import HookContext, Keep
 from spmd_rl.hooks.controller_hooks import KeepGroup
-from spmd_rl.types.samples import Group
+from spmd_rl.types.groups import Group
 from tests.unit.hooks.cases import make_prompt, make_sample
 
 

@@ -16,8 +16,9 @@ from spmd_rl.hooks.rank.pool import HookPool
 from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeTask
 from spmd_rl.hooks.signatures import RewardForm, check_hooks, load_reward
 from spmd_rl.hooks.transcript import Turn
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 from spmd_rl.types.token_data import TokenData
 from tests.unit.hooks.cases import CharTokenizer, events_of, make_prompt, make_sample
 

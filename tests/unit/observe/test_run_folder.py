@@ -26,8 +26,9 @@ from spmd_rl.observe.run_lock import (
     launcher_lock,
     refuse_running_run,
 )
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 CONFIG = "steps = 3\n[trainer]\nlr = 0.1\n"
 
@@ -187,9 +188,7 @@ def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path,
         ("steps = 2\n[trainer]\nsteps = 1", "steps = 3\n[trainer]\nsteps = 2", False),
     ],
 )
-def test_a_run_may_become_longer(
-    tmp_path: Path, before: str, after: str, goes_on: bool
-) -> None:
+def test_a_run_may_become_longer(tmp_path: Path, before: str, after: str, goes_on: bool) -> None:
     RunFolder.open(tmp_path / "r", before + "\n", {}).metrics.write_text('{"step": 1}\n')
     if goes_on:
         RunFolder.open(tmp_path / "r", after + "\n", {})

@@ -16,7 +16,8 @@ import spmd_rl as rl
 from spmd_rl.errors import DataError
 from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.observe.samples_file import samples_as_json_lines
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.groups import Group
+from spmd_rl.types.samples import Sample
 
 FLOATS = st.floats(width=32, allow_nan=False) | st.just(float("nan"))
 # values that cross between processes, and that JSON has
@@ -58,6 +59,9 @@ def samples(draw: st.DrawFn, uid: int, index: int) -> Sample:
         values = listed(st.lists(st.integers(-9, 9), min_size=2, max_size=2))
         column = np.array(values, np.int16).reshape(len(sample.tokens), 2)
         sample = sample.replace(columns={"seen": column})
+    if draw(st.booleans()):
+        context = draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4))
+        sample = sample.replace(context=np.array(context, np.int32))
     if draw(st.booleans()):
         return sample
     return sample.replace(mask=np.array(listed(st.booleans()), np.bool_))

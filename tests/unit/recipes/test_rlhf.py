@@ -12,8 +12,9 @@ import pytest
 from spmd_rl.config.load import load
 from spmd_rl.recipes import rlhf
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 from tests.dist.train_case import write_model_folder
 from tests.unit.data.chat_templates import CHATML, QWEN, tokenizer_of
 

@@ -16,8 +16,9 @@ import numpy as np
 
 from spmd_rl.observe.metrics_log import MetricsLog
 from spmd_rl.observe.run_folder import RunFolder
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample, SampleStatus
+from spmd_rl.types.samples import Sample, SampleStatus
 
 BEGAN_S = 1_760_000_000.0
 STEP_S = 0.4

@@ -18,8 +18,9 @@ from spmd_rl.report.pictures.curves import picture
 from spmd_rl.report.progress import RunProgress, evaluation_text
 from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.report.series import KEY_FIGURES, key_figures
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 SCORES = {
     "eval/reward": 0.25,

@@ -11,8 +11,9 @@ import pytest
 from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.report.prompt_names import MAX_NAME, prompt_name, user_text
 from spmd_rl.report.samples import PageBudget, read_samples
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt, question_of
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 CHAT = (
     "<|im_start|>system\nBe brief.<|im_end|>\n"

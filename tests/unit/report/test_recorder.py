@@ -21,8 +21,9 @@ from spmd_rl.report.recorder import Recorder
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 SAME = "in 3 steps, all samples of every prompt had the same reward, so nothing was learned"

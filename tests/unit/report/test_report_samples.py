@@ -17,8 +17,9 @@ from spmd_rl.observe.timeline import write_chrome
 from spmd_rl.report.samples import PageBudget, coarse_to_fine_order, evenly_spaced, read_samples
 from spmd_rl.report.spans import read_timeline
 from spmd_rl.report.token_texts import find_tokenizer, token_texts
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 from tests.unit.report.synthetic import HOSTILE, make_run
 
 

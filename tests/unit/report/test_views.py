@@ -21,8 +21,9 @@ from spmd_rl.report.pictures.curve_painter import CurvePainter
 from spmd_rl.report.plain_view import step_line
 from spmd_rl.report.progress import RunProgress, duration, sparkline, weights_text
 from spmd_rl.report.run_monitor import RunMonitor
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 from tests.control_texts import COMMANDS, is_harmless
 from tests.terminal import screen
 

@@ -15,8 +15,9 @@ from spmd_rl.controller.pending import Pending
 from spmd_rl.errors import ConfigError, ContractError, SpmdError
 from spmd_rl.rollout.group_queue import NO_SAMPLES, GroupQueue, QueuedGroup, TakenGroups
 from spmd_rl.rollout.sampler_config import SamplerConfig
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 PER_STEP = 3
 RUNS: Pending[Group] = Pending(lambda deadline_s: Group(prompt(0), []))

@@ -16,8 +16,9 @@ from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.group_sampler import GroupSampler
 from spmd_rl.rollout.sampler_config import SamplerConfig
 from spmd_rl.rollout.sampler_file import GROUPS_FILE, STATE_FILE
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 LAST_RESORT_S = 60.0
 

@@ -26,7 +26,8 @@ from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.sampler_file import SamplerState, read_state, write_state
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.groups import Group
+from spmd_rl.types.samples import Sample
 from spmd_rl.types.token_data import TokenData
 from tests.dist.train_case import VOCAB
 from tests.planted.token_column import NAME, WIDTH, plant, values_of

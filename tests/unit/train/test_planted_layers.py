@@ -39,8 +39,8 @@ from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.cost.flops import train_flops
 from spmd_rl.train.kinds import kind_of
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group
 from tests.dist.train_case import make_batch
 from tests.planted import family, latent
 from tests.samples import finish

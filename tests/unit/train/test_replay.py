@@ -26,9 +26,9 @@ from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.train.microbatch import lay_out
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.groups import Group
 from spmd_rl.types.kept_sets import decode_sets, encode_sets
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group
 from tests.dist.train_case import VOCAB
 from tests.samples import finish
 

@@ -17,8 +17,9 @@ from spmd_rl.algo.group_metrics import group_metrics
 from spmd_rl.algo.packing import pack
 from spmd_rl.errors import ContractError
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.groups import Group, GroupColumns
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, GroupColumns, Sample
+from spmd_rl.types.samples import Sample
 
 
 def made(uid: int, sizes: list[int]) -> Group:
@@ -45,6 +46,8 @@ def made(uid: int, sizes: list[int]) -> Group:
             kept=bytes(size) if index % 2 else b"",
             metadata={"turns": [uid]} if (uid + index) % 3 == 1 else {},
         )
+        if uid % 2 and index % 2:
+            one = one.replace(context=np.arange(1 + index, dtype=np.int32) + 7)
         return one.replace(mask=tokens % 2 == 0) if uid % 3 == 2 and index else one
 
     prompt = Prompt(
@@ -171,11 +174,11 @@ def test_a_mask_that_is_not_given_is_of_the_tokens_with_a_version() -> None:
 
 def test_what_no_sample_has_does_not_cross() -> None:
     """Masks, metadata and kept sets are empty columns, and stay so through cuts and joins."""
-    plain_ones, others = [made(3, [2])], [made(2, [2, 4]), made(4, [3, 2])]
+    plain_ones, others = [made(3, [2])], [made(2, [2, 4]), made(5, [3, 2, 1])]
     columns = Group.to_columns(plain_ones)
     optional = columns.samples.OPTIONAL
-    assert [len(getattr(columns.samples, name)) for name in optional] == [0, 0, 0]
-    assert [len(getattr(columns[:1].samples, name)) for name in optional] == [0, 0, 0]
+    assert [len(getattr(columns.samples, name)) for name in optional] == [0] * len(optional)
+    assert [len(getattr(columns[:1].samples, name)) for name in optional] == [0] * len(optional)
     joined = GroupColumns.join([columns, Group.to_columns(others), columns])
     assert [plain(group) for group in joined.rows()] == [
         plain(group) for group in plain_ones + others + plain_ones

@@ -21,8 +21,9 @@ from spmd_rl.controller.channel.codec import _DTYPES, Codec, Packed, pack
 from spmd_rl.controller.channel.import_names import name_of, resolve
 from spmd_rl.controller.endpoint import Sharded
 from spmd_rl.errors import ContractError
+from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Group, Sample
+from spmd_rl.types.samples import Sample
 
 arrays = st.sampled_from(_DTYPES).flatmap(
     lambda name: hnp.arrays(np.dtype(name), hnp.array_shapes(min_dims=0, min_side=0))
