@@ -314,7 +314,7 @@ async def play(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Any:
         turn = await engine.complete(transcript)
         if number == bad_turn:
             await _happen(_begin(ctx, prompt, EPISODE))
-        transcript.observe(await engine.encode(f"seen {turn.text}"))
+        transcript.observe([*map(ord, f"seen {turn.text}")])
     return transcript.sample()
 
 

@@ -19,7 +19,6 @@ import select
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,19 +45,6 @@ from spmd_rl.types.token_data import TokenData
 
 HOOKS = str(Path(__file__).with_name("faulty_hooks.py"))
 IN_FLIGHT = 24  # tasks at once
-
-
-class Letters:
-    """A tokenizer of which each letter is a token. It has no chat template."""
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[*map(ord, line)] for line in text]}
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(map(chr, token_ids))
-
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> str:
-        raise ValueError("no chat template")
 
 
 @dataclass(frozen=True)
@@ -123,7 +109,6 @@ def run(cases: list[Case], *, deadline_s: float, pool_type: type[HookPool] = Hoo
             cfg,
             [f"{HOOKS}:grade", f"{HOOKS}:judge"],
             {"counts": counts.name},
-            tokenizer=Letters,
         ) as pool:
             _drive(pool, cases, outcome)
         outcome.num_calls = Counter(counts.read().splitlines())

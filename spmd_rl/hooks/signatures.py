@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -20,6 +20,7 @@ from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.load import load_function
+from spmd_rl.hooks.program import PROGRAM_FORM, EpisodeProgram, FunctionProgram, is_program
 from spmd_rl.rewards.names import canonical_name
 
 CONTEXT, WHOLE_GROUP = "ctx", "samples"  # names of parameters that say how a function is called
@@ -29,10 +30,11 @@ REWARD_FORMS = (
     "what the model wrote, prompt.answer the record's answer, and prompt.meta its other fields"
 )
 GENERATE_FORM = "async generate(ctx, prompt, engine)"
+EPISODE = (CONTEXT, "prompt", "engine")  # parameters of an episode function
 KEEP_GROUP_FORM = "keep_group(ctx, group)"
 PICK_SOURCES_FORM = "pick_sources(step, sources)"
 # names of parameters with a meaning: ours, and those of hooks of other programs
-OURS = {CONTEXT, WHOLE_GROUP, "prompt", "sample", "engine", "group", "step", "sources"}
+OURS = {CONTEXT, WHOLE_GROUP, *EPISODE, "sample", "group", "step", "sources", "site"}
 ELSEWHERE = set(
     "prompts completion completions completion_ids prompt_ids response responses output outputs "
     "input inputs text texts generation generations prediction predictions solution solutions "
@@ -66,9 +68,20 @@ def load_reward(name: str) -> RewardFunction:
     return RewardFunction(part_name(name), function, reward_form(name, function))
 
 
-def load_generate(name: str) -> Callable[..., Any]:
-    """Return the episode function of this name. Raises: ConfigError, also for its signature."""
-    return _loaded("hooks.generate", name, GENERATE_FORM, CONTEXT, "prompt", "engine")
+def load_generate(name: str) -> EpisodeProgram:
+    """Return the program of the episode function, or of the class, of this name.
+
+    Raises: ConfigError, also for its signature.
+    """
+    named = load_function("hooks.generate", name)
+    if is_program(named):
+        program = _made(name, cast("type[EpisodeProgram]", named))
+        forms = (program.open, "site"), (program.play, *EPISODE), (program.close,)
+        if all(_takes(*form) for form in forms):
+            return program
+    if isinstance(named, type):
+        raise _wrong("hooks.generate", name, named, PROGRAM_FORM)
+    return FunctionProgram(_loaded("hooks.generate", name, GENERATE_FORM, *EPISODE))
 
 
 def load_keep_group(name: str) -> Callable[..., Any]:
@@ -125,6 +138,14 @@ def reward_form(name: str, function: Callable[..., Any]) -> RewardForm:
     if not _takes(function, *((CONTEXT, *form) if takes_context else form)):
         raise _wrong("reward", name, function, REWARD_FORMS)
     return RewardForm(takes_context, whole_group, _is_async(function))
+
+
+def _made(name: str, program: type[EpisodeProgram]) -> EpisodeProgram:
+    try:
+        return program()
+    except Exception as error:  # the user's class may raise anything
+        made = f"making an object of it raised {type(error).__name__}: {error}"
+        raise ConfigError(f"hooks.generate {name!r}: {made}") from error
 
 
 def _loaded(kind: str, name: str, form: str, *parameters: str) -> Callable[..., Any]:

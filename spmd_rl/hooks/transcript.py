@@ -11,10 +11,20 @@ from numpy.typing import NDArray
 
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
-from spmd_rl.types.token_data import TokenData
+from spmd_rl.types.token_data import NO_TOKENS, TokenData
 
 TurnStatus = Literal["completed", "truncated"]
 END_OF_IDS = 1 << 31
+
+
+class TurnLimits(msgspec.Struct, frozen=True, array_like=True):
+    """What ends one turn. None leaves what the recipe's sampling says; `stop_ids` are more ids
+    besides those of the recipe and of the model.
+    """
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+    stop_ids: tuple[int, ...] = ()
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
@@ -54,11 +64,18 @@ class Transcript:
     """A prompt and all that follows it: tokens that the engine drew, and tokens that were observed.
 
     Tokens are only ever appended, and text is never tokenised again. An episode that needs another
-    past, such as that of a sub-agent, makes another transcript.
+    past, such as that of a sub-agent, makes another transcript. `context` are token ids that it
+    begins with, in place of the prompt's own.
+    Raises: ValueError for a context of no tokens, or of what are no token ids.
     """
 
-    def __init__(self, prompt: Prompt) -> None:
+    def __init__(
+        self, prompt: Prompt, context: Sequence[int] | NDArray[np.integer] | None = None
+    ) -> None:
         self.prompt = prompt
+        self.context = prompt.tokens if context is None else _token_ids("context", context)
+        if context is not None and not len(self.context):
+            raise ValueError("context: expected at least one token id")
         self.place: TranscriptPlace | None = (
             None  # the engine's first call for this transcript gives it one
         )
@@ -67,8 +84,8 @@ class Transcript:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens, those of the prompt included."""
-        return len(self.prompt.tokens) + sum(map(len, self._parts))
+        """The number of tokens, those of the context included."""
+        return len(self.context) + sum(map(len, self._parts))
 
     def observe(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Append tokens that the policy did not draw, such as the result of a tool.
@@ -76,12 +93,9 @@ class Transcript:
         Nothing learns from them: their log-prob is 0 and their version -1.
         Raises: ValueError for what are no token ids.
         """
-        ids = np.asarray(tokens)
-        if len(ids) == 0:
-            return
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= END_OF_IDS:
-            raise ValueError("observe: expected token ids, such as await engine.encode(text)")
-        self._parts.append(TokenData.observed(ids.astype(np.int32)))
+        ids = _token_ids("observe", tokens)
+        if len(ids):
+            self._parts.append(TokenData.observed(ids))
 
     def append(self, turn: Turn) -> None:
         """Append what the engine drew. `EpisodeEngine.complete` does this."""
@@ -90,7 +104,7 @@ class Transcript:
 
     @property
     def data(self) -> TokenData:
-        """All that follows the prompt."""
+        """All that follows the context."""
         return TokenData.join(self._parts)
 
     def sample(self, status: TurnStatus | None = None) -> Sample:
@@ -111,4 +125,15 @@ class Transcript:
             temperature,
             kept=data.kept,
             columns=data.columns,
+            context=NO_TOKENS if self.context is self.prompt.tokens else self.context,
         )
+
+
+def _token_ids(what: str, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
+    """Raises: ValueError for what are no token ids."""
+    ids = np.asarray(tokens)
+    if len(ids) == 0:
+        return NO_TOKENS
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= END_OF_IDS:
+        raise ValueError(f"{what}: expected token ids, such as await engine.encode(text)")
+    return ids.astype(np.int32)

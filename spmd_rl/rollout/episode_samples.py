@@ -36,21 +36,22 @@ class ModelLimits:
 
         Raises: BadResult, the end of a sentence, for a sample that cannot be taken.
         """
-        self.check_ids(sample.tokens)
+        for ids in (sample.context, sample.tokens):
+            self.check_ids(ids)
         if sample.kept and len(_ends_of_sets(sample)) != len(sample.tokens):
             raise BadResult("returned a sample that has no kept set for each token")
         if not sample.temperature > 0 or math.isinf(sample.temperature):
             raise BadResult(f"returned a sample of temperature {sample.temperature:g}")
         if math.isinf(sample.reward):
             raise BadResult(f"returned a sample whose reward is {sample.reward}")
-        room = self.context_tokens - num_prompt_tokens
+        num_before = len(sample.context) or num_prompt_tokens
+        room = self.context_tokens - num_before
         if len(sample.tokens) > room:
             sample = _without_tail(sample)
         if len(sample.tokens) > room:
             raise BadResult(
-                f"returned a sample of {len(sample.tokens)} tokens after the "
-                f"{num_prompt_tokens} of the prompt, but the model's context is "
-                f"{self.context_tokens}"
+                f"returned a sample of {len(sample.tokens)} tokens after a prompt of "
+                f"{num_before}, but the model's context is {self.context_tokens}"
             )
         return sample
 

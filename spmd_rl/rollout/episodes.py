@@ -10,10 +10,10 @@ import numpy as np
 
 from spmd_rl.errors import DataError
 from spmd_rl.hooks.rank.pool import HookPool
-from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeEnded, EpisodeTask, Failed
+from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeEnded, EpisodeTask, Failed, TurnCancelled
 from spmd_rl.hooks.results import BadResult
-from spmd_rl.hooks.transcript import Turn, TurnStatus
-from spmd_rl.rollout.engine import Request, SamplingConfig
+from spmd_rl.hooks.transcript import Turn, TurnLimits, TurnStatus
+from spmd_rl.rollout.engine import Request, SamplingConfig, StepOutput
 from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.types.samples import MODEL, NO_VERSION, TURNS, Sample
@@ -54,19 +54,21 @@ class RunningEpisodes:
         prompt, sampling = group.prompt, group.sampling
         try:
             self._limits.check_ids(call.past.tokens)
+            if call.context is not None:
+                self._limits.check_ids(call.context)
         except BadResult as problem:
             self._pool.refuse(call.task_id, call.call_id, f"the transcript {problem}")
             return None
-        if len(prompt.tokens) + len(call.past) >= self._limits.context_tokens:
+        context = prompt.tokens if call.context is None else call.context
+        if len(context) + len(call.past) >= self._limits.context_tokens:
             self._pool.reply(call.task_id, call.call_id, Turn(TokenData(), "", "truncated"))
             return None
-        max_tokens = len(call.past) + (call.max_tokens or sampling.max_tokens)
         key = prompt.uid, index + call.transcript * sampling.num_samples
         self._turns[key] = call
         return Request(
             *key,
-            prompt.tokens,
-            _turn_sampling(sampling, max_tokens, call.stop),
+            context,
+            _turn_sampling(sampling, call.limits, len(call.past)),
             call.past,
             group.seed,
         )
@@ -75,6 +77,25 @@ class RunningEpisodes:
         """Tell an episode why the engine did not take the request of its turn."""
         del self._turns[request.uid, request.index]
         self._pool.refuse(call.task_id, call.call_id, problem)
+
+    def show(self, output: StepOutput) -> None:
+        """Show episodes that want to see them the tokens that a step of the engine has added."""
+        if not any(call.streams for call in self._turns.values()):
+            return
+        uids, indices, tokens = (
+            column.tolist() for column in (output.uids, output.indices, output.tokens)
+        )
+        for uid, index, token in zip(uids, indices, tokens, strict=True):
+            call = self._turns.get((uid, index))
+            if call is not None and call.streams:
+                self._pool.show(call.task_id, call.call_id, [token])
+
+    def cancel(self, event: TurnCancelled) -> list[Key]:
+        """Forget a turn for which nobody waits, and return its request that the engine has."""
+        keys = [key for key, call in self._turns.items() if call.call_id == event.call_id]
+        for key in keys:
+            del self._turns[key]
+        return keys
 
     def answer(self, sample: Sample, text: str) -> bool:
         """Give a turn that the engine has finished to its episode; False if it is of none."""
@@ -105,7 +126,9 @@ class RunningEpisodes:
         left = self._turns_of(event.task_id)
         if isinstance(event, EpisodeEnded):
             return group, self._fitted(group, event), left
-        self._fail(group, index, event.where, event.problem)
+        if self._raises and not event.is_spared:
+            raise DataError(event.where, event.problem)
+        group.fail(unstarted(group, index), event.error, event.kind)
         return group, [], left
 
     def _fitted(self, group: OpenGroup, event: EpisodeEnded) -> list[Sample]:
@@ -115,13 +138,10 @@ class RunningEpisodes:
             try:
                 samples.append(self._limits.fitted(sample, len(group.prompt.tokens)))
             except BadResult as problem:
-                self._fail(group, sample.index, event.where, str(problem))
+                if self._raises:
+                    raise DataError(event.where, str(problem)) from None
+                group.fail(unstarted(group, sample.index), f"{event.where}: {problem}")
         return samples
-
-    def _fail(self, group: OpenGroup, index: int, where: str, problem: str) -> None:
-        if self._raises:
-            raise DataError(where, problem)
-        group.fail(unstarted(group, index), f"{where}: {problem}")
 
     def forget(self, group: OpenGroup) -> list[Key]:
         """End a group's episodes, and return their requests that the engine still has."""
@@ -171,7 +191,11 @@ def with_turns(sample: Sample, text_of: Callable[[list[int]], str]) -> Sample:
 
 
 @lru_cache(maxsize=1024)
-def _turn_sampling(
-    sampling: SamplingConfig, max_tokens: int, stop: tuple[str, ...] | None
-) -> SamplingConfig:
-    return replace(sampling, max_tokens=max_tokens, stop=sampling.stop if stop is None else stop)
+def _turn_sampling(sampling: SamplingConfig, limits: TurnLimits, num_past: int) -> SamplingConfig:
+    """Return the sampling of a turn; the limit of tokens counts those before it."""
+    return replace(
+        sampling,
+        max_tokens=num_past + (limits.max_tokens or sampling.max_tokens),
+        stop=sampling.stop if limits.stop is None else limits.stop,
+        stop_ids=sampling.stop_ids + limits.stop_ids,
+    )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from spmd_rl.hooks.context import CallInfo
+from spmd_rl.hooks.failures import FAILURE, FailureKind
 from spmd_rl.hooks.results import Grade
 from spmd_rl.observe.request_times import TIMES
 from spmd_rl.rollout.engine import SamplingConfig
@@ -61,9 +62,9 @@ class OpenGroup:
             listed[0] = listed[0].replace(metadata={**listed[0].metadata, TIMES: self.times})
         return Group(self.prompt, samples, failed, self.reward_time_s)
 
-    def fail(self, sample: Sample, error: str) -> None:
-        """Take a sample that nothing learns from."""
-        metadata = {**sample.metadata, "error": error}
+    def fail(self, sample: Sample, error: str, kind: FailureKind | None = None) -> None:
+        """Take a sample that nothing learns from; `kind` is that of an EpisodeFailure."""
+        metadata = {**sample.metadata, "error": error} | ({FAILURE: kind} if kind else {})
         self.failed.append(sample.replace(status="failed", metadata=metadata))
 
 

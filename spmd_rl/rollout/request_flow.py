@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.rank.pool import HookPool
-from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeEnded, Event, Failed, Graded
+from spmd_rl.hooks.rank.tasks import (
+    EngineCall,
+    EpisodeEnded,
+    Event,
+    Failed,
+    Graded,
+    TurnCancelled,
+)
 from spmd_rl.observe.request_times import RequestTimes
 from spmd_rl.observe.trace import Trace, now_ns
 from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
@@ -127,6 +134,8 @@ class RequestFlow:
             began_ns = now_ns()
             output = self._engine.step()
             self._times.mark_step(began_ns, output.started, output.uids, output.indices)
+            if self._episodes is not None:
+                self._episodes.show(output)
             if finished := output.finished:
                 self._finish([drawn for sample in finished if (drawn := self._drawn(sample))])
         if self._pool is not None and self._pool.num_unfinished:
@@ -201,6 +210,8 @@ class RequestFlow:
     def _act_on_episode(self, episodes: RunningEpisodes, event: Event) -> None:
         if isinstance(event, EngineCall):
             self._begin_turn(episodes, event)
+        elif isinstance(event, TurnCancelled):
+            self._abort_requests(episodes.cancel(event))
         elif isinstance(event, EpisodeEnded | Failed):
             group, samples, left = episodes.take(event)
             self._abort_requests(left)

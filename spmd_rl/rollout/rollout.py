@@ -113,7 +113,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         pool = None
         if rewards or (hooks.generate and is_first):
             # its processes import the hooks while this one loads
-            pool = HookPool(hooks, rewards, settings, lambda: self.tokenizer)
+            pool = HookPool(hooks, rewards, settings, context.rank, model)
         self.tokenizer = load_tokenizer(model)
         from spmd_rl.offload.role_memory import RoleMemory
         from spmd_rl.rollout.build import build_engine

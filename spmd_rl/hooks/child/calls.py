@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd_rl.errors import ContractError
 from spmd_rl.hooks.context import CallInfo, HookContext
+from spmd_rl.hooks.program import EpisodeProgram
 from spmd_rl.hooks.results import BadResult, as_grade, as_grades, preview
 from spmd_rl.hooks.signatures import RewardFunction, load_generate, load_reward
 from spmd_rl.hooks.wire.messages import Calls, Episode, Result, Start
@@ -103,7 +104,7 @@ class LoadedHooks:
     """The functions of a process, and the recipe's config, which they find in their context."""
 
     rewards: list[RewardFunction]
-    generate: Callable[..., Any] | None
+    program: EpisodeProgram | None
     config: Mapping[str, Any]
 
     @staticmethod
@@ -114,8 +115,8 @@ class LoadedHooks:
             from spmd_rl.rewards.config import graders_of  # most hooks do not need it
 
             check_graders(names, graders_of(start.config), start.deadline_s)
-        generate = load_generate(start.generate) if start.generate else None
-        return LoadedHooks(rewards, generate, start.config)
+        program = load_generate(start.generate) if start.generate else None
+        return LoadedHooks(rewards, program, start.config)
 
     def reward_calls(self, message: Calls) -> Iterator[RewardCall]:
         """Yield the calls of a message, in order. Arrays are read-only, for the next function."""
@@ -141,11 +142,11 @@ class LoadedHooks:
 
     def episode_call(self, message: Episode) -> EpisodeCall:
         """Return the call that a message asks for."""
-        assert self.generate is not None
+        assert self.program is not None
         (prompt,) = message.prompts.rows()
         context = self._context(message.info, prompt.uid, message.index)
         which = message.index, message.num_samples, message.temperature
-        return EpisodeCall(message.call_id, self.generate, prompt, *which, context)
+        return EpisodeCall(message.call_id, self.program.play, prompt, *which, context)
 
     def _context(self, info: CallInfo, prompt_uid: int, sample_index: int) -> HookContext:
         which = info.step, info.version, info.evaluation, info.seed

@@ -1,9 +1,9 @@
-"""Engine of an episode: it asks the rank for turns and for token ids, and waits for the answers."""
+"""Engine of an episode: it asks the rank for turns, and waits for the answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,25 @@ from numpy.typing import NDArray
 from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.child.async_calls import Stopwatch
 from spmd_rl.hooks.child.calls import EpisodeCall
-from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
-from spmd_rl.hooks.wire.messages import AskTexts, AskTurn, ToRank
+from spmd_rl.hooks.texts import EpisodeTexts
+from spmd_rl.hooks.transcript import END_OF_IDS, Transcript, TranscriptPlace, Turn, TurnLimits
+from spmd_rl.hooks.wire.messages import AskTurn, CancelTurn, ToRank
+
+OnTokens = Callable[[list[int]], None]
+
+
+class _Asked:
+    """A turn that the engine draws: who waits for it, and how many of its tokens were shown."""
+
+    def __init__(self, transcript: int, on_tokens: OnTokens | None) -> None:
+        self.transcript, self.on_tokens = transcript, on_tokens
+        self.num_shown = 0
+        self.turn: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+
+    def show(self, tokens: list[int]) -> None:
+        if self.on_tokens is not None and tokens:
+            self.num_shown += len(tokens)
+            self.on_tokens(tokens)
 
 
 class EpisodeEngine:
@@ -22,24 +39,33 @@ class EpisodeEngine:
     """
 
     def __init__(
-        self, episode: EpisodeCall, send: Callable[[ToRank], None], watch: Stopwatch
+        self,
+        episode: EpisodeCall,
+        send: Callable[[ToRank], None],
+        watch: Stopwatch,
+        texts: EpisodeTexts,
     ) -> None:
-        self._episode, self._send, self._watch = episode, send, watch
+        self._episode, self._send, self._watch, self._texts = episode, send, watch, texts
         self._num_transcripts = 0
         self._num_asked = 0
-        self._busy: set[int] = set()  # numbers of transcripts with a call
-        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._asked: dict[int, _Asked] = {}
 
     async def complete(
         self,
         transcript: Transcript,
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
+        *,
+        stop_ids: Sequence[int] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Turn:
         """Let the policy go on with the transcript, and return what it drew, which is appended.
 
         `max_tokens` and `stop` hold for this turn alone; without them the recipe's sampling does.
-        Blocks: until the engine has drawn the turn; this time does not count for the deadline.
+        The turn ends at any of `stop_ids`, too. `on_tokens` is called in the event loop with each
+        run of new token ids while they are drawn; the turn has them all.
+        Blocks: until the engine has drawn the turn; this time does not count for the deadline. When
+        the waiting task is cancelled, the engine stops drawing.
         Raises: ValueError for arguments without sense, and while another call for this transcript
         runs; SpmdError with the reason when the engine cannot go on.
         """
@@ -48,76 +74,105 @@ class EpisodeEngine:
             index = self._episode.sample_index + number * self._episode.num_samples
             transcript.place = TranscriptPlace(number, index, self._episode.temperature)
         number = transcript.place.number
-        if number in self._busy:
+        if self._ask_of(number) is not None:
             raise ValueError("complete: another call for this transcript is still running")
-        if max_tokens is not None and (max_tokens := int(max_tokens)) < 1:
-            raise ValueError(f"complete: max_tokens = {max_tokens}: expected 1 or more")
-        stops = None if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(one, str) and one for one in stops or ()):
-            raise ValueError("complete: stop holds something else than texts, or an empty one")
-        past = transcript.data
-        self._busy.add(number)
-        try:
-            turn: Turn = await self._ask(AskTurn, number, past, max_tokens, stops)
-        finally:
-            self._busy.discard(number)
+        limits = _limits(max_tokens, stop, stop_ids)
+        turn = await self._draw(transcript, number, limits, on_tokens)
         transcript.append(turn)
         return turn
 
-    async def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it, for `observe`.
-
-        Blocks: until the rank has answered.
+    def cancel(self, transcript: Transcript) -> None:
+        """End the turn of this transcript that is drawn now, if any; its `complete` raises
+        SpmdError. What was drawn of it is lost.
         """
-        tokens: list[int] = await self._ask(AskTexts, text)
-        return tokens
+        number = None if transcript.place is None else transcript.place.number
+        if number is not None and (ask_id := self._ask_of(number)) is not None:
+            self._send(CancelTurn(self._episode.call_id, ask_id))
+            self.answer(ask_id, SpmdError("the turn was cancelled"))
+
+    async def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens around it, for `observe`."""
+        return self._texts.encode(text)
 
     async def decode(self, tokens: Sequence[int] | NDArray[np.integer]) -> str:
         """Return the text of token ids, with special tokens.
 
-        Blocks: until the rank has answered.
-        Raises: ValueError for a negative number.
+        Raises: ValueError for a negative number; SpmdError for an id that the tokenizer refuses.
         """
-        ids = np.asarray(tokens, np.int32)
-        if (ids < 0).any():
-            raise ValueError("decode: token ids are not negative")
-        text: str = await self._ask(AskTexts, None, ids)
-        return text
+        return self._texts.decode(tokens)
 
     async def render(
         self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Return what the chat template makes of messages, with the generation prompt.
 
         `template_kwargs` are more arguments of the template.
-        Blocks: until the rank has answered.
         Raises: SpmdError with what the template says, when it refuses the messages.
         """
-        chat = list(messages), list(tools or ()), dict(template_kwargs or {})
-        text: str = await self._ask(AskTexts, None, None, chat)
-        return text
+        return self._texts.render(messages, tools, template_kwargs)
 
-    def answer(self, ask_id: int, value: Any) -> None:
+    def show(self, ask_id: int, tokens: list[int]) -> None:
+        """Hand new tokens of a turn to the function that wants to see them."""
+        if asked := self._asked.get(ask_id):
+            asked.show(tokens)
+
+    def answer(self, ask_id: int, value: Turn | SpmdError) -> None:
         """Hand an answer of the rank to the function that waits for it, if it still does."""
-        future = self._answers.get(ask_id)
-        if future is None or future.done():
+        asked = self._asked.get(ask_id)
+        if asked is None or asked.turn.done():
             return
         if isinstance(value, SpmdError):
-            future.set_exception(value)
+            asked.turn.set_exception(value)
         else:
-            future.set_result(value)
+            asked.show(value.tokens[asked.num_shown :].tolist())
+            asked.turn.set_result(value)
 
-    async def _ask(self, question: Callable[..., ToRank], *values: Any) -> Any:
-        """Send a question and wait for its answer."""
+    def _ask_of(self, transcript: int) -> int | None:
+        """Return under which id a turn of this transcript is waited for."""
+        return next((key for key, one in self._asked.items() if one.transcript == transcript), None)
+
+    async def _draw(
+        self, transcript: Transcript, number: int, limits: TurnLimits, on_tokens: OnTokens | None
+    ) -> Turn:
+        """Ask the rank for a turn, and wait for it."""
         ask_id, self._num_asked = self._num_asked, self._num_asked + 1
-        future = self._answers[ask_id] = asyncio.get_running_loop().create_future()
+        asked = self._asked[ask_id] = _Asked(number, on_tokens)
+        context = None if transcript.context is transcript.prompt.tokens else transcript.context
         self._watch.pause()
         try:
-            self._send(question(self._episode.call_id, ask_id, *values))
-            return await future
+            self._send(
+                AskTurn(
+                    self._episode.call_id,
+                    ask_id,
+                    number,
+                    transcript.data,
+                    limits,
+                    context,
+                    on_tokens is not None,
+                )
+            )
+            return await asked.turn
+        except asyncio.CancelledError:
+            self._send(CancelTurn(self._episode.call_id, ask_id))
+            raise
         finally:
             self._watch.resume()
-            del self._answers[ask_id]
+            del self._asked[ask_id]
+
+
+def _limits(
+    max_tokens: int | None, stop: Sequence[str] | None, stop_ids: Sequence[int]
+) -> TurnLimits:
+    """Return the limits of a turn. Raises: ValueError for those without sense."""
+    if max_tokens is not None and (max_tokens := int(max_tokens)) < 1:
+        raise ValueError(f"complete: max_tokens = {max_tokens}: expected 1 or more")
+    stops = None if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(one, str) and one for one in stops or ()):
+        raise ValueError("complete: stop holds something else than texts, or an empty one")
+    ids = tuple(map(int, stop_ids))
+    if not all(0 <= one < END_OF_IDS for one in ids):
+        raise ValueError("complete: stop_ids holds something else than token ids")
+    return TurnLimits(max_tokens, stops, ids)

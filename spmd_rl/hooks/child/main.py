@@ -11,7 +11,7 @@ import sys
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.child.calls import LoadedHooks
-from spmd_rl.hooks.child.process_state import ProcessState, SeedWatch
+from spmd_rl.hooks.child.process_state import SeedWatch
 from spmd_rl.hooks.child.server import serve
 from spmd_rl.hooks.wire.channel import CallNote, MessageReader, encode
 from spmd_rl.hooks.wire.messages import TO_PROCESS, Ready, Start
@@ -40,8 +40,7 @@ def main(socket_fd: int, note_fd: int, parent_pid: int) -> None:
     except ConfigError as error:
         sock.sendall(encode(Ready([], str(error))))
         return
-    sock.sendall(encode(Ready([reward.form for reward in hooks.rewards])))
-    serve(sock, CallNote(note_fd), ProcessState(seeds), hooks, start)
+    serve(sock, CallNote(note_fd), seeds, hooks, start)
 
 
 def _first_message(sock: socket.socket) -> Start | None:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import time
+import traceback
 from collections import deque
 from typing import Any
 
@@ -16,17 +17,23 @@ from spmd_rl.errors import ContractError, SpmdError
 from spmd_rl.hooks.child.async_calls import OpenCall, StepWatcher
 from spmd_rl.hooks.child.calls import EpisodeCall, LoadedHooks, RewardCall
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
-from spmd_rl.hooks.child.process_state import ProcessState
-from spmd_rl.hooks.results import problem_of
+from spmd_rl.hooks.child.process_state import ProcessState, SeedWatch
+from spmd_rl.hooks.failures import EpisodeFailure
+from spmd_rl.hooks.program import EpisodeProgram, Site
+from spmd_rl.hooks.results import preview, problem_of
+from spmd_rl.hooks.texts import EpisodeTexts
 from spmd_rl.hooks.wire.channel import CallNote, MessageReader, encode
 from spmd_rl.hooks.wire.messages import (
+    CLOSE_S,
     TO_PROCESS,
     Answer,
     Answers,
     Calls,
     Cancel,
     Episode,
+    NewTokens,
     Problem,
+    Ready,
     Reply,
     Start,
     ToProcess,
@@ -39,19 +46,34 @@ SHORTEST_WAIT_S = 0.05  # between two looks at the time of a call
 
 
 def serve(
-    sock: socket.socket, note: CallNote, state: ProcessState, hooks: LoadedHooks, start: Start
+    sock: socket.socket, note: CallNote, seeds: SeedWatch, hooks: LoadedHooks, start: Start
 ) -> None:
-    """Serve calls until the rank ends. Plain functions run on the main thread, outside of the event
-    loop, so that they may use signals and loops of their own.
+    """Open the program of episodes, tell the rank, and serve calls until it ends.
+
+    Plain functions run on the main thread, outside of the event loop, so that they may use signals
+    and loops of their own.
     """
     loop = asyncio.new_event_loop()
-    server = Server(loop, note, state, hooks, start)
+    site = Site(start.config, start.rank, start.model, EpisodeTexts.of_folder(start.model))
+    if hooks.program is not None:
+        try:
+            loop.run_until_complete(hooks.program.open(site))
+        # a user's program may raise anything
+        except BaseException as error:  # noqa: BLE001
+            problem = f"hooks.generate {start.generate!r}: open "
+            problem += problem_of(error, hooks.program.open)
+            sock.sendall(encode(Ready([], problem)))
+            return
+    sock.sendall(encode(Ready([reward.form for reward in hooks.rewards])))
+    server = Server(loop, note, ProcessState(seeds), hooks, start, site.texts)
     loop.run_until_complete(loop.connect_accepted_socket(lambda: server, sock))
     while not server.ended:
         server.run_plain()
         # a hook may stop the loop, and a task of it may raise these
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             loop.run_forever()
+    if hooks.program is not None:
+        _close(loop, hooks.program)
     os._exit(0)  # threads of hooks may still run
 
 
@@ -65,10 +87,11 @@ class Server(asyncio.Protocol):
         state: ProcessState,
         hooks: LoadedHooks,
         start: Start,
+        texts: EpisodeTexts,
     ) -> None:
         self.ended = False
         self._loop, self._note, self._state = loop, note, state
-        self._hooks, self._start = hooks, start
+        self._hooks, self._start, self._texts = hooks, start, texts
         self._reader = MessageReader(TO_PROCESS)
         self._transport: Any = None
         self._plain: deque[RewardCall] = deque()
@@ -130,17 +153,19 @@ class Server(asyncio.Protocol):
             case Cancel(call_id):
                 if call_id in self._open:
                     self._cancel(self._open[call_id], "was cancelled")
-            case Reply(call_id, ask_id, problem, turn, tokens, text):
+            case Reply(call_id, ask_id, problem, turn):
                 if engine := self._engines.get(call_id):
-                    values = [one for one in (turn, tokens, text) if one is not None]
-                    engine.answer(ask_id, values[0] if values else SpmdError(problem))
+                    engine.answer(ask_id, SpmdError(problem) if turn is None else turn)
+            case NewTokens(call_id, ask_id, tokens):
+                if engine := self._engines.get(call_id):
+                    engine.show(ask_id, tokens)
 
     def _begin(self, job: RewardCall | EpisodeCall, deadline_s: float) -> None:
         """Begin an async call."""
         call = OpenCall(job, deadline_s, self._watcher.clock)
         self._open[job.call_id] = call
         if isinstance(job, EpisodeCall):
-            self._engines[job.call_id] = EpisodeEngine(job, self._send, call.watch)
+            self._engines[job.call_id] = EpisodeEngine(job, self._send, call.watch, self._texts)
 
         async def main() -> Any:
             if isinstance(job, RewardCall):
@@ -172,6 +197,9 @@ class Server(asyncio.Protocol):
             return call.job.answer(call.main.result(), call.watch.used_s)
         # a user's function may raise anything
         except BaseException as error:  # noqa: BLE001
+            if isinstance(error, EpisodeFailure) and isinstance(call.job, EpisodeCall):
+                told = f"{error.kind}: {preview(error, str)}"
+                return Problem(call.job.call_id, call.watch.used_s, told, kind=error.kind)
             problem = problem_of(error, call.job.function)
             return Problem(call.job.call_id, call.watch.used_s, problem)
 
@@ -210,6 +238,14 @@ class Server(asyncio.Protocol):
     def _send(self, message: ToRank) -> None:
         self._state.end_if_forked()
         self._transport.write(encode(message))
+
+
+def _close(loop: asyncio.AbstractEventLoop, program: EpisodeProgram) -> None:
+    """Let a program end what it has started. The rank shows what goes wrong, as the run ends."""
+    try:
+        loop.run_until_complete(asyncio.wait_for(program.close(), CLOSE_S))
+    except BaseException:  # noqa: BLE001  a user's program may raise anything
+        traceback.print_exc()
 
 
 def _answer_to(call: RewardCall) -> Answer:

@@ -6,31 +6,47 @@ the turns that the engine has drawn already, so that nothing is drawn twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from spmd_rl.data.render.chat import Chat, Template, render
-from spmd_rl.data.render.messages import messages_of, tools_of
-from spmd_rl.errors import SpmdError
-from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeEnded, EpisodeTask, Failed
+from spmd_rl.hooks.rank.tasks import (
+    EngineCall,
+    EpisodeEnded,
+    EpisodeTask,
+    Failed,
+    TurnCancelled,
+)
 from spmd_rl.hooks.rank.worker_group import WorkerGroup
 from spmd_rl.hooks.results import describe_episode
-from spmd_rl.hooks.wire.messages import Answer, AskTexts, AskTurn, Episode, Problem, Reply
+from spmd_rl.hooks.transcript import TurnLimits
+from spmd_rl.hooks.wire.messages import (
+    Answer,
+    AskTurn,
+    CancelTurn,
+    Episode,
+    NewTokens,
+    Problem,
+    Reply,
+)
 from spmd_rl.types.prompts import Prompt
 
-# what an episode asked the engine: transcript, digest of its tokens, max_tokens and stop
-_TurnKey = tuple[int, bytes, int | None, tuple[str, ...] | None]
+EpisodeEvent = EngineCall | TurnCancelled | EpisodeEnded | Failed
 
 
-class EpisodeTokenizer(Template, Protocol):
-    """The part of a tokenizer that episodes need."""
+class _TurnKey(NamedTuple):
+    """What an episode asked the engine: a transcript, the tokens so far, and the limits."""
 
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
+    transcript: int
+    digest: bytes  # of the tokens
+    limits: TurnLimits
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+    @staticmethod
+    def of(message: AskTurn) -> _TurnKey:
+        digest = blake2b(message.past.tokens.tobytes())
+        if message.context is not None:
+            digest.update(b"after" + message.context.tobytes())
+        return _TurnKey(message.transcript, digest.digest(), message.limits)
 
 
 class _OpenEpisode:
@@ -39,19 +55,17 @@ class _OpenEpisode:
     def __init__(self, task: EpisodeTask) -> None:
         self.task = task
         self.replies: dict[_TurnKey, dict[str, Any]] = {}  # of the engine
-        self.asked: dict[int, _TurnKey] = {}  # what the engine draws now, by its call
+        self.asked: dict[int, _TurnKey] = {}  # what the engine draws now, by its EngineCall
         self.waiting: dict[_TurnKey, int] = {}  # the ask id under which the function waits
 
 
 class EpisodeTasks:
     """The episodes that are open. The id of a task is that of its call. `name` is that of the
-    function, `tokenizer` returns the one that answers for texts, and `ids` numbers engine calls.
+    function, and `ids` numbers engine calls.
     """
 
-    def __init__(
-        self, name: str, tokenizer: Callable[[], Any] | None, group: WorkerGroup, ids: Iterator[int]
-    ) -> None:
-        self._name, self._tokenizer, self._group, self._ids = name, tokenizer, group, ids
+    def __init__(self, name: str, group: WorkerGroup, ids: Iterator[int]) -> None:
+        self._name, self._group, self._ids = name, group, ids
         self._tasks: dict[int, _OpenEpisode] = {}
 
     def __len__(self) -> int:
@@ -73,22 +87,22 @@ class EpisodeTasks:
         which = task.info, task.index, task.num_samples, task.temperature
         return Episode(task_id, *which, Prompt.to_columns([task.prompt]))
 
-    def take(
-        self, message: AskTurn | AskTexts | Answer
-    ) -> Iterator[EngineCall | EpisodeEnded | Failed]:
+    def take(self, message: AskTurn | CancelTurn | Answer) -> Iterator[EpisodeEvent]:
         """Yield the event that a message of an episode leads to, if any."""
         task_id = message.call_id
         if task_id not in self._tasks:  # it was cancelled
             return
         if isinstance(message, AskTurn):
             yield from self._asked(message)
-        elif isinstance(message, AskTexts):
-            self._send(reply_of(message, self._tokenizer))
+        elif isinstance(message, CancelTurn):
+            yield from self._cancelled(message)
         else:
             task = self._tasks.pop(task_id).task
             where = f"generate {self._name} on {describe_episode(task.prompt, task.index)}"
             if isinstance(message, Problem):
-                yield Failed(task_id, where, message.problem, message.seconds)
+                kind = message.kind
+                is_spared = kind is not None
+                yield Failed(task_id, where, message.problem, message.seconds, is_spared, kind)
             elif message.samples is not None:
                 told = {"metrics": message.metrics, "notes": message.notes}
                 added = {name: values for name, values in told.items() if values}
@@ -104,6 +118,13 @@ class EpisodeTasks:
             if (ask_id := episode.waiting.pop(key, None)) is not None:
                 self._send(Reply(task_id, ask_id, **reply))
 
+    def show(self, task_id: int, call_id: int, tokens: list[int]) -> None:
+        """Show an episode new tokens of its turn, if it still waits for it."""
+        if episode := self._tasks.get(task_id):
+            ask_id = episode.waiting.get(episode.asked[call_id])
+            if ask_id is not None:
+                self._send(NewTokens(task_id, ask_id, tokens))
+
     def cancel(self, task_id: int) -> None:
         """Forget a task and its call."""
         if self._tasks.pop(task_id, None):
@@ -112,8 +133,7 @@ class EpisodeTasks:
     def _asked(self, message: AskTurn) -> Iterator[EngineCall]:
         """Answer a question from what was drawn before, or ask the engine."""
         task_id, episode = message.call_id, self._tasks[message.call_id]
-        past = blake2b(message.past.tokens.tobytes()).digest()
-        key = message.transcript, past, message.max_tokens, message.stop
+        key = _TurnKey.of(message)
         if key in episode.replies:
             self._send(Reply(task_id, message.ask_id, **episode.replies[key]))
             return
@@ -126,33 +146,21 @@ class EpisodeTasks:
                 call_id,
                 message.transcript,
                 message.past,
-                message.max_tokens,
-                message.stop,
+                message.limits,
+                message.context,
+                message.streams,
             )
 
-    def _send(self, message: Reply) -> None:
+    def _cancelled(self, message: CancelTurn) -> Iterator[TurnCancelled]:
+        """Forget a question that the engine has not answered."""
+        episode = self._tasks[message.call_id]
+        waiting = {ask_id: key for key, ask_id in episode.waiting.items()}
+        key = waiting.get(message.ask_id)
+        for call_id, asked in list(episode.asked.items()):
+            if asked == key:
+                del episode.asked[call_id], episode.waiting[key]
+                yield TurnCancelled(message.call_id, call_id)
+
+    def _send(self, message: Reply | NewTokens) -> None:
         if worker := self._group.worker_of(message.call_id):
             worker.send(message)
-
-
-def reply_of(question: AskTexts, tokenizer: Callable[[], EpisodeTokenizer] | None) -> Reply:
-    """Return the tokenizer's answer to a question, or why there is none."""
-    ids = question.call_id, question.ask_id
-    if tokenizer is None:
-        return Reply(*ids, "there is no tokenizer here")
-    if question.text is not None:
-        (tokens,) = tokenizer()([question.text], add_special_tokens=False)["input_ids"]
-        return Reply(*ids, tokens=list(tokens))
-    if question.chat is None:
-        try:
-            return Reply(*ids, text=tokenizer().decode(np.array(question.tokens).tolist()))
-        # a tokenizer may raise anything on an id that it does not have
-        except Exception as error:  # noqa: BLE001
-            return Reply(*ids, f"decode: {type(error).__name__}: {error}")
-    messages, tools, template_kwargs = question.chat
-    try:
-        turns = messages_of("messages", messages)
-        chat = Chat("messages", turns, tools_of("tools", tools), template_kwargs)
-        return Reply(*ids, text=render(chat, tokenizer(), generation_prompt=True))
-    except SpmdError as error:
-        return Reply(*ids, str(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import selectors
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
@@ -12,14 +12,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from spmd_rl.hooks.config import HookConfig
-from spmd_rl.hooks.rank.episode_tasks import EpisodeTasks, EpisodeTokenizer
+from spmd_rl.hooks.rank.episode_tasks import EpisodeTasks
 from spmd_rl.hooks.rank.reward_tasks import RewardTasks
 from spmd_rl.hooks.rank.tasks import EpisodeTask, Event, Task
 from spmd_rl.hooks.rank.worker import HookWorker
 from spmd_rl.hooks.rank.worker_group import Limits, WorkerGroup
 from spmd_rl.hooks.signatures import part_name
 from spmd_rl.hooks.transcript import Turn
-from spmd_rl.hooks.wire.messages import Answers, AskTexts, AskTurn, Ready, Start, ToRank
+from spmd_rl.hooks.wire.messages import Answers, AskTurn, CancelTurn, Ready, Start, ToRank
 
 LATE_STEP = "held its event loop for longer than {:g} s without an await"
 
@@ -28,8 +28,9 @@ class HookPool(AbstractContextManager["HookPool"]):
     """Runs the hooks of one rank, whose main thread alone may use it. No method waits for a hook.
 
     `rewards` names the reward functions, and `config` is the recipe's config as plain nested data.
-    `tokenizer` returns the tokenizer that answers episodes. First processes start at once, so that
-    they import the hooks while the rank loads its model.
+    `rank` is that of this worker, and `model` the folder of the run's model, whose tokenizer serves
+    episodes. First processes start at once, so that they import the hooks while the rank loads its
+    model.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class HookPool(AbstractContextManager["HookPool"]):
         cfg: HookConfig,
         rewards: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
-        tokenizer: Callable[[], EpisodeTokenizer] | None = None,
+        rank: int = 0,
+        model: str = "",
     ) -> None:
         deadlines = cfg.concurrency, cfg.deadline_s, cfg.episode_deadline_s
-        self._start = Start(list(rewards), "", dict(config or {}), *deadlines)
+        self._start = Start(list(rewards), "", dict(config or {}), rank, model, *deadlines)
         self._selector = selectors.DefaultSelector()
         late = Limits(cfg.processes, cfg.concurrency, cfg.deadline_s, LATE_STEP)
         plain = Limits(cfg.processes, 0, cfg.deadline_s)
@@ -53,7 +55,7 @@ class HookPool(AbstractContextManager["HookPool"]):
         self._ids = ids = count()  # of tasks and calls
         names = [part_name(name) for name in rewards]
         self._rewards = RewardTasks(names, self._plain, self._async, ids)
-        self._episodes = EpisodeTasks(part_name(cfg.generate), tokenizer, self._episode, ids)
+        self._episodes = EpisodeTasks(part_name(cfg.generate), self._episode, ids)
         if rewards:
             self._plain.start()
         if cfg.generate:
@@ -109,6 +111,10 @@ class HookPool(AbstractContextManager["HookPool"]):
         """Give an episode what the engine has drawn for its EngineCall."""
         self._episodes.reply(task_id, call_id, turn=turn)
 
+    def show(self, task_id: int, call_id: int, tokens: list[int]) -> None:
+        """Show an episode new tokens of the turn that its EngineCall asked for."""
+        self._episodes.show(task_id, call_id, tokens)
+
     def refuse(self, task_id: int, call_id: int, problem: str) -> None:
         """Tell an episode why the engine cannot answer its EngineCall; `complete` raises it."""
         self._episodes.reply(task_id, call_id, problem=problem)
@@ -140,7 +146,7 @@ class HookPool(AbstractContextManager["HookPool"]):
             for answer in message.answers:
                 tasks = self._episodes if answer.call_id in self._episodes else self._rewards
                 yield from tasks.take(answer)
-        elif isinstance(message, AskTurn | AskTexts):
+        elif isinstance(message, AskTurn | CancelTurn):
             yield from self._episodes.take(message)
         elif isinstance(message, Ready) and worker in self._plain.workers:
             self._rewards.forms = message.forms

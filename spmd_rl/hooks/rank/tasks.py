@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from spmd_rl.hooks.context import CallInfo
+from spmd_rl.hooks.failures import FailureKind
 from spmd_rl.hooks.results import Grade
+from spmd_rl.hooks.transcript import TurnLimits
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 from spmd_rl.types.token_data import TokenData
@@ -64,7 +68,7 @@ class Failed(msgspec.Struct, frozen=True):
     """A task has failed. `where` names the function and the sample, `problem` ends the sentence.
 
     `is_spared` says that this ends no run: a shipped grader has met an answer that it cannot grade
-    in time.
+    in time, or an episode has raised an EpisodeFailure, of which `kind` is then that.
     """
 
     task_id: int
@@ -72,6 +76,7 @@ class Failed(msgspec.Struct, frozen=True):
     problem: str
     seconds: float = 0.0
     is_spared: bool = False
+    kind: FailureKind | None = None
 
     @property
     def error(self) -> str:
@@ -81,16 +86,24 @@ class Failed(msgspec.Struct, frozen=True):
 class EngineCall(msgspec.Struct, frozen=True):
     """An episode asks the engine for a turn, and waits for `HookPool.reply`.
 
-    `past` is all that follows the prompt in transcript number `transcript`. `max_tokens` and `stop`
-    are those of this turn alone; None leaves them as the recipe set them.
+    `past` is all that follows the context in transcript number `transcript`, and `context` is that
+    of the transcript, if it is not the prompt. `streams` asks for `HookPool.show` meanwhile.
     """
 
     task_id: int
     call_id: int
     transcript: int
     past: TokenData
-    max_tokens: int | None
-    stop: tuple[str, ...] | None
+    limits: TurnLimits
+    context: NDArray[np.int32] | None = None
+    streams: bool = False
+
+
+class TurnCancelled(msgspec.Struct, frozen=True):
+    """Nobody waits for the turn of an EngineCall any more."""
+
+    task_id: int
+    call_id: int
 
 
 class EpisodeEnded(msgspec.Struct, frozen=True):
@@ -102,4 +115,4 @@ class EpisodeEnded(msgspec.Struct, frozen=True):
     where: str = ""
 
 
-Event = Graded | Failed | EngineCall | EpisodeEnded
+Event = Graded | Failed | EngineCall | TurnCancelled | EpisodeEnded

@@ -22,7 +22,7 @@ from spmd_rl.controller.lifecycle.process_family import MARK_ENV, end_family
 from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.rank.output import Output
 from spmd_rl.hooks.wire.channel import CallNote, MessageReader, encode
-from spmd_rl.hooks.wire.messages import DAMAGED_EXIT, TO_RANK, Start, ToProcess, ToRank
+from spmd_rl.hooks.wire.messages import CLOSE_S, DAMAGED_EXIT, TO_RANK, Start, ToProcess, ToRank
 from spmd_rl.mesh.environment import without_world
 
 PROGRAM = (
@@ -59,6 +59,7 @@ class HookWorker:
         self._note = CallNote(note)
         os.close(note)
         self._reader, self._unsent = MessageReader(TO_RANK), bytearray()
+        self._closes = bool(start.generate)
         selector.register(self._socket, selectors.EVENT_READ)
         self.send(start)
 
@@ -112,7 +113,14 @@ class HookWorker:
         return f"ended its process with {signal.Signals(-code).name}{_place(self.tail)}"
 
     def close(self) -> None:
-        """Kill the process and what it started. Blocks: until the system has ended it."""
+        """End the process, and kill what it has started. Blocks: until the system has ended it.
+
+        A program of episodes gets a few seconds to close.
+        """
+        if self._closes and self.is_ready:
+            self._socket.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_S)
         if sys.platform == "linux":
             end_family(self._process.pid, self._mark)
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 
 from spmd_rl.controller.channel.codec import Codec
 from spmd_rl.hooks.context import CallInfo
+from spmd_rl.hooks.failures import FailureKind
 from spmd_rl.hooks.results import Grade
 from spmd_rl.hooks.signatures import RewardForm
-from spmd_rl.hooks.transcript import Turn
+from spmd_rl.hooks.transcript import Turn, TurnLimits
 from spmd_rl.types.prompts import PromptColumns
 from spmd_rl.types.samples import SampleColumns
 from spmd_rl.types.token_data import TokenData
 
+CLOSE_S = 3.0  # for a program of episodes to close, as its process ends
 DAMAGED_EXIT = 77  # exit code after a hook has closed descriptors of its process
 
 
@@ -27,18 +29,26 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
 
 
 class Start(Message, frozen=True):
-    """The first message to a process: what it imports, and the deadlines of its calls."""
+    """The first message to a process: what it imports, and the deadlines of its calls.
+
+    `rank` is that of the worker, and `model` the folder of the run's model.
+    """
 
     rewards: list[str]
     generate: str
     config: dict[str, Any]
+    rank: int
+    model: str
     concurrency: int
     deadline_s: float
     episode_deadline_s: float
 
 
 class Ready(Message, frozen=True):
-    """All hooks are imported, and `forms` are those of the rewards; or why one cannot be used."""
+    """All hooks are imported, and `forms` are those of the rewards; or why one cannot be used.
+
+    A program of episodes has been opened, too.
+    """
 
     forms: list[RewardForm]
     error: str = ""
@@ -83,14 +93,20 @@ class Cancel(Message, frozen=True):
 
 
 class Reply(Message, frozen=True):
-    """Answer to a question of an episode: the one value that is not None, or else a problem."""
+    """The turn that an episode asked for, or the problem why there is none."""
 
     call_id: int
     ask_id: int
     problem: str = ""
     turn: Turn | None = None
-    tokens: list[int] | None = None
-    text: str | None = None
+
+
+class NewTokens(Message, frozen=True):
+    """Token ids that the engine has just added to a turn whose episode wants to see them."""
+
+    call_id: int
+    ask_id: int
+    tokens: list[int]
 
 
 class Result(Message, frozen=True):
@@ -112,7 +128,7 @@ class Problem(Message, frozen=True):
     """Why a call failed: the end of a sentence about it. `retires` is that of Result.
 
     `in_doubt` says that another call may be the reason. `unanswered` says that the process ended,
-    or was ended at the deadline, before there was an answer.
+    or was ended at the deadline, before there was an answer. `kind` is that of an EpisodeFailure.
     """
 
     call_id: int
@@ -121,6 +137,7 @@ class Problem(Message, frozen=True):
     in_doubt: bool = False
     retires: bool = False
     unanswered: bool = False
+    kind: FailureKind | None = None
 
 
 Answer = Result | Problem  # the last word on a call
@@ -133,29 +150,28 @@ class Answers(Message, frozen=True):
 
 
 class AskTurn(Message, frozen=True):
-    """Ask the engine to go on with transcript number `transcript`, after `past`."""
+    """Ask the engine to go on with transcript number `transcript`, after `past`.
+
+    `context` stands in place of the prompt's tokens. `streams` asks for NewTokens meanwhile.
+    """
 
     call_id: int
     ask_id: int
     transcript: int
     past: TokenData
-    max_tokens: int | None
-    stop: tuple[str, ...] | None
+    limits: TurnLimits
+    context: NDArray[np.int32] | None = None
+    streams: bool = False
 
 
-class AskTexts(Message, frozen=True):
-    """Ask the rank's tokenizer for the token ids of a text, the text of token ids, or the text that
-    the chat template makes of messages, tools and template arguments.
-    """
+class CancelTurn(Message, frozen=True):
+    """Ask the engine to stop drawing a turn, for which nobody waits any more."""
 
     call_id: int
     ask_id: int
-    text: str | None = None
-    tokens: NDArray[np.int32] | None = None
-    chat: tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]] | None = None
 
 
-ToProcess = Start | Calls | Episode | Cancel | Reply
-ToRank = Ready | Answers | AskTurn | AskTexts
+ToProcess = Start | Calls | Episode | Cancel | Reply | NewTokens
+ToRank = Ready | Answers | AskTurn | CancelTurn
 TO_PROCESS: Codec = Codec(ToProcess, functions=False, repeats=False)
 TO_RANK: Codec = Codec(ToRank, functions=False, repeats=False)

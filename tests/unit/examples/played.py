@@ -16,7 +16,7 @@ from spmd_rl.hooks.transcript import Turn
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 from spmd_rl.types.token_data import TokenData
-from tests.unit.hooks.cases import CharTokenizer, events_of
+from tests.unit.hooks.cases import character_model, events_of
 
 
 def played(hooks: Path, prompt: Prompt, *said: str) -> tuple[Sample, list[EngineCall]]:
@@ -32,7 +32,7 @@ def played(hooks: Path, prompt: Prompt, *said: str) -> tuple[Sample, list[Engine
 
     cfg = HookConfig(generate=f"{hooks}:solve")
     check_hooks(cfg)
-    with HookPool(cfg, tokenizer=CharTokenizer) as pool:
+    with HookPool(cfg, model=character_model()) as pool:
         task = pool.submit(EpisodeTask(prompt, 0, 1, 1.0, CallInfo()))
         event: Any = events_of(pool, answer)[task]
     (sample,) = event.samples

@@ -73,7 +73,7 @@ def test_an_episode_of_three_turns() -> None:
     said = "[37*48]", "[1776+12]", "1788"
     sample, calls = played(HOOKS, asked(), *said)
     assert sample.text == "[37*48]=1776;[1776+12]=1788;1788"
-    assert [call.stop for call in calls] == [("]",)] * 3
+    assert [call.limits.stop for call in calls] == [("]",)] * 3
     drawn = "".join(chr(token) for token in sample.tokens[sample.mask])
     assert drawn == "".join(said)
     observed = ~sample.mask

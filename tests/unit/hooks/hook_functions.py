@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.context import HookContext
+from spmd_rl.hooks.failures import EpisodeFailure
+from spmd_rl.hooks.program import Site
 from spmd_rl.hooks.transcript import Transcript
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
@@ -151,6 +154,80 @@ async def busy_transcript(ctx: HookContext, prompt: Prompt, engine: EpisodeEngin
     transcript = Transcript(prompt)
     await asyncio.gather(engine.complete(transcript), engine.complete(transcript))
     return transcript.sample()
+
+
+async def own_context(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> list[Sample]:
+    plain, own = Transcript(prompt), Transcript(prompt, [60, 61, 62])
+    await engine.complete(plain)
+    await engine.complete(own, stop_ids=[5])
+    return [plain.sample(), own.sample()]
+
+
+async def watches(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
+    transcript, shown = Transcript(prompt), list[list[int]]()
+    turn = await engine.complete(transcript, on_tokens=shown.append)
+    assert [token for run in shown for token in run] == turn.tokens.tolist()
+    ctx.emit("runs", len(shown))
+    return transcript.sample()
+
+
+async def gives_up(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
+    """One turn is cancelled by its engine, the other with its task."""
+    first, second = Transcript(prompt), Transcript(prompt)
+    waiting = asyncio.ensure_future(engine.complete(first))
+    await asyncio.sleep(0)
+    engine.cancel(first)
+    try:
+        await waiting
+    except SpmdError as error:
+        ctx.note("first", str(error))
+    other = asyncio.ensure_future(engine.complete(second))
+    await asyncio.sleep(0)
+    other.cancel()
+    await asyncio.wait([other])
+    await engine.complete(first, max_tokens=3)
+    return first.sample()
+
+
+async def tool_breaks(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
+    raise EpisodeFailure("tool", "no answer from the search index")
+
+
+class Counted:
+    """A program: it counts its episodes, and writes down that it was closed."""
+
+    async def open(self, site: Site) -> None:
+        self.site, self.num_played = site, 0
+        self.ticks = asyncio.ensure_future(self.tick())
+
+    async def tick(self) -> None:
+        """Run outside of any episode."""
+        while True:
+            await asyncio.sleep(3600)
+
+    async def play(self, ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
+        self.num_played = number = self.num_played + 1
+        assert not self.ticks.done()
+        transcript = Transcript(prompt)
+        await engine.complete(transcript)
+        ctx.emit("played", number)
+        ctx.note("site", f"{self.site.rank} {self.site.texts.encode('ab')}")
+        return transcript.sample()
+
+    async def close(self) -> None:
+        self.ticks.cancel()
+        Path(self.site.config["closed"]).write_text(f"{self.num_played}")
+
+
+class CannotOpen(Counted):
+    async def open(self, site: Site) -> None:
+        raise OSError("the port is taken")
+
+
+class HasNoClose:
+    async def open(self, site: Site) -> None: ...
+
+    async def play(self, ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> None: ...
 
 
 async def is_refused(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.hooks.child.calls import LoadedHooks
 from spmd_rl.hooks.context import CallInfo
+from spmd_rl.hooks.program import FunctionProgram
 from spmd_rl.hooks.rank.output import SHOWN_BYTES_PER_S, Output
 from spmd_rl.hooks.rank.reward_tasks import RewardTasks
 from spmd_rl.hooks.rank.tasks import GroupTask, SampleTask
@@ -139,7 +140,7 @@ def test_an_episode_crosses() -> None:
     prompt, info = make_prompt(3), CallInfo(version=4)
     message = Episode(9, info, 1, 2, 0.5, Prompt.to_columns([prompt]))
     (arrived,) = MessageReader(TO_PROCESS).feed(encode(message))
-    call = LoadedHooks([], print, {"a": 1}).episode_call(arrived)
+    call = LoadedHooks([], FunctionProgram(print), {"a": 1}).episode_call(arrived)
     assert (call.call_id, call.sample_index, call.temperature) == (9, 1, 0.5)
     assert (call.context.sample_index, call.context.version) == (1, 4)
     assert np.array_equal(call.prompt.tokens, prompt.tokens)

@@ -15,9 +15,8 @@ from spmd_rl.data.render.chat import Chat
 from spmd_rl.data.render.turns import encode_turns
 from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.child.conversation import Conversation
-from spmd_rl.hooks.rank.episode_tasks import reply_of
+from spmd_rl.hooks.texts import EpisodeTexts
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
-from spmd_rl.hooks.wire.messages import AskTexts, Reply
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 from spmd_rl.types.token_data import TokenData
@@ -29,10 +28,11 @@ words = st.from_regex(r"\A[ab][ab ]{0,8}[ab]\Z")
 
 
 class Engine:
-    """An engine that draws the texts that it is given; the rank's tokenizer answers beside it."""
+    """An engine that draws the texts that it is given."""
 
     def __init__(self, tokenizer: Any, drawn: Sequence[str]) -> None:
         self.tokenizer, self.drawn = tokenizer, [*drawn]
+        self.texts = EpisodeTexts(lambda: tokenizer)
         self.prompts: list[str] = []
 
     async def complete(
@@ -50,19 +50,13 @@ class Engine:
         return turn
 
     async def encode(self, text: str) -> list[int]:
-        return self._ask(AskTexts(0, 0, text)).tokens
+        return self.texts.encode(text)
 
     async def decode(self, tokens: Any) -> str:
-        return self._ask(AskTexts(0, 0, None, tokens)).text
+        return self.texts.decode(tokens)
 
     async def render(self, messages: Any, tools: Any, template_kwargs: Any) -> str:
-        return self._ask(AskTexts(0, 0, chat=(messages, tools or [], template_kwargs or {}))).text
-
-    def _ask(self, question: AskTexts) -> Any:
-        reply = reply_of(question, lambda: self.tokenizer)
-        if reply.problem:
-            raise SpmdError(reply.problem)
-        return reply
+        return self.texts.render(messages, tools, template_kwargs)
 
 
 def played(name: str, said: list[str], asked: list[str], drawn: list[str], **kwargs: Any) -> Any:
@@ -158,24 +152,23 @@ def test_a_prompt_without_messages() -> None:
         Conversation(make_prompt())
 
 
-def test_questions_for_the_tokenizer() -> None:
-    def answer(question: AskTexts) -> Reply:
-        return reply_of(question, lambda: tokenizer_of(MISTRAL))
-
+def test_texts_are_those_of_the_model_s_tokenizer() -> None:
+    tokenizer = tokenizer_of(MISTRAL)
+    texts = EpisodeTexts(lambda: tokenizer)
     user = {"role": "user", "content": "a"}
-    rendered = answer(AskTexts(1, 2, chat=([user], [], {})))
-    assert rendered == Reply(1, 2, text="<s>[INST] a [/INST]")
-    refused = answer(AskTexts(1, 2, chat=([user, user], [], {})))
-    assert refused == Reply(
-        1, 2, "messages: the chat template refuses this: roles must alternate user/assistant"
-    )
-    assert answer(AskTexts(1, 2, chat=([{"role": "user"}], [], {}))).problem
-    encoded = answer(AskTexts(1, 2, "<s>"))
-    assert encoded == Reply(1, 2, tokens=[tokenizer_of(MISTRAL).bos_token_id])
-    assert answer(AskTexts(1, 2, None, np.array(encoded.tokens, np.int32))) == Reply(
-        1, 2, text="<s>"
-    )
-    assert reply_of(AskTexts(1, 2, ""), None) == Reply(1, 2, "there is no tokenizer here")
+    assert texts.render([user]) == "<s>[INST] a [/INST]"
+    refused = "messages: the chat template refuses this: roles must alternate user/assistant"
+    with pytest.raises(SpmdError, match=refused):
+        texts.render([user, user])
+    with pytest.raises(SpmdError, match="messages"):
+        texts.render([{"role": "user"}])
+    assert texts.encode("<s>") == [tokenizer.bos_token_id]
+    assert texts.decode([tokenizer.bos_token_id]) == "<s>"
+    assert texts.decode([tokenizer.bos_token_id], skip_special_tokens=True) == ""
+    assert texts.eos_ids[0] == tokenizer.eos_token_id
+    assert texts.chat_template == MISTRAL
+    with pytest.raises(ValueError, match="not negative"):
+        texts.decode([-1])
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen"])

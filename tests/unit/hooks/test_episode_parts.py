@@ -13,7 +13,7 @@ from spmd_rl.hooks.child.async_calls import LONG_STEP_S, LoopClock, Stopwatch
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.rank.episode_tasks import EpisodeTasks
 from spmd_rl.hooks.rank.tasks import EpisodeTask
-from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
+from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn, TurnLimits
 from spmd_rl.hooks.wire.messages import AskTurn
 from spmd_rl.types.token_data import TokenData
 from tests.unit.hooks.cases import make_prompt
@@ -66,14 +66,14 @@ class Played:
         self.sent: list[Any] = []
         worker = SimpleNamespace(send=self.sent.append)
         group: Any = SimpleNamespace(add=lambda ids: None, worker_of=lambda call_id: worker)
-        self.tasks = EpisodeTasks("play", None, group, itertools.count(10))
+        self.tasks = EpisodeTasks("play", group, itertools.count(10))
         self.tasks.open(0, EpisodeTask(make_prompt(), 0, 1, 1.0, CallInfo()))
 
     def ask(self, ask_id: int, *tokens: int, transcript: int = 0, stop: Any = None) -> int | None:
         """Return the call that the engine gets, if it gets one."""
         past = turn(*tokens)
         arrays = past.tokens, past.logprobs, past.versions
-        message = AskTurn(0, ask_id, transcript, TokenData(*arrays), 4, stop)
+        message = AskTurn(0, ask_id, transcript, TokenData(*arrays), TurnLimits(4, stop))
         calls = [event.call_id for event in self.tasks.take(message)]  # type: ignore[union-attr]
         return calls[0] if calls else None
 

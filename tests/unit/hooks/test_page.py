@@ -20,7 +20,7 @@ from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 from spmd_rl.types.token_data import TokenData
-from tests.unit.hooks.cases import CharTokenizer, events_of, make_prompt, make_sample
+from tests.unit.hooks.cases import character_model, events_of, make_prompt, make_sample
 
 PAGE = Path(__file__).parents[3] / "docs/hooks.md"
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -63,7 +63,7 @@ def play(hook: str, prompt: Prompt, said: list[str]) -> Sample:
 
     cfg = HookConfig(generate=hook)
     check_hooks(cfg)
-    with HookPool(cfg, tokenizer=CharTokenizer) as pool:
+    with HookPool(cfg, model=character_model()) as pool:
         task = pool.submit(EpisodeTask(prompt, 0, 1, 1.0, CallInfo()))
         event: Any = events_of(pool, answer)[task]
     (sample,) = event.samples

@@ -34,7 +34,7 @@ from spmd_rl.types.token_data import TokenData
 from tests.unit.hooks.cases import (
     HERE,
     HOOKS,
-    CharTokenizer,
+    character_model,
     events_of,
     make_prompt,
     make_sample,
@@ -48,7 +48,7 @@ ENGINE_S = 3.0  # an engine takes longer, and the episode itself far less proces
 
 def open_pool(*functions: str, config: Any = None, **settings: Any) -> HookPool:
     cfg = HookConfig(**{"deadline_s": 60.0, **settings})
-    return HookPool(cfg, [f"{HOOKS}:{name}" for name in functions], config, CharTokenizer)
+    return HookPool(cfg, [f"{HOOKS}:{name}" for name in functions], config, model=character_model())
 
 
 def grade_all(pool: HookPool, texts: list[str]) -> list[Any]:
@@ -283,7 +283,7 @@ def test_an_episode_of_two_turns() -> None:
     assert sample.mask.tolist() == [True, True, False, False, False, True, True]
     assert (sample.index, sample.execution, sample.temperature) == (1, -1, 0.5)
     assert (sample.status, sample.metadata) == ("completed", {"metrics": {"turns": 2.0}})
-    assert [(call.transcript, call.max_tokens, call.stop) for call in calls] == [
+    assert [(call.transcript, call.limits.max_tokens, call.limits.stop) for call in calls] == [
         (0, 5, ("</call>",)),
         (0, None, None),
     ]

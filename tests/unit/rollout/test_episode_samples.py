@@ -54,8 +54,8 @@ def test_what_was_observed_last_is_cut_off_a_sample_that_is_too_long() -> None:
 @pytest.mark.parametrize(
     ("sample", "problem"),
     [
-        (made([SEEN] * 7), "7 tokens after the 2 of the prompt, but the model's context is 8"),
-        (made([DRAWN] + [SEEN] * 8 + [DRAWN]), "10 tokens after the 2 of the prompt"),
+        (made([SEEN] * 7), "7 tokens after a prompt of 2, but the model's context is 8"),
+        (made([DRAWN] + [SEEN] * 8 + [DRAWN]), "10 tokens after a prompt of 2"),
         (made([DRAWN], tokens=np.array([10], np.int32)), "outside the model's vocabulary of 10"),
         (made([DRAWN], tokens=np.array([-1], np.int32)), "outside the model's vocabulary of 10"),
         (made([DRAWN, SEEN], kept=b"\0"), "no kept set for each token"),

@@ -27,6 +27,7 @@ class Seat:
 
     device = torch.device("cpu")
     shard_rank = 0
+    rank = 0
 
     def __init__(self) -> None:
         self.trace = Trace()

@@ -1,0 +1,90 @@
+"""Texts of an episode: the tokenizer and the chat template of the run's model, in its process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.data.render.chat import Chat, render
+from spmd_rl.data.render.eos import eos_ids
+from spmd_rl.data.render.messages import messages_of, tools_of
+from spmd_rl.errors import SpmdError
+from spmd_rl.model.tokenizer import FolderTokenizer, load_tokenizer
+
+
+class EpisodeTexts:
+    """Tokenizer and chat template of a model, which `load` returns when they are first used.
+
+    Any thread of the process may call it, and no call waits for the rank.
+    """
+
+    def __init__(self, load: Callable[[], FolderTokenizer]) -> None:
+        self._load = load
+
+    @staticmethod
+    def of_folder(folder: str) -> EpisodeTexts:
+        """Return those of a model folder. Each use raises ConfigError if it has no tokenizer."""
+        return EpisodeTexts(partial(load_tokenizer, folder))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the default template; None where the model has none."""
+        template = self._tokenizer.chat_template
+        return template.get("default") if isinstance(template, Mapping) else template
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The ids that end what the model says."""
+        return tuple(eos_ids(self._tokenizer))
+
+    @property
+    def context_tokens(self) -> int:
+        """Positions of the model."""
+        return self._tokenizer.context
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens around it."""
+        (tokens,) = self._tokenizer([text], add_special_tokens=False)["input_ids"]
+        return list(tokens)
+
+    def decode(
+        self, tokens: Sequence[int] | NDArray[np.integer], *, skip_special_tokens: bool = False
+    ) -> str:
+        """Return the text of token ids.
+
+        Raises: ValueError for a negative number; SpmdError for an id that the tokenizer refuses.
+        """
+        ids = np.asarray(tokens, np.int32)
+        if (ids < 0).any():
+            raise ValueError("decode: token ids are not negative")
+        try:
+            return self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
+        except Exception as error:  # a tokenizer may raise anything on an id that it does not have
+            raise SpmdError(f"decode: {type(error).__name__}: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
+        """Return what the chat template makes of messages.
+
+        `template_kwargs` are more arguments of the template. With `generation_prompt`, the text
+        ends with the beginning of the next assistant turn.
+        Raises: SpmdError with what the template says, when it refuses the messages.
+        """
+        turns = messages_of("messages", list(messages))
+        given = tools_of("tools", list(tools or ()))
+        chat = Chat("messages", turns, given, dict(template_kwargs or {}))
+        return render(chat, self._tokenizer, generation_prompt=generation_prompt)
+
+    @cached_property
+    def _tokenizer(self) -> FolderTokenizer:
+        return self._load()
