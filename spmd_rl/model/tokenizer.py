@@ -1,8 +1,9 @@
 """Tokenizers of model folders.
 
 A folder with a tokenizer.json is read by the `tokenizers` library alone, in milliseconds.
-transformers takes seconds to import. It is asked only for what it alone can do: other tokenizer
-files, files of which it makes another tokenizer than is written there, and chat templates.
+transformers' tokenizers take seconds to import. They are asked only for what they alone can do:
+other tokenizer files, files of which transformers makes another tokenizer than is written there,
+and chat templates that name special tokens which the config lacks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.chat_template import chosen_template, named_tokens, render_template
 from spmd_rl.model.json_fields import read_object
 from spmd_rl.model.read import model_folder, read_spec
 from spmd_rl.model.tokenizer_rules import is_as_written
@@ -78,8 +80,14 @@ class FolderTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any:
-        return self._whole.apply_chat_template(conversation, **kwargs)
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tokenize: bool = True, **kwargs: Any
+    ) -> Any:
+        template = chosen_template(self.chat_template, kwargs.get("tools"))
+        tokens = None if template is None else named_tokens(template, self._config)
+        if template is None or tokens is None or tokenize or not conversation:
+            return self._whole.apply_chat_template(conversation, tokenize=tokenize, **kwargs)
+        return render_template(template, tokens, conversation, **kwargs)
 
     @cached_property
     def _whole(self) -> Any:

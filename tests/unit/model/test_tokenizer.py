@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from jinja2 import TemplateError
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -54,13 +55,56 @@ def test_same_ids_and_text(folder: Path, add_special_tokens: bool) -> None:
     assert ours.eos_token_id == theirs.eos_token_id == 1
 
 
-def test_chat_template(folder: Path) -> None:
-    ours = load_tokenizer(folder)
-    assert ours.chat_template == TEMPLATE
-    text = ours.apply_chat_template(
-        [{"role": "b", "content": "1"}], tokenize=False, add_generation_prompt=True
-    )
-    assert text == "<b>1<a>"
+NAMED = "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}"
+CHATS: list[tuple[object, dict[str, object]]] = [
+    (TEMPLATE, {"add_generation_prompt": True}),
+    (TEMPLATE, {}),
+    (NAMED, {}),
+    (NAMED, {"bos_token": "other"}),
+    (TOOLS, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    (TOOLS, {"tools": None}),
+    ("{{ sep_token }}{{ messages[0].content }}", {}),  # the config lacks it
+    ("{{ strftime_now('%Y') }}{{ greeting }}", {"greeting": "ho"}),
+]
+
+
+@pytest.mark.parametrize(("template", "given"), CHATS)
+def test_chats_are_rendered_as_transformers_renders_them(
+    folder: Path, template: str, given: dict[str, object]
+) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "b", "content": "1"}, {"role": "c", "content": "2"}]
+    text = ours.apply_chat_template(chat, tokenize=False, **given)
+    assert text == theirs.apply_chat_template(chat, tokenize=False, **given)
+
+
+def test_one_of_several_templates_is_for_tools(folder: Path) -> None:
+    named = folder / "additional_chat_templates"
+    named.mkdir()
+    (folder / "chat_template.jinja").write_text("plain")
+    (named / "tool_use.jinja").write_text("with tools")
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "b", "content": "1"}]
+    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+        text = ours.apply_chat_template(chat, tokenize=False, tools=tools)
+        assert text == theirs.apply_chat_template(chat, tokenize=False, tools=tools)
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[9].role.x }}"])
+def test_a_template_that_refuses_raises_the_same(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for tokenizer in (ours, theirs):
+        with pytest.raises(TemplateError):
+            tokenizer.apply_chat_template([{"role": "b", "content": "1"}], tokenize=False)
+
+
+def test_without_a_template_it_says_so(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="chat_template is not set"):
+        load_tokenizer(folder).apply_chat_template([{"role": "b", "content": "1"}], tokenize=False)
 
 
 @pytest.mark.parametrize("padding", [True, "max_length"])
