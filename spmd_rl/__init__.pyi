@@ -38,6 +38,9 @@ from spmd_rl.hooks.child.episode_engine import EpisodeEngine as EpisodeEngine
 from spmd_rl.hooks.config import HookConfig as HookConfig
 from spmd_rl.hooks.context import HookContext as HookContext
 from spmd_rl.hooks.context import Keep as Keep
+from spmd_rl.hooks.failures import EpisodeFailure as EpisodeFailure
+from spmd_rl.hooks.program import EpisodeProgram as EpisodeProgram
+from spmd_rl.hooks.program import Site as Site
 from spmd_rl.hooks.transcript import Transcript as Transcript
 from spmd_rl.mesh.role_context import RoleContext as RoleContext
 from spmd_rl.mesh.split import PolicySplit as PolicySplit

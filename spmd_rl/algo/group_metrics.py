@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.algo.executions import shares_of
 from spmd_rl.observe.request_times import request_metrics
 from spmd_rl.types.groups import Group, GroupColumns
-from spmd_rl.types.samples import NO_VERSION, SampleColumns
+from spmd_rl.types.samples import FAILURE, NO_VERSION, SampleColumns
 
 
 def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
@@ -20,14 +22,18 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
     `reward/solve_none` is the share of groups with no reward above 0, and `reward/solve_all` the
     share with all rewards at 1 or above. Both presume rewards from 0 to 1. Groups without samples
     are counted as failed and are part of no share. `reward/NAME` is the mean of the values that
-    the reward function returned as NAME, and `hook/NAME` that of what hooks emitted as NAME. If
-    there are several sources of prompts, `source/NAME/...` are metrics of each.
+    the reward function returned as NAME, and `hook/NAME` that of what hooks emitted as NAME.
+    `failed/KIND` counts the samples of episodes that failed for a reason of that kind. If there are
+    several sources of prompts, `source/NAME/...` are metrics of each. The samples of one execution
+    count as one in the mean of rewards and their spread.
     """
     columns = Group.to_columns(groups)
     failed = {
         "reward/failed_samples": float(columns.failed.lengths.sum()),
         "reward/failed_groups": float((columns.lengths == 0).sum()),
     }
+    kinds = Counter(known.get(FAILURE) for known in columns.failed.samples.filled("metadata"))
+    failed |= {f"failed/{kind}": float(count) for kind, count in kinds.items() if kind}
     samples = columns.samples
     if not len(samples):
         return failed if failed["reward/failed_groups"] else {}
@@ -71,9 +77,14 @@ def _by_source(groups: list[Group]) -> dict[str, float]:
 def _reward_metrics(columns: GroupColumns) -> dict[str, float]:
     rewards = columns.samples.reward
     firsts = columns.offsets[:-1][columns.lengths > 0]  # of each group that has samples
+    mean, std = float(rewards.mean()), float(rewards.std())
+    if (columns.samples.execution >= 0).any():
+        shares, _ = shares_of(columns)
+        mean = float(np.average(rewards, weights=shares))
+        std = math.sqrt(np.average((rewards - mean) ** 2, weights=shares))
     metrics = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
+        "reward/mean": mean,
+        "reward/std": std,
         "reward/solve_none": float(np.logical_and.reduceat(rewards <= 0, firsts).mean()),
         "reward/solve_all": float(np.logical_and.reduceat(rewards >= 1, firsts).mean()),
     }

@@ -9,15 +9,12 @@ from spmd_rl.errors import SpmdError
 FailureKind = Literal["sandbox", "tool", "environment", "agent", "timeout", "engine", "context"]
 
 
-FAILURE = "failure"  # key of a failed sample's metadata: the kind
-
-
 class EpisodeFailure(SpmdError):
     """An episode could not be played to its end, and this is not the policy's fault.
 
     Raised from a `generate` hook, it leaves the sample out of the loss and of the statistics of its
     group, whatever `hooks.on_error` says. `kind` says what failed; the metric `failed/KIND` counts
-    these samples.
+    such samples.
     """
 
     def __init__(self, kind: FailureKind, problem: str) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from spmd_rl.observe.metric import Metric
 from spmd_rl.observe.recipe_metrics import RECIPE_METRICS
 
-# Six kinds of names are not listed. reward/NAME is the mean of the values that a reward function
+# Seven kinds of names are not listed. reward/NAME is the mean of the values that a reward function
 # returns as NAME, and hook/NAME of those that hooks emit as NAME. source/NAME/share is the share of
 # one source of a mixture in the step; /reward and /response_tokens_mean are means of its samples,
 # /loss of its learned tokens, /accuracy and /margin of its preference pairs. before/all and
 # before/NAME, in the line of step 1, are the seconds from the start of the run to step 1, in all
-# and in the phase NAME. rollout/rejected_REASON counts the groups that a sampler rejected for one
-# reason. eval/SET/SCORE is a score of one evaluation set.
+# and in the phase NAME. failed/KIND counts the episodes that an EpisodeFailure of that kind ended,
+# and rollout/rejected_REASON the groups that a sampler rejected for one reason. eval/SET/SCORE is a
+# score of one evaluation set.
 METRICS = (
     Metric("reward/mean", "", "Reward", "mean reward of the step's samples"),
     Metric(

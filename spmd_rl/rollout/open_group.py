@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.failures import FAILURE, FailureKind
+from spmd_rl.hooks.failures import FailureKind
 from spmd_rl.hooks.results import Grade
 from spmd_rl.observe.request_times import TIMES
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Sample
+from spmd_rl.types.samples import FAILURE, Sample
 
 
 @dataclass(eq=False)

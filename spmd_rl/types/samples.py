@@ -22,6 +22,7 @@ from spmd_rl.types.token_data import NO_VERSION as NO_VERSION
 # how a sample ended: by a stop, at a length limit, before its end, or by an error of a hook
 SampleStatus = Literal["completed", "truncated", "aborted", "failed"]
 
+FAILURE = "failure"  # key of a failed sample's `metadata`: what failed (hooks/failures.py)
 MODEL, TURNS = "assistant", "messages"  # the role of what the policy drew; a key of `metadata`
 
 
@@ -45,9 +46,9 @@ class Sample:
     `context` holds the tokens before the first of `tokens`, where they are not those of the prompt,
     as in the conversation of a sub-agent. It is empty where they are.
 
-    `metadata` is plain data: "error" says why a sample failed, "metrics" is what hooks emitted,
-    "notes" is what they noted, "messages" are the turns of an episode, and "times" of a group's
-    first sample are those of its request (`observe/request_times.py`).
+    `metadata` is plain data: "error" says why a sample failed, and "failure" what, "metrics" is
+    what hooks emitted, "notes" is what they noted, "messages" are the turns of an episode, and
+    "times" of a group's first sample are those of its request (`observe/request_times.py`).
 
     Shape: `tokens`, `logprobs`, `versions`, `mask` are [R]; `columns` are [R] or [R, K]; `context`
     is [C].

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.transcript import Transcript, Turn
 from spmd_rl.rewards.answers.final_text import THINKING, opens_thought
@@ -18,7 +17,7 @@ class Conversation:
 
     The policy goes on from what the chat template makes of all messages. Tokens that it drew stay
     as they are, and only what the template adds after them is encoded. Where the template rewrites
-    earlier turns, another transcript begins, in which all turns before are observed.
+    what was before, another transcript begins, whose context is what the template makes of it.
 
     `messages` may be changed: an assistant's text, say, may be replaced by the calls that it makes.
     Raises: ValueError for a prompt that no chat template has made.
@@ -79,14 +78,9 @@ class Conversation:
         """Observe what the template adds after the last turn, or begin another transcript."""
         chat = self.prompt.chat
         text = await engine.render(self.messages, chat.get("tools"), chat.get("template_kwargs"))
-        if not text.startswith(self._text):
-            if not text.startswith(self.prompt.text):
-                raise SpmdError(
-                    "the chat template renders the prompt in another way once it is answered, so "
-                    "this conversation cannot go on"
-                )
-            self.transcripts.append(Transcript(self.prompt))
+        if text.startswith(self._text):
+            self.transcripts[-1].observe(await engine.encode(text[len(self._text) :]))
+        else:
+            self.transcripts.append(Transcript(self.prompt, await engine.encode(text)))
             self._num_messages.append(0)
-            self._text = self.prompt.text
-        self.transcripts[-1].observe(await engine.encode(text[len(self._text) :]))
         self._text = text

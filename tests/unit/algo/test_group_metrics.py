@@ -44,6 +44,19 @@ def test_what_failed_is_counted_and_in_no_statistic(make_group, failed) -> None:
     }
 
 
+def test_failures_are_counted_by_kind_and_episodes_once(make_group, failed) -> None:
+    lost = [one.replace(metadata=one.metadata | {"failure": "tool"}) for one in failed("a", "b")]
+    group = replace(make_group([1, 1, 1, 0]), failed=[*lost, *failed("slow")])
+    found = group_metrics([group], version=0)
+    assert (found["failed/tool"], found["reward/failed_samples"]) == (2.0, 3.0)
+    samples = [
+        one.replace(execution=execution)
+        for one, execution in zip(group.samples, [0, 0, 0, 1], strict=True)
+    ]
+    found = group_metrics([replace(group, samples=samples)], version=0)
+    assert (found["reward/mean"], found["reward/std"]) == (0.5, 0.5)
+
+
 def test_no_groups_say_nothing() -> None:
     assert group_metrics([], version=0) == {}
 

@@ -40,7 +40,7 @@ class Engine:
     ) -> Turn:
         if transcript.place is None:
             transcript.place = TranscriptPlace(len(self.prompts), len(self.prompts), 1.0)
-        past = [*transcript.prompt.tokens, *transcript.data.tokens]
+        past = [*transcript.context, *transcript.data.tokens]
         self.prompts.append(self.tokenizer.decode(past))
         (ids,) = self.tokenizer([self.drawn.pop(0)], add_special_tokens=False)["input_ids"]
         tokens, zeros = np.array(ids, np.int32), np.zeros(len(ids), np.int32)
@@ -119,8 +119,9 @@ def test_samples_are_what_supervised_training_learns(
     (expected,) = encode_turns([chat], "all", tokenizer, tokenizer.eos_token_id)
     assert len(samples) == len(expected)
     for sample, sequence in zip(samples, expected, strict=True):
-        assert [*prompt.tokens, *sample.tokens] == sequence.tokens.tolist()
-        assert sample.mask.tolist() == sequence.mask[len(prompt.tokens) :].tolist()
+        context = sample.context if len(sample.context) else prompt.tokens
+        assert [*context, *sample.tokens] == sequence.tokens.tolist()
+        assert sample.mask.tolist() == sequence.mask[len(context) :].tolist()
 
 
 def test_drawn_tokens_stay_where_text_would_be_tokenised_in_another_way() -> None:
@@ -142,9 +143,15 @@ def test_a_turn_that_was_cut_is_ended_by_the_template() -> None:
     assert tokenizer_of(CHATML).decode(sample.tokens[sample.mask]) == "ab<|end|>"
 
 
-def test_a_prompt_that_the_template_rewrites() -> None:
-    with pytest.raises(SpmdError, match="renders the prompt in another way once it is answered"):
-        played("qwen", ["a", "b"], ["a", "b"], ["a<|end|>", "b<|end|>"], no_thinking=True)
+def test_a_prompt_that_the_template_rewrites_is_the_context_of_another_sample() -> None:
+    """Its generation prompt has an empty thought, which the template later drops."""
+    drawn = ["a<|end|>", "b<|end|>"]
+    _, engine, samples = played("qwen", ["a", "b"], ["a", "b"], drawn, no_thinking=True)
+    assert [len(sample.context) > 0 for sample in samples] == [False, True]
+    decode = tokenizer_of(QWEN).decode
+    assert [decode(sample.tokens) for sample in samples] == drawn
+    assert decode(samples[1].context) == engine.prompts[1]
+    assert engine.prompts[1].startswith("<|start|>user\na<|end|>\n<|start|>assistant\na<|end|>")
 
 
 def test_a_prompt_without_messages() -> None:
