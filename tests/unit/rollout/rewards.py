@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
@@ -48,6 +49,30 @@ def rank_of_length(prompt: Prompt, samples: list[Sample]) -> list[float]:
 def noted(ctx: HookContext, prompt: Prompt, sample: Sample) -> float:
     ctx.note("grader", "v1")
     return 1.0
+
+
+async def two_contexts(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> list[Sample]:
+    """One transcript after the prompt, and one after other tokens, which is watched."""
+    plain, own = Transcript(prompt), Transcript(prompt, await engine.encode("7+77="))
+    shown: list[list[int]] = []
+    await asyncio.gather(engine.complete(plain), engine.complete(own, on_tokens=shown.append))
+    ctx.emit("runs", len(shown))
+    samples = [plain.sample(), own.sample()]
+    assert [token for run in shown for token in run] == samples[1].tokens.tolist()
+    return samples
+
+
+async def hangs_up(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
+    """A long turn is given up at its first token, and a short one is drawn after it."""
+    transcript, began = Transcript(prompt), asyncio.Event()
+    turn = asyncio.ensure_future(
+        engine.complete(transcript, max_tokens=100, on_tokens=lambda _: began.set())
+    )
+    await began.wait()
+    turn.cancel()
+    await asyncio.wait([turn])
+    await engine.complete(transcript, max_tokens=2)
+    return transcript.sample()
 
 
 async def two_turns(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:

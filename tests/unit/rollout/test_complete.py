@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +139,36 @@ def test_an_aborted_episode_begins_again(new_role):
     again = answer_of(role, role.complete(asked, sampling, partial=call.value.samples))
     assert bits(again) == bits(whole)
     assert not role.engine.has_work
+
+
+def episode(name: str) -> HookConfig:
+    return HookConfig(generate=f"tests.unit.rollout.rewards:{name}", processes=1)
+
+
+def test_a_context_of_its_own_is_drawn_after_as_a_prompt_is(new_role):
+    role = new_role(hooks=episode("two_contexts"))
+    (asked,) = prompts(role, "12+3=")
+    sampling = SamplingConfig(num_samples=1, max_tokens=8, ignore_eos=True)
+    plain, own = answer_of(role, role.complete(asked, sampling)).samples
+    (context,) = role.tokenizer(["7+77="], add_special_tokens=False)["input_ids"]
+    assert (own.context.tolist(), len(plain.context)) == (context, 0)
+    assert own.metadata["metrics"]["runs"] == 8, "tokens are seen as they are drawn"
+    both = replace(sampling, num_samples=2)
+    others = [asked, asked.replace(tokens=np.array(context, np.int32))]
+    for sample, prompt, index in zip((plain, own), others, (0, 1), strict=True):
+        alone = generated(new_role(), [prompt], both)[0].samples[index]
+        assert sample.tokens.tolist() == alone.tokens.tolist()
+        assert sample.logprobs.tobytes() == alone.logprobs.tobytes()
+
+
+def test_the_engine_stops_drawing_a_turn_that_is_given_up(new_role):
+    role = new_role(hooks=episode("hangs_up"))
+    (asked,) = prompts(role, "12+3=")
+    sampling = SamplingConfig(num_samples=1, max_tokens=8, ignore_eos=True)
+    (sample,) = answer_of(role, role.complete(asked, sampling)).samples
+    assert len(sample.tokens) == 2
+    assert not role.engine.has_work
+    assert role.engine.stats()["num_generated_tokens"] < 100
 
 
 class TracedSeat(Seat):
