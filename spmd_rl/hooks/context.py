@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,20 @@ class CallInfo(msgspec.Struct, frozen=True, array_like=True):
     seed: int = 0
 
 
+class KeptResults:
+    """Results that an episode has kept, as msgpack; `send` tells the rank of a new one."""
+
+    def __init__(
+        self, results: dict[str, bytes], send: Callable[[str, bytes], None] | None = None
+    ) -> None:
+        self.results, self._send = results, send
+
+    def keep(self, name: str, value: bytes) -> None:
+        self.results[name] = value
+        if self._send is not None:
+            self._send(name, value)
+
+
 @dataclass(frozen=True)
 class HookContext:
     """What the run tells a hook besides its prompt and sample.
@@ -44,11 +58,24 @@ class HookContext:
     sample_index: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # what was emitted so far
     notes: dict[str, str] = field(default_factory=dict)  # what was noted so far
+    kept: KeptResults = field(default_factory=lambda: KeptResults({}))
 
     @cached_property
     def rng(self) -> np.random.Generator:
         """Random numbers that depend on the run's seed, the prompt and the sample's index alone."""
         return np.random.default_rng((self.seed, self.prompt_uid, self.sample_index))
+
+    async def once(self, name: str, make: Callable[[], Awaitable[Any]]) -> Any:
+        """Return what `make` returned in the first run of this episode, which calls it.
+
+        An episode that is aborted, or whose process has ended, runs again from its start. What must
+        not happen twice then, such as a tool that changes something, goes through here. The result
+        is plain data: numbers, texts, bytes, None, and lists and dicts of them.
+        Raises: what `make` raises; TypeError for a result that is not plain data.
+        """
+        if name not in self.kept.results:
+            self.kept.keep(name, msgspec.msgpack.encode(await make()))
+        return msgspec.msgpack.decode(self.kept.results[name])
 
     def emit(self, name: str, value: float) -> None:
         """Record a value beside the sample; its metric is the mean over the step's samples.

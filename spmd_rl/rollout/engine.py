@@ -18,7 +18,7 @@ from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.types.samples import Sample, SampleStatus
-from spmd_rl.types.token_data import NO_LOGPROBS, NO_TOKENS, TokenData
+from spmd_rl.types.token_data import NO_DATA, NO_LOGPROBS, NO_TOKENS, TokenData
 
 if TYPE_CHECKING:
     from spmd_rl.weights.ends import WeightSink
@@ -108,7 +108,6 @@ def check_stop_ids(sampling: SamplingConfig, vocab_size: int) -> None:
         )
 
 
-NOTHING = TokenData()
 # Changing a copy of it takes less time than making a new one.
 _EMPTY_SAMPLE = Sample(0, 0, NO_TOKENS, NO_LOGPROBS, NO_TOKENS, "aborted")
 
@@ -125,7 +124,7 @@ class Request(msgspec.Struct, frozen=True):
     index: int
     prompt: NDArray[np.int32]
     sampling: SamplingConfig
-    past: TokenData = NOTHING
+    past: TokenData = NO_DATA
     seed: int = 0
 
     @property

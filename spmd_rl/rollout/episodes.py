@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -20,6 +20,7 @@ from spmd_rl.types.samples import MODEL, NO_VERSION, TURNS, Sample
 from spmd_rl.types.token_data import NO_LOGPROBS, NO_TOKENS, TokenData
 
 Key = tuple[int, int]  # uid and index of an engine request
+PROGRESS = "progress"  # key of an aborted sample's metadata
 OBSERVED = "tool"  # the role of tokens that the policy did not draw
 
 
@@ -37,11 +38,17 @@ class RunningEpisodes:
         self._running: dict[int, tuple[OpenGroup, int]] = {}  # by task
         self._turns: dict[Key, EngineCall] = {}  # by the request that the engine has
 
-    def start(self, group: OpenGroup, index: int) -> None:
-        """Begin the episode that makes sample `index`."""
+    def start(self, group: OpenGroup, index: int, partial: Sample | None = None) -> None:
+        """Begin the episode that makes sample `index`, or go on with an unfinished one."""
         sampling = group.sampling
+        progress = b"" if partial is None else partial.metadata.get(PROGRESS, b"")
         task = EpisodeTask(
-            group.prompt, index, sampling.num_samples, sampling.scored_temperature, group.info
+            group.prompt,
+            index,
+            sampling.num_samples,
+            sampling.scored_temperature,
+            group.info,
+            progress,
         )
         self._running[self._pool.submit(task)] = group, index
         group.drawing.add(index)
@@ -69,7 +76,7 @@ class RunningEpisodes:
             *key,
             context,
             _turn_sampling(sampling, call.limits, len(call.past)),
-            call.past,
+            TokenData.join([call.past, call.begun]) if len(call.begun) else call.past,
             group.seed,
         )
 
@@ -143,14 +150,32 @@ class RunningEpisodes:
                 group.fail(unstarted(group, sample.index), f"{event.where}: {problem}")
         return samples
 
-    def forget(self, group: OpenGroup) -> list[Key]:
-        """End a group's episodes, and return their requests that the engine still has."""
-        left: list[Key] = []
+    def requests_of(self, group: OpenGroup) -> list[Key]:
+        """Return the requests of a group's episodes that the engine has."""
+        return [key for key, call in self._turns.items() if self._running[call.task_id][0] is group]
+
+    def unfinished(self, group: OpenGroup, turns: Iterable[Sample]) -> list[Sample]:
+        """Return the samples of a group's episodes without tokens, each with the progress of it.
+
+        `turns` are what the engine has drawn so far of their requests.
+        """
+        begun: dict[int, dict[int, TokenData]] = {}  # by task and EngineCall
+        for sample in turns:
+            if call := self._turns.get((sample.prompt_uid, sample.index)):
+                of_task = begun.setdefault(call.task_id, {})
+                of_task[call.call_id] = sample.data.cut(len(call.past))
+        own = [(index, task) for task, (other, index) in self._running.items() if other is group]
+        return [
+            unstarted(group, index, self._pool.progress(task, begun.get(task, {})))
+            for index, task in sorted(own)
+        ]
+
+    def forget(self, group: OpenGroup) -> None:
+        """End a group's episodes, of whose requests the engine has none."""
         for task in [task for task, (other, _) in self._running.items() if other is group]:
             del self._running[task]
             self._pool.cancel(task)
-            left += self._turns_of(task)
-        return left
+            self._turns_of(task)
 
     def _turns_of(self, task_id: int) -> list[Key]:
         """Forget the turns of an episode, and return their requests."""
@@ -160,8 +185,11 @@ class RunningEpisodes:
         return keys
 
 
-def unstarted(group: OpenGroup, index: int) -> Sample:
-    """Return sample `index` of a group without a token, as an episode that has to begin again."""
+def unstarted(group: OpenGroup, index: int, progress: bytes = b"") -> Sample:
+    """Return sample `index` of a group without a token, as an episode that has to begin again.
+
+    `progress` is what the episode has drawn and kept so far.
+    """
     return Sample(
         group.prompt.uid,
         index,
@@ -170,6 +198,7 @@ def unstarted(group: OpenGroup, index: int) -> Sample:
         NO_TOKENS,
         "aborted",
         temperature=group.sampling.scored_temperature,
+        metadata={PROGRESS: progress} if progress else {},
     )
 
 

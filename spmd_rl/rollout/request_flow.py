@@ -19,7 +19,7 @@ from spmd_rl.hooks.rank.tasks import (
 from spmd_rl.observe.request_times import RequestTimes
 from spmd_rl.observe.trace import Trace, now_ns
 from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
-from spmd_rl.rollout.episodes import Key, RunningEpisodes, unstarted, with_turns
+from spmd_rl.rollout.episodes import Key, RunningEpisodes, with_turns
 from spmd_rl.rollout.grading import Grading
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.types.groups import Group
@@ -102,8 +102,9 @@ class RequestFlow:
         drawing: list[Sample] = []
         self._times.forget(group.first)
         if self._episodes is not None:
-            self._abort_requests(self._episodes.forget(group))
-            drawing = [unstarted(group, index) for index in sorted(group.drawing)]
+            turns = self._abort_requests(self._episodes.requests_of(group))
+            drawing = self._episodes.unfinished(group, turns)
+            self._episodes.forget(group)
         else:
             drawing = self._abort_requests(
                 [(group.prompt.uid, index) for index in sorted(group.drawing)]
@@ -143,21 +144,22 @@ class RequestFlow:
                 self._act(event)
 
     def snapshots(self) -> list[Group]:
-        """Return all open groups as they are now. Episodes are as if they had not begun."""
+        """Return all open groups as they are now; what runs goes on."""
         drawing: dict[int, list[Sample]] = {}
         if self._episodes is None:
             for sample in self._engine.snapshot():
                 group = self._drawing[sample.prompt_uid, sample.index]
                 drawing.setdefault(id(group), []).append(sample)
         else:
+            turns = self._engine.snapshot()
             for key, group in self._open.items():
-                drawing[key] = [unstarted(group, index) for index in group.drawing]
+                drawing[key] = self._episodes.unfinished(group, turns)
         return [group.snapshot(drawing.get(key, ())) for key, group in self._open.items()]
 
     def _draw(self, group: OpenGroup, index: int, partial: Sample | None) -> None:
         """Begin a sample, or go on with it."""
         if self._episodes is not None:
-            self._episodes.start(group, index)
+            self._episodes.start(group, index, partial)
             return
         prompt = group.prompt
         request = Request(prompt.uid, index, prompt.tokens, group.sampling, seed=group.seed)

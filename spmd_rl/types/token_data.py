@@ -76,6 +76,9 @@ class TokenData(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+NO_DATA = TokenData()
+
+
 def _cut_sets(kept: bytes, part: slice) -> bytes:
     if not kept:
         return b""

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd_rl.errors import ContractError
-from spmd_rl.hooks.context import CallInfo, HookContext
+from spmd_rl.hooks.context import CallInfo, HookContext, KeptResults
 from spmd_rl.hooks.program import EpisodeProgram
 from spmd_rl.hooks.results import BadResult, as_grade, as_grades, preview
 from spmd_rl.hooks.signatures import RewardFunction, load_generate, load_reward
-from spmd_rl.hooks.wire.messages import Calls, Episode, Result, Start
+from spmd_rl.hooks.wire.messages import Calls, Episode, KeepResult, Result, Start
 from spmd_rl.rewards.ready import check_graders, checked_graders
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
@@ -140,11 +140,15 @@ class LoadedHooks:
             own = samples[first : first + call.num_samples]
             yield RewardCall(call.call_id, reward, prompt, own, context)
 
-    def episode_call(self, message: Episode) -> EpisodeCall:
-        """Return the call that a message asks for."""
+    def episode_call(self, message: Episode, send: Callable[[KeepResult], None]) -> EpisodeCall:
+        """Return the call that a message asks for. `send` tells the rank what it keeps."""
         assert self.program is not None
         (prompt,) = message.prompts.rows()
         context = self._context(message.info, prompt.uid, message.index)
+        kept = KeptResults(
+            message.results, lambda name, value: send(KeepResult(message.call_id, name, value))
+        )
+        context = replace(context, kept=kept)
         which = message.index, message.num_samples, message.temperature
         return EpisodeCall(message.call_id, self.program.play, prompt, *which, context)
 

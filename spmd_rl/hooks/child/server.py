@@ -149,7 +149,8 @@ class Server(asyncio.Protocol):
                     else:
                         self._plain.append(call)
             case Episode():
-                self._begin(self._hooks.episode_call(message), self._start.episode_deadline_s)
+                episode = self._hooks.episode_call(message, self._send)
+                self._begin(episode, self._start.episode_deadline_s)
             case Cancel(call_id):
                 if call_id in self._open:
                     self._cancel(self._open[call_id], "was cancelled")

@@ -6,10 +6,9 @@ the turns that the engine has drawn already, so that nothing is drawn twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from hashlib import blake2b
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
 
+from spmd_rl.hooks.rank.progress import Progress, TurnKey
 from spmd_rl.hooks.rank.tasks import (
     EngineCall,
     EpisodeEnded,
@@ -19,34 +18,21 @@ from spmd_rl.hooks.rank.tasks import (
 )
 from spmd_rl.hooks.rank.worker_group import WorkerGroup
 from spmd_rl.hooks.results import describe_episode
-from spmd_rl.hooks.transcript import TurnLimits
+from spmd_rl.hooks.transcript import Turn
 from spmd_rl.hooks.wire.messages import (
     Answer,
     AskTurn,
     CancelTurn,
     Episode,
+    KeepResult,
     NewTokens,
     Problem,
     Reply,
 )
 from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.token_data import NO_DATA, TokenData
 
 EpisodeEvent = EngineCall | TurnCancelled | EpisodeEnded | Failed
-
-
-class _TurnKey(NamedTuple):
-    """What an episode asked the engine: a transcript, the tokens so far, and the limits."""
-
-    transcript: int
-    digest: bytes  # of the tokens
-    limits: TurnLimits
-
-    @staticmethod
-    def of(message: AskTurn) -> _TurnKey:
-        digest = blake2b(message.past.tokens.tobytes())
-        if message.context is not None:
-            digest.update(b"after" + message.context.tobytes())
-        return _TurnKey(message.transcript, digest.digest(), message.limits)
 
 
 class _OpenEpisode:
@@ -54,9 +40,10 @@ class _OpenEpisode:
 
     def __init__(self, task: EpisodeTask) -> None:
         self.task = task
-        self.replies: dict[_TurnKey, dict[str, Any]] = {}  # of the engine
-        self.asked: dict[int, _TurnKey] = {}  # what the engine draws now, by its EngineCall
-        self.waiting: dict[_TurnKey, int] = {}  # the ask id under which the function waits
+        self.progress = Progress.decoded(task.progress)
+        self.refused: dict[TurnKey, str] = {}  # by the engine, and why
+        self.asked: dict[int, TurnKey] = {}  # what the engine draws now, by its EngineCall
+        self.waiting: dict[TurnKey, int] = {}  # the ask id under which the function waits
 
 
 class EpisodeTasks:
@@ -75,7 +62,7 @@ class EpisodeTasks:
         return task_id in self._tasks
 
     def open(self, task_id: int, task: EpisodeTask) -> None:
-        """Take a task and queue its call."""
+        """Take a task and queue its call. Raises: ContractError for a progress that is none."""
         self._tasks[task_id] = _OpenEpisode(task)
         self._group.add([task_id])
 
@@ -85,9 +72,18 @@ class EpisodeTasks:
         episode.waiting.clear()
         task = episode.task
         which = task.info, task.index, task.num_samples, task.temperature
-        return Episode(task_id, *which, Prompt.to_columns([task.prompt]))
+        results = episode.progress.results
+        return Episode(task_id, *which, Prompt.to_columns([task.prompt]), results)
 
-    def take(self, message: AskTurn | CancelTurn | Answer) -> Iterator[EpisodeEvent]:
+    def progress(self, task_id: int, begun: Mapping[int, TokenData]) -> bytes:
+        """Return what an episode has drawn and kept. `begun` are the tokens so far of turns that
+        the engine draws now, by their EngineCall.
+        """
+        episode = self._tasks[task_id]
+        keys = {episode.asked[call_id]: data for call_id, data in begun.items()}
+        return episode.progress.encoded(keys)
+
+    def take(self, message: AskTurn | CancelTurn | KeepResult | Answer) -> Iterator[EpisodeEvent]:
         """Yield the event that a message of an episode leads to, if any."""
         task_id = message.call_id
         if task_id not in self._tasks:  # it was cancelled
@@ -96,6 +92,8 @@ class EpisodeTasks:
             yield from self._asked(message)
         elif isinstance(message, CancelTurn):
             yield from self._cancelled(message)
+        elif isinstance(message, KeepResult):
+            self._tasks[task_id].progress.results[message.name] = message.value
         else:
             task = self._tasks.pop(task_id).task
             where = f"generate {self._name} on {describe_episode(task.prompt, task.index)}"
@@ -110,13 +108,17 @@ class EpisodeTasks:
                 samples = [one.replace(metadata=one.metadata | added) for one in samples]
                 yield EpisodeEnded(task_id, samples, message.seconds, where)
 
-    def reply(self, task_id: int, call_id: int, **reply: Any) -> None:
+    def reply(self, task_id: int, call_id: int, turn: Turn | None, problem: str = "") -> None:
         """Give an episode a turn, or the reason why there is none. One that has ended gets none."""
         if episode := self._tasks.get(task_id):
             key = episode.asked.pop(call_id)
-            episode.replies[key] = reply
+            episode.progress.begun.pop(key, None)
+            if turn is None:
+                episode.refused[key] = problem
+            else:
+                episode.progress.turns[key] = turn
             if (ask_id := episode.waiting.pop(key, None)) is not None:
-                self._send(Reply(task_id, ask_id, **reply))
+                self._send(Reply(task_id, ask_id, problem, turn))
 
     def show(self, task_id: int, call_id: int, tokens: list[int]) -> None:
         """Show an episode new tokens of its turn, if it still waits for it."""
@@ -133,23 +135,29 @@ class EpisodeTasks:
     def _asked(self, message: AskTurn) -> Iterator[EngineCall]:
         """Answer a question from what was drawn before, or ask the engine."""
         task_id, episode = message.call_id, self._tasks[message.call_id]
-        key = _TurnKey.of(message)
-        if key in episode.replies:
-            self._send(Reply(task_id, message.ask_id, **episode.replies[key]))
+        key = TurnKey.of(message)
+        turn, problem = episode.progress.turns.get(key), episode.refused.get(key)
+        if turn is not None or problem is not None:
+            self._send(Reply(task_id, message.ask_id, problem or "", turn))
             return
         episode.waiting[key] = message.ask_id
-        if key not in episode.asked.values():  # else the engine draws it already
-            call_id = next(self._ids)
-            episode.asked[call_id] = key
-            yield EngineCall(
-                task_id,
-                call_id,
-                message.transcript,
-                message.past,
-                message.limits,
-                message.context,
-                message.streams,
-            )
+        if key in episode.asked.values():  # the engine draws it already
+            return
+        call_id = next(self._ids)
+        episode.asked[call_id] = key
+        begun = episode.progress.begun.get(key, NO_DATA)
+        if message.streams and len(begun):
+            self.show(task_id, call_id, begun.tokens.tolist())
+        yield EngineCall(
+            task_id,
+            call_id,
+            message.transcript,
+            message.past,
+            message.limits,
+            message.context,
+            message.streams,
+            begun,
+        )
 
     def _cancelled(self, message: CancelTurn) -> Iterator[TurnCancelled]:
         """Forget a question that the engine has not answered."""

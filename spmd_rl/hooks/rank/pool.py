@@ -19,7 +19,16 @@ from spmd_rl.hooks.rank.worker import HookWorker
 from spmd_rl.hooks.rank.worker_group import Limits, WorkerGroup
 from spmd_rl.hooks.signatures import part_name
 from spmd_rl.hooks.transcript import Turn
-from spmd_rl.hooks.wire.messages import Answers, AskTurn, CancelTurn, Ready, Start, ToRank
+from spmd_rl.hooks.wire.messages import (
+    Answers,
+    AskTurn,
+    CancelTurn,
+    KeepResult,
+    Ready,
+    Start,
+    ToRank,
+)
+from spmd_rl.types.token_data import TokenData
 
 LATE_STEP = "held its event loop for longer than {:g} s without an await"
 
@@ -109,7 +118,7 @@ class HookPool(AbstractContextManager["HookPool"]):
 
     def reply(self, task_id: int, call_id: int, turn: Turn) -> None:
         """Give an episode what the engine has drawn for its EngineCall."""
-        self._episodes.reply(task_id, call_id, turn=turn)
+        self._episodes.reply(task_id, call_id, turn)
 
     def show(self, task_id: int, call_id: int, tokens: list[int]) -> None:
         """Show an episode new tokens of the turn that its EngineCall asked for."""
@@ -117,7 +126,14 @@ class HookPool(AbstractContextManager["HookPool"]):
 
     def refuse(self, task_id: int, call_id: int, problem: str) -> None:
         """Tell an episode why the engine cannot answer its EngineCall; `complete` raises it."""
-        self._episodes.reply(task_id, call_id, problem=problem)
+        self._episodes.reply(task_id, call_id, None, problem)
+
+    def progress(self, task_id: int, begun: Mapping[int, TokenData]) -> bytes:
+        """Return what an episode has drawn and kept so far, for `EpisodeTask.progress`.
+
+        `begun` are the tokens so far of turns that the engine draws now, by their EngineCall.
+        """
+        return self._episodes.progress(task_id, begun)
 
     def cancel(self, task_id: int) -> None:
         """Forget a task, of which there will be no event. A plain function that runs goes on."""
@@ -146,7 +162,7 @@ class HookPool(AbstractContextManager["HookPool"]):
             for answer in message.answers:
                 tasks = self._episodes if answer.call_id in self._episodes else self._rewards
                 yield from tasks.take(answer)
-        elif isinstance(message, AskTurn | CancelTurn):
+        elif isinstance(message, AskTurn | CancelTurn | KeepResult):
             yield from self._episodes.take(message)
         elif isinstance(message, Ready) and worker in self._plain.workers:
             self._rewards.forms = message.forms

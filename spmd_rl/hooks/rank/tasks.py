@@ -14,7 +14,7 @@ from spmd_rl.hooks.results import Grade
 from spmd_rl.hooks.transcript import TurnLimits
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
-from spmd_rl.types.token_data import TokenData
+from spmd_rl.types.token_data import NO_DATA, TokenData
 
 
 class SampleTask(msgspec.Struct, frozen=True):
@@ -39,7 +39,8 @@ class EpisodeTask(msgspec.Struct, frozen=True):
     """Have `generate` make what would be sample `index` of the prompt.
 
     An engine call of the episode's transcript k is a request whose sample index is
-    `index + k * num_samples`. `temperature` is that of the samples' log-probs.
+    `index + k * num_samples`. `temperature` is that of the samples' log-probs. `progress` is what
+    an earlier run of the episode has drawn, as `HookPool.progress` returned it.
     """
 
     prompt: Prompt
@@ -47,6 +48,7 @@ class EpisodeTask(msgspec.Struct, frozen=True):
     num_samples: int
     temperature: float
     info: CallInfo
+    progress: bytes = b""
 
 
 Task = SampleTask | GroupTask | EpisodeTask
@@ -88,6 +90,7 @@ class EngineCall(msgspec.Struct, frozen=True):
 
     `past` is all that follows the context in transcript number `transcript`, and `context` is that
     of the transcript, if it is not the prompt. `streams` asks for `HookPool.show` meanwhile.
+    `begun` are the first tokens of the turn, where they were drawn before.
     """
 
     task_id: int
@@ -97,6 +100,7 @@ class EngineCall(msgspec.Struct, frozen=True):
     limits: TurnLimits
     context: NDArray[np.int32] | None = None
     streams: bool = False
+    begun: TokenData = NO_DATA
 
 
 class TurnCancelled(msgspec.Struct, frozen=True):

@@ -76,7 +76,10 @@ class Calls(Message, frozen=True):
 
 
 class Episode(Message, frozen=True):
-    """A call of `generate`, to make sample `index` of `num_samples` of one prompt."""
+    """A call of `generate`, to make sample `index` of `num_samples` of one prompt.
+
+    `results` are those that an earlier run of the episode has kept.
+    """
 
     call_id: int
     info: CallInfo
@@ -84,6 +87,7 @@ class Episode(Message, frozen=True):
     num_samples: int
     temperature: float
     prompts: PromptColumns
+    results: dict[str, bytes]
 
 
 class Cancel(Message, frozen=True):
@@ -171,7 +175,15 @@ class CancelTurn(Message, frozen=True):
     ask_id: int
 
 
+class KeepResult(Message, frozen=True):
+    """Keep a result of an episode for later runs of it. `value` is the result as msgpack."""
+
+    call_id: int
+    name: str
+    value: bytes
+
+
 ToProcess = Start | Calls | Episode | Cancel | Reply | NewTokens
-ToRank = Ready | Answers | AskTurn | CancelTurn
+ToRank = Ready | Answers | AskTurn | CancelTurn | KeepResult
 TO_PROCESS: Codec = Codec(ToProcess, functions=False, repeats=False)
 TO_RANK: Codec = Codec(ToRank, functions=False, repeats=False)

@@ -138,9 +138,9 @@ def test_calls_cross_with_each_prompt_and_sample_once() -> None:
 
 def test_an_episode_crosses() -> None:
     prompt, info = make_prompt(3), CallInfo(version=4)
-    message = Episode(9, info, 1, 2, 0.5, Prompt.to_columns([prompt]))
+    message = Episode(9, info, 1, 2, 0.5, Prompt.to_columns([prompt]), {})
     (arrived,) = MessageReader(TO_PROCESS).feed(encode(message))
-    call = LoadedHooks([], FunctionProgram(print), {"a": 1}).episode_call(arrived)
+    call = LoadedHooks([], FunctionProgram(print), {"a": 1}).episode_call(arrived, print)
     assert (call.call_id, call.sample_index, call.temperature) == (9, 1, 0.5)
     assert (call.context.sample_index, call.context.version) == (1, 4)
     assert np.array_equal(call.prompt.tokens, prompt.tokens)

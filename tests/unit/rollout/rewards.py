@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 
@@ -73,6 +74,21 @@ async def hangs_up(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> S
     await asyncio.wait([turn])
     await engine.complete(transcript, max_tokens=2)
     return transcript.sample()
+
+
+async def three_turns(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
+    """Its tool gives another answer each time that it is called."""
+    transcript = Transcript(prompt)
+    for number in range(3):
+        await engine.complete(transcript, on_tokens=lambda _: None)
+        seen = await ctx.once(f"tool {number}", lambda: _drawn_at_random(9))
+        transcript.observe(await engine.encode(str(seen)))
+    await engine.complete(transcript)
+    return transcript.sample()
+
+
+async def _drawn_at_random(below: int) -> int:
+    return secrets.randbelow(below)
 
 
 async def two_turns(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:

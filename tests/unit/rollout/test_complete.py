@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 from spmd_rl.algo.group_metrics import group_metrics
-from spmd_rl.errors import DataError, SpmdError
+from spmd_rl.errors import ContractError, DataError, SpmdError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.observe.timeline import read_spans
 from spmd_rl.observe.trace import Trace
 from spmd_rl.rollout.engine import SamplingConfig
+from spmd_rl.rollout.episodes import PROGRESS
+from spmd_rl.rollout.group_queue import QueuedGroup
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.rollout import Rollout
+from spmd_rl.rollout.sampler_file import SamplerState, read_state, write_state
 from tests.unit.rollout.pumped import answer_of, generated
 from tests.unit.rollout.test_rollout import REWARDS, Seat, folder, new_role, prompts
 
@@ -128,7 +131,7 @@ def test_an_episode_of_two_turns(new_role):
         assert sample.metadata["notes"] == {"tool": "77", "grader": "v1"}
 
 
-def test_an_aborted_episode_begins_again(new_role):
+def test_an_episode_that_is_aborted_at_once_begins_again(new_role):
     role = new_role(hooks=EPISODE)
     (asked,) = prompts(role, "12+3=")
     sampling = SamplingConfig(num_samples=2, max_tokens=8, ignore_eos=True)
@@ -169,6 +172,51 @@ def test_the_engine_stops_drawing_a_turn_that_is_given_up(new_role):
     assert len(sample.tokens) == 2
     assert not role.engine.has_work
     assert role.engine.stats()["num_generated_tokens"] < 100
+
+
+@pytest.mark.parametrize("num_drawn", [3, 8, 13, 20, 31])
+def test_an_aborted_episode_goes_on_from_what_it_has_drawn(new_role, tmp_path, num_drawn: int):
+    """A sampler's file keeps it, too. Nothing is drawn twice, and no tool is asked again."""
+    role = new_role(hooks=episode("three_turns"))
+    (asked,) = prompts(role, "12+3=")
+    sampling = SamplingConfig(num_samples=1, max_tokens=8, ignore_eos=True)
+    call = role.complete(asked, sampling)
+    pump_until_drawn(role, num_drawn)
+    (seen,) = role.partials().value
+    call.abort()
+    assert not role.engine.has_work
+    (unfinished,) = call.value.samples
+    assert (unfinished.status, len(unfinished.tokens)) == ("aborted", 0)
+    assert unfinished.metadata == seen.samples[0].metadata, "a snapshot is what an abort returns"
+    entries = [QueuedGroup(asked, 0, partial=[unfinished])]
+    write_state(str(tmp_path / "sampler"), SamplerState(1, entries, [], {}))
+    (entry,) = read_state(str(tmp_path / "sampler")).entries
+
+    samples = []
+    for partial in (call.value.samples, entry.partial):
+        other = new_role(hooks=episode("three_turns"))
+        samples += answer_of(other, other.complete(asked, sampling, partial=partial)).samples
+        assert other.engine.stats()["num_generated_tokens"] == 4 * 8 - num_drawn
+        assert len(samples[-1].tokens) == 4 * 9 - 1
+    num_kept = 9 * ((num_drawn - 1) // 8)
+    one, two = (sample.tokens[:num_kept].tolist() for sample in samples)
+    assert one == two
+
+
+def pump_until_drawn(role, num_tokens: int) -> None:
+    while role.engine.stats()["num_generated_tokens"] < num_tokens:
+        role.pump()
+
+
+def test_a_progress_that_is_none_is_refused(new_role):
+    role = new_role(hooks=EPISODE)
+    (asked,) = prompts(role, "12+3=")
+    call = role.complete(asked, LONG)
+    call.abort()
+    broken = [one.replace(metadata={PROGRESS: b"\x93\x01"}) for one in call.value.samples]
+    with pytest.raises(ContractError, match="something else than an episode's progress"):
+        role.complete(asked, LONG, partial=broken)
+    assert not role.engine.has_work
 
 
 class TracedSeat(Seat):
