@@ -26,7 +26,8 @@ KEYS_BY_TYPE: dict[str, set[str]] = {
         "truncate",
     },
 }
-COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+PART = "partial_rotary_factor"
+COMMON_KEYS = {"rope_type", "type", "rope_theta", PART}
 SPELLINGS = ("rope_scaling", "rope_parameters")  # before transformers 5, and since
 
 
@@ -51,7 +52,7 @@ class RopeSpec:
 
 
 def rope_spec(config: Fields, size: int) -> RopeSpec:
-    """Read the rotary positions of a config, for heads of `size` elements.
+    """Read the rotary positions of a config, where `size` elements of each head are rotated.
 
     Raises: ConfigError naming a key that is not supported, wrong, or contradicted by the other
     spelling.
@@ -65,14 +66,46 @@ def rope_spec(config: Fields, size: int) -> RopeSpec:
     return next(iter(read.values())) if read else _read(config, SPELLINGS[-1], size)
 
 
+def rotated_size(config: Fields, whole: int, default: float) -> int:
+    """Return how many of the `whole` elements of a head are rotated, where some may not be.
+
+    `default` is the family's share of them. A share within the rotary positions wins over one
+    beside them. Raises: ConfigError for a share that leaves no pairs.
+    """
+    share = default
+    for fields in (config, *_spelt(config)):
+        if fields.raw.get(PART) is not None:
+            share = fields.number(PART)
+            if share > 1:
+                raise fields.wrong(PART, "a number of 1 or less")
+    size = int(whole * share)
+    if size % 2 or size == 0:
+        raise ConfigError(
+            f"{config.where}: {PART} {share:g} of heads of {whole} is {size}, and rotary "
+            "positions turn pairs"
+        )
+    return size
+
+
+def require_whole_heads(config: Fields) -> None:
+    """Raises: ConfigError if a family that rotates whole heads is to rotate a part of them."""
+    for fields in (config, *_spelt(config)):
+        if fields.raw.get(PART, 1) != 1:
+            raise fields.wrong(PART, "1, as this family rotates each head as a whole")
+
+
+def _spelt(config: Fields) -> list[Fields]:
+    """Return what the config says of rotary positions, in each spelling that it has."""
+    found = ((key, config.raw.get(key)) for key in SPELLINGS)
+    return [Fields(f"{config.where}: {key}", raw) for key, raw in found if isinstance(raw, dict)]
+
+
 def _read(config: Fields, spelling: str, size: int) -> RopeSpec:
     raw = config.raw.get(spelling) or {}
     if not isinstance(raw, dict):
         raise config.wrong(spelling, "an object")
     rope = Fields(f"{config.where}: {spelling}", raw)
     kind = _rope_type(rope)
-    _refuse_partial_rotation(config)
-    _refuse_partial_rotation(rope)
     theta = (rope if "rope_theta" in raw else config).number("rope_theta", 10000.0, above=1.0)
     match kind:
         case "linear":
@@ -82,13 +115,6 @@ def _read(config: Fields, spelling: str, size: int) -> RopeSpec:
         case "yarn":
             return _yarn(size, theta, rope, _original_positions(config, rope))
     return RopeSpec(size, theta)
-
-
-def _refuse_partial_rotation(fields: Fields) -> None:
-    if fields.raw.get("partial_rotary_factor", 1) != 1:
-        raise fields.wrong(
-            "partial_rotary_factor", "1, as rotation of a part of each head is not supported"
-        )
 
 
 def _rope_type(rope: Fields) -> str:

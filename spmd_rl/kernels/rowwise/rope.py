@@ -17,7 +17,7 @@ from spmd_rl.kernels.runtime.recompute import recomputable
 def rope_table(inv_freq: Tensor, num_positions: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of position * frequency.
 
-    Shape: inv_freq [D/2] fp32; returns two tensors [num_positions, D/2] fp32.
+    Shape: inv_freq [R/2] fp32; returns two tensors [num_positions, R/2] fp32.
     """
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq.float())
     return angles.cos() * scale, angles.sin() * scale
@@ -26,7 +26,8 @@ def rope_table(inv_freq: Tensor, num_positions: int, scale: float = 1.0) -> tupl
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the two halves of the last dimension, in fp32, with one rounding at the end.
 
-    Shape: x [T, H, D], cos and sin [T, D/2] (the table's rows for each token).
+    Narrower tables rotate the first R elements, in halves, and the others stay as they are.
+    Shape: x [T, H, D], cos and sin [T, R/2] (the table's rows for each token).
     Source: Su et al., RoFormer (2021), in the half-split layout of Hugging Face models.
     """
     return call(_Rope, x, *_over_heads(cos, sin))
@@ -74,7 +75,7 @@ def _check_tokens(q: Tensor, k: Tensor, positions: Tensor) -> None:
 
 
 def _over_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors of a head and of its swapped halves. Shape: [T, 1, D] each.
+    """Return the factors of a head and of its swapped halves. Shape: [T, 1, R] each.
 
     They have the whole width, because loops over half of each head are short.
     """
@@ -82,8 +83,11 @@ def _over_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, along: Tensor, across: Tensor) -> Tensor:
+    size = along.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((_rotate(x[..., :size], along, across), x[..., size:]), dim=-1)
     wide = x.float()
-    swapped = wide.roll(x.shape[-1] // 2, dims=-1)
+    swapped = wide.roll(size // 2, dims=-1)
     return (wide * along).add_(swapped.mul_(across)).to(x.dtype)
 
 

@@ -16,7 +16,10 @@ class QkNorm(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Each token's position [T], and the table's cosines and sines [P, D/2]."""
+    """Each token's position [T], and the table's cosines and sines [P, R/2].
+
+    The first R elements of a head are rotated: all D, or fewer.
+    """
 
     positions: Tensor
     cos: Tensor

@@ -61,7 +61,8 @@ def _launch_forward(
     _forward[(num_tokens, groups if num_tokens < MANY_TOKENS else 1)](
         q, k, v, _dense(norm.q_weight), _dense(norm.k_weight), *rotary, q_out, keys, values, slots,
         q.stride(0), k.stride(0), 0 if v is None else v.stride(0), norm.eps,
-        0 if slots is None else len(slots), groups, q_heads, k_heads, dim, heads, block,
+        0 if slots is None else len(slots), groups, q_heads, k_heads, dim, 2 * rotary.cos.shape[1],
+        heads, block,
         num_warps=NUM_WARPS, enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
 
@@ -82,7 +83,7 @@ def qk_norm_rope_backward(
     _backward[(programs,)](
         dense(grad_q), dense(grad_k), q, k, q_weight, k_weight, *rotary, q_out, k_out, partial,
         q.stride(0), k.stride(0), num_tokens, norm.eps, q_heads, k_heads, q_tile, k_tile, dim,
-        block, num_warps=NUM_WARPS,
+        2 * rotary.cos.shape[1], block, num_warps=NUM_WARPS,
     )  # fmt: skip
     if q_weight is None or k_weight is None:
         return q_out, k_out, None, None
@@ -98,7 +99,8 @@ def _dense(weight: Tensor | None) -> Tensor | None:
 def _forward(
     q, k, v, q_weight, k_weight, positions, cos, sin, q_out, keys, values, slots,
     q_stride, k_stride, v_stride, eps, num_slots, groups, Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    K_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Share a token's groups of heads among programs: those of queries, keys, then values."""
     token = tl.program_id(0).to(tl.int64)
@@ -106,7 +108,7 @@ def _forward(
     slot = token
     if slots is not None:
         slot = tl.load(slots + token, mask=token < num_slots, other=-1).to(tl.int64)
-    c, s = _angles(positions, cos, sin, token, 1, DIM, BLOCK)
+    c, s = _angles(positions, cos, sin, token, 1, TURNED, BLOCK)
     wait()
     for group in range(tl.program_id(1), groups, tl.num_programs(1)):
         key_group = group - tl.cdiv(Q_HEADS, HEADS)
@@ -114,12 +116,12 @@ def _forward(
         if key_group < 0:
             _rotate(
                 q + token * q_stride, q_out, q_weight, token, group, c, s, eps,
-                Q_HEADS, DIM, HEADS, BLOCK,
+                Q_HEADS, DIM, TURNED, HEADS, BLOCK,
             )  # fmt: skip
         elif value_group < 0:
             _rotate(
                 k + token * k_stride, keys, k_weight, slot, key_group, c, s, eps,
-                K_HEADS, DIM, HEADS, BLOCK,
+                K_HEADS, DIM, TURNED, HEADS, BLOCK,
             )  # fmt: skip
         elif values is not None:
             column = value_group * HEADS * DIM + tl.arange(0, HEADS * BLOCK)
@@ -130,12 +132,12 @@ def _forward(
 
 @triton.jit
 def _rotate(
-    x, out, weight, row, group, c, s, eps,
-    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    x, out, weight, row, group, c, s, eps, NUM_HEADS: tl.constexpr, DIM: tl.constexpr,
+    TURNED: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Norm and rotate a group of a token's heads; store nothing if the row is negative."""
     column = tl.arange(0, BLOCK)
-    partner = (column + DIM // 2) % DIM
+    partner = _partner(column, DIM, TURNED)
     head = group * HEADS + tl.arange(0, HEADS)
     inside = (head < NUM_HEADS)[:, None] & (column < DIM)[None, :]
     own = tl.load(x + head[:, None] * DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -151,6 +153,8 @@ def _rotate(
         own = _rounded(_rounded(own * inverse, x) * own_scale, x)
         other = _rounded(_rounded(other * inverse, x) * other_scale, x)
     turned = own * c[None, :] + other * s[None, :]
+    if TURNED < DIM:
+        turned = tl.where((column < TURNED)[None, :], turned, own)
     to = out + (row * NUM_HEADS + head)[:, None] * DIM + column[None, :]
     tl.store(to, turned.to(out.dtype.element_ty), mask=inside & (row >= 0))
 
@@ -162,36 +166,46 @@ def _rounded(value, like) -> tl.tensor:
 
 @triton.jit
 def _angles(
-    positions, cos, sin, token, DIRECTION: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
+    positions, cos, sin, token, DIRECTION: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return cosines [BLOCK], and sines with the sign of the other half."""
+    """Return cosines [BLOCK], and sines with the sign of the other half, of those that turn."""
     column = tl.arange(0, BLOCK)
-    at = tl.load(positions + token).to(tl.int64) * (DIM // 2) + column % (DIM // 2)
-    c = tl.load(cos + at, mask=column < DIM, other=0.0)
-    s = tl.load(sin + at, mask=column < DIM, other=0.0)
-    return c, s * tl.where(column < DIM // 2, -DIRECTION, DIRECTION).to(tl.float32)
+    at = tl.load(positions + token).to(tl.int64) * (TURNED // 2) + column % (TURNED // 2)
+    c = tl.load(cos + at, mask=column < TURNED, other=0.0)
+    s = tl.load(sin + at, mask=column < TURNED, other=0.0)
+    return c, s * tl.where(column < TURNED // 2, -DIRECTION, DIRECTION).to(tl.float32)
+
+
+@triton.jit
+def _partner(column, DIM: tl.constexpr, TURNED: tl.constexpr) -> tl.tensor:
+    """Return the column that each one is turned with; its own where it is not turned."""
+    partner = (column + TURNED // 2) % TURNED
+    if TURNED < DIM:
+        partner = tl.where(column < TURNED, partner, column)
+    return partner
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _backward(
     grad_q, grad_k, q, k, q_weight, k_weight, positions, cos, sin, q_out, k_out, partial,
     q_stride, k_stride, num_tokens, eps, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
-    Q_TILE: tl.constexpr, K_TILE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    Q_TILE: tl.constexpr, K_TILE: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     column = tl.arange(0, BLOCK)
     q_sum, k_sum = tl.zeros((Q_TILE, BLOCK), tl.float32), tl.zeros((K_TILE, BLOCK), tl.float32)
     for one in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         token = tl.cast(one, tl.int64)
-        c, s = _angles(positions, cos, sin, token, -1, DIM, BLOCK)
+        c, s = _angles(positions, cos, sin, token, -1, TURNED, BLOCK)
         for first in tl.static_range(0, Q_HEADS, Q_TILE):
             q_sum += _rotate_back(
                 grad_q, q, q_out, q_weight, token, first, q_stride, c, s, eps,
-                Q_HEADS, DIM, Q_TILE, BLOCK,
+                Q_HEADS, DIM, TURNED, Q_TILE, BLOCK,
             )  # fmt: skip
         for first in tl.static_range(0, K_HEADS, K_TILE):
             k_sum += _rotate_back(
                 grad_k, k, k_out, k_weight, token, first, k_stride, c, s, eps,
-                K_HEADS, DIM, K_TILE, BLOCK,
+                K_HEADS, DIM, TURNED, K_TILE, BLOCK,
             )  # fmt: skip
     if q_weight is not None:
         at = partial + tl.program_id(0) * DIM + column
@@ -201,18 +215,19 @@ def _backward(
 
 @triton.jit
 def _rotate_back(
-    grad, x, out, weight, token, first, stride, c, s, eps,
-    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    grad, x, out, weight, token, first, stride, c, s, eps, NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Store the gradient of x, and return that of the weight for each head."""
     head, column = first + tl.arange(0, HEADS), tl.arange(0, BLOCK)
     inside = (head < NUM_HEADS)[:, None] & (column < DIM)[None, :]
     at = (token * NUM_HEADS + head)[:, None] * DIM
     own = tl.load(grad + at + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(grad + at + ((column + DIM // 2) % DIM)[None, :], mask=inside, other=0.0).to(
-        tl.float32
-    )
+    partner = _partner(column, DIM, TURNED)
+    other = tl.load(grad + at + partner[None, :], mask=inside, other=0.0).to(tl.float32)
     result = own * c[None, :] + other * s[None, :]
+    if TURNED < DIM:
+        result = tl.where((column < TURNED)[None, :], result, own)
     grad_weight = tl.zeros((HEADS, BLOCK), tl.float32)
     if weight is not None:
         wide = tl.load(

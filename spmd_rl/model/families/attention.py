@@ -8,6 +8,7 @@ from spmd_rl.model.json_fields import Fields
 from spmd_rl.model.layers.block import BlockSpec
 from spmd_rl.model.layers.gqa import Gqa
 from spmd_rl.model.layers.layer import LayerSpec
+from spmd_rl.model.rope_spec import require_whole_heads
 
 
 def read_attention(
@@ -49,6 +50,7 @@ def read_attention(
 
 
 def equal_blocks(config: Fields, attention: Gqa, mlp: LayerSpec) -> Blocks:
-    """Return as many equal blocks as the config has layers."""
+    """Return as many equal blocks as the config has layers, whose heads are rotated as a whole."""
+    require_whole_heads(config)
     block = BlockSpec(attention.hidden_size, attention, mlp)
     return (block,) * config.count("num_hidden_layers"), attention.head_dim
