@@ -19,12 +19,13 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.model.companion_files import MODEL_FILES, copy_files
 from spmd_rl.model.families import FAMILIES
 from spmd_rl.model.lora import B
-from spmd_rl.model.read import VALUE_ARCHITECTURE
+from spmd_rl.model.read import VALUE_ARCHITECTURE, read_spec
 from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD, Head, ModelSpec
 from spmd_rl.model.weight_files import StoredTensor, stored_tensors, stored_weights
 from spmd_rl.observe import atomic_write
 
 SHARD_BYTES = 4 << 30
+TypedTensor = tuple[str, Tensor, torch.dtype]  # a tensor's name, and the dtype to write it in
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -128,14 +129,16 @@ def save_folder(
 ) -> None:
     """Write a folder that `transformers` loads, as a sequence classifier if it has a value head.
 
-    Weights come from `tensors`; config and tokenizer files are copied from the folder `like`. The
-    folder is written beside its final name, then renamed over an earlier one, so it is never seen
-    half written.
+    Weights come from `tensors`; config and tokenizer files are copied from the folder `like`. Fixed
+    parameters stay float32. The folder is written beside its final name, then renamed over an
+    earlier one, so it is never seen half written.
     """
     target = Path(folder)
     part = atomic_write.begin_folder(target)
     _copy_config_and_tokenizer(Path(like), part, dtype, head)
-    _write_shards(part, tensors, dtype)
+    fixed = read_spec(like).fixed_names()
+    typed = ((name, one, torch.float32 if name in fixed else dtype) for name, one in tensors)
+    _write_shards(part, typed)
     atomic_write.finish_folder(target)
 
 
@@ -158,23 +161,21 @@ def _eos_ids(config: Mapping[str, Any]) -> list[Any]:
     return [one for one in (eos if isinstance(eos, list) else [eos]) if one is not None]
 
 
-def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+def _write_shards(folder: Path, tensors: Iterable[TypedTensor]) -> None:
     names: list[list[str]] = []
     total_bytes = 0
-    for number, shard in enumerate(_by_shard(tensors, dtype)):
+    for number, shard in enumerate(_by_shard(tensors)):
         save_file(shard, folder / f"shard-{number}.safetensors", metadata={"format": "pt"})
         names.append(list(shard))
         total_bytes += sum(tensor.nbytes for tensor in shard.values())
     _name_shards(folder, names, total_bytes)
 
 
-def _by_shard(
-    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
-) -> Iterator[dict[str, Tensor]]:
+def _by_shard(tensors: Iterable[TypedTensor]) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of each shard, on the CPU. A shard is empty once the next is asked for."""
     shard: dict[str, Tensor] = {}
     num_bytes = 0
-    for name, tensor in tensors:
+    for name, tensor, dtype in tensors:
         tensor = tensor.detach().to("cpu", dtype, copy=True).contiguous()
         if shard and num_bytes + tensor.nbytes > SHARD_BYTES:
             yield shard

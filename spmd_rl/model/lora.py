@@ -93,7 +93,7 @@ class LoraConfig:
 
     def trained_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         """Return the shape of what a language model's trainer trains, by name."""
-        return self.shapes(spec) if self.rank else spec.parameter_shapes()
+        return self.shapes(spec) if self.rank else spec.trainable_shapes()
 
 
 NO_LORA = LoraConfig()

@@ -85,6 +85,24 @@ class ModelSpec:
             shapes |= {prefix + one.name: one.shape for one in block.parameters()}
         return shapes | {one.name: one.shape for one in others}
 
+    def fixed_names(self) -> frozenset[str]:
+        """Return the names of the parameters that no optimizer changes, which are float32."""
+        fixed = {
+            block: [one.name for one in block.parameters() if one.is_fixed]
+            for block in self.distinct_blocks()
+        }
+        return frozenset(
+            block_prefix(number) + name
+            for number, block in enumerate(self.blocks)
+            for name in fixed[block]
+        )
+
+    def trainable_shapes(self, head: Head = "lm") -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter that an optimizer may change, by name."""
+        fixed = self.fixed_names()
+        shapes = self.parameter_shapes(head)
+        return {name: shape for name, shape in shapes.items() if name not in fixed}
+
     def distinct_blocks(self) -> list[BlockSpec]:
         """Return the blocks that differ from each other, in their order."""
         return list(dict.fromkeys(self.blocks))

@@ -59,7 +59,8 @@ class TensorSpec:
     """A tensor of a layer, by its Hugging Face name within the block.
 
     `cut` is how tensor parallelism divides it, None where every rank has all of it. `expert` is the
-    number of the expert that it belongs to.
+    number of the expert that it belongs to. A fixed tensor is float32 and not trained
+    (`fixed_parameters.py`).
     """
 
     name: str
@@ -67,6 +68,7 @@ class TensorSpec:
     cut: Cut | None = None
     expert: int | None = None
     writes_residual: bool = False  # whether its product is added to the residual stream
+    is_fixed: bool = False
 
     @property
     def num_elements(self) -> int:

@@ -62,7 +62,7 @@ def num_trained_parameters(spec: ModelSpec, cfg: TrainerConfig) -> int:
     """Return how many parameters learn: those of the adapters, or those that are not frozen."""
     if cfg.lora.rank:
         return num_adapted(spec, cfg.lora)
-    shapes = spec.parameter_shapes()
+    shapes = spec.trainable_shapes()
     return sum(prod(shapes[name]) for name in update_rules(shapes, cfg, 1))
 
 
@@ -74,7 +74,7 @@ def step_sizes(
     element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
     if cfg.lora.rank:
         return _adapter_step_sizes(spec, cfg, placement)
-    shapes = spec.parameter_shapes(head)
+    shapes = spec.trainable_shapes(head)
     rules = update_rules(shapes, cfg, num_shards)
     layer, layers, rest = _unit_sizes(spec, head)
     num_parameters = layers + rest

@@ -231,8 +231,8 @@ def _tag(cfg: TrainerConfig, is_base: bool) -> str:
 def _make_base(model: CausalLM, dtype: torch.dtype) -> frozenset[str]:
     """Have all but adapters stored in `dtype`, in which they compute; return their names."""
     base = {name: one for name, one in model.named_parameters() if not is_adapter(name)}
-    for parameter in base.values():
-        parameter.data = parameter.data.to(dtype)
+    for name in base.keys() - model.spec.fixed_names():
+        base[name].data = base[name].data.to(dtype)
     return frozenset(base)
 
 
@@ -240,10 +240,11 @@ def _freeze(
     model: CausalLM, cfg: TrainerConfig, num_shards: int, base: Container[str]
 ) -> dict[str, UpdateRule]:
     """Have trained parameters alone take gradients, and return how each of them is updated."""
+    fixed = model.spec.fixed_names()
     shapes = {
         name: tuple(parameter.shape)
         for name, parameter in model.named_parameters()
-        if name not in base
+        if name not in base and name not in fixed
     }
     rules = update_rules(shapes, cfg, num_shards)
     for name, parameter in model.named_parameters():

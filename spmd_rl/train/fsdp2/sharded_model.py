@@ -35,7 +35,7 @@ from spmd_rl.train.backend import Outputs, State, Visit, VisitTop
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.ends import WeightSource
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
-from spmd_rl.weights.plan.layout import Layout, chunk_box
+from spmd_rl.weights.plan.layout import Box, Dims, Layout, chunk_box
 from spmd_rl.weights.proof.digest import base_fact, combine, digest
 from spmd_rl.weights.tensor_ends import TensorSource, do_nothing
 
@@ -47,8 +47,9 @@ class ShardedModel:
 
     It computes in `dtype`. Weights are unset until `fill`. Those that `base` names never change:
     `state`, `source` and `names` leave them out. FSDP leaves them alone where there is one shard,
-    for it would hold them twice. `allocating` is entered to allocate them, and to allocate the
-    rest; its arguments say which, and how many bytes each tensor takes.
+    for it would hold them twice. Every rank has the fixed parameters whole. `allocating` is entered
+    to allocate the base, and to allocate the rest; its arguments say which, and how many bytes each
+    tensor takes.
     """
 
     gradients = "fsdp2"
@@ -77,10 +78,11 @@ class ShardedModel:
         self.base = frozenset(base)
         self.base_fact: dict[str, str | int] = {}
         named = dict(scorer.model.named_parameters())
-        whole = {named[name] for name in base} if self.num_shards == 1 else set()
+        self._fixed = spec.fixed_names()
+        whole = {named[name] for name in self._whole_names()}
         num_bytes = sum(one.nbytes for one in scorer.parameters() if one not in whole)
         modules = _units(scorer, gathers_whole(num_bytes))
-        policy = _mixed_precision(scorer, dtype)
+        policy = _mixed_precision((one for one in named.values() if one not in whole), dtype)
         self.units = _shard(modules, mesh, policy, reshard_after_forward, whole)
         if isinstance(scorer, Scorer):
             register_fsdp_forward_method(scorer, "top_logprobs")
@@ -110,7 +112,7 @@ class ShardedModel:
         """Set the weights from whole tensors by name, of which each rank keeps its rows."""
         with torch.no_grad():
             for name, whole in weights:
-                rows = chunk_box(tuple(whole.shape), self.shard, self.num_shards)
+                rows = self._box(name, tuple(whole.shape))
                 self.local[name].copy_(whole.narrow(0, rows.offset[0], rows.extent[0]))
 
     def contract(self) -> dict[str, str | int]:
@@ -217,9 +219,16 @@ class ShardedModel:
         shards = {}
         for name in names:
             shape = tuple(self.parameters[name].shape)
-            box = chunk_box(shape, self.shard, self.num_shards)
-            shards[name] = LocalTensor(shape, box, self.local[name])
+            shards[name] = LocalTensor(shape, self._box(name, shape), self.local[name])
         return LocalTensors(shards)
+
+    def _whole_names(self) -> frozenset[str]:
+        """Return the parameters that FSDP leaves alone."""
+        return self._fixed | (self.base if self.num_shards == 1 else frozenset())
+
+    def _box(self, name: str, shape: Dims) -> Box:
+        """Return this rank's part of a parameter."""
+        return chunk_box(shape, *((0, 1) if name in self._fixed else (self.shard, self.num_shards)))
 
 
 def _own(parameter: Tensor) -> Tensor:
@@ -251,9 +260,9 @@ def _shard(
     return [cast(FSDPModule, module) for module in modules]
 
 
-def _mixed_precision(scorer: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
+def _mixed_precision(sharded: Iterable[Tensor], dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Return the policy: compute in `dtype`, and sum gradients in float32."""
-    is_stored_so = all(parameter.dtype == dtype for parameter in scorer.parameters())
+    is_stored_so = all(parameter.dtype == dtype for parameter in sharded)
     return MixedPrecisionPolicy(
         param_dtype=None if is_stored_so else dtype,
         reduce_dtype=torch.float32,

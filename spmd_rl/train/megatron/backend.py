@@ -83,7 +83,7 @@ class Megatron:
         self._gathered = GatheredTensors(context, self.device)
 
     def _build_optimizer(self) -> MegatronOptimizer:
-        rules = update_rules(self._spec.parameter_shapes(), self._cfg, num_shards=1)
+        rules = update_rules(self._spec.trainable_shapes(), self._cfg, num_shards=1)
         return MegatronOptimizer(
             self._models, self._parameters, rules, self._cfg, self._settings, self._groups
         )
