@@ -21,7 +21,7 @@ from spmd_rl.model.families import FAMILIES
 from spmd_rl.model.lora import B
 from spmd_rl.model.read import VALUE_ARCHITECTURE, read_spec
 from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD, Head, ModelSpec
-from spmd_rl.model.weight_files import StoredTensor, stored_tensors, stored_weights
+from spmd_rl.model.weight_files import StoredTensor, stored_tensors, stored_weights, unused_tensors
 from spmd_rl.observe import atomic_write
 
 SHARD_BYTES = 4 << 30
@@ -129,16 +129,18 @@ def save_folder(
 ) -> None:
     """Write a folder that `transformers` loads, as a sequence classifier if it has a value head.
 
-    Weights come from `tensors`; config and tokenizer files are copied from the folder `like`. Fixed
-    parameters stay float32. The folder is written beside its final name, then renamed over an
-    earlier one, so it is never seen half written.
+    Weights come from `tensors`; config and tokenizer files are copied from the folder `like`, and
+    so are tensors that the network does not use. Fixed parameters stay float32. The folder is
+    written beside its final name, then renamed over an earlier one, so it is never seen half
+    written.
     """
     target = Path(folder)
     part = atomic_write.begin_folder(target)
     _copy_config_and_tokenizer(Path(like), part, dtype, head)
     fixed = read_spec(like).fixed_names()
     typed = ((name, one, torch.float32 if name in fixed else dtype) for name, one in tensors)
-    _write_shards(part, typed)
+    unused = ((name, one, one.dtype) for name, one in read_stored(unused_tensors(like)))
+    _write_shards(part, itertools.chain(typed, unused))
     atomic_write.finish_folder(target)
 
 

@@ -87,7 +87,8 @@ def _parse(path: Path, content: bytes, generation: bytes | None) -> ModelSpec:
             f"{_of_mixtures(config.raw)}"
         )
     _refuse_unread(config)
-    blocks, rotary_size = FAMILIES[model_type].read(config)
+    family = FAMILIES[model_type]
+    blocks, rotary_size = family.read(config)
     return ModelSpec(
         family=model_type,
         vocab_size=config.count("vocab_size"),
@@ -99,6 +100,7 @@ def _parse(path: Path, content: bytes, generation: bytes | None) -> ModelSpec:
         blocks=blocks,
         eos_ids=_eos_ids(config, of_generation),
         init_std=config.number("initializer_range", 0.02),
+        unused=family.unused(config),
     )
 
 

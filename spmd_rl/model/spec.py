@@ -12,7 +12,7 @@ from spmd_rl.model.layers.layer import Cut, LayerSpec, TensorSpec, num_elements
 from spmd_rl.model.rope_spec import RopeSpec
 
 # fields on which no bit of a forward pass depends, once the rotary table is given
-NOT_ARITHMETIC = {"family", "rope", "eos_ids", "init_std"}
+NOT_ARITHMETIC = {"family", "rope", "eos_ids", "init_std", "unused"}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NORM = "model.norm.weight"
 VALUE_HEAD = "score.weight"  # the name that transformers gives it
@@ -21,7 +21,10 @@ Head = Literal["lm", "value"]  # what a model computes of its hidden states: log
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer; `family` is the model_type of its folder."""
+    """A decoder-only transformer; `family` is the model_type of its folder.
+
+    Its folder may hold tensors that the network lacks; their names begin as `unused` says.
+    """
 
     family: str
     vocab_size: int
@@ -33,6 +36,7 @@ class ModelSpec:
     blocks: tuple[BlockSpec, ...]
     eos_ids: tuple[int, ...] = ()
     init_std: float = 0.02
+    unused: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.json_fields import read_object
-from spmd_rl.model.read import ADAPTER, head_of
+from spmd_rl.model.read import ADAPTER, head_of, read_spec
 from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
-UNUSED = "rotary_emb.inv_freq"  # old folders hold the frequencies, which the config gives
+FREQUENCIES = "rotary_emb.inv_freq"  # old folders hold the frequencies, which the config gives
 
 
 class StoredTensor(NamedTuple):
@@ -119,10 +119,16 @@ def stored_weights(
 
     A model with a tied head may be stored with the head alone. If the embedding is there too, the
     head is returned beside `shapes`, because the values must be compared. A model with a value head
-    may be stored as a language model, whose own head is left out.
+    may be stored as a language model, whose own head is left out. So are tensors that the network
+    does not use.
     Raises: ConfigError naming the first weight that is unknown, of another shape, or missing.
     """
-    found = {key: one for key, one in stored_tensors(folder).items() if not key.endswith(UNUSED)}
+    unused = read_spec(folder).unused
+    found = {
+        key: one
+        for key, one in stored_tensors(folder).items()
+        if not key.endswith(FREQUENCIES) and not key.startswith(unused)
+    }
     wanted = dict(shapes)
     if VALUE_HEAD in wanted:
         found.pop(HEAD, None)
@@ -135,6 +141,18 @@ def stored_weights(
             wanted[HEAD] = wanted[EMBEDDING]
     _require_shapes(folder, found, wanted)
     return found
+
+
+def unused_tensors(folder: str | Path) -> dict[str, StoredTensor]:
+    """Return where the tensors lie that the network of the folder's model does not use.
+
+    Raises: as `read_spec` and `stored_tensors`.
+    """
+    beginnings = read_spec(folder).unused
+    if not beginnings or not has_weights(folder):
+        return {}
+    stored = stored_tensors(folder)
+    return {key: one for key, one in stored.items() if key.startswith(beginnings)}
 
 
 def _require_shapes(

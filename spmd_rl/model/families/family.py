@@ -17,8 +17,10 @@ class Family:
 
     `read` makes blocks of the fields of a config.json; as in transformers, absent keys have
     defaults, and keys that transformers ignores are ignored. `class_name` is what the names of
-    transformers' classes begin with.
+    transformers' classes begin with. `unused` returns how the names of tensors begin that a folder
+    may hold and that the network does not have, as transformers has it: an export copies them.
     """
 
     class_name: str
     read: Callable[[Fields], Blocks]
+    unused: Callable[[Fields], tuple[str, ...]] = lambda config: ()
