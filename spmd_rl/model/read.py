@@ -107,7 +107,7 @@ def _parse(path: Path, content: bytes, generation: bytes | None) -> ModelSpec:
 def _of_mixtures(config: Mapping[str, object]) -> str:
     """Return the end of a sentence about a mixture of experts; "" for a dense model."""
     if any(key in config for key in EXPERT_COUNTS):
-        return ": of mixtures of experts, qwen3_moe is"
+        return ": of mixtures of experts, qwen3_moe and glm4_moe are"
     return ""
 
 

@@ -4,6 +4,7 @@ One file a family. All of it is plain data: no torch, no Megatron.
 """
 
 from spmd_rl.model.families.family import Family
+from spmd_rl.model.families.glm4_moe import GLM4_MOE
 from spmd_rl.model.families.llama import LLAMA
 from spmd_rl.model.families.qwen2 import QWEN2
 from spmd_rl.model.families.qwen3 import QWEN3
@@ -14,6 +15,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
+    "glm4_moe": GLM4_MOE,
 }
 
 __all__ = ["FAMILIES", "Family"]

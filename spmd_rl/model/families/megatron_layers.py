@@ -101,6 +101,8 @@ def require_known(blocks: Sequence[BlockSpec]) -> None:
     if not (isinstance(mixer, Gqa) and isinstance(mlp, Mlp | Moe)):
         kinds = f"{type(mixer).__name__} and {type(mlp).__name__}"
         raise ConfigError(f"the model has layers of the kinds {kinds}, {OTHER_BACKEND}")
+    if isinstance(mlp, Moe) and (mlp.sigmoid or mlp.shared_size):
+        raise ConfigError(f"the model has shared experts or routers of sigmoids, {OTHER_BACKEND}")
     if mixer.out_bias or (isinstance(mlp, Mlp) and mlp.bias):
         raise ConfigError(
             f"the model has biases outside of its queries, keys and values, {OTHER_BACKEND}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from spmd_rl.model.layers.layer import LayerCost, PointDef, TensorSpec, num_elements
 from spmd_rl.model.layers.mlp import gated_cost, gated_parameters
+from spmd_rl.model.layers.sigmoid_router import CORRECTION, SigmoidRouter
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +21,9 @@ MOE_RULE = "slots-fp32-v1"
 class Moe:
     """`num_experts` gated MLPs with `expert_size` hidden units each.
 
-    With `normalizes_weights`, the weights of a token's experts add up to one.
+    With `normalizes_weights`, the weights of a token's experts add up to one, before `sigmoid`
+    scales them; it is None where a softmax is the choice. Every token takes `shared_size` hidden
+    units besides.
     """
 
     hidden_size: int
@@ -28,12 +31,21 @@ class Moe:
     experts_per_token: int
     expert_size: int
     normalizes_weights: bool = True
+    shared_size: int = 0
+    sigmoid: SigmoidRouter | None = None
     name: str = "mlp"
 
     def parameters(self) -> Sequence[TensorSpec]:
-        router = TensorSpec(f"{self.name}.gate.weight", (self.num_experts, self.hidden_size))
-        experts = (self.expert_parameters(number) for number in range(self.num_experts))
-        return [router, *(one for expert in experts for one in expert)]
+        gate, hidden = f"{self.name}.gate", self.hidden_size
+        found = [TensorSpec(f"{gate}.weight", (self.num_experts, hidden))]
+        if self.sigmoid:
+            found.append(TensorSpec(f"{gate}.{CORRECTION}", (self.num_experts,), is_fixed=True))
+        for number in range(self.num_experts):
+            found += self.expert_parameters(number)
+        if self.shared_size:
+            shared = f"{self.name}.shared_experts"
+            found += gated_parameters(shared, hidden, self.shared_size, False)
+        return found
 
     def expert_parameters(self, number: int) -> list[TensorSpec]:
         """Return the parameters of expert `number`."""
@@ -42,7 +54,7 @@ class Moe:
 
     def cost(self, tp: int = 1) -> LayerCost:
         """Return the cost where all experts have equally many tokens."""
-        inner = -(-self.experts_per_token * self.expert_size // tp)
+        inner = -(-(self.experts_per_token * self.expert_size + self.shared_size) // tp)
         cost = gated_cost(self.hidden_size, inner)
         return replace(
             cost,

@@ -3,7 +3,8 @@
 A token's output is the sum of what its experts give it. `moe.MOE_RULE` names where bits are
 rounded. Router logits are fp32. The weight of an expert multiplies the fp32 sums of its down
 projection, which are then rounded once. A token's slots are added in fp32 in the order of its
-experts' ids, and rounded once. A token's bits depend on no other token, nor on where experts lie.
+experts' ids, and rounded once. What every token takes is rounded by itself,
+and added. A token's bits depend on no other token, nor on where experts lie.
 """
 
 from __future__ import annotations
@@ -13,11 +14,22 @@ from torch import Tensor, nn
 
 from spmd_rl.kernels import is_exact, linear_fp32, pad_rows, unpad_rows
 from spmd_rl.kernels.moe.route_hash import note_routes
-from spmd_rl.kernels.moe.router import route
+from spmd_rl.kernels.moe.router import ExpertRoutes, route
+from spmd_rl.kernels.moe.sigmoid_router import route_by_sigmoid
 from spmd_rl.kernels.moe.slots import by_expert, from_experts, to_experts
 from spmd_rl.model.fused_projections import project_gated
+from spmd_rl.model.layers.fixed_parameters import HoldsFixed
 from spmd_rl.model.layers.mlp_module import GatedMlp
+from spmd_rl.model.layers.sigmoid_router import CORRECTION, SigmoidRouter
 from spmd_rl.model.linear import Linear
+
+
+class CorrectedGate(HoldsFixed, Linear):
+    """A router whose choice has a correction of each expert, which no optimizer changes."""
+
+    def __init__(self, hidden_size: int, num_experts: int) -> None:
+        super().__init__(hidden_size, num_experts, bias=False)
+        self.fix(CORRECTION, num_experts)
 
 
 class MoeMlp(nn.Module):
@@ -31,19 +43,28 @@ class MoeMlp(nn.Module):
         experts_per_token: int,
         expert_size: int,
         normalizes_weights: bool,
+        shared_size: int,
+        sigmoid: SigmoidRouter | None,
     ) -> None:
         super().__init__()
         self.experts_per_token = experts_per_token
         self.normalizes_weights = normalizes_weights
-        self.gate = Linear(hidden_size, num_experts, bias=False)
+        self.sigmoid = sigmoid
+        self.gate = (
+            CorrectedGate(hidden_size, num_experts)
+            if sigmoid
+            else Linear(hidden_size, num_experts, bias=False)
+        )
         self.experts = nn.ModuleList(
             GatedMlp(hidden_size, expert_size, bias=False) for _ in range(num_experts)
+        )
+        self.shared_experts = (
+            GatedMlp(hidden_size, shared_size, bias=False) if shared_size else None
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape: [T, C] to [T, C]."""
-        logits = linear_fp32(x, self.gate.weight)
-        routes = route(logits, self.experts_per_token, normalizes=self.normalizes_weights)
+        routes = self._route(linear_fp32(x, self.gate.weight))
         note_routes(routes.ids)
         order = by_expert(routes.ids, len(self.experts))
         weights = routes.weights.flatten()[order.slots].split(order.counts)
@@ -54,7 +75,21 @@ class MoeMlp(nn.Module):
             for expert, of_expert, weight in zip(self.experts, rows, weights, strict=True)
             if len(of_expert) or torch.is_grad_enabled()
         ]
-        return from_experts(torch.cat([_weighted(*one) for one in some]), order)
+        routed = from_experts(torch.cat([_weighted(*one) for one in some]), order)
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+
+    def _route(self, logits: Tensor) -> ExpertRoutes:
+        """Shape: logits [T, E] fp32."""
+        if self.sigmoid is None:
+            return route(logits, self.experts_per_token, normalizes=self.normalizes_weights)
+        return route_by_sigmoid(
+            logits,
+            getattr(self.gate, CORRECTION),
+            self.experts_per_token,
+            groups=(self.sigmoid.num_groups, self.sigmoid.num_chosen_groups),
+            normalizes=self.normalizes_weights,
+            scale=self.sigmoid.scale,
+        )
 
 
 def _weighted(expert: nn.Module, x: Tensor, weight: Tensor) -> Tensor:

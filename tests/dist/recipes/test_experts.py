@@ -7,22 +7,37 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
+from spmd_rl.model.hf import random_weights
 from spmd_rl.model.read import read_spec
 from tests.dist.recipes.conftest import EXAMPLE, Ended, run_in
 from tests.dist.recipes.forked_run import ForkedRun
+from tests.system import kill_resume
 from tests.system.kill_resume import MODES, SMALL, differences
 
 pytestmark = pytest.mark.dist
 
-MIXTURE = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 7,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 40,
-    "norm_topk_prob": True,
+MIXTURES = {
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
 }
 SPLITS = {
     "on one rank": (1, ()),
@@ -31,12 +46,20 @@ SPLITS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=MIXTURES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with weights: corrections that are not zero, and a tensor that is not used."""
     folder = tmp_path_factory.mktemp("experts") / "model"
     shutil.copytree(EXAMPLE / "model", folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | MIXTURE))
+    mixture = {"model_type": request.param} | MIXTURES[request.param]
+    (folder / "config.json").write_text(json.dumps(config | mixture))
+    spec = read_spec(folder)
+    weights = dict(random_weights(spec, 3))
+    for number, name in enumerate(sorted(spec.fixed_names())):
+        weights[name] = torch.linspace(-0.3, 0.3, len(weights[name])).roll(number)
+    beside = {f"{name}eh_proj.weight": torch.ones(3, 5).bfloat16() for name in spec.unused}
+    save_file(weights | beside, folder / "model.safetensors")
     return folder
 
 
@@ -48,6 +71,8 @@ def ended(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, En
             folder,
             "grpo",
             f"--model={model}",
+            f"--reward={kill_resume.__file__.replace('kill_resume', 'even')}:even",
+            "--trainer.init=folder",
             "--steps=3",
             "--run.verify_every=1",
             *words,
@@ -68,8 +93,15 @@ def test_no_token_is_unequal(split: str, model: Path, ended: dict[str, Ended]) -
         assert row["onpolicy/router_flips"] == 0
         assert row["onpolicy/compared_tokens"] > 0
         assert row["sync/verified_tensors"] + row["sync/shared_tensors"] >= len(shapes)
-    exported = load_file(run.folder / "hf" / "model.safetensors")
-    assert {name: tuple(one.shape) for name, one in exported.items()} == shapes
+    exported, first = (
+        load_file(folder / "model.safetensors") for folder in (run.folder / "hf", model)
+    )
+    assert {name: tuple(one.shape) for name, one in exported.items()} == {
+        name: tuple(one.shape) for name, one in first.items()
+    }
+    assert exported.keys() >= shapes.keys()
+    kept = {name for name, one in exported.items() if torch.equal(one, first[name])}
+    assert kept == read_spec(model).fixed_names() | (exported.keys() - shapes.keys())
 
 
 def test_every_split_draws_the_same_tokens(ended: dict[str, Ended]) -> None:
@@ -83,6 +115,7 @@ def test_the_same_command_goes_on_to_the_same_bits(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     words = [*MODES["sharded"], *SMALL, f"--model={model}", "--run.keep_checkpoints=9"]
+    words.append("--trainer.init=folder")
     whole = ForkedRun(tmp_path_factory.mktemp("whole"), words, name="whole")
     expected = whole.finish()
     cut = ForkedRun(whole.cwd, words, name="cut")

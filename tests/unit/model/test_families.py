@@ -137,7 +137,7 @@ def to_hugging_face(ranks: dict, spec: ModelSpec, grid: Grid) -> Arrays:
 
 
 CASES = st.tuples(
-    st.sampled_from(sorted(FAMILIES)),
+    st.sampled_from(sorted(FAMILIES.keys() - {"glm4_moe"})),  # which Megatron-core is not given
     st.sampled_from([1, 2, 4]),  # key-value heads
     st.sampled_from([1, 2, 3]),  # query heads for each
     st.sampled_from([96, 97, 101]),  # tokens, with padding where tp does not divide them

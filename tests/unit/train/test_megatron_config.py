@@ -128,7 +128,7 @@ def test_a_mixture_of_experts_is_read(tmp_path: Any) -> None:
     assert "model.layers.3.mlp.up_proj.weight" not in spec.parameter_shapes()
     for other in ({"model_type": "mixtral", "num_local_experts": 8}, {"model_type": "qwen2_moe"}):
         (tmp_path / "config.json").write_text(json.dumps(config | other))
-        with pytest.raises(ConfigError, match="of mixtures of experts, qwen3_moe is"):
+        with pytest.raises(ConfigError, match="of mixtures of experts, qwen3_moe and glm4_moe are"):
             read_spec(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [0]}))
     with pytest.raises(ConfigError, match="layers without experts"):
