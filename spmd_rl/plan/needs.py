@@ -8,6 +8,7 @@ from typing import Any
 
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.data.render.prompt_format import PromptFormat
+from spmd_rl.environments.config import AgentConfig
 from spmd_rl.evaluation.config import EvalConfig
 from spmd_rl.offload.config import OffloadConfig
 from spmd_rl.offload.phases import CONCURRENT, Phases
@@ -25,6 +26,7 @@ _TYPES: dict[str, Any] = {
     "sampling": SamplingConfig,
     "prompts": PromptFormat,
     "eval": EvalConfig,
+    "agent": AgentConfig,
 }
 
 
@@ -44,6 +46,7 @@ class RunNeeds:
     sampling: SamplingConfig | None = None
     prompts: PromptFormat | None = None
     eval: EvalConfig | None = None
+    agent: AgentConfig = AgentConfig()  # noqa: RUF009  it is frozen
     prompts_per_step: int | None = None
     steps: int = 0
     epochs: float = 0.0

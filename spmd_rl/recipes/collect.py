@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import spmd_rl as rl
+from spmd_rl.environments.config import AgentConfig, agree_with_agent
+from spmd_rl.environments.failures import refuse_failures
+from spmd_rl.environments.make import check_environment
 from spmd_rl.recipes.rejection_sampling import InferSplit
 
 
@@ -29,10 +32,12 @@ class Config:
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
     engine: rl.EngineConfig = field(default_factory=rl.NativeEngineConfig)
     hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1})
+        agree_with_agent(self)
 
 
 def check(cfg: Config) -> None:
@@ -47,6 +52,7 @@ def check(cfg: Config) -> None:
         trainer=rl.TrainerConfig(),  # nothing is trained, but the folder must hold weights
         sampling=cfg.sampling,
     )
+    check_environment(cfg.agent)
     rl.check_engine(cfg.engine, cfg.run)
 
 
@@ -59,4 +65,5 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         with ctl.phase("rollout"):
             asked = prompts.take(cfg.prompts_per_step)
             groups = rollout.generate.call(asked, cfg.sampling, step=step.index)
+        refuse_failures(groups, cfg.agent)
         step.log(groups)

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 import spmd_rl as rl
 from spmd_rl.check.inputs import check_model
+from spmd_rl.environments.config import AgentConfig, agree_with_agent
+from spmd_rl.environments.make import check_environment
 from spmd_rl.evaluation.config import EvalSet
 from spmd_rl.evaluation.results import scores_table, write_scores
 from spmd_rl.recipes.evaluate_settings import settings_of_run
@@ -36,6 +38,7 @@ class Config:
     sampling: rl.SamplingConfig = field(default_factory=rl.SamplingConfig)
     engine: rl.EngineConfig = field(default_factory=rl.NativeEngineConfig)
     hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
     # of the role that reads a checkpoint
     trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(init="random"))
@@ -46,6 +49,7 @@ class Config:
     def __post_init__(self) -> None:
         if not self.data and not self.sets:
             raise rl.ConfigError("there is no set: say --data FILE or --sets.NAME.data FILE")
+        agree_with_agent(self)
 
     @classmethod
     def from_file(cls, table: dict[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
@@ -73,6 +77,7 @@ def check(cfg: Config) -> None:
         )
     check_model(cfg.model, trainer=None if cfg.checkpoint else rl.TrainerConfig())
     rl.check_evaluation(cfg)
+    check_environment(cfg.agent)
     rl.check_engine(cfg.engine, cfg.run, cfg.trainer if cfg.checkpoint else None)
 
 

@@ -15,6 +15,8 @@ from typing import ClassVar
 import spmd_rl as rl
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.make import make_algorithm
+from spmd_rl.environments.config import AgentConfig, agree_with_agent
+from spmd_rl.environments.make import check_environment
 from spmd_rl.recipes.policy_update import check_adapters, extra_roles_of
 from spmd_rl.rollout.engine import refuse_greedy
 from spmd_rl.rollout.sampler_config import refuse_lag
@@ -38,6 +40,7 @@ class Config(rl.PolicyConfig):
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
     engine: rl.EngineConfig = field(default_factory=rl.NativeEngineConfig)
     hooks: rl.HookConfig = field(default_factory=rl.HookConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     graders: rl.GraderConfig = field(default_factory=rl.GraderConfig)
     sampler: rl.SamplerConfig = field(default_factory=rl.SamplerConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
@@ -52,6 +55,7 @@ class Config(rl.PolicyConfig):
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1})
         rl.check_steps(self)
         refuse_greedy(self.sampling)
+        agree_with_agent(self)
         if self.is_on_policy:
             refuse_lag(self.sampler)
         check_adapters(self)
@@ -84,6 +88,7 @@ def check(cfg: Config) -> None:
         sampling=cfg.sampling,
     )
     rl.check_evaluation(cfg)
+    check_environment(cfg.agent)
     if cfg.kl.reference:
         rl.check_inputs(model=cfg.kl.reference, data=cfg.data, trainer=rl.TrainerConfig())
     rl.check_engine(cfg.engine, cfg.run, cfg.trainer)

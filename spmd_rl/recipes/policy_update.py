@@ -17,6 +17,7 @@ from spmd_rl.config.rules import require
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.link import Link
 from spmd_rl.controller.pending import Pending
+from spmd_rl.environments.failures import refuse_failures
 from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.hooks.context import Keep
 from spmd_rl.hooks.controller_hooks import KeepGroup
@@ -82,6 +83,7 @@ class PolicyUpdate:
     ) -> None:
         self.algorithm = cfg.made_algorithm
         self.trainer = trainer
+        self._agent = cfg.agent
         self._keep_group: KeepGroup | None = None
         if keep_group:
             self._keep_group = KeepGroup(keep_group, as_data(cfg), cfg.run.seed)
@@ -135,8 +137,10 @@ class PolicyUpdate:
     def step(self, groups: list[Group], index: int) -> dict[str, float]:
         """Learn from the groups of step `index`, and return the metrics.
 
-        Raises: what `Algorithm.pack` and the roles raise.
+        Raises: what `Algorithm.pack` and the roles raise; SpmdError when more episodes have failed
+        than `agent.max_failed` allows.
         """
+        refuse_failures(groups, self._agent)
         batch = self.algorithm.pack(groups)
         metrics: dict[str, float] = {}
         if self.algorithm.keeps is not None:

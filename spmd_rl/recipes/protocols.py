@@ -9,6 +9,7 @@ from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.config import KlConfig
 from spmd_rl.config.run import RunConfig
 from spmd_rl.data.prompt_records import PromptConfig
+from spmd_rl.environments.config import AgentConfig
 from spmd_rl.evaluation.config import EvaluatedRecipe
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.mesh.split import Split
@@ -68,6 +69,8 @@ class PolicyRecipe(TrainingRecipe, DataRecipe, EvaluatedRecipe, Protocol):
     def engine(self) -> EngineConfig: ...
     @property
     def sampler(self) -> SamplerConfig: ...
+    @property
+    def agent(self) -> AgentConfig: ...
     @property
     def critic(self) -> TrainerConfig: ...
     @property

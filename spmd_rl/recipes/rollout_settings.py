@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from spmd_rl.config.dump import as_data
+from spmd_rl.environments.config import hooks_with_agent
 from spmd_rl.evaluation.config import eval_rewards
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.recipes.protocols import EngineRecipe
@@ -16,9 +17,10 @@ def rollout_settings(cfg: EngineRecipe) -> dict[str, Any]:
     the trainer's adapters.
 
     The rewards of `eval` are among the hooks, if the config has evaluations. Hooks may read the
-    whole config.
+    whole config. Where `agent` has a kind, its program makes the samples.
     """
-    hooks, needs = cfg.hooks, RunNeeds.of(cfg)
+    needs = RunNeeds.of(cfg)
+    hooks = hooks_with_agent(cfg.hooks, needs.agent)
     if needs.eval is not None:
         extra = dict.fromkeys([*hooks.extra_rewards, *eval_rewards(needs.eval)])
         hooks = replace(hooks, extra_rewards=tuple(extra))

@@ -20,6 +20,7 @@ GRADERS = {
     "ifeval": "spmd_rl.rewards.instructions.graders:ifeval",
     "ifbench": "spmd_rl.rewards.instructions.graders:ifbench",
     "code": "spmd_rl.rewards.code.graders:code",
+    "environment": "spmd_rl.rewards.answers.environment:environment",
     "remote": "spmd_rl.rewards.remote.remote:remote",
     "judge": "spmd_rl.rewards.remote.judge:judge",
 }

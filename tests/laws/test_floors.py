@@ -17,7 +17,7 @@ FLOORS = (
     {"controller"},
     {"hooks"},
     {"train", "rollout"},
-    {"evaluation"},
+    {"evaluation", "environments"},
     {"cli", "recipes", "slurm", "check", "plan", "microscope", "report", "__main__", ""},
 )
 HEIGHT = {room: height for height, floor in enumerate(FLOORS) for room in floor}
@@ -33,6 +33,9 @@ HEAVY = {
     "math_verify": "rewards",
     "sympy": "rewards",
     "langdetect": "rewards",
+    "skyrl_gym": "environments",
+    "omegaconf": "environments",
+    "textarena": "environments",
     "megatron": "train",
     "transformer_engine": "train",
     "triton": "kernels",

@@ -1,0 +1,87 @@
+"""Settings of agents: which environment an episode is, and what bounds it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from spmd_rl.config.load import from_data
+from spmd_rl.config.rules import at_least, require
+from spmd_rl.data.render.prompt_format import PromptFormat
+from spmd_rl.errors import ConfigError
+from spmd_rl.hooks.config import HookConfig
+
+PROGRAM = "spmd_rl.environments.program:AgentProgram"
+ANSWER = "spmd_rl.rewards.answers.match:exact"  # the reward of recipes that say none
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """What plays the episodes of a run (docs/agents.md). Without a kind, nothing does."""
+
+    # environment: a class of yours; skyrl_gym, textarena: one of that package
+    kind: Literal["", "environment", "skyrl_gym", "textarena"] = ""
+    # package.module:Class or path/to/file.py:Class; or the environment's name in its package
+    name: str = ""
+    args: dict[str, Any] = field(default_factory=dict)  # of the environment
+    max_turns: int = 16  # of an episode, of all its agents together
+    max_tokens_total: int = 0  # that the policy draws in an episode, over all turns; 0: no limit
+    # seconds of one episode, without the time that it waits for the engine; 0: none
+    deadline_s: float = 600.0
+    # share of a step's episodes that may fail before the run ends; those that fail are left out
+    max_failed: float = 0.5
+
+    def __post_init__(self) -> None:
+        at_least(self, {"max_turns": 1, "max_tokens_total": 0})
+        value = self.deadline_s
+        require(0 <= value < math.inf, "deadline_s", value, "0 (none) or more, and finite")
+        require(0 <= self.max_failed <= 1, "max_failed", self.max_failed, "0 to 1")
+        if not self.kind and (self.name or self.args):
+            raise ConfigError("agent.name and agent.args need agent.kind")
+        if self.kind not in ("", "skyrl_gym") and not self.name:
+            raise ConfigError(f"agent.kind = {self.kind!r} needs agent.name")
+
+
+class AgentRecipe(Protocol):
+    """What an agent's settings have to agree with in a recipe's config."""
+
+    @property
+    def agent(self) -> AgentConfig: ...
+    @property
+    def hooks(self) -> HookConfig: ...
+    @property
+    def reward(self) -> str | dict[str, float]: ...
+    @property
+    def prompts(self) -> PromptFormat: ...
+
+
+def agree_with_agent(cfg: AgentRecipe) -> None:
+    """Raise a ConfigError for settings that do not go with `agent.kind`, for `__post_init__`."""
+    if not cfg.agent.kind:
+        return
+    if cfg.hooks.generate:
+        raise ConfigError("agent.kind and hooks.generate both play the episodes: set one of them")
+    if not cfg.prompts.chat_template:
+        raise ConfigError(f"agent.kind = {cfg.agent.kind!r} needs prompts.chat_template = true")
+    if cfg.reward == ANSWER:
+        raise ConfigError(
+            f"reward = {ANSWER!r} compares what the policy says last with the answer. "
+            "With agent.kind, say so by its short name 'exact', or take the rewards of the "
+            "environment with reward = 'environment'"
+        )
+
+
+def hooks_with_agent(hooks: HookConfig, agent: AgentConfig) -> HookConfig:
+    """Return the hooks of a run whose episodes `agent` plays; as they are without a kind."""
+    if not agent.kind:
+        return hooks
+    if hooks.generate:
+        raise ConfigError("agent.kind and hooks.generate both play the episodes: set one of them")
+    return replace(hooks, generate=PROGRAM, episode_deadline_s=agent.deadline_s)
+
+
+def agent_of(config: Mapping[str, Any]) -> AgentConfig:
+    """Return the agent's settings in a recipe's config as plain data."""
+    return from_data(AgentConfig, config.get("agent", {}))

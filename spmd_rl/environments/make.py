@@ -1,0 +1,57 @@
+"""Making of environments: from the settings of an agent to an object for each episode."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spmd_rl.environments.config import AgentConfig
+from spmd_rl.environments.environment import Environment
+from spmd_rl.environments.skyrl_gym import SkyRLGym, check_skyrl_gym
+from spmd_rl.environments.textarena import TextArena, check_textarena
+from spmd_rl.errors import ConfigError
+from spmd_rl.hooks.load import load_function
+
+METHODS = ("reset", "step", "score", "close")
+
+
+def environment_maker(cfg: AgentConfig) -> Callable[[], Environment]:
+    """Return what makes the environment of an episode.
+
+    Raises: ConfigError for a class or package that cannot be used.
+    """
+    check_environment(cfg)
+    if cfg.kind == "skyrl_gym":
+        return lambda: SkyRLGym(cfg.name, cfg.args, cfg.max_turns)
+    if cfg.kind == "textarena":
+        return lambda: TextArena(cfg.name, cfg.args)
+    own: Callable[..., Environment] = load_function("agent.name", cfg.name)
+    return lambda: own(**cfg.args)
+
+
+def check_environment(cfg: AgentConfig) -> None:
+    """Import what a config names. Raises: ConfigError that says what is wrong with it."""
+    if cfg.kind == "skyrl_gym":
+        check_skyrl_gym(cfg.name)
+    elif cfg.kind == "textarena":
+        check_textarena(cfg.name, cfg.args)
+    elif cfg.kind == "environment":
+        _check_class(cfg.name, cfg.args)
+
+
+def _check_class(name: str, args: Mapping[str, Any]) -> None:
+    """Raise a ConfigError unless this is a class of environments that takes the arguments."""
+    own = load_function("agent.name", name)
+    if not inspect.isclass(own):
+        raise ConfigError(f"agent.name {name!r}: it is a function, not a class of environments")
+    for method in METHODS:
+        if not inspect.iscoroutinefunction(getattr(own, method, None)):
+            raise ConfigError(
+                f"agent.name {name!r}: it has no `async def {method}`; TextEnvironment of "
+                "spmd_rl.environments.environment has those that it can do without"
+            )
+    try:
+        inspect.signature(own).bind(**args)
+    except TypeError as error:
+        raise ConfigError(f"agent.args do not fit {name!r}: {error}") from error
