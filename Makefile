@@ -1,6 +1,7 @@
 # make demo   a language model learns addition on this machine: its own .venv, install, run, into runs/demo
 # make test   lint, types, then every test that needs no GPU: about half an hour on two cores
 # make test-backends   Megatron-core on gloo ranks, layouts and whole runs: about 7 minutes on two cores
+# make test-agents   environments of packages that are no dependencies: about 10 minutes on two cores
 # make test-system   a real browser, a real Slurm, random faults with their seed: programs from tests/system/install.sh
 # make api    the API reference as HTML, into build/api
 # make settings   docs/settings.md, from the configs of the recipes
@@ -17,7 +18,7 @@ PIP    := $(BIN)/python -m pip $(QUIET) --disable-pip-version-check
 FAST   := OMP_NUM_THREADS=1
 TESTS  := $(FAST) $(BIN)/pytest -q --dist loadfile tests
 
-.PHONY: demo test lint unit dist test-backends test-system chaos fuzz api settings clean
+.PHONY: demo test lint unit dist test-backends test-agents test-system chaos fuzz api settings clean
 
 demo: $(VENV)/.demo
 	@aside=runs/demo-$$(date +%Y%m%d-%H%M%S); \
@@ -25,7 +26,7 @@ demo: $(VENV)/.demo
 	$(BIN)/spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml --nproc 2
 
 test: lint
-	$(TESTS) -n 3 -m "not gpu and not system and not backends"
+	$(TESTS) -n 3 -m "not gpu and not system and not backends and not agents"
 	@$(BIN)/python -m benchmarks.since_gpu_tests
 
 lint: $(VENV)/.dev
@@ -33,13 +34,16 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev
-	$(TESTS) -n 2 -m "not dist and not gpu and not system"
+	$(TESTS) -n 2 -m "not dist and not gpu and not system and not agents"
 
 dist: $(VENV)/.dev
 	$(TESTS) -n 3 -m "dist and not gpu and not system and not backends"
 
 test-backends: $(VENV)/.backends
 	$(FAST) $(BIN)/pytest -q -m backends tests/backends
+
+test-agents: $(VENV)/.agents
+	$(FAST) $(BIN)/pytest -q -m agents tests/agents
 
 test-system: $(VENV)/.dev
 	tests/system/install.sh
@@ -73,6 +77,10 @@ $(VENV)/.dev: $(VENV)/.demo pyproject.toml Makefile
 
 $(VENV)/.backends: $(VENV)/.dev setup.py
 	@$(PIP) install --editable ".[megatron]" "$(TORCH)" $(TRITON) --constraint constraints.txt
+	@touch $@
+
+$(VENV)/.agents: $(VENV)/.dev setup.py
+	@$(PIP) install --editable ".[agents]" "$(TORCH)" $(TRITON) --constraint constraints.txt
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.demo Makefile

@@ -49,6 +49,8 @@ setup(
             "megatron-core==0.16.1; python_version < '3.12'",
             "megatron-core==0.19.2; python_version >= '3.12'",
         ],
+        # agent.kind = "skyrl_gym" and "textarena" (docs/agents.md)
+        "agents": ["skyrl-gym==0.4.0", "textarena==0.7.4"],
         # trainer.backend.layers = "transformer_engine"; its torch extension is compiled on the host
         "te": ["transformer-engine[core-cu13,pytorch]==2.20.2"],
         "torchao": ["torchao>=0.14"],  # trainer.optimizer.kind = "adamw8bit"
