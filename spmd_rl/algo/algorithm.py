@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.algo.losses import Loss, Needs
-from spmd_rl.algo.packing import Aggregation, pack
+from spmd_rl.algo.packing import AdvantageOf, Aggregation, pack
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.groups import Group
 
@@ -24,6 +24,7 @@ class Algorithm:
     """A way to learn from graded groups. Each part is a function that also works alone.
 
     advantage: a number for each sample of each group, from the rewards.
+    advantage_of: "tokens" if it is one for each token of these samples.
     credit: a second stage on the whole batch, which gives each token its advantage.
     loss: crosses to the workers, so it is a function of a module, or a partial of one by keywords.
     needs: of "entropy" (with its gradient), "reference_logprobs", "old_logprobs" and "values".
@@ -41,6 +42,7 @@ class Algorithm:
     keeps: Callable[[Group], bool] | None = None
     mask_truncated: bool = False
     max_response_tokens: int | None = None
+    advantage_of: AdvantageOf = "samples"
 
     @property
     def loss_needs(self) -> Needs:
@@ -64,6 +66,7 @@ class Algorithm:
             self.advantage(groups),
             aggregation=self.aggregation,
             max_response_tokens=self.max_response_tokens,
+            advantages_of=self.advantage_of,
         )
         return without_truncated(batch, groups) if self.mask_truncated else batch
 

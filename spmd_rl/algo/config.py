@@ -24,6 +24,8 @@ AlgorithmName = Literal[
     "reinforce_pp_baseline",
     "ppo",
     "gdpo",
+    "gigpo",
+    "turn_returns",
 ]
 Estimator = Literal["k1", "k2", "k3", "low_var"]
 Level = Literal["token", "sequence", "geometric"]
@@ -124,6 +126,7 @@ class PolicyConfig:
     # gdpo: weight of each part of the reward; {}: 1 for every part but "reward"
     reward_weights: dict[str, float] = field(default_factory=dict)
     discount: float = 1.0  # of later rewards: gamma
+    turn_weight: float = 1.0  # gigpo: weight of the comparison of turns beside that of episodes
     gae_lambda: float = 1.0  # ppo: 1 trusts the rewards alone, 0 the critic alone
     value_clip: float = 0.2  # ppo: largest change of a value in one step; 0: any
     critic_warmup_steps: int = 0  # ppo: first steps, in which the critic alone learns
@@ -136,7 +139,7 @@ class PolicyConfig:
         require(
             self.dual_clip == 0 or self.dual_clip > 1, "dual_clip", self.dual_clip, "more than 1"
         )
-        least = ("entropy_coef", "opsm_delta", "value_clip", "critic_warmup_steps")
+        least = ("entropy_coef", "turn_weight", "opsm_delta", "value_clip", "critic_warmup_steps")
         at_least(self, dict.fromkeys(least, 0))
         for name in ("discount", "gae_lambda"):
             value = getattr(self, name)

@@ -7,18 +7,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from spmd_rl.algo.agents import compared_by_agent
 from spmd_rl.algo.algorithm import OLD_LOGPROBS, Algorithm, rewards_differ
 from spmd_rl.algo.algorithms import (
     cispo,
     dapo,
     dr_grpo,
     gdpo,
+    gigpo,
     grpo,
     gspo,
     ppo,
     reinforce_pp,
     reinforce_pp_baseline,
     rloo,
+    turn_returns,
 )
 from spmd_rl.algo.config import CorrectionConfig, PolicyConfig
 from spmd_rl.algo.facts import AlgorithmFacts
@@ -46,6 +49,8 @@ ALGORITHMS: dict[str, tuple[Maker, AlgorithmFacts]] = {
     ),
     "ppo": (ppo.ppo, ppo.FACTS),
     "gdpo": (gdpo.gdpo, gdpo.FACTS),
+    "gigpo": (gigpo.gigpo, gigpo.FACTS),
+    "turn_returns": (turn_returns.turn_returns, turn_returns.FACTS),
 }
 _FACTS = {name: facts for name, (_, facts) in ALGORITHMS.items()}
 
@@ -60,12 +65,14 @@ def make_algorithm(
     Raises: ConfigError, which names the key, for settings that do not go together.
     """
     refuse_wrong_settings(cfg, _FACTS, num_samples)
-    make, _ = ALGORITHMS[cfg.algorithm]
+    make, facts = ALGORITHMS[cfg.algorithm]
     algorithm = replace(
         make(cfg),
         mask_truncated=cfg.mask_truncated,
         max_response_tokens=max_response_tokens,
     )
+    if facts.compares_samples and algorithm.advantage_of == "samples":
+        algorithm = replace(algorithm, advantage=compared_by_agent(algorithm.advantage))
     if cfg.aggregation != "auto":
         algorithm = replace(algorithm, aggregation=cfg.aggregation)
     if cfg.drop_equal_groups is not None:

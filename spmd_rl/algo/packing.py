@@ -31,6 +31,7 @@ from spmd_rl.types.sft_pair import SftPair
 from spmd_rl.types.token_data import TokenData
 
 Aggregation = Literal["token", "sample", "execution", "const"]
+AdvantageOf = Literal["samples", "tokens"]
 TokensAndMask = tuple[NDArray[np.int32], NDArray[np.bool_]] | SftPair
 
 
@@ -40,26 +41,40 @@ def pack(
     *,
     aggregation: Aggregation = "token",
     max_response_tokens: int | None = None,
+    advantages_of: AdvantageOf = "samples",
 ) -> Batch:
     """Return the samples of `groups` as a batch, with a sample's advantage on each response token.
 
-    `max_response_tokens` is the fixed length that `aggregation="const"` divides by.
+    `max_response_tokens` is the fixed length that `aggregation="const"` divides by. `advantages`
+    are an array a group, of its samples or of all their tokens end to end, as `advantages_of` says.
     Raises: ContractError, DataError, ConfigError.
     """
     columns = Group.to_columns(groups)
     contexts = _Contexts.of(columns)
-    _check(columns, contexts, advantages)
-    flat_advantages = concatenate(advantages, np.float64)
+    _check(columns, contexts, advantages, advantages_of)
     sequences = _sequences(columns, contexts)
-    return _make_batch(sequences, flat_advantages, aggregation, max_response_tokens)
+    per_token = concatenate(advantages, np.float64)
+    if advantages_of == "samples":
+        per_token = np.repeat(per_token, sequences.lengths)
+    else:
+        per_token = _after_contexts(per_token, sequences.lengths, columns.samples.lengths)
+    return _make_batch(sequences, per_token, aggregation, max_response_tokens)
 
 
 def _check(
-    columns: GroupColumns, contexts: _Contexts, advantages: Sequence[NDArray[np.floating]]
+    columns: GroupColumns,
+    contexts: _Contexts,
+    advantages: Sequence[NDArray[np.floating]],
+    advantages_of: AdvantageOf,
 ) -> None:
-    if columns.lengths.tolist() != [len(values) for values in advantages]:
+    sizes = columns.lengths
+    if advantages_of == "tokens":
+        ends = columns.samples.offsets[columns.offsets]
+        sizes = ends[1:] - ends[:-1]
+    if sizes.tolist() != [len(values) for values in advantages]:
         raise ContractError(
-            "pack needs one advantage for each sample of each group, in the order of the groups"
+            f"pack needs an advantage for each of the {advantages_of} of each group, in the order "
+            "of the groups"
         )
     if not len(columns.samples) and (failed := columns.failed.samples.rows()):
         raise DataError("no sample of this step is usable", error_of(failed[0]))
@@ -140,7 +155,7 @@ def pack_sft(
     The mask marks the tokens to learn. Pairs of several sources are measured by source, too.
     """
     sequences = [SftPair(*pair) for pair in pairs]
-    advantages = np.zeros(len(sequences))
+    advantages = np.zeros(sum(len(pair.tokens) for pair in sequences))
     batch = _make_batch(_pair_sequences(sequences), advantages, aggregation, max_response_tokens)
     learned = np.diff(offsets_of(batch.mask)[offsets_of(batch.lengths)])
     columns = source_columns([pair.source for pair in sequences], learned, batch.lengths)
@@ -184,7 +199,7 @@ class _Sequences:
 
 def _make_batch(
     sequences: _Sequences,
-    advantages: NDArray[np.float64],
+    advantages: NDArray[np.float64],  # of each token, those outside the mask included
     aggregation: Aggregation,
     max_response_tokens: int | None,
 ) -> Batch:
@@ -195,12 +210,13 @@ def _make_batch(
         raise ContractError("no sequences to pack: a batch needs at least one")
     # the number of tokens in the mask, of each sequence
     num_learned = np.diff(offsets_of(sequences.mask)[offsets_of(sequences.lengths)])
+    weights = _sequence_weights(num_learned, sequences, aggregation)
     return Batch(
         tokens=sequences.tokens,
         lengths=sequences.lengths,
         mask=sequences.mask,
-        weight=_per_token(_sequence_weights(num_learned, sequences, aggregation), sequences),
-        advantages=_per_token(advantages, sequences),
+        weight=_in_mask(np.repeat(weights, sequences.lengths), sequences),
+        advantages=_in_mask(advantages, sequences),
         rollout_logprobs=sequences.rollout_logprobs,
         versions=sequences.versions,
         temperature=sequences.temperature,
@@ -211,13 +227,24 @@ def _make_batch(
     )
 
 
-def _per_token(values: NDArray[np.float64], sequences: _Sequences) -> NDArray[np.float32]:
-    """Give each token in the mask the value of its sequence, and 0 to all others.
+def _in_mask(values: NDArray[np.float64], sequences: _Sequences) -> NDArray[np.float32]:
+    """Return the values of tokens in the mask, and 0 for all others. Shape: [T]."""
+    return np.where(sequences.mask, values.astype(np.float32), np.float32(0))
 
-    Shape: [N] to [T].
+
+def _after_contexts(
+    values: NDArray[np.float64], lengths: NDArray[np.int32], own_lengths: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return the values of the samples' own tokens, each after zeros for its context.
+
+    Shape: [sum(own_lengths)] to [sum(lengths)].
     """
-    repeated = np.repeat(values.astype(np.float32), sequences.lengths)
-    return np.where(sequences.mask, repeated, np.float32(0))
+    placed = np.zeros(int(lengths.sum()))
+    ends = np.cumsum(lengths, dtype=np.int64)
+    firsts = np.repeat(ends - own_lengths, own_lengths)
+    within = np.arange(len(values)) - np.repeat(np.cumsum(own_lengths) - own_lengths, own_lengths)
+    placed[firsts + within] = values
+    return placed
 
 
 def _sequence_weights(

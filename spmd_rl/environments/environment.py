@@ -118,7 +118,3 @@ class TurnRecord:
             "first_token": self.first_token,
             "num_tokens": self.num_tokens,
         }
-
-
-# Keys of a sample's metadata: the records of its turns in order, and the agent that it is of.
-TURN_RECORDS, AGENT = "turns", "agent"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmd_rl.environments.environment import AGENT, TURN_RECORDS, Message, TurnRecord
+from spmd_rl.environments.environment import Message, TurnRecord
 from spmd_rl.hooks.child.conversation import Conversation
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.transcript import Transcript, Turn
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Sample
+from spmd_rl.types.samples import AGENT, TURN_RECORDS, Sample
 
 
 class Player:

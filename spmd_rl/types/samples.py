@@ -23,6 +23,9 @@ from spmd_rl.types.token_data import NO_VERSION as NO_VERSION
 SampleStatus = Literal["completed", "truncated", "aborted", "failed"]
 
 FAILURE = "failure"  # key of a failed sample's `metadata`: what failed (hooks/failures.py)
+# keys of `metadata` that an environment sets: the agent whose sample it is, and a record of each of
+# its turns, with "state", "reward", "first_token" and "num_tokens"
+AGENT, TURN_RECORDS = "agent", "turns"
 MODEL, TURNS = "assistant", "messages"  # the role of what the policy drew; a key of `metadata`
 
 

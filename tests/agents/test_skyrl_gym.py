@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from spmd_rl.environments.config import AgentConfig
-from spmd_rl.environments.environment import TURN_RECORDS
 from spmd_rl.environments.make import check_environment, environment_maker
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.failures import EpisodeFailure
+from spmd_rl.types.samples import TURN_RECORDS
 from tests.unit.environments.cases import SpokenEngine, chat_prompt, episode
 
 pytestmark = pytest.mark.agents

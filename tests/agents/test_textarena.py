@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from spmd_rl.environments.config import AgentConfig
-from spmd_rl.environments.environment import AGENT, TURN_RECORDS, AgentReply
+from spmd_rl.environments.environment import AgentReply
 from spmd_rl.environments.make import check_environment, environment_maker
 from spmd_rl.environments.textarena import TextArena
 from spmd_rl.errors import ConfigError
+from spmd_rl.types.samples import AGENT, TURN_RECORDS
 from tests.unit.environments.cases import SpokenEngine, chat_prompt, episode
 
 pytestmark = pytest.mark.agents

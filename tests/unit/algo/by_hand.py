@@ -176,6 +176,8 @@ def hand_advantages(answers: list[Answer], s: dict[str, Any]) -> PerToken:
     kind = s["advantage"]
     if kind in ("reinforce_pp", "ppo"):
         return _whitened(answers, _token_returns(answers, s, kind == "ppo"))
+    if kind == "turn_returns":
+        return _turn_returns(answers, s["discount"])
     by_answer = _gdpo(answers, s) if kind == "gdpo" else _by_group(answers, kind, "reward", s)
     tokens = [
         [
@@ -185,6 +187,37 @@ def hand_advantages(answers: list[Answer], s: dict[str, Any]) -> PerToken:
         for a, answer in enumerate(answers)
     ]
     return _whitened(answers, tokens) if kind == "baseline" else tokens
+
+
+def _turn_returns(answers: list[Answer], discount: float) -> PerToken:
+    """A turn is a run of learned tokens, and the reward is that of the last turn."""
+    of_turns: list[list[tuple[list[int], float]]] = []
+    for answer in answers:
+        runs: list[list[int]] = []
+        for i in range(answer.num_tokens):
+            if answer.learned[i]:
+                if runs and runs[-1][-1] == i - 1:
+                    runs[-1].append(i)
+                else:
+                    runs.append([i])
+        later = range(len(runs) - 1, -1, -1)
+        of_turns.append(
+            [(run, answer.reward * discount**k) for run, k in zip(runs, later, strict=True)]
+        )
+    rows = []
+    for answer, turns in zip(answers, of_turns, strict=True):
+        others = [
+            value
+            for other, its in zip(answers, of_turns, strict=True)
+            if other.prompt == answer.prompt
+            for _, value in its
+        ]
+        row = [0.0] * answer.num_tokens
+        for run, value in turns:
+            for i in run:
+                row[i] = value - sum(others) / len(others)
+        rows.append(row)
+    return rows
 
 
 def _by_group(answers: list[Answer], kind: str, part: str, s: dict[str, Any]) -> list[float]:

@@ -21,6 +21,7 @@ from spmd_rl.algo.config import (
 from spmd_rl.algo.credit import reinforce_pp_credit
 from spmd_rl.algo.make import make_algorithm
 from spmd_rl.algo.policy.policy_loss import policy_loss
+from spmd_rl.algo.turns import among_equal_states, by_turn, less_mean_return
 from tests.unit.algo.by_hand import flat_logprobs, hand_gradient, hand_loss
 from tests.unit.algo.cases import Answer, batch_of, draw_case, kept_answers, loss_and_gradient
 
@@ -76,6 +77,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "gdpo",
         {"reward_weights": {"right": 0.7, "ended": 0.2}},
         {"advantage": "gdpo", "parts": {"right": 0.7, "ended": 0.2}},
+    ),
+    "gigpo": ("gigpo", {}, {}),  # no turn of these answers has a state
+    "turn_returns": (
+        "turn_returns",
+        {"discount": 0.9},
+        {"advantage": "turn_returns", "discount": 0.9},
     ),
     "kl as reward of a group": (
         "grpo",
@@ -206,6 +213,7 @@ def other_denominator(made: Algorithm) -> Algorithm:
     return replace(made, aggregation=other)
 
 
+RETURNS = partial(by_turn, advantage=less_mean_return, discount=1.0)
 NO_STD = partial(group_advantage, use_std=False)
 # a mistake that is easy to make, for each algorithm
 MISTAKES: dict[str, Callable[[Algorithm], Algorithm]] = {
@@ -225,6 +233,10 @@ MISTAKES: dict[str, Callable[[Algorithm], Algorithm]] = {
         credit=partial(made.credit.func, **(made.credit.keywords | {"gae_lambda": 1.0})),  # type: ignore[union-attr]
     ),
     "gdpo": lambda made: replace(made, advantage=group_advantage),
+    "gigpo": lambda made: replace(made, advantage=RETURNS),
+    "turn_returns": lambda made: replace(
+        made, advantage=partial(by_turn, advantage=among_equal_states, discount=0.9)
+    ),
     "kl as reward of a group": lambda made: replace(made, credit=None),
     "kl k3": lambda made: with_loss(made, kl_estimator="k2"),
     "kl low_var": lambda made: with_loss(made, kl_coef=-0.3),

@@ -180,7 +180,7 @@ def test_sft_never_learns_a_first_token() -> None:
 def test_bad_requests_are_refused() -> None:
     groups = _groups([[2, 1]])
     ones = [np.ones(2)]
-    with pytest.raises(ContractError, match="one advantage for each sample"):
+    with pytest.raises(ContractError, match="an advantage for each of the samples"):
         pack(groups, [np.ones(1)])
     with pytest.raises(ConfigError, match="one of token, sample, execution, const, not 'mean'"):
         pack(groups, ones, aggregation="mean")
