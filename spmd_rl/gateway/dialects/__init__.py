@@ -1,0 +1,1 @@
+"""Dialects of agents: requests read into one form, and answers written, whole and as streams."""

@@ -1,0 +1,123 @@
+"""What a client asks for and what it gets, in one form for all dialects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.data.render.messages import Message
+from spmd_rl.errors import SpmdError
+from spmd_rl.gateway.follow_template import TemplateExtras
+from spmd_rl.types.kept_sets import decode_sets
+from spmd_rl.types.token_data import TokenData
+
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+class Refused(SpmdError):
+    """A request that is not answered. `field` names what it is about, "" the request as a whole.
+
+    `status` is the status of HTTP, and `retry_after_s` says when to ask again.
+    """
+
+    def __init__(
+        self, field: str, problem: str, *, status: int = 400, code: str = "", retry_after_s: int = 0
+    ) -> None:
+        super().__init__(f"{field}: {problem}" if field else problem)
+        self.field, self.problem, self.status, self.code = field, problem, status, code
+        self.retry_after_s = retry_after_s
+
+    def inside(self, outer: str) -> Refused:
+        """Return the same for a field that is part of another one."""
+        return Refused(f"{outer}.{self.field}", self.problem, status=self.status, code=self.code)
+
+
+@dataclass(frozen=True)
+class SamplingRules:
+    """Sampling of the recipe, of which every log-prob is. None: not known."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request for one reply: after `messages`, or after `token_ids` where there are any.
+
+    `ignored` names the fields that say nothing about the reply, such as a seed: draws are keyed by
+    the run.
+    """
+
+    model: str
+    messages: list[Message] = field(default_factory=list)
+    extras: TemplateExtras = field(default_factory=lambda: TemplateExtras([], {}))
+    token_ids: NDArray[np.int32] | None = None
+    max_tokens: int | None = None  # None: the recipe's limit
+    stops: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    stream: bool = False
+    stream_usage: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+    ignored: tuple[str, ...] = ()
+
+
+class Begun(NamedTuple):
+    """A reply before its first token. `num_cached` of the prompt's tokens were held before."""
+
+    id: str
+    created_s: int
+    model: str
+    num_prompt: int
+    num_cached: int
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A reply that the policy drew. `stop` is the text that ended it, or ""."""
+
+    begun: Begun
+    message: Message
+    finish: Finish
+    stop: str
+    data: TokenData
+    prompt_ids: NDArray[np.int32]
+    decode: Callable[[list[int]], str] = field(repr=False)
+
+    @cached_property
+    def logprobs(self) -> list[float]:
+        """Log-probs whose shortest decimal is that of the float32."""
+        return shortest(self.data.logprobs)
+
+    @cached_property
+    def token_texts(self) -> list[str]:
+        return [self.decode([token]) for token in self.data.tokens.tolist()]
+
+    @cached_property
+    def kept_sets(self) -> list[list[int]]:
+        """The ids from which each token was drawn; an empty list where nothing was left out."""
+        if not self.data.kept:
+            return [[] for _ in range(len(self.data))]
+        counts, ids = decode_sets(np.frombuffer(self.data.kept, np.uint8))
+        return [part.tolist() for part in np.split(ids, np.cumsum(counts)[:-1])]
+
+    def token_facts(self) -> dict[str, Any]:
+        """Return versions and kept sets of the tokens."""
+        return {"versions": self.data.versions.tolist(), "kept_sets": self.kept_sets}
+
+    def facts(self) -> dict[str, Any]:
+        """Return all that is known of the tokens, for clients that ask for token ids."""
+        ids = {"prompt_token_ids": self.prompt_ids.tolist(), "token_ids": self.data.tokens.tolist()}
+        return ids | {"logprobs": self.logprobs} | self.token_facts()
+
+
+def shortest(values: NDArray[np.float32]) -> list[float]:
+    """Return numbers that are written with as many digits as tell one float32 from the others."""
+    return [float(text) for text in values.astype(np.float32).astype("U").tolist()]

@@ -1,0 +1,159 @@
+"""OpenAI chat completions: requests, answers and streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from spmd_rl.data.logs import openai_chat
+from spmd_rl.data.logs.form import Json
+from spmd_rl.data.render.messages import Message
+from spmd_rl.errors import SpmdError
+from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
+from spmd_rl.gateway.dialects.fields import RequestFields, extras_of, read_messages
+from spmd_rl.gateway.replies import Piece
+from spmd_rl.gateway.sse import DONE, event
+from spmd_rl.types.samples import MODEL
+
+_TEXT_ONLY = {"type": "text"}
+_NOT_LEARNED = "log-probs are those of the policy as it is"
+
+
+def read(body: Json, rules: SamplingRules) -> Asked:
+    """Return what a body asks for. Raises: Refused."""
+    fields = RequestFields(body)
+    given = {"messages": fields.take("messages", list, []), "tools": fields.take("tools", list, [])}
+    if not given["messages"]:
+        raise Refused("messages", "expected a list with at least one message")
+    row = read_messages(openai_chat.read, given)
+    _neutral(fields, has_tools=bool(given["tools"]))
+    fields.sampling(rules)
+    options = fields.take("stream_options", dict, {})
+    limits = fields.number("max_completion_tokens"), fields.number("max_tokens")
+    return Asked(
+        model=fields.take("model", str, ""),
+        messages=row["messages"],
+        extras=extras_of(row, fields.take("chat_template_kwargs", dict, {})),
+        max_tokens=limits[0] or limits[1],
+        stops=fields.texts("stop"),
+        stop_ids=fields.ids("stop_token_ids"),
+        stream=fields.take("stream", bool, False),
+        stream_usage=options.get("include_usage") is True,
+        logprobs=fields.take("logprobs", bool, False),
+        return_token_ids=fields.take("return_token_ids", bool, False),
+        ignored=fields.finish(),
+    )
+
+
+def _neutral(fields: RequestFields, *, has_tools: bool) -> None:
+    """Take the fields that may only have a value that changes nothing. Raises: Refused."""
+    fields.only("n", 1, because="a session draws one reply a call")
+    fields.only("tool_choice", *(["auto"] if has_tools else ["auto", "none"]), because=_NOT_LEARNED)
+    fields.only("parallel_tool_calls", True, because=_NOT_LEARNED)
+    fields.only("response_format", _TEXT_ONLY, because=_NOT_LEARNED)
+    fields.only("logit_bias", {}, because=_NOT_LEARNED)
+    for name in ("presence_penalty", "frequency_penalty"):
+        fields.only(name, 0, because=_NOT_LEARNED)
+    fields.only("repetition_penalty", 1, because=_NOT_LEARNED)
+    fields.only("top_logprobs", 0, because="only the log-prob of the drawn token is known")
+    fields.only("modalities", ["text"])
+    fields.only("add_generation_prompt", True)
+    fields.only("continue_final_message", False)
+    fields.ignore(
+        "seed", "user", "metadata", "store", "service_tier", "prompt_cache_key", "verbosity",
+        "prompt_cache_retention", "safety_identifier", "reasoning_effort",
+    )  # fmt: skip
+
+
+def usage(drawn: Drawn) -> Json:
+    """Return the numbers of tokens."""
+    prompt, reply = drawn.begun.num_prompt, len(drawn.data)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": reply,
+        "total_tokens": prompt + reply,
+        "prompt_tokens_details": {"cached_tokens": drawn.begun.num_cached},
+    }
+
+
+def wire_call(made: Message) -> Message:
+    """Return a tool call whose arguments are JSON text."""
+    function = made["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**made, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def logprob_rows(drawn: Drawn) -> list[Json]:
+    """Return an entry for each token, with its text, bytes and log-prob."""
+    return [
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, value in zip(drawn.token_texts, drawn.logprobs, strict=True)
+    ]
+
+
+def answer(asked: Asked, drawn: Drawn) -> Json:
+    """Return the whole answer."""
+    reply = drawn.message
+    message: dict[str, Any] = {"role": MODEL, "content": reply["content"], "refusal": None}
+    if calls := reply.get("tool_calls"):
+        message["content"] = reply["content"] or None
+        message["tool_calls"] = [wire_call(made) for made in calls]
+    if thought := reply.get("reasoning_content"):
+        message["reasoning_content"] = thought
+    choice: Json = {"index": 0, "message": message, "finish_reason": drawn.finish}
+    choice |= _asked_for(asked, drawn)
+    body = _head(drawn.begun, "chat.completion") | {"choices": [choice], "usage": usage(drawn)}
+    return body | _prompt_ids(asked, drawn)
+
+
+def _asked_for(asked: Asked, drawn: Drawn) -> Json:
+    found: Json = {"logprobs": {"content": logprob_rows(drawn)} if asked.logprobs else None}
+    if asked.return_token_ids:
+        found |= {"token_ids": drawn.data.tokens.tolist(), "spmd": drawn.token_facts()}
+    return found
+
+
+def _prompt_ids(asked: Asked, drawn: Drawn) -> Json:
+    return {"prompt_token_ids": drawn.prompt_ids.tolist()} if asked.return_token_ids else {}
+
+
+def _head(begun: Begun, kind: str) -> Json:
+    head = {"id": f"chatcmpl-{begun.id}", "object": kind, "created": begun.created_s}
+    return head | {"model": begun.model}
+
+
+class ChatStream:
+    """Events of a stream."""
+
+    def __init__(self, asked: Asked, begun: Begun) -> None:
+        self._asked = asked
+        self._head = _head(begun, "chat.completion.chunk")
+        self._num_calls = 0
+
+    def start(self) -> Iterator[bytes]:
+        yield self._chunk({"role": MODEL, "content": ""})
+
+    def piece(self, piece: Piece) -> Iterator[bytes]:
+        if piece.kind != "tool_call":
+            yield self._chunk({piece.kind: piece.text})
+            return
+        made = {"index": self._num_calls, **wire_call(piece.call)}
+        self._num_calls += 1
+        yield self._chunk({"tool_calls": [made]})
+
+    def end(self, drawn: Drawn) -> Iterator[bytes]:
+        last = _asked_for(self._asked, drawn) | {"finish_reason": drawn.finish}
+        yield self._chunk({}, **last, **_prompt_ids(self._asked, drawn))
+        if self._asked.stream_usage:
+            yield event({**self._head, "choices": [], "usage": usage(drawn)})
+        yield DONE
+
+    def failed(self, error: SpmdError) -> Iterator[bytes]:
+        yield event({"error": {"message": str(error), "type": "server_error"}})
+        yield DONE
+
+    def _chunk(self, delta: Json, **more: Any) -> bytes:
+        top = {name: more.pop(name) for name in ("prompt_token_ids",) if name in more}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} | more
+        return event({**self._head, **top, "choices": [choice]})

@@ -1,0 +1,135 @@
+"""Tree of the conversations that a client has held in a session, by messages or by token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.data.render.messages import Message
+from spmd_rl.gateway.same_message import DIGEST_BYTES, MessagePath, same_thoughts
+from spmd_rl.types.samples import MODEL
+
+T = TypeVar("T")
+Reason = Literal["extends", "new", "rewritten", "tools changed"]
+
+
+@dataclass(eq=False)
+class ReplyNode(Generic[T]):
+    """A reply of the policy, with the messages that were added before it.
+
+    `messages` are those that this node adds to its parent, the reply last. `num_messages` counts
+    those of the whole path. `held` is what the session keeps for it.
+    """
+
+    parent: ReplyNode[T] | None
+    messages: list[Message]
+    num_messages: int
+    held: T
+
+    def path(self) -> list[ReplyNode[T]]:
+        """Return the nodes from the first one to this one."""
+        node: ReplyNode[T] | None = self
+        nodes: list[ReplyNode[T]] = []
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+@dataclass(frozen=True)
+class Attach(Generic[T]):
+    """Where a conversation goes on: after `node`, with the messages `rest`.
+
+    `reason` is "extends" after a node, and "new" at the start. It is "rewritten" where the rest
+    holds a reply that this session has not drawn. It is "tools changed" where a node would fit if
+    the tools were those of before.
+    """
+
+    node: ReplyNode[T] | None
+    rest: list[Message]
+    reason: Reason
+    path: MessagePath = field(repr=False)
+
+
+class MessageTree(Generic[T]):
+    """Replies of a session, found by the messages that lead to them."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[bytes, list[ReplyNode[T]]] = {}  # by the digest of all messages
+        self._without_tools: set[bytes] = set()  # digests of the same messages
+        self._first: set[bytes] = set()  # digests of first messages
+
+    def attach(self, messages: Sequence[Message], tools: bytes) -> Attach[T]:
+        """Return the deepest node whose whole path is a prefix of the messages.
+
+        `tools` is whatever else the template shows, such as the definitions of tools. Of several
+        nodes with the same messages the newest is taken, whose thoughts are those that were sent.
+        """
+        path = MessagePath.of(messages, tools)
+        for length in range(len(messages) - 1, 0, -1):
+            if messages[length - 1]["role"] != MODEL:
+                continue
+            for node in reversed(self._nodes.get(path.digests[length], ())):
+                if same_thoughts(_thoughts(node), path.thoughts):
+                    rest = list(messages[length:])
+                    is_ours = all(message["role"] != MODEL for message in rest)
+                    return Attach(node, rest, "extends" if is_ours else "rewritten", path)
+        return Attach(None, list(messages), self._reason(messages, path), path)
+
+    def _reason(self, messages: Sequence[Message], path: MessagePath) -> Reason:
+        if all(message["role"] != MODEL for message in messages):
+            return "new"
+        if any(digest in self._without_tools for digest in path.bare):
+            return "tools changed"
+        return "rewritten" if path.bare[1] in self._first else "new"
+
+    def add(self, attach: Attach[T], reply: Message, held: T) -> ReplyNode[T]:
+        """Add a reply to the place where it was drawn, and return its node."""
+        messages = [*attach.rest, reply]
+        before = attach.node.num_messages if attach.node else 0
+        node = ReplyNode(attach.node, messages, before + len(messages), held)
+        attach.path.add(reply)
+        self._nodes.setdefault(attach.path.digests[-1], []).append(node)
+        self._without_tools.add(attach.path.bare[-1])
+        self._first.add(attach.path.bare[1])
+        return node
+
+
+def _thoughts(node: ReplyNode[T]) -> list[str]:
+    messages = (message for one in node.path() for message in one.messages)
+    return [message.get("reasoning_content") or "" for message in messages]
+
+
+class TokenTree(Generic[T]):
+    """Turns of a session, found by the token ids that lead to them."""
+
+    def __init__(self) -> None:
+        self._turns: dict[tuple[int, bytes], T] = {}  # by number of tokens and their digest
+        self._lengths: set[int] = set()
+
+    def add(self, ids: NDArray[np.int32], turn: T) -> None:
+        """Add a turn. Shape: ids [T], all tokens up to its end."""
+        self._lengths.add(len(ids))
+        self._turns[len(ids), _digest(ids)] = turn
+
+    def find(self, ids: NDArray[np.int32]) -> tuple[T | None, int]:
+        """Return the deepest turn whose tokens are a true prefix of these, and their number."""
+        running, at, found, found_at = blake2b(digest_size=DIGEST_BYTES), 0, None, 0
+        for length in sorted(self._lengths):
+            if length >= len(ids):
+                break
+            running.update(np.ascontiguousarray(ids[at:length]).tobytes())
+            at = length
+            turn = self._turns.get((length, running.copy().digest()))
+            if turn is not None:
+                found, found_at = turn, length
+        return found, found_at
+
+
+def _digest(ids: NDArray[np.int32]) -> bytes:
+    return blake2b(np.ascontiguousarray(ids).tobytes(), digest_size=DIGEST_BYTES).digest()

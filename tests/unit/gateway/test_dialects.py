@@ -1,0 +1,269 @@
+"""What a dialect tells a client is what the client sends back, and no field is passed over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd_rl.data.logs import anthropic, openai_chat, openai_responses
+from spmd_rl.data.logs.form import call, message, tool
+from spmd_rl.gateway.dialects import chat, messages, responses, tokens
+from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules, shortest
+from spmd_rl.gateway.dialects.fields import read_body
+from spmd_rl.gateway.replies import Piece
+from spmd_rl.gateway.same_message import MessagePath, same_thoughts
+from spmd_rl.types.token_data import TokenData
+
+RULES = SamplingRules(temperature=0.7, top_p=1.0, top_k=0, min_p=0.0)
+ASKED = [message("user", "hi")]
+TOOL = tool("f", "does f", {"type": "object", "properties": {}})
+words = st.text("ab é\n", max_size=5)
+replies = st.builds(
+    lambda text, thought, calls: message(
+        "assistant",
+        text,
+        reasoning_content=thought,
+        tool_calls=[call(f"call_{n}", "f", one) for n, one in enumerate(calls)],
+    ),
+    words,
+    words,
+    st.lists(st.dictionaries(words, st.integers(0, 9) | words, max_size=2), max_size=2),
+)
+
+
+def drawn_of(reply: dict[str, Any], finish: Any = "stop") -> Drawn:
+    data = TokenData(
+        np.array([5, 6], np.int32), np.array([-0.1, -2], np.float32), np.array([3, 3], np.int32)
+    )
+    begun = Begun("r1", 1700000000, "policy", 3, 1)
+    ids = np.array([1, 2, 3], np.int32)
+    return Drawn(begun, reply, finish, "", data, ids, lambda one: chr(97 + one[0]))
+
+
+def pieces_of(reply: dict[str, Any]) -> Iterator[Piece]:
+    """The reply as a stream, calls before the rest of the text."""
+    for kind in ("reasoning_content", "content"):
+        text = reply.get(kind, "")
+        yield from (Piece(kind, part) for part in (text[:2], text[2:]) if part)
+    yield from (Piece("tool_call", call=made) for made in reply.get("tool_calls", ()))
+
+
+def events(stream: Any, reply: dict[str, Any]) -> list[dict[str, Any]]:
+    """The data of all events, as a client reads it."""
+    parts = [*stream.start()]
+    for piece in pieces_of(reply):
+        parts += stream.piece(piece)
+    parts += stream.end(drawn_of(reply))
+    lines = b"".join(parts).decode().split("\n")
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [json.loads(line) for line in data if line != "[DONE]"]
+
+
+def is_held(reply: dict[str, Any], read: list[dict[str, Any]]) -> None:
+    """The client's messages are those that are held, by the one rule."""
+    held = MessagePath.of([*ASKED, reply])
+    given = MessagePath.of(read)
+    assert given.digests == held.digests
+    assert same_thoughts(held.thoughts, given.thoughts)
+
+
+@given(replies)
+def test_a_chat_client_sends_back_what_is_held(reply: dict[str, Any]) -> None:
+    told = chat.answer(Asked(model=""), drawn_of(reply))["choices"][0]["message"]
+    for extra in ({}, {"reasoning_content": None}):
+        body = {"messages": [{"role": "user", "content": "hi"}, {**told, **extra}]}
+        is_held(reply, openai_chat.read(body)["messages"])
+    deltas = [
+        one["choices"][0]["delta"] for one in events(chat.ChatStream(Asked(model=""), BEGUN), reply)
+    ]
+    joined: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
+    for delta in deltas:
+        joined["content"] += delta.get("content") or ""
+        joined["tool_calls"] += delta.get("tool_calls", [])
+    body = {"messages": [{"role": "user", "content": "hi"}, joined]}
+    is_held(reply, openai_chat.read(body)["messages"])
+
+
+BEGUN = Begun("r1", 1700000000, "policy", 3, 1)
+
+
+@given(replies)
+def test_a_responses_client_sends_back_what_is_held(reply: dict[str, Any]) -> None:
+    whole = responses.answer(Asked(model=""), drawn_of(reply))["output"]
+    told = events(responses.ResponseStream(Asked(model=""), BEGUN), reply)
+    assert [one["sequence_number"] for one in told] == [*range(len(told))]
+    done = [one["item"] for one in told if one["type"] == "response.output_item.done"]
+    assert done == whole == told[-1]["response"]["output"]
+    texts = [one["delta"] for one in told if one["type"] == "response.output_text.delta"]
+    assert "".join(texts) == reply["content"]
+    body = {"input": [{"role": "user", "content": "hi"}, *whole]}
+    is_held(reply, openai_responses.read(body)["messages"])
+
+
+@given(replies)
+def test_an_anthropic_client_sends_back_what_is_held(reply: dict[str, Any]) -> None:
+    whole = messages.answer(Asked(model=""), drawn_of(reply))["content"]
+    told = events(messages.MessageStream(Asked(model=""), BEGUN), reply)
+    blocks: list[dict[str, Any]] = []
+    for one in told:
+        if one["type"] == "content_block_start":
+            assert one["index"] == len(blocks)
+            blocks.append(dict(one["content_block"]))
+        elif one["type"] == "content_block_delta":
+            delta, block = one["delta"], blocks[one["index"]]
+            if delta["type"] == "input_json_delta":
+                block["input"] = json.loads(delta["partial_json"])
+            else:
+                key = delta["type"].removesuffix("_delta")
+                block[key] += delta[key]
+    assert blocks == whole
+    body = {
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": whole}]
+    }
+    is_held(reply, anthropic.read(body)["messages"])
+
+
+def test_log_probs_come_back_bit_for_bit() -> None:
+    values = np.random.default_rng(0).standard_normal(1000).astype(np.float32) * 9
+    values = np.concatenate([values, np.float32([-1e-9, -0.0, -1e30, 1.0])])
+    text = json.dumps(shortest(values))
+    assert np.array(json.loads(text), np.float32).tobytes() == values.tobytes()
+    assert max(len(one) for one in json.loads(text, parse_float=str)) <= 15
+
+
+def test_the_wire_of_tokens() -> None:
+    body = {
+        "model": "m",
+        "token_ids": [1, 2, 3],
+        "sampling_params": {
+            "temperature": 0.7,
+            "max_tokens": 9,
+            "stop_token_ids": [4],
+            "logprobs": 1,
+            "skip_special_tokens": False,
+        },
+        "cache_salt": "x",
+        "priority": 3,
+    }
+    asked = tokens.read(body, RULES)
+    assert asked.token_ids is not None and asked.token_ids.tolist() == [1, 2, 3]
+    assert (asked.max_tokens, asked.stop_ids) == (9, (4,))
+    assert asked.ignored == ("cache_salt", "priority")
+    choice = tokens.answer(asked, drawn_of(message("assistant", "")))["choices"][0]
+    assert choice["token_ids"] == [5, 6]
+    rows = choice["logprobs"]["content"]
+    assert [one["token"] for one in rows] == ["token_id:5", "token_id:6"]
+    assert rows[0]["logprob"] == -0.1
+    assert choice["versions"] == [3, 3]
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+INPUT = {"input": "hi"}
+TOKENS = {"token_ids": [1]}
+BAD_CALL = {"id": "i", "type": "function", "function": {"name": "f", "arguments": "{"}}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "field"),
+    [
+        (chat, CHAT | {"temperature": 0.5}, "temperature"),
+        (chat, CHAT | {"top_p": 0.9}, "top_p"),
+        (chat, CHAT | {"n": 2}, "n"),
+        (chat, CHAT | {"logit_bias": {"1": 2}}, "logit_bias"),
+        (chat, CHAT | {"presence_penalty": 1}, "presence_penalty"),
+        (chat, CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+        (chat, CHAT | {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        (chat, CHAT | {"tools": [TOOL], "tool_choice": "none"}, "tool_choice"),
+        (chat, CHAT | {"parallel_tool_calls": False}, "parallel_tool_calls"),
+        (chat, CHAT | {"max_tokens": 0}, "max_tokens"),
+        (chat, CHAT | {"max_tokens": True}, "max_tokens"),
+        (chat, CHAT | {"max_tokens": "4"}, "max_tokens"),
+        (chat, CHAT | {"stop": [""]}, "stop"),
+        (chat, CHAT | {"stop": ["a"] * 99}, "stop"),
+        (chat, CHAT | {"stop_token_ids": [-1]}, "stop_token_ids"),
+        (chat, CHAT | {"functions": []}, "functions"),
+        (chat, CHAT | {"top_logprobs": 5, "logprobs": True}, "top_logprobs"),
+        (chat, CHAT | {"new_field": 1}, "new_field"),
+        (chat, {"messages": []}, "messages"),
+        (chat, {"messages": "hi"}, "messages"),
+        (chat, {"messages": [3]}, "messages[0]"),
+        (chat, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content[0]"),
+        (chat, {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
+        (chat, {"messages": [{"role": "assistant", "content": None, "tool_calls": [BAD_CALL]}]},
+         "messages[0].tool_calls[0].arguments"),
+        (chat, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        (chat, {"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+        (chat, CHAT | {"tools": [{}]}, "tools[0]"),
+        (chat, CHAT | {"tools": [3]}, "tools[0]"),
+        (responses, INPUT | {"previous_response_id": "x"}, "previous_response_id"),
+        (responses, INPUT | {"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        (responses, INPUT | {"include": ["file_search_call.results"]}, "include"),
+        (responses, INPUT | {"tools": [{"type": "web_search"}]}, "tools[0]"),
+        (responses, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        (messages, CHAT | {"tool_choice": {"type": "any"}}, "tool_choice"),
+        (messages, CHAT | {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        (messages, CHAT | {"temperature": 0.1}, "temperature"),
+        (messages, CHAT | {"top_k": 5}, "top_k"),
+        (messages, CHAT | {"mcp_servers": [{}]}, "mcp_servers"),
+        (tokens, {"token_ids": []}, "token_ids"),
+        (tokens, {"token_ids": [-1]}, "token_ids"),
+        (tokens, {"token_ids": [1.5]}, "token_ids"),
+        (tokens, {"token_ids": [1 << 31]}, "token_ids"),
+        (tokens, TOKENS | {"sampling_params": {"temperature": 0}}, "sampling_params.temperature"),
+        (tokens, TOKENS | {"sampling_params": {"logprobs": 5}}, "sampling_params.logprobs"),
+        (tokens, TOKENS | {"sampling_params": {"xtc": 1}}, "sampling_params.xtc"),
+        (tokens, TOKENS | {"stream": True}, "stream"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_by_name(dialect: Any, body: Any, field: str) -> None:
+    with pytest.raises(Refused) as caught:
+        dialect.read(body, RULES)
+    assert caught.value.field == field
+    assert caught.value.status == 400
+
+
+def test_hints_are_ignored_by_name() -> None:
+    asked = chat.read(CHAT | {"seed": 3, "user": "u", "top_p": 1, "temperature": 0.7}, RULES)
+    assert asked.ignored == ("seed", "user")
+    claude = CHAT | {"max_tokens": 5, "thinking": {"type": "enabled", "budget_tokens": 3}}
+    assert messages.read(claude, RULES).ignored == ("thinking",)
+
+
+bodies = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(sorted({*CHAT, *INPUT, "content", "role", "type", "tools",
+      "tool_calls", "function", "name", "arguments", "stop", "system", "text", "sampling_params",
+      "token_ids"})), inner, max_size=4),
+    max_leaves=20,
+)  # fmt: skip
+
+
+FIELDS = (
+    "messages input tools system stop token_ids sampling_params stop_sequences tool_choice text"
+)
+
+
+@pytest.mark.parametrize("dialect", [chat, responses, messages, tokens])
+@given(body=st.dictionaries(st.sampled_from(FIELDS.split()), bodies))
+def test_garbage_is_read_or_refused(dialect: Any, body: Any) -> None:
+    with contextlib.suppress(Refused):
+        assert isinstance(dialect.read(body, RULES), Asked)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"3", b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000, b'{"a":' * 100_000,
+     b'{"a": 1e999999}', b'{"a": "\\ud8"}'],
+)  # fmt: skip
+def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(Refused):
+        read_body(body)
