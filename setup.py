@@ -54,6 +54,8 @@ setup(
         # trainer.backend.layers = "transformer_engine"; its torch extension is compiled on the host
         "te": ["transformer-engine[core-cu13,pytorch]==2.20.2"],
         "torchao": ["torchao>=0.14"],  # trainer.optimizer.kind = "adamw8bit"
+        # agents that draw from the policy over HTTP (`gateway/`)
+        "agents": ["starlette>=1.0,<2", "uvicorn>=0.54,<0.55", "httptools>=0.9,<0.10"],
         "log": ["tensorboard>=2.18", "wandb>=0.19"],
         "data": ["pyarrow>=21"],  # .parquet files and Hugging Face datasets
         # graders; of math-verify this one, because its patterns are used by name

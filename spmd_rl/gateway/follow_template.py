@@ -9,30 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from spmd_rl.data.render.messages import Message
 from spmd_rl.errors import SpmdError
+from spmd_rl.hooks.texts import EpisodeTexts
 from spmd_rl.rewards.answers.final_text import THINKING, opens_thought
 from spmd_rl.types.samples import MODEL
 
 TemplateMode = Literal["follow", "append"]
 # what stands in for a question, an answer and a thought; no model writes it
 _ASKED, _ANSWERED, _THOUGHT = "question\u2060", "answer\u2060", "thought\u2060"
-
-
-class ChatTexts(Protocol):
-    """The tokenizer of an episode process."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        template_kwargs: dict[str, Any] | None,
-        generation_prompt: bool = True,
-    ) -> str: ...
 
 
 class TemplateExtras(NamedTuple):
@@ -70,7 +57,7 @@ class NextPrompt:
 
 
 def next_prompt(
-    texts: ChatTexts,
+    texts: EpisodeTexts,
     extras: TemplateExtras,
     held: HeldText | None,
     rest: Sequence[Message],
@@ -140,7 +127,7 @@ def _as_drawn(held: HeldText) -> list[Message]:
 
 
 def _appended(
-    texts: ChatTexts, extras: TemplateExtras, held: HeldText, rest: Sequence[Message]
+    texts: EpisodeTexts, extras: TemplateExtras, held: HeldText, rest: Sequence[Message]
 ) -> str | None:
     """Return what the template writes after a reply, for the rest of the messages.
 
@@ -151,7 +138,7 @@ def _appended(
     plain = {"role": MODEL, "content": _ANSWERED}
 
     def render(messages: Sequence[Message], prompt: bool) -> str:
-        return texts.render(messages, [], extras.template_kwargs, prompt)
+        return texts.render(messages, [], extras.template_kwargs, generation_prompt=prompt)
 
     def after_plain() -> str:
         whole = render([asked, plain, *rest], True)

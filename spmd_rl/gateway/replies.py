@@ -21,7 +21,7 @@ _CALLS, _THOUGHT = "tool_calls", "reasoning_content"
 _MAX_DEPTH = 64  # of the arguments of a call
 
 
-class Piece(NamedTuple):
+class ReplyPiece(NamedTuple):
     """What is new of a reply: a text of its content or thought, or a whole tool call."""
 
     kind: PieceKind
@@ -115,16 +115,16 @@ class ReplyReader:
         if self._parser is not None:
             list(self._pieces(self._parser.initial_events))
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[ReplyPiece]:
         """Take more text and return the pieces that it completes."""
         if not text:
             return []
         if self._parser is None:
             self._plain.append(text)
-            return [Piece("content", text)]
+            return [ReplyPiece("content", text)]
         return list(self._pieces(self._parser.feed(text)))
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ReplyPiece]:
         """Return the pieces that were held back until the reply was complete."""
         if self._parser is None:
             return []
@@ -138,7 +138,7 @@ class ReplyReader:
         content, thought = (one.text for one in self._texts.values())
         return message(MODEL, content, reasoning_content=thought, tool_calls=self._calls)
 
-    def _pieces(self, events: list[dict[str, Any]]) -> Iterator[Piece]:
+    def _pieces(self, events: list[dict[str, Any]]) -> Iterator[ReplyPiece]:
         for event in events:
             kind, field = event["type"], event["field"]
             if kind == "region_open":
@@ -157,23 +157,23 @@ class ReplyReader:
                 self._is_late = False
                 yield from self._as_content(self._thought_tags)
 
-    def _text(self, kind: PieceKind, text: str) -> Iterator[Piece]:
+    def _text(self, kind: PieceKind, text: str) -> Iterator[ReplyPiece]:
         if new := self._texts[kind].add(text):
-            yield Piece(kind, new)
+            yield ReplyPiece(kind, new)
 
-    def _as_content(self, tags: tuple[str, str]) -> Iterator[Piece]:
+    def _as_content(self, tags: tuple[str, str]) -> Iterator[ReplyPiece]:
         """Yield what stands between the tags, and the tags, as content."""
         self._texts["content"].begin()
         yield from self._text("content", self._body.join(tags))
 
-    def _call(self, value: Any) -> Iterator[Piece]:
+    def _call(self, value: Any) -> Iterator[ReplyPiece]:
         read = _read_call(value)
         if read is None:
             yield from self._as_content(self._call_tags)
             return
         made = call(self._call_id(len(self._calls)), *read)
         self._calls.append(made)
-        yield Piece("tool_call", call=made)
+        yield ReplyPiece("tool_call", call=made)
 
 
 def _tags(fields: dict[str, Any], name: str) -> tuple[str, str]:

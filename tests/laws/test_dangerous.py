@@ -21,6 +21,8 @@ PICKLING_CALLS = (
 )
 
 OWNED_IMPORTS = {
+    "uvicorn": {"gateway"},  # a socket that listens for HTTP
+    "starlette": {"gateway"},
     "zmq": {"controller", "spmd_rl.rollout.sglang.client"},
     # what runs in a process that SGLang's packages come first in
     "sglang": {"spmd_rl.rollout.sglang.child_scheduler", "spmd_rl.microscope.foreign.sglang_dump"},
@@ -118,6 +120,7 @@ def test_a_forbidden_thing_is_seen(text: str) -> None:
         ("spmd_rl.weights.executors", "dist.new_group([0, 1])"),
         ("spmd_rl.train.fsdp2.backend", "mesh = DeviceMesh('cpu', [0])"),
         ("spmd_rl.data.files.files", "import subprocess"),
+        ("spmd_rl.hooks.program", "def f():\n    import uvicorn"),
     ],
 )
 def test_a_wrong_owner_is_seen(name: str, text: str) -> None:

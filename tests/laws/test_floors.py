@@ -23,6 +23,8 @@ FLOORS = (
 HEIGHT = {room: height for height, floor in enumerate(FLOORS) for room in floor}
 
 HEAVY = {
+    "starlette": "gateway",
+    "uvicorn": "gateway",
     "transformers": "model",
     "matplotlib": "report",
     "rich": "report",
@@ -47,6 +49,7 @@ HEAVY = {
 }
 # decorators, base classes: such files come late
 AT_MODULE_LEVEL = {"rich", "triton", "flash_attn", "cutlass", "quack"}
+AT_MODULE_LEVEL |= {"starlette", "uvicorn"}
 # a part of transformers that needs neither torch nor a model
 LIGHT_PARTS = {"transformers.utils.chat_parsing": "gateway"}
 
@@ -161,6 +164,7 @@ def test_files_that_import_each_other_are_seen() -> None:
         ("spmd_rl.train.trainer", "def f():\n    import transformers"),
         ("spmd_rl.gateway.replies", "def f():\n    import transformers"),
         ("spmd_rl.gateway.replies", "from transformers.utils.chat_parsing import ResponseParser"),
+        ("spmd_rl.hooks.program", "import uvicorn"),
         ("spmd_rl.model.hf", "from transformers import AutoConfig"),
     ],
 )

@@ -39,12 +39,16 @@ class Refused(SpmdError):
 
 @dataclass(frozen=True)
 class SamplingRules:
-    """Sampling of the recipe, of which every log-prob is. None: not known."""
+    """Sampling of the recipe, of which every log-prob is. None: not known.
+
+    `stop_ids` end a turn besides the end-of-text ids.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from spmd_rl.data.render.messages import Message
 from spmd_rl.errors import SpmdError
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.fields import RequestFields, extras_of, read_messages
-from spmd_rl.gateway.replies import Piece
+from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.sse import DONE, event
 from spmd_rl.types.samples import MODEL
 
@@ -134,7 +134,7 @@ class ChatStream:
     def start(self) -> Iterator[bytes]:
         yield self._chunk({"role": MODEL, "content": ""})
 
-    def piece(self, piece: Piece) -> Iterator[bytes]:
+    def piece(self, piece: ReplyPiece) -> Iterator[bytes]:
         if piece.kind != "tool_call":
             yield self._chunk({piece.kind: piece.text})
             return

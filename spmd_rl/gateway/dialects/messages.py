@@ -11,7 +11,7 @@ from spmd_rl.data.logs.form import Json
 from spmd_rl.errors import SpmdError
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.fields import RequestFields, extras_of, read_messages
-from spmd_rl.gateway.replies import Piece
+from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.sse import event
 from spmd_rl.types.samples import MODEL
 
@@ -124,7 +124,7 @@ class MessageStream:
         message = _message(self._begun) | {"usage": _usage(self._begun, 0)}
         yield _event("message_start", message=message)
 
-    def piece(self, piece: Piece) -> Iterator[bytes]:
+    def piece(self, piece: ReplyPiece) -> Iterator[bytes]:
         if piece.kind == "tool_call":
             self._calls.append(piece.call)
             return

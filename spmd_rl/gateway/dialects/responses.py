@@ -11,7 +11,7 @@ from spmd_rl.errors import SpmdError
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.chat import logprob_rows, wire_call
 from spmd_rl.gateway.dialects.fields import RequestFields, extras_of, read_messages
-from spmd_rl.gateway.replies import Piece
+from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.sse import event
 from spmd_rl.types.samples import MODEL
 
@@ -154,7 +154,7 @@ class ResponseStream:
             response = _response(self._asked, self._begun, None)
             yield self._event(f"response.{kind}", response=response)
 
-    def piece(self, piece: Piece) -> Iterator[bytes]:
+    def piece(self, piece: ReplyPiece) -> Iterator[bytes]:
         if piece.kind == "tool_call":
             self._calls.append(piece.call)
             return

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
-from spmd_rl.data.render.chat import Chat, render
+from spmd_rl.hooks.texts import EpisodeTexts
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.token_data import TokenData
@@ -24,31 +23,12 @@ CALL_FORM = {
 }
 
 
-class FakeTexts:
+class FakeTexts(EpisodeTexts):
     """The tokenizer of an episode process, with a template of the tests."""
 
     def __init__(self, template: str = CHATML) -> None:
+        super().__init__(lambda: self.tokenizer)
         self.tokenizer = tokenizer_of(template)
-        self.chat_template = template
-        self.eos_ids = (self.tokenizer.eos_token_id,)
-        self.num_renders = 0
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer([text], add_special_tokens=False)["input_ids"][0]
-
-    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
-
-    def render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[Any] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-        generation_prompt: bool = True,
-    ) -> str:
-        self.num_renders += 1
-        chat = Chat("messages", [*messages], [*(tools or ())], dict(template_kwargs or {}))
-        return render(chat, self.tokenizer, generation_prompt=generation_prompt)
 
 
 def prompt_of(uid: int = 7) -> Prompt:
@@ -76,7 +56,6 @@ class FakeEngine:
         self.gate: asyncio.Event | None = None
         self.started = asyncio.Event()
         self.problem: Exception | None = None
-        self._running: dict[int, asyncio.Future[None]] = {}
         self._num_transcripts = 0
 
     async def complete(
@@ -85,17 +64,16 @@ class FakeEngine:
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
         *,
-        stop_ids: Sequence[int] | None = None,
+        stop_ids: Sequence[int] = (),
         on_tokens: Callable[[list[int]], None] | None = None,
     ) -> Turn:
         if transcript.place is None:
             transcript.place = TranscriptPlace(self._num_transcripts, self._num_transcripts, 1.0)
             self._num_transcripts += 1
-        context = transcript.prompt.tokens if transcript.context is None else transcript.context
-        past = [*map(int, context), *map(int, transcript.data.tokens)]
+        past = [*transcript.context.tolist(), *transcript.data.tokens.tolist()]
         self.prompts.append(past)
         self.limits.append(max_tokens)
-        ends = (*self.texts.eos_ids, *(stop_ids or ()))
+        ends = (*self.texts.eos_ids, *stop_ids)
         text = self._text(self.texts.decode(past))
         ids = self.texts.encode(text)
         status = "completed" if ids and ids[-1] in ends else "truncated"
@@ -107,13 +85,18 @@ class FakeEngine:
         if on_tokens is not None and ids:
             on_tokens(ids[:1])
         self.started.set()
-        await self._wait(transcript)
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(transcript)
+            raise
         if self.problem is not None:
             raise self.problem
         for at in range(1, len(ids), 3):
             if on_tokens is not None:
                 on_tokens(ids[at : at + 3])
-        turn = Turn(self._data(ids), self.texts.decode(ids, True), status)
+        turn = Turn(self._data(ids), self.texts.decode(ids, skip_special_tokens=True), status)
         self.drawn.append((past, ids))
         transcript.append(turn)
         return turn
@@ -121,27 +104,7 @@ class FakeEngine:
     def _text(self, prompt: str) -> str:
         return self.replies(prompt) if callable(self.replies) else self.replies.pop(0)
 
-    async def _wait(self, transcript: Transcript) -> None:
-        future = asyncio.get_running_loop().create_future()
-        self._running[id(transcript)] = future
-        gate = asyncio.ensure_future(self.gate.wait()) if self.gate else None
-        try:
-            if gate is not None:
-                await asyncio.wait([gate, future], return_when=asyncio.FIRST_COMPLETED)
-                if future.done():
-                    raise asyncio.CancelledError
-        finally:
-            if gate is not None:
-                gate.cancel()
-            del self._running[id(transcript)]
-
     def _data(self, ids: list[int]) -> TokenData:
         tokens = np.array(ids, np.int32)
         logprobs = -np.float32(1) / (3 + tokens).astype(np.float32)
         return TokenData(tokens, logprobs, np.full(len(ids), self.version, np.int32))
-
-    async def cancel(self, transcript: Transcript) -> None:
-        self.cancelled.append(transcript)
-        future = self._running.get(id(transcript))
-        if future is not None and not future.done():
-            future.set_result(None)

@@ -17,7 +17,7 @@ from spmd_rl.data.logs.form import call, message, tool
 from spmd_rl.gateway.dialects import chat, messages, responses, tokens
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules, shortest
 from spmd_rl.gateway.dialects.fields import read_body
-from spmd_rl.gateway.replies import Piece
+from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.same_message import MessagePath, same_thoughts
 from spmd_rl.types.token_data import TokenData
 
@@ -47,12 +47,12 @@ def drawn_of(reply: dict[str, Any], finish: Any = "stop") -> Drawn:
     return Drawn(begun, reply, finish, "", data, ids, lambda one: chr(97 + one[0]))
 
 
-def pieces_of(reply: dict[str, Any]) -> Iterator[Piece]:
+def pieces_of(reply: dict[str, Any]) -> Iterator[ReplyPiece]:
     """The reply as a stream, calls before the rest of the text."""
     for kind in ("reasoning_content", "content"):
         text = reply.get(kind, "")
-        yield from (Piece(kind, part) for part in (text[:2], text[2:]) if part)
-    yield from (Piece("tool_call", call=made) for made in reply.get("tool_calls", ()))
+        yield from (ReplyPiece(kind, part) for part in (text[:2], text[2:]) if part)
+    yield from (ReplyPiece("tool_call", call=made) for made in reply.get("tool_calls", ()))
 
 
 def events(stream: Any, reply: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.gateway.drawn_text import DrawnText, StopCut
-from spmd_rl.gateway.replies import Piece, ReplyFormat, ReplyReader, choose_format
+from spmd_rl.gateway.replies import ReplyFormat, ReplyPiece, ReplyReader, choose_format
 from spmd_rl.gateway.response_templates import FORMS, digest_of
 from tests.unit.gateway.fakes import FakeTexts
 
@@ -58,7 +58,7 @@ def read(name: str, chunks: list[str], prompt: str = "", tools: Any = TOOLS) -> 
     return reader.message, pieces
 
 
-def joined(pieces: list[Piece], kind: str) -> str:
+def joined(pieces: list[ReplyPiece], kind: str) -> str:
     return "".join(piece.text for piece in pieces if piece.kind == kind)
 
 
@@ -126,7 +126,7 @@ def test_without_tools_a_call_is_text() -> None:
 
 def test_a_plain_reply_is_kept_letter_by_letter() -> None:
     reader = ReplyReader(ReplyFormat(None), "", TOOLS, str)
-    assert reader.feed(" a\n") == [Piece("content", " a\n")]
+    assert reader.feed(" a\n") == [ReplyPiece("content", " a\n")]
     assert reader.finish() == []
     assert reader.message == {"role": "assistant", "content": " a\n"}
 

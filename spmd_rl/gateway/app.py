@@ -1,0 +1,248 @@
+"""HTTP routes of the gateway: who may ask, what is asked, and the answer in the same dialect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from spmd_rl.data.logs.form import Json
+from spmd_rl.errors import SpmdError
+from spmd_rl.gateway import sse
+from spmd_rl.gateway.config import GatewayConfig
+from spmd_rl.gateway.dialects import chat, messages, responses, tokens
+from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
+from spmd_rl.gateway.dialects.fields import read_body
+from spmd_rl.gateway.keys import key_of
+from spmd_rl.gateway.limits import whole_body
+from spmd_rl.gateway.reply_call import ReplyCall
+from spmd_rl.gateway.replies import ReplyPiece
+from spmd_rl.gateway.session import Session
+from spmd_rl.gateway.sessions import Sessions
+
+Headers = list[tuple[bytes, bytes]]
+Send = Callable[[Any], Any]
+_JSON = (b"content-type", b"application/json")
+
+
+class EventStream(Protocol):
+    """Events of one reply in a dialect."""
+
+    def start(self) -> Iterable[bytes]: ...
+    def piece(self, piece: ReplyPiece) -> Iterable[bytes]: ...
+    def end(self, drawn: Drawn) -> Iterable[bytes]: ...
+    def failed(self, error: SpmdError) -> Iterable[bytes]: ...
+
+
+class Dialect(NamedTuple):
+    """A dialect of requests. One without `stream` answers as a whole."""
+
+    read: Callable[[Json, SamplingRules], Asked]
+    answer: Callable[[Asked, Drawn], Json]
+    stream: Callable[[Asked, Begun], EventStream] | None = None
+
+
+CHAT = Dialect(chat.read, chat.answer, chat.ChatStream)
+RESPONSES = Dialect(responses.read, responses.answer, responses.ResponseStream)
+MESSAGES = Dialect(messages.read, messages.answer, messages.MessageStream)
+TOKENS = Dialect(tokens.read, tokens.answer)
+DRAWN = {
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/inference/v1/generate": TOKENS,
+}
+
+
+def make_app(sessions: Sessions) -> Starlette:
+    """Return the app, in which each path also exists below `/s/KEY`."""
+    ends: dict[str, Any] = {path: _Drawing(sessions, one) for path, one in DRAWN.items()}
+    ends["/v1/messages/count_tokens"] = _Counting(sessions)
+    ends["/v1/models"] = ends["/v1/models/{model:path}"] = _Models(sessions)
+    routes = [Route("/health", _Health(sessions), methods=["GET"])]
+    for path, end in ends.items():
+        routes += [
+            Route(prefix + path, end, methods=["GET" if "models" in path else "POST"])
+            for prefix in ("", "/s/{key}")
+        ]
+    return Starlette(routes=routes)
+
+
+class _Endpoint:
+    """An endpoint that answers with JSON, and with an error in the form of its clients."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions = sessions
+        self.config: GatewayConfig = sessions.parts.config
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        try:
+            await self.serve(scope, receive, send)
+        except SpmdError as error:
+            await _send_error(scope, send, error)
+
+    async def serve(self, scope: Any, receive: Any, send: Send) -> None:
+        raise NotImplementedError
+
+    def session(self, scope: Any) -> Session:
+        """Return the session of a request. Raises: Refused."""
+        return self.sessions.find(key_of(scope["path_params"].get("key", ""), scope["headers"]))
+
+
+class _Health(_Endpoint):
+    async def serve(self, scope: Any, receive: Any, send: Send) -> None:
+        await _send(send, 200, {"status": "ok"})
+
+
+class _Models(_Endpoint):
+    async def serve(self, scope: Any, receive: Any, send: Send) -> None:
+        self.session(scope)
+        parts = self.sessions.parts
+        facts = {"id": parts.model, "object": "model", "created": 0, "owned_by": "spmd_rl"}
+        facts["max_model_len"] = parts.texts.context_tokens
+        one = "model" in scope["path_params"]
+        await _send(send, 200, facts if one else {"object": "list", "data": [facts]})
+
+
+class _Counting(_Endpoint):
+    async def serve(self, scope: Any, receive: Any, send: Send) -> None:
+        session = self.session(scope)
+        body = read_body(await whole_body(scope, receive, self.config))
+        count = session.count_tokens(messages.read_counted(body))
+        await _send(send, 200, {"input_tokens": count})
+
+
+class _Drawing(_Endpoint):
+    """An endpoint at which the policy draws a reply."""
+
+    def __init__(self, sessions: Sessions, dialect: Dialect) -> None:
+        super().__init__(sessions)
+        self._dialect = dialect
+
+    async def serve(self, scope: Any, receive: Any, send: Send) -> None:
+        session = self.session(scope)
+        body = await whole_body(scope, receive, self.config)
+        asked = self._dialect.read(read_body(body), session.rules)
+        named, again = _retry(scope["headers"])
+        path = scope["path"].rpartition("/")[2].encode()
+        call = session.ask(asked, b"\n".join((path, named, body)), again=again)
+        call.join()
+        gone = asyncio.ensure_future(_until_gone(receive))
+        work = asyncio.ensure_future(self._reply(session, call, send))
+        try:
+            await asyncio.wait([gone, work], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            gone.cancel()
+            work.cancel()
+            session.leave(call)
+
+    async def _reply(self, session: Session, call: ReplyCall, send: Send) -> None:
+        """Send the answer. Raises: SpmdError before the first byte alone."""
+        if call.asked.stream and self._dialect.stream is not None:
+            waited: list[asyncio.Future[Any]] = [call.begun, call.task]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if call.begun.done() and not call.begun.cancelled():
+                begun = call.begun.result()
+                events = self._dialect.stream(call.asked, begun)
+                await self._send_events(session, call, events, send)
+                return
+        drawn = await _outcome(call)
+        versions = drawn.data.versions
+        span = [int(versions.min()), int(versions.max())] if len(versions) else [session.version]
+        headers = _headers(call.asked, span)
+        await _send(send, 200, self._dialect.answer(call.asked, drawn), headers)
+
+    async def _send_events(
+        self, session: Session, call: ReplyCall, stream: EventStream, send: Send
+    ) -> None:
+        headers = [*sse.HEADERS, *_headers(call.asked, [session.version])]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+        async def write(parts: Iterable[bytes]) -> None:
+            body = {"type": "http.response.body", "body": b"".join(parts), "more_body": True}
+            async with asyncio.timeout(self.config.request_s):  # for a client that does not read
+                await send(body)
+
+        try:
+            await write(stream.start())
+            async for piece in call.pieces(self.config.heartbeat_s):
+                await write([sse.KEEP_ALIVE] if piece is None else stream.piece(piece))
+            try:
+                last = stream.end(await _outcome(call))
+            except SpmdError as error:
+                last = stream.failed(error)
+            await write(last)
+            await send({"type": "http.response.body", "body": b""})
+        except TimeoutError:
+            return  # the connection is closed, as the response has no end
+
+
+async def _outcome(call: ReplyCall) -> Drawn:
+    """Return what was drawn. Raises: SpmdError, also where the session has ended meanwhile."""
+    await asyncio.wait([call.task])
+    if call.task.cancelled():
+        raise Refused("", "the session has ended", status=401)
+    return call.task.result()
+
+
+async def _until_gone(receive: Any) -> None:
+    """Wait until the client has hung up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _retry(headers: Headers) -> tuple[bytes, bool]:
+    """Return the client's name of a request, and whether it asks for an answer again."""
+    found = dict(headers)
+    named = found.get(b"idempotency-key", b"")
+    count = found.get(b"x-stainless-retry-count", b"0")
+    return named, bool(named) or count not in (b"", b"0")
+
+
+def _headers(asked: Asked, versions: list[int]) -> Headers:
+    """Return the headers that tell the weights, and the fields that were ignored."""
+    span = "-".join(dict.fromkeys(map(str, versions)))
+    headers = [(b"x-spmd-weights", span.encode())]
+    if asked.ignored:
+        headers.append((b"x-spmd-ignored", ", ".join(asked.ignored).encode()))
+    return headers
+
+
+async def _send(send: Send, status: int, body: Any, headers: Iterable[Any] = ()) -> None:
+    data = msgspec.json.encode(body)
+    size = (b"content-length", str(len(data)).encode())
+    await send(
+        {"type": "http.response.start", "status": status, "headers": [_JSON, size, *headers]}
+    )
+    await send({"type": "http.response.body", "body": data})
+
+
+_ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 413: "request_too_large"}
+_ANTHROPIC |= {429: "rate_limit_error", 408: "timeout_error"}
+
+
+async def _send_error(scope: Any, send: Send, error: SpmdError) -> None:
+    """Tell a client why there is no answer, in the form that it knows."""
+    refused = error if isinstance(error, Refused) else Refused("", str(error), status=500)
+    status, text = refused.status, str(refused)
+    if "/v1/messages" in scope["path"]:
+        kind = _ANTHROPIC.get(status, "api_error")
+        body: Json = {"type": "error", "error": {"type": kind, "message": text}}
+    else:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        facts = {"message": text, "type": kind, "param": refused.field or None}
+        body = {"error": facts | {"code": refused.code or None}}
+    headers: Headers = []
+    if refused.retry_after_s:
+        headers.append((b"retry-after", str(refused.retry_after_s).encode()))
+    if status in (408, 413, 415):
+        headers.append((b"connection", b"close"))  # the rest of the body is not read
+    if status == 500:
+        headers.append((b"x-should-retry", b"false"))
+    await _send(send, status, body, headers)

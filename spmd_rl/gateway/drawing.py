@@ -1,0 +1,65 @@
+"""Reply of a call while it is drawn: its text, its message, and its tokens at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.data.render.messages import Message
+from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Finish, SamplingRules
+from spmd_rl.gateway.drawn_text import DrawnText
+from spmd_rl.gateway.follow_template import opening_of
+from spmd_rl.gateway.plan import Plan, SessionParts
+from spmd_rl.gateway.replies import ReplyReader
+from spmd_rl.hooks.transcript import Turn
+from spmd_rl.types.samples import MODEL
+
+
+class Drawing:
+    """Reads the tokens of one reply while they are drawn."""
+
+    def __init__(
+        self, parts: SessionParts, asked: Asked, plan: Plan, name: str, rules: SamplingRules
+    ) -> None:
+        self._texts, self._asked = parts.texts, asked
+        self._ends = frozenset((*parts.texts.eos_ids, *asked.stop_ids, *rules.stop_ids))
+        self._text = DrawnText(parts.texts.decode, self._ends, asked.stops)
+        self._reads_text = plan.attach is not None
+        self._reader: Any = None
+        self.message: Message = {"role": MODEL, "content": ""}
+        self.raw = self.end = ""
+        self.opening = opening_of(plan.text)
+        if self._reads_text:
+            self._reader = ReplyReader(
+                parts.replies, plan.text, asked.extras.tools, lambda at: f"call_{name}{at}"
+            )
+
+    def add(self, ids: Sequence[int]) -> Any:
+        """Take new tokens and return the pieces that they complete."""
+        return self._reader.feed(self._text.add(ids)) if self._reads_text else []
+
+    def finish(self, turn: Turn) -> Any:
+        """Take the whole turn and return the last pieces."""
+        ids = turn.tokens.tolist()
+        ended = bool(ids) and ids[-1] in self._ends and turn.status == "completed"
+        words = ids[:-1] if ended else ids
+        self.raw = self._texts.decode(words)
+        self.end = self._texts.decode(ids[-1:]) if ended else ""
+        if not self._reads_text:
+            return []
+        pieces = self.add(ids[self._text.num_tokens :])
+        pieces += self._reader.feed(self._text.finish(ended=ended))
+        pieces += self._reader.finish()
+        self.message = self._reader.message
+        return pieces
+
+    def drawn(self, begun: Begun, turn: Turn, prompt_ids: NDArray[np.int32]) -> Drawn:
+        """Return what the client gets."""
+        finish: Finish = "length" if turn.status == "truncated" else "stop"
+        if finish == "stop" and self.message.get("tool_calls"):
+            finish = "tool_calls"
+        stop, data = self._text.stop, turn.data
+        return Drawn(begun, self.message, finish, stop, data, prompt_ids, self._texts.decode)

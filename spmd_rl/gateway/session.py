@@ -1,0 +1,233 @@
+"""Session of an episode: what its agents ask the policy, and the samples that come of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Literal, NamedTuple
+
+from spmd_rl.data.render.messages import Message
+from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
+from spmd_rl.gateway.drawing import Drawing
+from spmd_rl.gateway.message_tree import MessageTree, Reason, TokenTree
+from spmd_rl.gateway.reply_call import ReplyCall
+from spmd_rl.gateway.plan import Plan, SessionParts, make_plan
+from spmd_rl.gateway.turns import DrawnTurn, samples_of, transcript_after
+from spmd_rl.hooks.child.episode_engine import EpisodeEngine
+from spmd_rl.hooks.context import HookContext
+from spmd_rl.hooks.transcript import Transcript, Turn
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import MODEL, Sample
+
+MAX_ANSWERED = 64  # answered calls that a retry may ask for again
+LONG_TEXT = 1 << 16  # characters; a longer conversation is rendered outside of the event loop
+REWRITTEN = "rewritten_turns"  # metric of an episode: the share of calls after a changed past
+
+CallEnd = Literal["answered", "lost", "failed"]
+
+
+class AgentCall(NamedTuple):
+    """A call of a session. `reason` says how it went on; "tokens" came as token ids.
+
+    `num_cached` counts the tokens of the prompt that the session held before.
+    """
+
+    reason: Reason | Literal["tokens"]
+    end: CallEnd
+    num_prompt: int
+    num_cached: int
+    num_drawn: int
+    rewritten: bool
+
+
+class Session:
+    """What the agents of one episode share: a key, and the conversations that they hold.
+
+    `base_url` is for OpenAI's clients; Anthropic's append the version themselves, so they take
+    `root_url`. The URLs with the key in them are for clients that can send no key.
+    """
+
+    def __init__(
+        self,
+        parts: SessionParts,
+        key: str,
+        root_url: str,
+        ctx: HookContext,
+        prompt: Prompt,
+        engine: EpisodeEngine,
+        rules: SamplingRules,
+        forget: Callable[[str], None],
+    ) -> None:
+        self.key, self.root_url, self.rules = key, root_url, rules
+        self.base_url = f"{root_url}/v1"
+        self.keyed_root_url = f"{root_url}/s/{key}"
+        self.keyed_base_url = f"{self.keyed_root_url}/v1"
+        self.version = ctx.version
+        self._parts, self._ctx, self._prompt, self._engine = parts, ctx, prompt, engine
+        self._tree: MessageTree[DrawnTurn] = MessageTree()
+        self._token_tree: TokenTree[DrawnTurn] = TokenTree()
+        self._turns: list[DrawnTurn] = []
+        self._open: set[ReplyCall] = set()
+        self._calls: OrderedDict[bytes, ReplyCall] = OrderedDict()  # open or answered, by request
+        self._records: list[AgentCall] = []
+        self._num_calls = 0
+        self._forget = forget
+        self._closed = False
+
+    def samples(self) -> list[Sample]:
+        """Return what was drawn as samples, one for each leaf; every turn is learned once."""
+        return samples_of(self._prompt, self._turns)
+
+    def record(self) -> list[AgentCall]:
+        """Return the calls that have ended, in the order of their ends."""
+        return list(self._records)
+
+    def close(self) -> None:
+        """Refuse further calls and give up those that are open. The key is dead."""
+        if self._closed:
+            return
+        self._closed = True
+        self._forget(self.key)
+        for call in list(self._open):
+            call.task.cancel()
+        if self._records:
+            share = sum(one.rewritten for one in self._records) / len(self._records)
+            self._ctx.emit(REWRITTEN, share)
+
+    def count_tokens(self, asked: Asked) -> int:
+        """Return how many tokens the prompt of a request has. Raises: Refused."""
+        plan = self._plan(asked)
+        return plan.num_cached + len(plan.ids)
+
+    def ask(self, asked: Asked, request: bytes, *, again: bool) -> ReplyCall:
+        """Begin to draw a reply, and return the call, which the caller joins.
+
+        `request` is what the client sent. While an equal one is open its call is returned; with
+        `again`, which a client says of a retry, an answered one too.
+        Raises: Refused, while too many calls wait, or after the end.
+        """
+        if self._closed:
+            raise Refused("", "the session has ended", status=401)
+        tag = blake2b(request, digest_size=16).digest()
+        known = self._calls.get(tag)
+        if known is not None and (again or not known.task.done()):
+            return known
+        if len(self._open) >= self._parts.config.max_waiting:
+            problem = f"{len(self._open)} calls of this session wait for the engine already"
+            raise Refused("", problem, status=429, retry_after_s=1)
+        call = ReplyCall(asked)
+        self._calls[tag] = call
+        self._calls.move_to_end(tag)
+        self._open.add(call)
+        call.start(asyncio.get_running_loop().create_task(self._draw(call)))
+        call.task.add_done_callback(lambda task: self._ended(call, tag, task))
+        return call
+
+    def leave(self, call: ReplyCall) -> None:
+        """Note that a client has left. A call for which nobody waits is given up."""
+        if call.leave():
+            call.task.cancel()
+
+    def _ended(self, call: ReplyCall, tag: bytes, task: asyncio.Task[Drawn]) -> None:
+        self._open.discard(call)
+        without = task.cancelled() or task.exception() is not None
+        if without and self._calls.get(tag) is call:
+            del self._calls[tag]
+        answered = [key for key, one in self._calls.items() if one.task.done()]
+        for key in answered[: max(len(answered) - MAX_ANSWERED, 0)]:
+            del self._calls[key]
+
+    async def _draw(self, call: ReplyCall) -> Drawn:
+        """Draw the reply of a call. Raises: Refused, SpmdError; CancelledError when given up."""
+        asked = call.asked
+        if sum(len(one["content"]) for one in asked.messages) > LONG_TEXT:
+            plan = await asyncio.to_thread(self._plan, asked)
+        else:
+            plan = self._plan(asked)
+        begun = self._begin(plan)
+        call.begun.set_result(begun)
+        drawing = Drawing(self._parts, asked, plan, begun.id, self.rules)
+        transcript = transcript_after(self._prompt, plan.before, plan.ids.tolist())
+        end: CallEnd = "failed"
+        turn: Turn | None = None
+        try:
+            turn = await self._engine.complete(
+                transcript,
+                _limit(asked.max_tokens, self._parts.texts.context_tokens - begun.num_prompt),
+                asked.stops or None,
+                stop_ids=asked.stop_ids,
+                on_tokens=(lambda ids: call.add(drawing.add(ids))) if asked.stream else None,
+            )
+            end = "answered"
+        except asyncio.CancelledError:
+            end = "lost"
+            raise
+        finally:
+            self._note(plan, begun, end, 0 if turn is None else len(turn.tokens))
+        call.add(drawing.finish(turn))
+        self._keep(plan, drawing, turn, transcript)
+        return drawing.drawn(begun, turn, plan.prompt_ids())
+
+    def _keep(self, plan: Plan, drawing: Drawing, turn: Turn, transcript: Transcript) -> None:
+        """Keep a turn, which later calls may go on from."""
+        assert transcript.place is not None  # the engine has drawn in it
+        drawn = DrawnTurn(
+            plan.before,
+            plan.ids,
+            turn,
+            transcript.place,
+            transcript,
+            text=plan.text + drawing.raw + drawing.end,
+            raw=drawing.opening + drawing.raw,
+            end=drawing.end,
+        )
+        self._turns.append(drawn)
+        if plan.attach is not None:
+            drawn.messages = [*(plan.attach.rest if plan.before else ()), drawing.message]
+            self._tree.add(plan.attach, drawing.message, drawn)
+        else:
+            drawn.messages = self._as_messages(plan, drawing.raw)
+            self._token_tree.add(drawn.ids(), drawn)
+
+    def _as_messages(self, plan: Plan, raw: str) -> list[Message]:
+        """Return what came and went as token ids as messages."""
+        reply = {"role": MODEL, "content": raw}
+        if plan.before is None:
+            return [reply]
+        return [{"role": "tool", "content": self._parts.texts.decode(plan.ids)}, reply]
+
+    def _begin(self, plan: Plan) -> Begun:
+        """Return the first facts of a reply. Raises: Refused where the context has no room."""
+        num_cached = plan.num_cached
+        num_prompt, most = num_cached + len(plan.ids), self._parts.texts.context_tokens
+        if num_prompt >= most:
+            raise Refused(
+                "messages",
+                f"prompt is too long: {num_prompt} tokens > {most - 1} maximum",
+                code="context_length_exceeded",
+            )
+        # equal calls of equal episodes have equal ids
+        facts = self._prompt.uid, self._ctx.sample_index, self._num_calls, self._ctx.seed
+        self._num_calls += 1
+        name = blake2b(repr(facts).encode(), digest_size=12).hexdigest()
+        return Begun(name, int(time.time()), self._parts.model, num_prompt, num_cached)
+
+    def _plan(self, asked: Asked) -> Plan:
+        return make_plan(self._parts, self._tree, self._token_tree, asked)
+
+    def _note(self, plan: Plan, begun: Begun, end: CallEnd, num_drawn: int) -> None:
+        attach = plan.attach
+        rewritten = attach is not None and (
+            attach.reason in ("rewritten", "tools changed")
+            or (attach.node is not None and plan.before is None)
+        )
+        reason = attach.reason if attach is not None else "tokens"
+        numbers = begun.num_prompt, begun.num_cached, num_drawn
+        self._records.append(AgentCall(reason, end, *numbers, rewritten))
+
+
+def _limit(asked: int | None, room: int) -> int | None:
+    return None if asked is None else min(asked, room)

@@ -1,0 +1,104 @@
+"""Turns of a session: what each adds to the tokens before it, and samples made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.data.render.messages import Message
+from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import TURNS, Sample
+
+
+@dataclass(eq=False)
+class DrawnTurn:
+    """A turn that the policy drew, and the tokens that were observed before it.
+
+    A turn without `before` begins a context, which is then `observed`. `transcript` is the one in
+    which the engine may go on; None once another turn goes on in it, or it cannot. `raw` is the
+    drawn text with what the template has written of it, without the token that ended it, which is
+    `end`. `text` is that of all tokens which the turn adds.
+
+    Shape: `observed` is [T].
+    """
+
+    before: DrawnTurn | None
+    observed: NDArray[np.int32]
+    turn: Turn
+    place: TranscriptPlace
+    transcript: Transcript | None
+    text: str
+    raw: str
+    end: str
+    messages: list[Message] = field(default_factory=list)  # after the context
+
+    def chain(self) -> list[DrawnTurn]:
+        """Return the turns from the first of this context up to this one."""
+        one: DrawnTurn | None = self
+        turns: list[DrawnTurn] = []
+        while one is not None:
+            turns.append(one)
+            one = one.before
+        return turns[::-1]
+
+    def ids(self) -> NDArray[np.int32]:
+        """Return all tokens up to the end of this turn. Shape: [T]."""
+        return np.concatenate([part for one in self.chain() for part in one.parts()])
+
+    def parts(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the tokens that were observed and those that were drawn. Shape: [T] each."""
+        return self.observed, self.turn.tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of all tokens up to the end of this turn."""
+        return sum(len(part) for one in self.chain() for part in one.parts())
+
+
+def transcript_after(prompt: Prompt, before: DrawnTurn | None, ids: Sequence[int]) -> Transcript:
+    """Return a transcript whose next turn follows these tokens, which `before` goes before.
+
+    The engine goes on in the transcript of `before`, if nothing else does. Else a new one begins,
+    in which the turns before are observed.
+    """
+    if before is None:
+        is_prompt = np.array_equal(ids, prompt.tokens)
+        return Transcript(prompt, None if is_prompt else ids)
+    transcript, before.transcript = before.transcript, None
+    if transcript is None:
+        first = before.chain()[0].observed
+        transcript = Transcript(prompt, None if np.array_equal(first, prompt.tokens) else first)
+        transcript.observe(before.ids()[len(first) :])
+    transcript.observe(ids)
+    return transcript
+
+
+def samples_of(prompt: Prompt, turns: Sequence[DrawnTurn]) -> list[Sample]:
+    """Return the leaves as samples, in the order in which they were drawn.
+
+    Every turn is learned once, in the first leaf that holds it. In others it is observed.
+    """
+    inner = {id(one.before) for one in turns if one.before is not None}
+    learned: set[int] = set()
+    samples = []
+    for leaf in (one for one in turns if id(one) not in inner):
+        chain = leaf.chain()
+        first = chain[0].observed
+        transcript = Transcript(prompt, None if np.array_equal(first, prompt.tokens) else first)
+        transcript.place = leaf.place
+        messages: list[Message] = []
+        for one in chain:
+            if one.before is not None:
+                transcript.observe(one.observed)
+            if id(one) in learned:
+                transcript.observe(one.turn.tokens)
+            else:
+                transcript.append(one.turn)
+            learned.add(id(one))
+            messages += one.messages
+        samples.append(transcript.sample().replace(metadata={TURNS: messages}))
+    return samples

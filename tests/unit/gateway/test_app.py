@@ -1,0 +1,377 @@
+"""The gateway over HTTP: dialects, keys, streams, limits and attacks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("uvicorn", reason="the extra 'agents' is not installed")
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.gateway.config import GatewayConfig
+from tests.unit.gateway.serving import END, HELLO, Served, read_answer, serving
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+TOKENS = "/inference/v1/generate"
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+CALL = '<call>{"name": "f", "arguments": {"x": 1}}</call>'
+
+
+def test_a_chat_call_and_its_tokens() -> None:
+    async def play() -> None:
+        async with serving() as served:
+            asked = HELLO | {"return_token_ids": True, "logprobs": True, "seed": 4}
+            got = await served.post(CHAT, asked)
+            assert got.status == 200, got.body
+            assert got.headers["x-spmd-weights"] == "3"
+            assert got.headers["x-spmd-ignored"] == "seed"
+            (choice,) = got.json["choices"]
+            assert choice["message"]["content"] == "yes"
+            assert choice["finish_reason"] == "stop"
+            (sample,) = served.session.samples()
+            assert choice["token_ids"] == sample.tokens[sample.mask].tolist()
+            told = np.float32([one["logprob"] for one in choice["logprobs"]["content"]])
+            assert told.tobytes() == sample.logprobs[sample.mask].tobytes()
+            assert choice["spmd"]["versions"] == [3] * len(choice["token_ids"])
+            assert got.json["usage"]["prompt_tokens"] == len(got.json["prompt_token_ids"])
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("dialect", [CHAT, MESSAGES, RESPONSES])
+def test_a_stream_comes_while_tokens_are_drawn(dialect: str) -> None:
+    async def play() -> None:
+        async with serving(lambda _: "one two three " + CALL + END) as served:
+            served.engine.gate = asyncio.Event()
+            body: dict[str, Any] = HELLO | {"stream": True, "max_tokens": 99}
+            if dialect == RESPONSES:
+                body = {"input": "hello", "stream": True}
+            reader, writer = await served.connect()
+            data = json.dumps(body).encode()
+            writer.write(served.head("POST", dialect, len(data)) + data)
+            first = await reader.readuntil(b'"o"' if dialect != CHAT else b'"content":"o"')
+            assert not served.session.samples(), "the turn is not complete"
+            served.engine.gate.set()
+            rest = await reader.read(-1)
+            assert b" two" in first + rest
+            end = {CHAT: b"[DONE]", MESSAGES: b"message_stop", RESPONSES: b"response.completed"}
+            assert end[dialect] in rest
+            writer.close()
+            assert len(served.session.samples()) == 1
+
+    asyncio.run(play())
+
+
+def test_token_ids_over_the_wire() -> None:
+    async def play() -> None:
+        async with serving() as served:
+            body = {"token_ids": [1, 2, 90], "sampling_params": {"logprobs": 1}}
+            first = (await served.post(TOKENS, body)).json["choices"][0]
+            body = {"token_ids": [1, 2, 90, *first["token_ids"], 91]}
+            assert (await served.post(TOKENS, body)).status == 200
+            (sample,) = served.session.samples()
+            assert sample.context.tolist() == [1, 2, 90]
+            told = np.float32([one["logprob"] for one in first["logprobs"]["content"]])
+            count = len(first["token_ids"])
+            assert told.tobytes() == sample.logprobs[:count].tobytes()
+
+    asyncio.run(play())
+
+
+def test_models_health_and_counted_tokens() -> None:
+    async def play() -> None:
+        async with serving() as served:
+            models = (await served.send("GET", "/v1/models")).json
+            assert models["data"][0]["id"] == "tiny"
+            assert models["data"][0]["max_model_len"] == 1 << 16
+            assert (await served.send("GET", "/v1/models/a/b")).json["id"] == "tiny"
+            assert (await served.send("GET", "/health", key="")).status == 200
+            counted = await served.post(MESSAGES + "/count_tokens", HELLO)
+            told = await served.post(MESSAGES, HELLO | {"max_tokens": 9})
+            usage = told.json["usage"]
+            assert counted.json["input_tokens"] == usage["input_tokens"]
+            assert (await served.post("/v1/other", {})).status == 404
+            assert (await served.send("GET", CHAT)).status == 405
+
+    asyncio.run(play())
+
+
+def test_keys() -> None:
+    async def play() -> None:
+        async with serving() as served:
+            other = served.gateway.open(
+                served.session._ctx,
+                served.session._prompt,
+                served.engine,  # type: ignore[arg-type]
+            )
+            for key in ("", "x", "sk-" + "a" * 43, "a" * 5000, other.key[:-1]):
+                got = await served.post(CHAT, HELLO, key)
+                assert got.status == 401
+                assert other.key.encode() not in got.body
+            path = f"/s/{other.key}{CHAT}"
+            assert (await served.post(path, HELLO, "EMPTY")).status == 200
+            assert (await served.post(CHAT, HELLO, "", x_api_key=other.key)).status == 200
+            assert len(other.samples()) == 2 and not served.session.samples()
+            assert (await served.post(f"/s/wrong{CHAT}", HELLO)).status == 401
+            other.close()
+            assert (await served.post(CHAT, HELLO, other.key)).status == 401
+            assert served.gateway.num_sessions == 1
+
+    asyncio.run(play())
+
+
+def test_no_key_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    async def play() -> str:
+        async with serving(lambda _: 1 / 0) as served:
+            path = f"/s/{served.session.key}{CHAT}"
+            assert (await served.post(path, HELLO)).status == 500
+            assert (await served.post(path, b"{")).status == 400
+            return served.session.key
+
+    assert asyncio.run(play()) not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        (CHAT, HELLO | {"n": 2}, ("error", "param", "n")),
+        (RESPONSES, {"input": "x", "temperature": 3}, ("error", "param", "temperature")),
+        (MESSAGES, HELLO | {"top_k": 2}, ("error", "type", "invalid_request_error")),
+        (CHAT, b"\xff", ("error", "type", "invalid_request_error")),
+        (TOKENS, {"token_ids": "x"}, ("error", "param", "token_ids")),
+    ],
+)
+def test_refusals_have_the_form_of_the_dialect(path: str, body: Any, kind: Any) -> None:
+    async def play() -> None:
+        async with serving() as served:
+            got = await served.post(path, body)
+            assert got.status == 400
+            assert got.json[kind[0]][kind[1]] == kind[2]
+            assert not served.engine.prompts
+
+    asyncio.run(play())
+
+
+def test_a_retry_gets_the_same_answer() -> None:
+    async def play() -> None:
+        async with serving(["one" + END, "two" + END, "three" + END]) as served:
+            first = await served.post(CHAT, HELLO)
+            again = await served.post(CHAT, HELLO, x_stainless_retry_count="1")
+            assert first.body == again.body
+            fresh = await served.post(CHAT, HELLO, x_stainless_retry_count="0")
+            assert fresh.json["choices"][0]["message"]["content"] == "two"
+            named = [await served.post(CHAT, HELLO, idempotency_key="k") for _ in range(2)]
+            assert named[0].body == named[1].body
+
+    asyncio.run(play())
+
+
+def test_a_hang_up_in_a_stream_ends_the_turn() -> None:
+    async def play() -> None:
+        async with serving() as served:
+            served.engine.gate = asyncio.Event()
+            reader, writer = await served.connect()
+            data = json.dumps(HELLO | {"stream": True}).encode()
+            writer.write(served.head("POST", CHAT, len(data)) + data)
+            await reader.readuntil(b"data: ")
+            await ends_turn(served, writer)
+
+    asyncio.run(play())
+
+
+def test_a_hang_up_before_a_whole_answer_ends_the_turn() -> None:
+    async def play() -> None:
+        async with serving() as served:
+            served.engine.gate = asyncio.Event()
+            _, writer = await served.connect()
+            data = json.dumps(HELLO).encode()
+            writer.write(served.head("POST", CHAT, len(data)) + data)
+            await served.engine.started.wait()
+            await ends_turn(served, writer)
+
+    asyncio.run(play())
+
+
+async def ends_turn(served: Served, writer: asyncio.StreamWriter) -> None:
+    """Hang up, wait for the end of the call, and go on in the same session."""
+    (call,) = served.session._open
+    writer.transport.abort()
+    await asyncio.wait([call.task])
+    assert len(served.engine.cancelled) == 1
+    assert [one.end for one in served.session.record()] == ["lost"]
+    assert not served.session.samples()
+    served.engine.gate = None
+    assert (await served.post(CHAT, HELLO)).status == 200
+    assert len(served.session.samples()) == 1
+
+
+def test_a_session_that_closes_ends_its_streams() -> None:
+    async def play() -> None:
+        async with serving() as served:
+            served.engine.gate = asyncio.Event()
+            whole = asyncio.ensure_future(served.post(CHAT, HELLO))
+            await served.engine.started.wait()
+            streamed = asyncio.ensure_future(served.post(CHAT, HELLO | {"stream": True}))
+            while len(served.session._open) < 2:  # each turn of the loop lets the server go on
+                await asyncio.sleep(0)
+            served.session.close()
+            assert (await whole).status == 401
+            assert b"session has ended" in (await streamed).body
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_fails_is_told_in_the_stream() -> None:
+    from spmd_rl.errors import SpmdError
+
+    async def play() -> None:
+        async with serving() as served:
+            served.engine.problem = SpmdError("no more pages")
+            got = await served.post(CHAT, HELLO)
+            assert (got.status, got.headers["x-should-retry"]) == (500, "false")
+            for path in (CHAT, MESSAGES):
+                got = await served.post(path, HELLO | {"stream": True, "max_tokens": 9})
+                assert b"no more pages" in got.body
+
+    asyncio.run(play())
+
+
+def test_a_quiet_stream_beats() -> None:
+    async def play() -> None:
+        async with serving(heartbeat_s=0.01) as served:
+            served.engine.gate = asyncio.Event()
+            reader, writer = await served.connect()
+            data = json.dumps(HELLO | {"stream": True}).encode()
+            writer.write(served.head("POST", CHAT, len(data)) + data)
+            await reader.readuntil(b": keep-alive")
+            served.engine.gate.set()
+            assert b"[DONE]" in await reader.read(-1)
+            writer.close()
+
+    asyncio.run(play())
+
+
+def test_too_many_calls_get_429() -> None:
+    async def play() -> None:
+        async with serving(max_waiting=1) as served:
+            served.engine.gate = asyncio.Event()
+            first = asyncio.ensure_future(served.post(CHAT, HELLO))
+            await served.engine.started.wait()
+            got = await served.post(CHAT, HELLO | {"max_tokens": 3})
+            assert (got.status, got.headers["retry-after"]) == (429, "1")
+            served.engine.gate.set()
+            assert (await first).status == 200
+
+    asyncio.run(play())
+
+
+def test_a_huge_body_is_refused_before_it_is_read() -> None:
+    async def play() -> None:
+        async with serving(max_body_mb=1) as served:
+            reader, writer = await served.connect()
+            writer.write(served.head("POST", CHAT, 1 << 30))
+            assert (await read_answer(reader)).status == 413
+            writer.close()
+            chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+            reader, writer = await served.connect()
+            writer.write(
+                served.head("POST", CHAT, 0, content_length="", transfer_encoding="chunked")
+            )
+            writer.write(chunk * 20)
+            with contextlib.suppress(ConnectionError):  # the answer may be lost with the rest
+                assert (await read_answer(reader)).status == 413
+            writer.close()
+            assert (await served.post(CHAT, HELLO, content_encoding="gzip")).status == 415
+            assert (await served.post(CHAT, HELLO)).status == 200
+
+    asyncio.run(play())
+
+
+def test_slow_writers_are_cut_off() -> None:
+    async def play() -> None:
+        async with serving(request_s=0.05) as served:
+            silent, first = await served.connect()
+            slow, second = await served.connect()
+            second.write(b"POST / HTTP/1.1\r\nhost:")
+            body, third = await served.connect()
+            third.write(served.head("POST", CHAT, 10) + b"{")
+            for reader in (silent, slow):
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await reader.readexactly(1)
+            assert (await read_answer(body)).status == 408
+            for writer in (first, second, third):
+                writer.close()
+
+    asyncio.run(play())
+
+
+def test_a_head_without_end_is_cut_off() -> None:
+    async def play() -> None:
+        async with serving(max_header_kb=4) as served:
+            reader, writer = await served.connect()
+            writer.write(b"GET /health HTTP/1.1\r\nx: " + b"a" * (1 << 20))
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await reader.readexactly(1)
+            writer.close()
+            assert (await served.post(CHAT, HELLO)).status == 200
+
+    asyncio.run(play())
+
+
+def test_garbage_is_no_request() -> None:
+    async def play() -> None:
+        async with serving() as served:
+            rng = np.random.default_rng(0)
+            for _ in range(50):
+                reader, writer = await served.connect()
+                writer.write(rng.bytes(200) + b"\r\n\r\n")
+                assert (await read_answer(reader)).status == 400
+                writer.close()
+            for _ in range(50):
+                got = await served.post(CHAT, rng.bytes(200))
+                assert got.status == 400
+            assert (await served.post(CHAT, HELLO)).status == 200
+
+    asyncio.run(play())
+
+
+def test_more_connections_than_allowed_are_closed_and_the_rest_is_served() -> None:
+    async def play() -> None:
+        async with serving(max_connections=200) as served:
+            held = [await served.connect() for _ in range(200)]
+            for _ in range(20):
+                reader, writer = await served.connect()
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await reader.readexactly(1)
+                writer.close()
+            for number, (_, writer) in enumerate(held):
+                body = {"messages": [{"role": "user", "content": str(number)}]}
+                data = json.dumps(body).encode()
+                writer.write(served.head("POST", CHAT, len(data)) + data)
+            answers = [await read_answer(reader) for reader, _ in held]
+            for _, writer in held:
+                writer.close()
+            assert {one.status for one in answers} <= {200, 429}
+            assert sum(one.status == 200 for one in answers) == len(served.session.samples())
+
+    asyncio.run(play())
+
+
+def test_where_the_gateway_may_listen() -> None:
+    with pytest.raises(ConfigError, match="may_connect_from"):
+        GatewayConfig(host="0.0.0.0")
+    with pytest.raises(ConfigError, match="IP address"):
+        GatewayConfig(host="localhost")
+    with pytest.raises(ConfigError, match="may_connect_from"):
+        GatewayConfig(may_connect_from=["x"])
+    config = GatewayConfig(host="0.0.0.0", may_connect_from=["10.0.0.0/8"])
+    assert config.admits("10.1.2.3") and config.admits("127.0.0.1")
+    assert not config.admits("11.0.0.1")

@@ -1,0 +1,372 @@
+"""A session learns every drawn turn once, and holds the tokens that were drawn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmd_rl.data.logs.form import message
+from spmd_rl.errors import SpmdError
+from spmd_rl.gateway.config import GatewayConfig
+from spmd_rl.gateway.dialects.asked import Asked, Drawn, Refused, SamplingRules
+from spmd_rl.gateway.follow_template import TemplateExtras
+from spmd_rl.gateway.plan import SessionParts
+from spmd_rl.gateway.replies import ReplyFormat
+from spmd_rl.gateway.session import REWRITTEN, Session
+from spmd_rl.gateway.sessions import Sessions, sampling_rules
+from spmd_rl.hooks.context import HookContext
+from tests.unit.data.chat_templates import CHATML, QWEN
+from tests.unit.gateway.fakes import CALL_FORM, FakeEngine, FakeTexts, prompt_of
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+END = "<|end|>"
+
+
+def user(text: str) -> dict[str, Any]:
+    return message("user", text)
+
+
+def said(drawn: Drawn) -> dict[str, Any]:
+    return drawn.message
+
+
+def make(replies: Any, chat_template: str = CHATML, **config: Any) -> tuple[Session, FakeEngine]:
+    texts = FakeTexts(chat_template)
+    engine: Any = FakeEngine(texts, replies)
+    parts = SessionParts(GatewayConfig(**config), texts, ReplyFormat(CALL_FORM), "policy")
+    ctx = HookContext({}, 1, 3)
+    session = Sessions(parts).open("http://x", ctx, prompt_of(), engine, SamplingRules(1.0))
+    return session, engine
+
+
+async def draw(session: Session, messages: list[Any], **asked: Any) -> Drawn:
+    call = session.ask(
+        Asked(model="", messages=messages, **asked), repr((messages, asked)).encode(), again=False
+    )
+    call.join()
+    try:
+        return await asyncio.shield(call.task)
+    finally:
+        session.leave(call)
+
+
+def run(play: Awaitable[Any]) -> Any:
+    return asyncio.run(play)  # type: ignore[arg-type]
+
+
+def check_exact(session: Session, engine: FakeEngine) -> None:
+    """Every turn of the engine is learned once, in a sample that begins as its prompt did."""
+    samples = session.samples()
+    assert len({one.index for one in samples}) == len(samples)
+    found: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
+    for sample in samples:
+        context = sample.context if len(sample.context) else prompt_of().tokens
+        ids = [*context.tolist(), *sample.tokens.tolist()]
+        drawn = np.concatenate([np.zeros(len(context), np.bool_), sample.mask, [False]])
+        starts = np.flatnonzero(drawn & ~np.concatenate([[False], drawn[:-1]])).tolist()
+        for start in starts:
+            stop = start + int(np.flatnonzero(~drawn[start:])[0])
+            found[tuple(ids[:start]), tuple(ids[start:stop])] += 1
+        assert (sample.logprobs[sample.mask] < 0).all()
+        assert (sample.versions[sample.mask] == engine.version).all()
+        assert not sample.logprobs[~sample.mask].any()
+    expected = Counter((tuple(before), tuple(turn)) for before, turn in engine.drawn)
+    assert found == expected
+
+
+def test_one_conversation_is_one_sample() -> None:
+    session, engine = make(["one" + END, "two" + END])
+
+    async def play() -> None:
+        first = await draw(session, [user("a")])
+        assert (first.message["content"], first.finish) == ("one", "stop")
+        second = await draw(session, [user("a"), said(first), user("b")])
+        assert second.begun.num_cached == len(first.prompt_ids) + len(first.data)
+
+    run(play())
+    (sample,) = session.samples()
+    texts = FakeTexts()
+    whole = texts.decode([*sample.context, *sample.tokens])
+    messages = [user("a"), message("assistant", "one"), user("b"), message("assistant", "two")]
+    assert whole == texts.render(messages, generation_prompt=False).removesuffix("\n")
+    assert sample.messages == messages[1:]
+    check_exact(session, engine)
+    assert [one.reason for one in session.record()] == ["new", "extends"]
+
+
+def test_a_tool_call_goes_back_and_forth() -> None:
+    call = '<call>{"name" : "f",  "arguments": {"x": 1.0}}</call>'
+    session, engine = make(["hm " + call + END, "4" + END])
+    extras = TemplateExtras(TOOLS, {})
+
+    async def play() -> None:
+        first = await draw(session, [user("a")], extras=extras)
+        assert first.finish == "tool_calls"
+        (made,) = first.message["tool_calls"]
+        client = {**made, "id": "other", "function": {"name": "f", "arguments": {"x": 1}}}
+        back = message("assistant", "hm", tool_calls=[client])
+        result = message("tool", "2", tool_call_id="other")
+        await draw(session, [user("a"), back, result], extras=extras)
+
+    run(play())
+    (sample,) = session.samples()
+    assert call in FakeTexts().decode(sample.tokens), "what was drawn stands, letter by letter"
+    check_exact(session, engine)
+
+
+def test_branches_share_what_was_drawn_and_learn_it_once() -> None:
+    session, engine = make([text + END for text in ("one", "two", "three")])
+
+    async def play() -> None:
+        first = await draw(session, [user("a")])
+        for text in "bc":
+            await draw(session, [user("a"), said(first), user(text)])
+
+    run(play())
+    one, other = session.samples()
+    assert one.mask.sum() > other.mask.sum()
+    assert one.context.tolist() == other.context.tolist()
+    check_exact(session, engine)
+
+
+def test_a_sub_agent_has_a_context_of_its_own() -> None:
+    session, engine = make([text + END for text in ("one", "sub", "two")])
+
+    async def play() -> None:
+        first = await draw(session, [user("a")])
+        await draw(session, [message("system", "sub"), user("x")])
+        await draw(session, [user("a"), said(first), user("b")])
+
+    run(play())
+    assert len(session.samples()) == 2
+    check_exact(session, engine)
+
+
+def test_thoughts_that_a_template_drops_are_learned_all_the_same() -> None:
+    thought = "<think>\nhm\n</think>\n\n"
+    for mode, number in (("follow", 2), ("append", 1)):
+        session, engine = make([thought + "one" + END, thought + "two" + END], QWEN, template=mode)
+
+        async def play(session: Session = session) -> None:
+            first = await draw(session, [user("a")])
+            assert first.message["reasoning_content"] == "hm"
+            await draw(session, [user("a"), message("assistant", "one"), user("b")])
+
+        run(play())
+        assert len(session.samples()) == number
+        assert [one.rewritten for one in session.record()] == [False, number == 2]
+        check_exact(session, engine)
+
+
+def test_a_turn_that_was_cut_is_closed() -> None:
+    session, engine = make(["one two three" + END, "b" + END])
+
+    async def play() -> None:
+        first = await draw(session, [user("a")], max_tokens=2)
+        assert first.finish == "length"
+        await draw(session, [user("a"), said(first), user("b")])
+
+    run(play())
+    (sample,) = session.samples()
+    texts = FakeTexts()
+    at = sample.tokens.tolist().index(texts.eos_ids[0])
+    assert not sample.mask[at], "the end token of a turn that was cut is observed"
+    check_exact(session, engine)
+
+
+def test_token_ids_go_on_where_they_were_drawn() -> None:
+    session, engine = make(["one" + END, "two" + END, "three" + END])
+
+    async def play() -> None:
+        async def ask(ids: list[int]) -> Drawn:
+            return await draw(session, [], token_ids=np.array(ids, np.int32), max_tokens=len(ids))
+
+        first = await ask([1, 2, 90])
+        held = [*first.prompt_ids.tolist(), *first.data.tokens.tolist()]
+        second = await ask([*held, 91, 92])
+        assert second.begun.num_cached == len(held)
+        third = await ask([1, 2, 90, 91])
+        assert third.begun.num_cached == 0
+
+    run(play())
+    assert len(session.samples()) == 2
+    check_exact(session, engine)
+
+
+def test_equal_requests_that_are_open_are_one_call() -> None:
+    session, engine = make(["one" + END, "two" + END, "three" + END])
+
+    async def play() -> None:
+        engine.gate = asyncio.Event()
+        same = [asyncio.ensure_future(draw(session, [user("a")])) for _ in range(3)]
+        await engine.started.wait()
+        engine.gate.set()
+        first = await asyncio.gather(*same)
+        assert {id(one) for one in first} == {id(first[0])}
+        request = repr(([user("a")], {})).encode()
+        again = session.ask(Asked(model="", messages=[user("a")]), request, again=True)
+        assert (await again.task) is first[0]
+        fresh = await draw(session, [user("a")])
+        assert fresh.message["content"] == "two", "without a retry it is another draw"
+        assert fresh.begun.id != first[0].begun.id
+
+    run(play())
+    assert len(session.samples()) == 2
+    check_exact(session, engine)
+
+
+def test_a_client_that_leaves_loses_its_turn_alone() -> None:
+    session, engine = make(["one" + END, "lost" + END, "two" + END])
+
+    async def play() -> None:
+        first = await draw(session, [user("a")])
+        engine.gate, engine.started = asyncio.Event(), asyncio.Event()
+        more = [user("a"), said(first), user("b")]
+        call = session.ask(Asked(model="", messages=more), b"x", again=False)
+        call.join()
+        await engine.started.wait()
+        session.leave(call)
+        await asyncio.wait([call.task])
+        assert call.task.cancelled()
+        engine.gate = None
+        await draw(session, more)
+
+    run(play())
+    assert [one.end for one in session.record()] == ["answered", "lost", "answered"]
+    assert len(engine.cancelled) == 1
+    (sample,) = session.samples()
+    assert "lost" not in FakeTexts().decode(sample.tokens)
+    check_exact(session, engine)
+
+
+def test_a_failed_turn_is_no_turn() -> None:
+    session, engine = make(["one" + END, "two" + END])
+
+    async def play() -> None:
+        engine.problem = SpmdError("no more pages")
+        with pytest.raises(SpmdError, match="no more pages"):
+            await draw(session, [user("a")])
+        engine.problem = None
+        await draw(session, [user("a")])
+
+    run(play())
+    assert [one.end for one in session.record()] == ["failed", "answered"]
+    check_exact(session, engine)
+
+
+def test_too_many_calls_wait() -> None:
+    session, engine = make(lambda prompt: "x" + END, max_waiting=2)
+
+    async def play() -> None:
+        engine.gate = asyncio.Event()
+        waiting = [asyncio.ensure_future(draw(session, [user(text)])) for text in "ab"]
+        await engine.started.wait()
+        with pytest.raises(Refused) as caught:
+            await draw(session, [user("c")])
+        assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+        engine.gate.set()
+        await asyncio.gather(*waiting)
+        await draw(session, [user("c")])
+
+    run(play())
+
+
+def test_a_closed_session_ends_its_calls_and_its_key() -> None:
+    session, engine = make(lambda prompt: "x" + END)
+
+    async def play() -> None:
+        engine.gate = asyncio.Event()
+        waiting = asyncio.ensure_future(draw(session, [user("a")]))
+        await engine.started.wait()
+        session.close()
+        session.close()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        with pytest.raises(Refused) as caught:
+            await draw(session, [user("b")])
+        assert caught.value.status == 401
+
+    run(play())
+    assert session.samples() == []
+
+
+def test_a_prompt_that_fills_the_context_is_refused_by_its_code() -> None:
+    session, _ = make(["x"])
+    long = user("b" * (1 << 17))
+    with pytest.raises(Refused) as caught:
+        run(draw(session, [long]))
+    assert caught.value.code == "context_length_exceeded"
+    assert session.samples() == []
+
+
+def test_the_share_of_rewritten_turns_is_told() -> None:
+    session, _ = make(lambda prompt: "x" + END)
+
+    async def play() -> None:
+        await draw(session, [user("a")])
+        await draw(session, [user("a"), message("assistant", "never drawn"), user("b")])
+        session.close()
+
+    run(play())
+    assert session._ctx.metrics == {REWRITTEN: 0.5}
+
+
+def test_tools_need_a_known_form() -> None:
+    texts = FakeTexts()
+    parts = SessionParts(GatewayConfig(), texts, ReplyFormat(None), "policy")
+    engine: Any = FakeEngine(texts, ["x"])
+    session = Sessions(parts).open("", HookContext(), prompt_of(), engine)
+    with pytest.raises(Refused, match="response_template"):
+        run(draw(session, [user("a")], extras=TemplateExtras(TOOLS, {})))
+
+
+def test_rules_come_from_the_recipe() -> None:
+    found = sampling_rules({"sampling": {"temperature": 0.7, "top_p": 1.0, "stop_ids": [4]}})
+    assert found == SamplingRules(0.7, 1.0, stop_ids=(4,))
+    assert sampling_rules({}) == SamplingRules()
+
+
+steps = st.lists(
+    st.tuples(
+        st.integers(0, 5),  # which conversation goes on
+        st.integers(0, 3),  # how many of its messages are kept
+        st.sampled_from(["a", "b", " ", "<think>x</think>"]),  # what the user says
+        st.booleans(),  # whether thoughts are sent back
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@pytest.mark.parametrize("mode", ["follow", "append"])
+@pytest.mark.parametrize("template", [CHATML, QWEN])
+@settings(max_examples=25, deadline=None)
+@given(plan=steps, drawn=st.lists(st.sampled_from(["x", " y ", "<think>\nz\n</think>\n\nw", ""])))
+def test_whatever_agents_do_every_turn_is_learned_once(
+    template: str, mode: Any, plan: Any, drawn: list[str]
+) -> None:
+    texts = [*drawn, *["x"] * len(plan)]
+    session, engine = make([text + END for text in texts], template, template=mode)
+
+    async def play() -> None:
+        conversations: list[list[Any]] = [[]]
+        for which, kept, text, keeps_thoughts in plan:
+            before = conversations[which % len(conversations)]
+            past = before[: len(before) - 2 * kept] if kept else before
+            asked = [*past, user(text)]
+            sent = [dict(one) for one in asked]
+            if not keeps_thoughts:
+                for one in sent:
+                    one.pop("reasoning_content", None)
+            reply = await draw(session, sent)
+            conversations.append([*asked, said(reply)])
+
+    run(play())
+    check_exact(session, engine)
