@@ -21,8 +21,9 @@ ANSWER = "spmd_rl.rewards.answers.match:exact"  # the reward of recipes that say
 class AgentConfig:
     """What plays the episodes of a run (docs/agents.md). Without a kind, nothing does."""
 
-    # environment: a class of yours; skyrl_gym, textarena: one of that package
-    kind: Literal["", "environment", "skyrl_gym", "textarena"] = ""
+    # environment: a class of yours; tools: Python and a shell; skyrl_gym, textarena: an environment
+    # of that package
+    kind: Literal["", "environment", "tools", "skyrl_gym", "textarena"] = ""
     # package.module:Class or path/to/file.py:Class; or the environment's name in its package
     name: str = ""
     args: dict[str, Any] = field(default_factory=dict)  # of the environment
@@ -40,7 +41,7 @@ class AgentConfig:
         require(0 <= self.max_failed <= 1, "max_failed", self.max_failed, "0 to 1")
         if not self.kind and (self.name or self.args):
             raise ConfigError("agent.name and agent.args need agent.kind")
-        if self.kind not in ("", "skyrl_gym") and not self.name:
+        if self.kind not in ("", "tools", "skyrl_gym") and not self.name:
             raise ConfigError(f"agent.kind = {self.kind!r} needs agent.name")
 
 

@@ -10,8 +10,11 @@ from spmd_rl.environments.config import AgentConfig
 from spmd_rl.environments.environment import Environment
 from spmd_rl.environments.skyrl_gym import SkyRLGym, check_skyrl_gym
 from spmd_rl.environments.textarena import TextArena, check_textarena
+from spmd_rl.environments.tools.code_tools import CodeTools
+from spmd_rl.environments.tools.sandbox_tools import TOOL_LIMITS
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.load import load_function
+from spmd_rl.rewards.code.sandbox import check_sandbox
 
 METHODS = ("reset", "step", "score", "close")
 
@@ -26,7 +29,7 @@ def environment_maker(cfg: AgentConfig) -> Callable[[], Environment]:
         return lambda: SkyRLGym(cfg.name, cfg.args, cfg.max_turns)
     if cfg.kind == "textarena":
         return lambda: TextArena(cfg.name, cfg.args)
-    own: Callable[..., Environment] = load_function("agent.name", cfg.name)
+    own = CodeTools if cfg.kind == "tools" else load_function("agent.name", cfg.name)
     return lambda: own(**cfg.args)
 
 
@@ -37,12 +40,16 @@ def check_environment(cfg: AgentConfig) -> None:
     elif cfg.kind == "textarena":
         check_textarena(cfg.name, cfg.args)
     elif cfg.kind == "environment":
-        _check_class(cfg.name, cfg.args)
+        own = load_function("agent.name", cfg.name)
+        _check_class(cfg.name, own)
+        _check_args(cfg.name, own, cfg.args)
+    elif cfg.kind == "tools":
+        check_sandbox(TOOL_LIMITS)
+        _check_args(cfg.kind, CodeTools, cfg.args)
 
 
-def _check_class(name: str, args: Mapping[str, Any]) -> None:
-    """Raise a ConfigError unless this is a class of environments that takes the arguments."""
-    own = load_function("agent.name", name)
+def _check_class(name: str, own: Callable[..., Any]) -> None:
+    """Raise a ConfigError unless this is a class of environments."""
     if not inspect.isclass(own):
         raise ConfigError(f"agent.name {name!r}: it is a function, not a class of environments")
     for method in METHODS:
@@ -51,6 +58,10 @@ def _check_class(name: str, args: Mapping[str, Any]) -> None:
                 f"agent.name {name!r}: it has no `async def {method}`; TextEnvironment of "
                 "spmd_rl.environments.environment has those that it can do without"
             )
+
+
+def _check_args(name: str, own: Callable[..., Any], args: Mapping[str, Any]) -> None:
+    """Raise a ConfigError unless the class takes these arguments."""
     try:
         inspect.signature(own).bind(**args)
     except TypeError as error:

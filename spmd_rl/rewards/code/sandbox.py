@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.rewards.code.sandbox_command import program_command, sandbox_command
@@ -84,46 +84,71 @@ def run_in_sandbox(
     Raises: SpmdError when the sandbox cannot start, which is no fault of the program.
     """
     with ExitStack() as stack:
-        numbers = {name: _file_of(data, stack) for name, data in files.items()}
-        calls = _file_of(filter_program(), stack) if filter_program() else None
-        told, gate = stack.enter_context(_Pipe()), stack.enter_context(_Pipe())
-        words = sandbox_command(
-            cfg,
-            command,
-            files=numbers,
-            status=told.write,
-            gate=gate.read,
-            calls=calls,
-            is_root=os.geteuid() == 0,
-        )
-        process = subprocess.Popen(
-            words,
-            stdin=_file_of(stdin, stack),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[
-                *numbers.values(),
-                *([] if calls is None else [calls]),
-                told.write,
-                gate.read,
-            ],
-            cwd="/",
-            bufsize=0,
-        )
-        stack.enter_context(process)
-        stack.callback(_end, process)
-        told.close_write()
-        if first := _first_process(told.read):
-            pid, descriptor = first
-            stack.callback(_end_tree, descriptor)
-            _limit(cfg, pid)
-            os.write(gate.write, b"x")
-        output = _Output(process, cfg.output_kb << 10)
-        ended_by = output.read(seconds if first else START_S)
-        if not first or _holds_bytes(gate.read):  # it ended before it came to the program
+        started = start_in_sandbox(cfg, command, files, _file_of(stdin, stack), stack)
+        output = _Output(started.process, cfg.output_kb << 10)
+        ended_by = output.read(seconds if started.has_begun else START_S)
+        if not started.has_begun or _holds_bytes(started.gate):  # it never came to the program
             raise SpmdError(f"the sandbox did not start: {output.errors or 'no reason is given'}")
-        exit_code = process.wait() if ended_by == "exit" else 0
+        exit_code = started.process.wait() if ended_by == "exit" else 0
         return Outcome(bytes(output.data), exit_code, ended_by)
+
+
+class StartedSandbox(NamedTuple):
+    """A program that runs. It has begun unless bubblewrap has ended before.
+
+    `gate` holds a byte until bubblewrap has come to the program.
+    """
+
+    process: subprocess.Popen[bytes]
+    has_begun: bool
+    gate: int
+
+
+def start_in_sandbox(
+    cfg: CodeConfig,
+    command: Sequence[str],
+    files: Mapping[str, bytes],
+    stdin: int,
+    stack: ExitStack,
+) -> StartedSandbox:
+    """Start a command, and have `stack` end whatever processes it has started.
+
+    `stdin` is a descriptor or subprocess.PIPE. Both output streams are pipes. The sandbox ends with
+    the thread that calls this.
+    Blocks: until bubblewrap has made its namespaces, 30 s at most.
+    """
+    numbers = {name: _file_of(data, stack) for name, data in files.items()}
+    calls = _file_of(filter_program(), stack) if filter_program() else None
+    told, gate = stack.enter_context(_Pipe()), stack.enter_context(_Pipe())
+    words = sandbox_command(
+        cfg,
+        command,
+        files=numbers,
+        status=told.write,
+        gate=gate.read,
+        calls=calls,
+        is_root=os.geteuid() == 0,
+    )
+    passed = [*numbers.values(), *([] if calls is None else [calls]), told.write, gate.read]
+    process = subprocess.Popen(
+        words,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=passed,
+        cwd="/",
+        bufsize=0,
+    )
+    stack.enter_context(process)
+    stack.callback(_end, process)
+    told.close_write()
+    first = _first_process(told.read)
+    if first:
+        pid, descriptor = first
+        stack.callback(_end_tree, descriptor)
+        _limit(cfg, pid)
+        os.write(gate.write, b"x")
+    return StartedSandbox(process, first is not None, gate.read)
 
 
 class _Pipe(AbstractContextManager["_Pipe"]):
