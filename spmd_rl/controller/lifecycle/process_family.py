@@ -18,8 +18,10 @@ MARK_ENV = "SPMD_RL_HOOKS"  # what hooks start inherits it
 END_S, POLL_S = 2.0, 0.002  # for killed processes to end
 
 
-def end_family(root: int, mark: str) -> None:
+def end_family(root: int, mark: str, variable: str = MARK_ENV) -> None:
     """SIGKILL what the process `root` has started, and what carries its mark, but not `root`.
+
+    The mark is the value of a variable of the environment.
 
     `root` is stopped, so that it starts nothing more, and may have ended.
     Blocks: until the system has ended them, `END_S` at most.
@@ -27,7 +29,7 @@ def end_family(root: int, mark: str) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(root, signal.SIGSTOP)
     until = time.monotonic() + END_S
-    while (family := _family(root, mark)) and time.monotonic() < until:
+    while (family := _family(root, f"{variable}={mark}")) and time.monotonic() < until:
         for pid in family:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -40,13 +42,13 @@ def is_of_hooks(pid: int) -> bool:
 
 
 def _family(root: int, mark: str) -> set[int]:
-    """Return the descendants of `root`, and all that carries the mark, as far as they run."""
+    """Return the descendants of `root`, and all that has the variable, as far as they run."""
     parents = dict(_running())
     found, new = {root}, {root}
     while new:
         new = {pid for pid, parent in parents.items() if parent in new} - found
         found |= new
-    marked = f"{MARK_ENV}={mark}\0".encode()
+    marked = f"{mark}\0".encode()
     found |= {pid for pid in parents if pid not in found and _has_mark(pid, marked)}
     return found - {root, os.getpid()}
 

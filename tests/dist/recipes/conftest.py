@@ -80,7 +80,8 @@ def run_in(
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))
     }
-    search = os.pathsep.join(map(str, [REPO] if draws else [UNDRAWN, REPO]))
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    search = os.pathsep.join(map(str, [*([] if draws else [UNDRAWN]), REPO, *given]))
     paths = {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     process = Launched(command, folder, environment | paths)
     try:

@@ -1,0 +1,58 @@
+"""Agents that call the policy over HTTP: their task, and what becomes of their episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from spmd_rl.hooks.failures import EpisodeFailure
+from spmd_rl.hooks.results import BadResult, as_grade
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
+
+MAX_NOTE = 1000  # characters of what an agent says
+
+
+class ClientSession(Protocol):
+    """What an episode needs of the gateway: where its agents call, and what they have drawn."""
+
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def root_url(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    def samples(self) -> list[Sample]: ...
+    def close(self) -> None: ...
+
+
+def task_of(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt as the task of an agent.
+
+    "question" is the text of the last message of the user, "messages" are all messages of the
+    prompt, and "meta" are the other fields of its record.
+    """
+    return {
+        "question": prompt.question or prompt.text,
+        "messages": prompt.chat.get("messages", []),
+        "meta": prompt.meta,
+    }
+
+
+def rewarded(samples: list[Sample], result: Any) -> list[Sample]:
+    """Return the samples of an episode with the reward that its agent gave, if it gave one.
+
+    A result is None, a text, a number, or a dict with the key "reward".
+    Raises: EpisodeFailure when the agent has drawn nothing, or for another result.
+    """
+    if not samples:
+        raise EpisodeFailure("agent", "the agent has ended without a call of the policy")
+    if result is None or isinstance(result, str):
+        return samples
+    if isinstance(result, Mapping) and "reward" not in result:
+        return samples
+    try:
+        grade = as_grade(result)
+    except BadResult as problem:
+        raise EpisodeFailure("agent", f"the agent {problem}") from problem
+    return [sample.replace(reward=grade.reward, parts=grade.parts) for sample in samples]
