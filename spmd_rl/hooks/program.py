@@ -5,15 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.texts import EpisodeTexts
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
-
-if TYPE_CHECKING:
-    from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 
 Played = Sample | list[Sample]
 PROGRAM_FORM = (
@@ -51,8 +48,8 @@ class EpisodeProgram(Protocol):
         """
         ...
 
-    async def play(self, ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Played:
-        """Play one episode, beside others in the same event loop."""
+    async def play(self, ctx: HookContext, prompt: Prompt, engine: Any) -> Played:
+        """Play one episode, beside others in the same event loop. `engine` is an EpisodeEngine."""
         ...
 
     async def close(self) -> None:

@@ -4,21 +4,23 @@ A folder with a tokenizer.json is read by the `tokenizers` library alone, in mil
 transformers' tokenizers take seconds to import. They are asked only for what they alone can do:
 other tokenizer files, files of which transformers makes another tokenizer than is written there,
 and chat templates that name special tokens which the config lacks.
+Source: transformers 5.17, `PreTrainedTokenizerBase.apply_chat_template`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.chat_template import chosen_template, named_tokens, render_template
 from spmd_rl.model.json_fields import read_object
 from spmd_rl.model.read import model_folder, read_spec
 from spmd_rl.model.tokenizer_rules import is_as_written
 
+_NAMED_TOKEN = re.compile(r"\b(\w+_token)\b")
 VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken")
 
 
@@ -83,11 +85,11 @@ class FolderTokenizer:
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tokenize: bool = True, **kwargs: Any
     ) -> Any:
-        template = chosen_template(self.chat_template, kwargs.get("tools"))
-        tokens = None if template is None else named_tokens(template, self._config)
+        template = _chosen_template(self.chat_template, kwargs.get("tools"))
+        tokens = None if template is None else _named_tokens(template, self._config)
         if template is None or tokens is None or tokenize or not conversation:
             return self._whole.apply_chat_template(conversation, tokenize=tokenize, **kwargs)
-        return render_template(template, tokens, conversation, **kwargs)
+        return _render_template(template, tokens, conversation, **kwargs)
 
     @cached_property
     def _whole(self) -> Any:
@@ -161,3 +163,35 @@ def _auto_tokenizer(folder: Path) -> Any:
 
 def _read_if_there(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
+
+
+def _chosen_template(templates: Any, tools: Any) -> str | None:
+    """Return the template for these tools, of one text or of several by name."""
+    if not isinstance(templates, Mapping):
+        return templates
+    return templates.get("tool_use" if tools is not None and "tool_use" in templates else "default")
+
+
+def _named_tokens(template: str, config: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return the special tokens that a template names, as the tokenizer's config writes them.
+
+    Returns None where the config lacks one of them.
+    """
+    texts = {}
+    for name in set(_NAMED_TOKEN.findall(template)):
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if not isinstance(text, str):
+            return None
+        texts[name] = text
+    return texts
+
+
+def _render_template(
+    template: str, tokens: Mapping[str, str], messages: list[dict[str, Any]], **kwargs: Any
+) -> str:
+    """Return the text of messages by a template. It raises whatever the template raises."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    (text,), _ = render_jinja_template([messages], chat_template=template, **{**tokens, **kwargs})
+    return str(text)

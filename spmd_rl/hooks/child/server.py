@@ -30,8 +30,8 @@ from spmd_rl.hooks.wire.messages import (
     Answers,
     Calls,
     Cancel,
+    DrawnTokens,
     Episode,
-    NewTokens,
     Problem,
     Ready,
     Reply,
@@ -157,7 +157,7 @@ class Server(asyncio.Protocol):
             case Reply(call_id, ask_id, problem, turn):
                 if engine := self._engines.get(call_id):
                     engine.answer(ask_id, SpmdError(problem) if turn is None else turn)
-            case NewTokens(call_id, ask_id, tokens):
+            case DrawnTokens(call_id, ask_id, tokens):
                 if engine := self._engines.get(call_id):
                     engine.show(ask_id, tokens)
 

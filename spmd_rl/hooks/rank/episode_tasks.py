@@ -23,9 +23,9 @@ from spmd_rl.hooks.wire.messages import (
     Answer,
     AskTurn,
     CancelTurn,
+    DrawnTokens,
     Episode,
     KeepResult,
-    NewTokens,
     Problem,
     Reply,
 )
@@ -125,7 +125,7 @@ class EpisodeTasks:
         if episode := self._tasks.get(task_id):
             ask_id = episode.waiting.get(episode.asked[call_id])
             if ask_id is not None:
-                self._send(NewTokens(task_id, ask_id, tokens))
+                self._send(DrawnTokens(task_id, ask_id, tokens))
 
     def cancel(self, task_id: int) -> None:
         """Forget a task and its call."""
@@ -169,6 +169,6 @@ class EpisodeTasks:
                 del episode.asked[call_id], episode.waiting[key]
                 yield TurnCancelled(message.call_id, call_id)
 
-    def _send(self, message: Reply | NewTokens) -> None:
+    def _send(self, message: Reply | DrawnTokens) -> None:
         if worker := self._group.worker_of(message.call_id):
             worker.send(message)

@@ -105,7 +105,7 @@ class Reply(Message, frozen=True):
     turn: Turn | None = None
 
 
-class NewTokens(Message, frozen=True):
+class DrawnTokens(Message, frozen=True):
     """Token ids that the engine has just added to a turn whose episode wants to see them."""
 
     call_id: int
@@ -156,7 +156,7 @@ class Answers(Message, frozen=True):
 class AskTurn(Message, frozen=True):
     """Ask the engine to go on with transcript number `transcript`, after `past`.
 
-    `context` stands in place of the prompt's tokens. `streams` asks for NewTokens meanwhile.
+    `context` stands in place of the prompt's tokens. `streams` asks for DrawnTokens meanwhile.
     """
 
     call_id: int
@@ -183,7 +183,7 @@ class KeepResult(Message, frozen=True):
     value: bytes
 
 
-ToProcess = Start | Calls | Episode | Cancel | Reply | NewTokens
+ToProcess = Start | Calls | Episode | Cancel | Reply | DrawnTokens
 ToRank = Ready | Answers | AskTurn | CancelTurn | KeepResult
 TO_PROCESS: Codec = Codec(ToProcess, functions=False, repeats=False)
 TO_RANK: Codec = Codec(ToRank, functions=False, repeats=False)

@@ -11,17 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.environments.environment import (
-    TURN_RECORDS,
-    AgentReply,
-    Observation,
-    Played,
-    TextEnvironment,
-)
+from spmd_rl.environments.environment import AgentReply, Observation, Played, TextEnvironment
 from spmd_rl.environments.play import EpisodeLimits
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import NO_VERSION
+from spmd_rl.types.samples import NO_VERSION, TURN_RECORDS
 from tests.unit.environments.cases import SpokenEngine, chat_prompt, episode
 
 
