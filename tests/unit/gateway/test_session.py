@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable
 from typing import Any
 
@@ -23,6 +22,7 @@ from spmd_rl.gateway.session import REWRITTEN, Session
 from spmd_rl.gateway.sessions import Sessions, sampling_rules
 from spmd_rl.hooks.context import HookContext
 from tests.unit.data.chat_templates import CHATML, QWEN
+from tests.unit.gateway.exact import check_exact
 from tests.unit.gateway.fakes import CALL_FORM, FakeEngine, FakeTexts, prompt_of
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -59,26 +59,6 @@ async def draw(session: Session, messages: list[Any], **asked: Any) -> Drawn:
 
 def run(play: Awaitable[Any]) -> Any:
     return asyncio.run(play)  # type: ignore[arg-type]
-
-
-def check_exact(session: Session, engine: FakeEngine) -> None:
-    """Every turn of the engine is learned once, in a sample that begins as its prompt did."""
-    samples = session.samples()
-    assert len({one.index for one in samples}) == len(samples)
-    found: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
-    for sample in samples:
-        context = sample.context if len(sample.context) else prompt_of().tokens
-        ids = [*context.tolist(), *sample.tokens.tolist()]
-        drawn = np.concatenate([np.zeros(len(context), np.bool_), sample.mask, [False]])
-        starts = np.flatnonzero(drawn & ~np.concatenate([[False], drawn[:-1]])).tolist()
-        for start in starts:
-            stop = start + int(np.flatnonzero(~drawn[start:])[0])
-            found[tuple(ids[:start]), tuple(ids[start:stop])] += 1
-        assert (sample.logprobs[sample.mask] < 0).all()
-        assert (sample.versions[sample.mask] == engine.version).all()
-        assert not sample.logprobs[~sample.mask].any()
-    expected = Counter((tuple(before), tuple(turn)) for before, turn in engine.drawn)
-    assert found == expected
 
 
 def test_one_conversation_is_one_sample() -> None:
