@@ -38,12 +38,15 @@ class EventStream(Protocol):
     def failed(self, error: SpmdError) -> Iterable[bytes]: ...
 
 
+StreamOf = Callable[[Asked, Begun], EventStream]
+
+
 class Dialect(NamedTuple):
     """A dialect of requests. One without `stream` answers as a whole."""
 
     read: Callable[[Json, SamplingRules], Asked]
     answer: Callable[[Asked, Drawn], Json]
-    stream: Callable[[Asked, Begun], EventStream] | None = None
+    stream: StreamOf | None = None
 
 
 CHAT = Dialect(chat.read, chat.answer, chat.ChatStream)
@@ -132,26 +135,33 @@ class _Drawing(_Endpoint):
         call = session.ask(asked, b"\n".join((path, named, body)), again=again)
         call.join()
         gone = asyncio.ensure_future(_until_gone(receive))
-        work = asyncio.ensure_future(self._reply(session, call, send))
+        stream = self._dialect.stream if asked.stream else None
+        work: asyncio.Future[Any] = call.task
+        if stream is not None:
+            work = asyncio.ensure_future(self._stream(stream, session, call, send))
         try:
             await asyncio.wait([gone, work], return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
+            if not work.done():
+                return
+            if stream is None or not work.result():
+                await self._whole(session, call, send)
         finally:
             gone.cancel()
-            work.cancel()
+            if stream is not None:
+                work.cancel()
             session.leave(call)
 
-    async def _reply(self, session: Session, call: ReplyCall, send: Send) -> None:
-        """Send the answer. Raises: SpmdError before the first byte alone."""
-        if call.asked.stream and self._dialect.stream is not None:
-            waited: list[asyncio.Future[Any]] = [call.begun, call.task]
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if call.begun.done() and not call.begun.cancelled():
-                begun = call.begun.result()
-                events = self._dialect.stream(call.asked, begun)
-                await self._send_events(session, call, events, send)
-                return
+    async def _stream(self, make: StreamOf, session: Session, call: ReplyCall, send: Send) -> bool:
+        """Send the answer as events; return False where the call ended before it had begun."""
+        waited: list[asyncio.Future[Any]] = [call.begun, call.task]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not call.begun.done() or call.begun.cancelled():
+            return False
+        await self._send_events(session, call, make(call.asked, call.begun.result()), send)
+        return True
+
+    async def _whole(self, session: Session, call: ReplyCall, send: Send) -> None:
+        """Send the answer as a whole. Raises: SpmdError."""
         drawn = await _outcome(call)
         versions = drawn.data.versions
         span = [int(versions.min()), int(versions.max())] if len(versions) else [session.version]

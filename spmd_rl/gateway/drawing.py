@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,18 +45,17 @@ class Drawing:
         """Take the whole turn and return the last pieces."""
         ids = turn.tokens.tolist()
         ended = bool(ids) and ids[-1] in self._ends and turn.status == "completed"
-        words = ids[:-1] if ended else ids
-        self.raw = self._texts.decode(words)
-        self.end = self._texts.decode(ids[-1:]) if ended else ""
         if not self._reads_text:
             return []
+        self.raw = self._texts.decode(ids[:-1] if ended else ids)
+        self.end = self._texts.decode(ids[-1:]) if ended else ""
         pieces = self.add(ids[self._text.num_tokens :])
         pieces += self._reader.feed(self._text.finish(ended=ended))
         pieces += self._reader.finish()
         self.message = self._reader.message
         return pieces
 
-    def drawn(self, begun: Begun, turn: Turn, prompt_ids: NDArray[np.int32]) -> Drawn:
+    def drawn(self, begun: Begun, turn: Turn, prompt_ids: Callable[[], NDArray[np.int32]]) -> Drawn:
         """Return what the client gets."""
         finish: Finish = "length" if turn.status == "truncated" else "stop"
         if finish == "stop" and self.message.get("tool_calls"):

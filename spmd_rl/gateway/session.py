@@ -9,7 +9,6 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Literal, NamedTuple
 
-from spmd_rl.data.render.messages import Message
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.drawing import Drawing
 from spmd_rl.gateway.message_tree import MessageTree, Reason, TokenTree
@@ -20,7 +19,7 @@ from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.transcript import Transcript, Turn
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import MODEL, Sample
+from spmd_rl.types.samples import Sample
 
 MAX_ANSWERED = 64  # answered calls that a retry may ask for again
 LONG_TEXT = 1 << 16  # characters; a longer conversation is rendered outside of the event loop
@@ -79,7 +78,7 @@ class Session:
 
     def samples(self) -> list[Sample]:
         """Return what was drawn as samples, one for each leaf; every turn is learned once."""
-        return samples_of(self._prompt, self._turns)
+        return samples_of(self._prompt, self._turns, self._parts.texts.decode)
 
     def record(self) -> list[AgentCall]:
         """Return the calls that have ended, in the order of their ends."""
@@ -150,7 +149,7 @@ class Session:
         begun = self._begin(plan)
         call.begun.set_result(begun)
         drawing = Drawing(self._parts, asked, plan, begun.id, self.rules)
-        transcript = transcript_after(self._prompt, plan.before, plan.ids.tolist())
+        transcript = transcript_after(self._prompt, plan.before, plan.ids)
         end: CallEnd = "failed"
         turn: Turn | None = None
         try:
@@ -169,7 +168,7 @@ class Session:
             self._note(plan, begun, end, 0 if turn is None else len(turn.tokens))
         call.add(drawing.finish(turn))
         self._keep(plan, drawing, turn, transcript)
-        return drawing.drawn(begun, turn, plan.prompt_ids())
+        return drawing.drawn(begun, turn, plan.prompt_ids)
 
     def _keep(self, plan: Plan, drawing: Drawing, turn: Turn, transcript: Transcript) -> None:
         """Keep a turn, which later calls may go on from."""
@@ -189,15 +188,7 @@ class Session:
             drawn.messages = [*(plan.attach.rest if plan.before else ()), drawing.message]
             self._tree.add(plan.attach, drawing.message, drawn)
         else:
-            drawn.messages = self._as_messages(plan, drawing.raw)
             self._token_tree.add(drawn.ids(), drawn)
-
-    def _as_messages(self, plan: Plan, raw: str) -> list[Message]:
-        """Return what came and went as token ids as messages."""
-        reply = {"role": MODEL, "content": raw}
-        if plan.before is None:
-            return [reply]
-        return [{"role": "tool", "content": self._parts.texts.decode(plan.ids)}, reply]
 
     def _begin(self, plan: Plan) -> Begun:
         """Return the first facts of a reply. Raises: Refused where the context has no room."""

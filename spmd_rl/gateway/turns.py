@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from spmd_rl.data.render.messages import Message
 from spmd_rl.hooks.transcript import Transcript, TranscriptPlace, Turn
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import TURNS, Sample
+from spmd_rl.types.samples import MODEL, TURNS, Sample
 
 
 @dataclass(eq=False)
@@ -59,7 +59,9 @@ class DrawnTurn:
         return sum(len(part) for one in self.chain() for part in one.parts())
 
 
-def transcript_after(prompt: Prompt, before: DrawnTurn | None, ids: Sequence[int]) -> Transcript:
+def transcript_after(
+    prompt: Prompt, before: DrawnTurn | None, ids: NDArray[np.int32]
+) -> Transcript:
     """Return a transcript whose next turn follows these tokens, which `before` goes before.
 
     The engine goes on in the transcript of `before`, if nothing else does. Else a new one begins,
@@ -77,10 +79,13 @@ def transcript_after(prompt: Prompt, before: DrawnTurn | None, ids: Sequence[int
     return transcript
 
 
-def samples_of(prompt: Prompt, turns: Sequence[DrawnTurn]) -> list[Sample]:
+def samples_of(
+    prompt: Prompt, turns: Sequence[DrawnTurn], decode: Callable[[NDArray[np.int32]], str]
+) -> list[Sample]:
     """Return the leaves as samples, in the order in which they were drawn.
 
-    Every turn is learned once, in the first leaf that holds it. In others it is observed.
+    Every turn is learned once, in the first leaf that holds it. In others it is observed. Texts of
+    turns that came as token ids alone are decoded.
     """
     inner = {id(one.before) for one in turns if one.before is not None}
     learned: set[int] = set()
@@ -99,6 +104,14 @@ def samples_of(prompt: Prompt, turns: Sequence[DrawnTurn]) -> list[Sample]:
             else:
                 transcript.append(one.turn)
             learned.add(id(one))
-            messages += one.messages
+            messages += one.messages or _as_messages(one, decode)
         samples.append(transcript.sample().replace(metadata={TURNS: messages}))
     return samples
+
+
+def _as_messages(turn: DrawnTurn, decode: Callable[[NDArray[np.int32]], str]) -> list[Message]:
+    """Return what came and went as token ids as messages."""
+    reply = {"role": MODEL, "content": decode(turn.turn.tokens)}
+    if turn.before is None:
+        return [reply]
+    return [{"role": "tool", "content": decode(turn.observed)}, reply]

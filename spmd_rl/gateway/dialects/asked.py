@@ -92,13 +92,18 @@ class Drawn:
     finish: Finish
     stop: str
     data: TokenData
-    prompt_ids: NDArray[np.int32]
+    join_prompt: Callable[[], NDArray[np.int32]] = field(repr=False)
     decode: Callable[[list[int]], str] = field(repr=False)
 
     @cached_property
     def logprobs(self) -> list[float]:
         """Log-probs whose shortest decimal is that of the float32."""
         return shortest(self.data.logprobs)
+
+    @cached_property
+    def prompt_ids(self) -> NDArray[np.int32]:
+        """All tokens before the reply. Shape: [T]."""
+        return self.join_prompt()
 
     @cached_property
     def token_texts(self) -> list[str]:

@@ -37,7 +37,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         extras=extras_of(row, fields.take("chat_template_kwargs", dict, {})),
         max_tokens=limits[0] or limits[1],
         stops=fields.texts("stop"),
-        stop_ids=fields.ids("stop_token_ids"),
+        stop_ids=tuple(fields.ids("stop_token_ids").tolist()),
         stream=fields.take("stream", bool, False),
         stream_usage=options.get("include_usage") is True,
         logprobs=fields.take("logprobs", bool, False),

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from spmd_rl.data.logs.form import Json, check
 from spmd_rl.errors import DataError
@@ -64,12 +66,18 @@ class RequestFields:
             raise Refused(name, f"expected at most {MAX_STOPS} texts, got {len(found)}")
         return tuple(found)
 
-    def ids(self, name: str) -> tuple[int, ...]:
-        """Return a list of token ids. Raises: Refused."""
+    def ids(self, name: str) -> NDArray[np.int32]:
+        """Return a list of token ids as an array. Shape: [T]. Raises: Refused."""
         found = self.take(name, list, [])
-        if not all(type(one) is int and 0 <= one < END_OF_IDS for one in found):
+        if not found:
+            return np.zeros(0, np.int32)
+        try:
+            ids = np.array(found)
+        except ValueError as error:  # lists of other lengths in it
+            raise Refused(name, "expected token ids") from error
+        if ids.ndim != 1 or ids.dtype.kind != "i" or ids.min() < 0 or ids.max() >= END_OF_IDS:
             raise Refused(name, "expected token ids")
-        return tuple(found)
+        return ids.astype(np.int32)
 
     def only(self, name: str, *allowed: Any, because: str = "this gateway does not do it") -> None:
         """Take a field whose value changes nothing. Raises: Refused for another value."""

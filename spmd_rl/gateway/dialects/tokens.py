@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from spmd_rl.data.logs.form import Json
 from spmd_rl.gateway.dialects.asked import Asked, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.fields import RequestFields
@@ -13,7 +11,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
     """Return what a body asks for. Raises: Refused."""
     fields = RequestFields(body)
     ids = fields.ids("token_ids")
-    if not ids:
+    if not len(ids):
         raise Refused("token_ids", "expected at least one token id")
     given = RequestFields(fields.take("sampling_params", dict, {}))
     fields.only("stream", False, because="this endpoint answers as a whole")
@@ -31,10 +29,10 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         given.ignore("seed", "spaces_between_special_tokens", "include_stop_str_in_output")
         return Asked(
             model=model,
-            token_ids=np.array(ids, np.int32),
+            token_ids=ids,
             max_tokens=given.number("max_tokens"),
             stops=given.texts("stop"),
-            stop_ids=given.ids("stop_token_ids"),
+            stop_ids=tuple(given.ids("stop_token_ids").tolist()),
             ignored=(*ignored, *given.finish()),
         )
     except Refused as error:

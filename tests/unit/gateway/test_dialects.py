@@ -44,7 +44,7 @@ def drawn_of(reply: dict[str, Any], finish: Any = "stop") -> Drawn:
     )
     begun = Begun("r1", 1700000000, "policy", 3, 1)
     ids = np.array([1, 2, 3], np.int32)
-    return Drawn(begun, reply, finish, "", data, ids, lambda one: chr(97 + one[0]))
+    return Drawn(begun, reply, finish, "", data, lambda: ids, lambda one: chr(97 + one[0]))
 
 
 def pieces_of(reply: dict[str, Any]) -> Iterator[ReplyPiece]:
