@@ -28,6 +28,7 @@ from spmd_rl.rewards.config import GraderConfig
 from spmd_rl.rewards.ready import check_graders, checked_graders
 from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
 from spmd_rl.rollout.grader_choice import all_rewards
+from spmd_rl.train.balance import has_balance
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.optimizer.parameter_groups import update_rules
 
@@ -110,6 +111,7 @@ def check_model(model: str, *, trainer: TrainerConfig | None = None) -> ModelSpe
     check_has_tokenizer(model)
     check_vocabulary(model, spec.vocab_size)
     if trainer:
+        has_balance(spec, trainer)
         update_rules(trainer.lora.trained_shapes(spec), trainer, num_shards=1)
         if trainer.init == "folder":
             stored_weights(model, spec.parameter_shapes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spmd_rl.observe.expert_metrics import EXPERT_METRICS
 from spmd_rl.observe.metric import Metric
 from spmd_rl.observe.recipe_metrics import RECIPE_METRICS
 
@@ -344,6 +345,7 @@ METRICS = (
         "age of the step's oldest token, in weight versions",
     ),
     *RECIPE_METRICS,
+    *EXPERT_METRICS,
 )
 
 METRIC_OF_NAME = {metric.name: metric for metric in METRICS}

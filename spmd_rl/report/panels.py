@@ -56,9 +56,7 @@ PANELS = (
         share=True,
     ),
     _panel("Spread of rewards", Line("reward/std", "standard deviation")),
-    _panel(
-        "Response length", Line("rollout/response_tokens_mean", "mean"), unit="tokens"
-    ),
+    _panel("Response length", Line("rollout/response_tokens_mean", "mean"), unit="tokens"),
     _panel("Truncated responses", Line("rollout/truncated", "share", AMBER), share=True),
     _panel(
         "Groups of the sampler",
@@ -69,9 +67,7 @@ PANELS = (
         Line("rollout/missing", "missing"),
         unit="groups",
     ),
-    _panel(
-        "Samples that wait for an engine", Line("rollout/waiting", "waiting"), unit="samples"
-    ),
+    _panel("Samples that wait for an engine", Line("rollout/waiting", "waiting"), unit="samples"),
     _panel("Entropy", Line("train/entropy", "per token", AMBER), unit="nats"),
     _panel("Clip fraction", Line("train/clip_frac", "of tokens")),
     _panel(
@@ -91,9 +87,7 @@ PANELS = (
     _panel("Prompts learned from", Line("train/kept_groups", "share"), share=True),
     _panel("Critic's loss", Line("critic/loss", "loss")),
     _panel("Critic's values", Line("critic/value", "mean"), floor=None),
-    _panel(
-        "Critic's explained variance", Line("critic/explained_variance", "share"), floor=None
-    ),
+    _panel("Critic's explained variance", Line("critic/explained_variance", "share"), floor=None),
     _panel("Critic's clipped values", Line("critic/clip_frac", "share")),
     _panel("Critic's gradient norm", Line("critic/grad_norm", "before clipping")),
     _panel("Critic's learning rate", Line("critic/lr", "rate")),
@@ -106,6 +100,24 @@ PANELS = (
         unit="tokens",
         whole=True,
     ),
+    _panel(
+        "Largest load of an expert",
+        Line("experts/max_load", "mean of layers"),
+        Line("experts/max_load_worst", "worst layer", AMBER),
+    ),
+    _panel(
+        "Evenness of experts",
+        Line("experts/entropy", "mean of layers"),
+        Line("experts/entropy_worst", "worst layer", AMBER),
+        share=True,
+    ),
+    _panel(
+        "Unused experts",
+        Line("experts/unused", "mean of layers"),
+        Line("experts/unused_worst", "worst layer", AMBER),
+        share=True,
+    ),
+    _panel("Balance loss of experts", Line("experts/balance_loss", "loss")),
     _panel(
         "Share of tokens compared",
         Line("onpolicy/compared_share", "of the engine's tokens"),
@@ -121,9 +133,7 @@ PANELS = (
         unit="nats",
         whole=True,
     ),
-    _panel(
-        "Effective sample size, trainer / engine", Line("onpolicy/ess", "share"), share=True
-    ),
+    _panel("Effective sample size, trainer / engine", Line("onpolicy/ess", "share"), share=True),
     _panel("Chi-square divergence, trainer / engine", Line("onpolicy/chi2", "chi-square", AMBER)),
     _panel(
         "Pairs ranked as labelled",
@@ -233,14 +243,10 @@ PANELS = (
 
 PANEL_OF_METRIC = {line.metric: panel for panel in PANELS for line in panel.lines}
 _COLOURS = {
-    line.metric: panel.colour(place)
-    for panel in PANELS
-    for place, line in enumerate(panel.lines)
+    line.metric: panel.colour(place) for panel in PANELS for place, line in enumerate(panel.lines)
 }
 
 
 def colour_of(metric: str) -> Colour:
     """Return the colour of a known metric's line, and blue of others, which are alone."""
     return _COLOURS.get(metric, BLUE)
-
-

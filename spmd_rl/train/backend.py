@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.algo.losses import Needs
+from spmd_rl.model.layers.expert_loads import ExpertLoads
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.ends import WeightSource
 from spmd_rl.weights.local_tensors import LocalTensor
@@ -31,7 +32,7 @@ class Outputs:
 
     A language model has `logprobs` and `entropy`, and `candidate_logprobs` where `Needs` asks. With
     experts it has `routes` too (kernels/moe/route_hash.py). A model with a value head has `values`
-    alone.
+    alone. Both may have `loads` of experts.
     Shape: [M] fp32; `candidate_logprobs` is [M, K]; `routes` is [M] int32.
     """
 
@@ -40,6 +41,16 @@ class Outputs:
     candidate_logprobs: Tensor | None = None
     values: Tensor | None = None
     routes: Tensor | None = None
+    loads: ExpertLoads | None = None
+
+    def detached(self) -> Outputs:
+        """Return the same tensors without gradients, each contiguous."""
+        tensors: dict[str, Any] = {
+            name: one.detach().contiguous()
+            for name, one in vars(self).items()
+            if isinstance(one, Tensor)
+        }
+        return replace(self, **tensors)
 
 
 Visit = Callable[[int, Outputs], None]

@@ -25,6 +25,7 @@ KIND_TO_OFFLOAD = (
 KIND_OF_LORA = "'adamw' with lora.rank: other optimizers are not for adapters"
 BACKEND_OF_LORA = "'fsdp2' with lora.rank: Megatron-core is not given adapters here"
 OFFLOAD_OF_LORA = "'none' with lora.rank: the moments of adapters are small"
+BACKEND_OF_BALANCE = "'fsdp2' with router_aux_loss_coef: Megatron-core is not given that loss"
 FREEZE_OF_LORA = "() with lora.rank: lora.targets says what is trained"
 RECOMPUTE_TO_OFFLOAD = (
     "'all' or 'none' with offload_activations: what 'cheap' computes again needs its inputs on the "
@@ -129,6 +130,8 @@ class TrainerConfig:
     groups: tuple[ParameterGroup, ...] = ()
     # adapters that are trained alone, beside weights that stay as they are (docs/lora.md)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    # of the loss that balances the loads of experts, beside the recipe's (docs/experts.md)
+    router_aux_loss_coef: float = 0.0
     clip_norm: float = 1.0  # largest gradient norm; 0 leaves gradients as they are
     minibatches: int = 1  # optimizer steps of a train step; each has a share of its batch
     # tokens of a micro-batch on one rank; a longer sequence raises it to its own length
@@ -147,9 +150,19 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for name in ("minibatches", "max_tokens", "logit_rows"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("lr", "warmup_steps", "eps", "weight_decay", "clip_norm"):
+        for name in (
+            "lr",
+            "warmup_steps",
+            "eps",
+            "weight_decay",
+            "clip_norm",
+            "router_aux_loss_coef",
+        ):
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0, name, value, "0 or more, and finite")
+        if self.router_aux_loss_coef:
+            found = self.backend.kind
+            require(found == "fsdp2", "backend.kind", found, BACKEND_OF_BALANCE)
         _require_seed(self.seed)
         are_betas = all(0 <= beta < 1 for beta in self.betas)
         require(are_betas, "betas", self.betas, "two numbers in [0, 1)")

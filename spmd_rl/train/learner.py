@@ -29,6 +29,7 @@ from spmd_rl.train.batch_runner import NOTHING_ELSE, BatchRunner, logprobs_of
 from spmd_rl.train.checkpoint.trainer_state import TrainerState
 from spmd_rl.train.config import TrainerConfig, learning_rate
 from spmd_rl.train.cost.flops import peak_flops
+from spmd_rl.train.expert_metrics import LoadTally
 from spmd_rl.train.fsdp2.determinism import deterministic
 from spmd_rl.train.metric_sums import MetricSums
 from spmd_rl.train.microbatch import MicroBatch, split_sequences
@@ -65,6 +66,7 @@ class Learner:
         finite, before the optimizer step that would have used it.
         """
         start = time.perf_counter()
+        self._loads = LoadTally()
         minibatches = [self.runner.micro_batches(part) for part in self._minibatches(batch)]
         scale = len(minibatches) / batch.denominator
         with deterministic(self.cfg.deterministic):
@@ -77,7 +79,8 @@ class Learner:
                 ]
             finally:  # the weights are new even if a later minibatch fails
                 self.state.version += self.state.optimizer_steps > steps_before
-        return _metrics(steps, batch.denominator) | self._speed(batch, start)
+        of_experts = self._loads.metrics(self.context, len(steps))
+        return _metrics(steps, batch.denominator) | of_experts | self._speed(batch, start)
 
     def score(self, batch: Batch) -> NDArray[np.float32]:
         """Return log-probs of this rank's shard under the current weights, zero outside the mask.
@@ -115,6 +118,7 @@ class Learner:
     ) -> dict[str, float]:
         """Take one optimizer step, and return the sums over the role's ranks."""
         sums = MetricSums()
+        balance_scale = self._balance_scale(micros)
 
         def loss_of(number: int, outputs: Outputs) -> Tensor:
             micro = micros[number]
@@ -123,7 +127,7 @@ class Learner:
             weighted = per_token * micro.weight
             for name, values in {"loss": weighted, **measured}.items():
                 sums.add(name, values)
-            return weighted.sum() * step.scale
+            return weighted.sum() * step.scale + self._balance(outputs, balance_scale)
 
         self.backend.forward_backward(micros, loss_of, step.needs)
         num_scheduled = self.state.steps_before + self.state.optimizer_steps
@@ -136,6 +140,25 @@ class Learner:
         totals = {name: float(values.sum()) for name, values in gathered.items()}
         maxima = {name: float(gathered[name].max()) for name in (MAX_DLOGP,) if name in gathered}
         return totals | maxima | {"train/grad_norm": norm, "train/lr": lr}
+
+    def _balance_scale(self, micros: list[MicroBatch]) -> float:
+        """Return what a token adds to the weight of its micro-batch in the loss that balances.
+
+        Ranks: all of the role.
+        """
+        if not self.cfg.router_aux_loss_coef:
+            return 0.0
+        own = np.array([sum(len(micro.tokens) for micro in micros)], np.float64)
+        return float(self.context.shard_size / self.context.all_reduce_sum(own)[0])
+
+    def _balance(self, outputs: Outputs, scale: float) -> Tensor | float:
+        """Count the loads of a micro-batch, and return its part of the loss that balances them."""
+        if outputs.loads is None:
+            return 0.0
+        coef = self.cfg.router_aux_loss_coef
+        balance = outputs.loads.balance() * (outputs.loads.num_rows * scale) if coef else None
+        self._loads.add(outputs.loads, balance)
+        return 0.0 if balance is None else coef * balance
 
     def _loss_input(
         self,

@@ -18,6 +18,7 @@ from spmd_rl.kernels.moe.router import ExpertRoutes, route
 from spmd_rl.kernels.moe.sigmoid_router import route_by_sigmoid
 from spmd_rl.kernels.moe.slots import by_expert, from_experts, to_experts
 from spmd_rl.model.fused_projections import project_gated
+from spmd_rl.model.layers.expert_loads import ExpertLoads
 from spmd_rl.model.layers.fixed_parameters import HoldsFixed
 from spmd_rl.model.layers.mlp_module import GatedMlp
 from spmd_rl.model.layers.sigmoid_router import CORRECTION, SigmoidRouter
@@ -50,6 +51,7 @@ class MoeMlp(nn.Module):
         self.experts_per_token = experts_per_token
         self.normalizes_weights = normalizes_weights
         self.sigmoid = sigmoid
+        self.loads: ExpertLoads | None = None  # counts the tokens of a trainer's pass
         self.gate = (
             CorrectedGate(hidden_size, num_experts)
             if sigmoid
@@ -64,8 +66,11 @@ class MoeMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape: [T, C] to [T, C]."""
-        routes = self._route(linear_fp32(x, self.gate.weight))
+        logits = linear_fp32(x, self.gate.weight)
+        routes = self._route(logits)
         note_routes(routes.ids)
+        if self.loads is not None:
+            self.loads.add(self, logits, routes.ids)
         order = by_expert(routes.ids, len(self.experts))
         weights = routes.weights.flatten()[order.slots].split(order.counts)
         rows = to_experts(x, order).split(order.counts)

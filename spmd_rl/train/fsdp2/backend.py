@@ -30,6 +30,7 @@ from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.model.value_head import ValueModel, ValueScorer
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.backend import LossOf, State
+from spmd_rl.train.balance import has_balance
 from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 from spmd_rl.train.cost.flops import train_flops
 from spmd_rl.train.fsdp2.activation_offload import ActivationOffload
@@ -66,6 +67,7 @@ class Fsdp2(ShardedModel):
         self._memory = memory = memory or RoleMemory(None, device)
         settings = fsdp2_settings(cfg)
         self._offload = settings.offload
+        self.balances = has_balance(spec, cfg)
         self._is_adamw = cfg.optimizer.kind == "adamw"
         _require_one_shard(self._offload, mesh.size(1))
         scorer = _scorer(spec, cfg, head)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, cast
 
 import msgspec
@@ -29,6 +30,8 @@ from spmd_rl.errors import ContractError
 from spmd_rl.kernels.moe.route_hash import hashed_routes
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.attention import backend_of
+from spmd_rl.model.layers.expert_loads import ExpertLoads
+from spmd_rl.model.layers.moe_module import MoeMlp
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.value_head import ValueScorer
 from spmd_rl.train.backend import Outputs, State, Visit, VisitTop
@@ -54,6 +57,7 @@ class ShardedModel:
 
     gradients = "fsdp2"
     packs_whole = False
+    balances = False  # whether passes keep what the loss that balances experts is made of
 
     def __init__(
         self,
@@ -140,12 +144,15 @@ class ShardedModel:
                 visit(number, self.scorer.top_logprobs(micro, num_top))
 
     def _outputs(self, micro: MicroBatch, needs: Needs) -> Outputs:
+        loads = ExpertLoads(len(micro.tokens), self.balances) if self._mixtures else None
+        for layer in self._mixtures:
+            layer.loads = loads
         if isinstance(self.scorer, ValueScorer):
-            return Outputs(values=self.scorer(micro))
+            return Outputs(values=self.scorer(micro), loads=loads)
         candidates = micro.columns["candidates"].long() if needs.candidates else None
         with hashed_routes() as routes:
             scores = self.scorer(micro, entropy_grad=needs.entropy, candidates=candidates)
-        return replace(Outputs(*scores), routes=routes.of_rows(micro.rows))
+        return replace(Outputs(*scores), routes=routes.of_rows(micro.rows), loads=loads)
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -221,6 +228,10 @@ class ShardedModel:
             shape = tuple(self.parameters[name].shape)
             shards[name] = LocalTensor(shape, self._box(name, shape), self.local[name])
         return LocalTensors(shards)
+
+    @cached_property
+    def _mixtures(self) -> list[MoeMlp]:
+        return [one for one in self.scorer.modules() if isinstance(one, MoeMlp)]
 
     def _whole_names(self) -> frozenset[str]:
         """Return the parameters that FSDP leaves alone."""

@@ -68,7 +68,7 @@ class PipelineSchedule:
                 assert outputs.logprobs is not None
                 found: Tensor | None = outputs.logprobs.sum()  # of padding: 0, with a gradient
                 if number < len(micros):
-                    results[number] = Outputs(*(_detached(one) for one in vars(outputs).values()))
+                    results[number] = outputs.detached()
                     found = on_outputs(number, outputs)
                 value = hidden.new_zeros(()) if found is None else found
                 return value, torch.zeros((), dtype=torch.int64, device=value.device), {}
@@ -237,10 +237,6 @@ class PipelineSchedule:
                 tensors.append(tensor)
             if self.head is None:
                 on_outputs(number, Outputs(*(one.requires_grad_() for one in tensors)))
-
-
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().contiguous()
 
 
 def _asked(micro: MicroBatch, scored: Tensor, needs: Needs, is_empty: bool) -> ScoredRows:
