@@ -12,9 +12,10 @@ from spmd_rl.errors import DataError
 from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json
 from spmd_rl.report.prompt_names import prompt_name
 from spmd_rl.report.token_texts import find_tokenizer, token_texts
-from spmd_rl.types.samples import NO_VERSION
+from spmd_rl.types.samples import AGENT, NO_VERSION, TURN_RECORDS
 
 OVERHEAD_TOKENS = 30  # the size of a sample without its tokens, in tokens
+MAX_CONTEXT_TOKENS = 1_000  # of a sample's own context; its end is shown
 LETTERS_PER_TOKEN = 4  # of notes, which take as much room on the page
 
 
@@ -34,6 +35,15 @@ class _Row(msgspec.Struct):
     versions: list[int] = []
     parts: dict[str, float | None] = {}
     metadata: dict[str, Any] = {}
+    execution: int = -1
+    context: list[int] = []
+
+
+class _Turn(msgspec.Struct):
+    """The part of a turn's record that the page shows."""
+
+    first_token: int
+    reward: float | None = None
 
 
 @dataclass(frozen=True)
@@ -111,14 +121,16 @@ def _read_step(path: Path, tokenizer: Any, budget: PageBudget, num_tokens: int) 
             groups[uid]["samples"] = []
         sample = _sample(row, tokenizer, budget.tokens_per_sample)
         groups[uid]["samples"].append(sample)
-        num_letters = sum(map(len, sample["notes"].values()))
+        num_letters = sum(map(len, sample["notes"].values())) + len(sample.get("context", ""))
         taken += len(sample["pieces"]) + num_letters // LETTERS_PER_TOKEN + OVERHEAD_TOKENS
     return {"groups": list(groups.values()), "num_samples": num_samples, "num_tokens": taken}
 
 
 def _sample(row: _Row, tokenizer: Any, max_tokens: int) -> dict[str, Any]:
     texts, known = token_texts(tokenizer, row.tokens, row.text)
-    sample = _without_tokens(row) | {"known": known}
+    sample = _without_tokens(row) | {"known": known, "turns": _turns(row)}
+    if row.context:
+        sample["context"] = _context_text(tokenizer, row.context)
     per_token = _per_token(row, texts)
     if len(texts) > max_tokens:  # keep the beginning and the end
         sample["left_out_at"] = half = max_tokens // 2
@@ -137,6 +149,8 @@ def _without_tokens(row: _Row) -> dict[str, Any]:
         "parts": row.parts,
         "error": str(row.metadata.get("error", "")),
         "notes": _notes(row),
+        "agent": str(row.metadata.get(AGENT, "")),
+        "execution": row.execution,
         "num_tokens": len(row.tokens),
     }
 
@@ -145,6 +159,23 @@ def _notes(row: _Row) -> dict[str, str]:
     """Return what hooks noted, such as the reasons of a judge."""
     notes = row.metadata.get("notes")
     return {name: str(text) for name, text in notes.items()} if isinstance(notes, dict) else {}
+
+
+def _turns(row: _Row) -> list[dict[str, Any]]:
+    """Return the first token and the reward of each turn that an environment has recorded."""
+    try:
+        records = msgspec.convert(row.metadata.get(TURN_RECORDS, []), list[_Turn])
+    except msgspec.ValidationError:  # a hook may have put anything there
+        return []
+    return [{"first": one.first_token, "reward": one.reward} for one in records]
+
+
+def _context_text(tokenizer: Any, context: list[int]) -> str:
+    """Return the end of a context as text; without a tokenizer, how long it is."""
+    shown = context[-MAX_CONTEXT_TOKENS:]
+    texts, known = token_texts(tokenizer, shown, "")
+    left_out = f"… {len(context) - len(shown):,} tokens …\n" if len(shown) < len(context) else ""
+    return left_out + "".join(texts) if known else f"{len(context):,} tokens"
 
 
 def _per_token(row: _Row, texts: list[str]) -> dict[str, list[Any]]:

@@ -32,12 +32,26 @@ function tokenNode(sample, i) {
   );
 }
 
+// The label before the first token of a turn of an episode.
+function turnNode(turn, i) {
+  const reward = turn.reward === null ? "" : ` · reward ${number(turn.reward)}`;
+  return el("span", { class: "turn" }, `turn ${i + 1}${reward}`);
+}
+
+function tokenNodes(sample) {
+  if (!sample.tokens.length) return [sample.pieces.join("")];
+  const end = sample.left_out_at ?? sample.pieces.length, // what follows is not where it was
+    turns = sample.turns.length > 1 ? sample.turns.filter((turn) => turn.first < end) : [];
+  const nodes = sample.pieces.map((_, i) => tokenNode(sample, i));
+  return nodes.flatMap((node, i) => [...turns.flatMap((turn, j) => (turn.first === i ? turnNode(turn, j) : [])), node]);
+}
+
 function answerNode(sample, low, high) {
   const meanLogprob = mean(sample.logprobs.filter((v) => v !== null));
-  const tokens = sample.tokens.length ? sample.pieces.map((_, i) => tokenNode(sample, i)) : [sample.pieces.join("")];
+  const tokens = tokenNodes(sample);
   if (sample.left_out_at !== undefined)
     tokens.splice(
-      sample.left_out_at,
+      tokens.length - (sample.pieces.length - sample.left_out_at),
       0,
       el("span", { class: "gap" }, `… ${number(sample.num_tokens - sample.pieces.length)} tokens left out …`),
     );
@@ -65,6 +79,8 @@ function answerNode(sample, low, high) {
         { class: "more", title: versions.length ? `drawn by weights version ${[...new Set(versions)].join(" to ")}` : "" },
         [
           `#${sample.index}`,
+          sample.execution < 0 ? null : `episode ${sample.execution}`,
+          sample.agent,
           `${number(sample.num_tokens)} tokens`,
           meanLogprob === null ? null : `mean log-prob ${number(Number(meanLogprob.toFixed(3)))}`,
         ]
@@ -72,6 +88,14 @@ function answerNode(sample, low, high) {
           .join(" · "),
       ),
     ),
+    sample.context
+      ? el(
+          "details",
+          { class: "context" },
+          el("summary", {}, "begins with a context of its own"),
+          el("div", { class: "text observed", dir: "auto" }, sample.context),
+        )
+      : null,
     el("div", { class: "text", dir: "auto" }, tokens),
     sample.error ? el("div", { class: "parts" }, sample.error) : null,
     parts.length
@@ -187,8 +211,13 @@ function rewardsOf(group) {
 function groupNodes(group, order) {
   const rewards = rewardsOf(group),
     [low, high] = span([0, 1, ...rewards]);
+  const episode = (sample) => (sample.execution < 0 ? sample.index : sample.execution);
   const sorted = [...group.samples].sort((a, b) =>
-    order === "reward" ? (b.reward ?? -Infinity) - (a.reward ?? -Infinity) : a[order] - b[order],
+    order === "reward"
+      ? (b.reward ?? -Infinity) - (a.reward ?? -Infinity)
+      : order === "index"
+        ? episode(a) - episode(b) || a.index - b.index
+        : a[order] - b[order],
   );
   const boundariesGuessed = group.samples.some((s) => s.tokens.length && !s.known);
   return [

@@ -44,6 +44,27 @@ def test_tokens_say_what_they_say(tmp_path: Path) -> None:
         assert text.endswith("<|end|>") == (sample["status"] == "completed")
 
 
+def test_an_episode_shows_its_turns_its_agent_and_its_context(tmp_path: Path) -> None:
+    tokens = np.array([5, 6, 7], np.int32)
+    drawn = np.array([2, -1, 3], np.int32)
+    records = [
+        {"agent": "first", "state": "", "reward": 0.5, "first_token": 0, "num_tokens": 1},
+        {"agent": "first", "state": "", "reward": 1.0, "first_token": 2, "num_tokens": 1},
+    ]
+    logprobs = np.zeros(3, np.float32)
+    sample = Sample(0, 0, tokens, logprobs, drawn, "completed", text="abc", reward=1.5)
+    played = sample.replace(metadata={"turns": records, "agent": "first"}, execution=4)
+    own = sample.replace(index=1, context=np.arange(1200, dtype=np.int32))
+    odd = sample.replace(index=2, metadata={"turns": "three", "agent": HOSTILE})
+    run = RunFolder.open(tmp_path / "run", "", {})
+    run.write_samples(1, [Group(Prompt(0, tokens), [played, own, odd])])
+    first, second, third = first_group(read_samples(run.path, {}, PageBudget()))["samples"]
+    assert first["turns"] == [{"first": 0, "reward": 0.5}, {"first": 2, "reward": 1.0}]
+    assert (first["agent"], first["execution"]) == ("first", 4)
+    assert (second["context"], second["turns"], "context" in first) == ("1,200 tokens", [], False)
+    assert third["turns"] == []
+
+
 def test_what_no_engine_drew_has_no_log_prob_and_a_failed_sample_says_why(tmp_path: Path) -> None:
     tokens = np.array([5, 6, 7], np.int32)
     drawn = np.array([2, -1, 3], np.int32)
