@@ -5,14 +5,20 @@ rounded. Router logits are fp32. The weight of an expert multiplies the fp32 sum
 projection, which are then rounded once. A token's slots are added in fp32 in the order of its
 experts' ids, and rounded once. What every token takes is rounded by itself,
 and added. A token's bits depend on no other token, nor on where experts lie.
+
+On a GPU that keeps the contract, all experts are multiplied at once and the host does not wait.
+Elsewhere one expert follows the other, which is the oracle of the former.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels import is_exact, linear_fp32, pad_rows, unpad_rows
+from spmd_rl.kernels.moe.expert_addresses import KeptAddresses
 from spmd_rl.kernels.moe.route_hash import note_routes
 from spmd_rl.kernels.moe.router import ExpertRoutes, route
 from spmd_rl.kernels.moe.sigmoid_router import route_by_sigmoid
@@ -20,9 +26,13 @@ from spmd_rl.kernels.moe.slots import by_expert, from_experts, to_experts
 from spmd_rl.model.fused_projections import project_gated
 from spmd_rl.model.layers.expert_loads import ExpertLoads
 from spmd_rl.model.layers.fixed_parameters import HoldsFixed
+from spmd_rl.model.layers.mlp import PROJECTIONS
 from spmd_rl.model.layers.mlp_module import GatedMlp
 from spmd_rl.model.layers.sigmoid_router import CORRECTION, SigmoidRouter
 from spmd_rl.model.linear import Linear
+
+if TYPE_CHECKING:
+    from spmd_rl.kernels.moe.adapted_experts import Projection
 
 
 class CorrectedGate(HoldsFixed, Linear):
@@ -63,14 +73,53 @@ class MoeMlp(nn.Module):
         self.shared_experts = (
             GatedMlp(hidden_size, shared_size, bias=False) if shared_size else None
         )
+        self._kept = KeptAddresses()
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape: [T, C] to [T, C]."""
         logits = linear_fp32(x, self.gate.weight)
+        if is_exact(x):
+            return self.all_at_once(x, logits)
         routes = self._route(logits)
         note_routes(routes.ids)
-        if self.loads is not None:
-            self.loads.add(self, logits, routes.ids)
+        self._count(logits, routes)
+        return self.one_by_one(x, routes)
+
+    def all_at_once(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Choose experts and compute what they give, in kernels for all of them.
+
+        Shape: x [T, C], logits [T, E]; returns [T, C].
+        """
+        from spmd_rl.kernels.moe.adapted_experts import AdaptedExperts, adapted_output
+        from spmd_rl.kernels.moe.experts import ExpertWeights, experts_output
+
+        routes = self.routes_at_once(logits)
+        self._count(logits, routes)
+        projections = [self._projection(name) for name in PROJECTIONS]
+        if all(one.a is None for one in projections):
+            weights = ExpertWeights(*(one.weights for one in projections))
+            routed = experts_output(x, routes, weights, self._kept)
+        else:
+            routed = adapted_output(x, routes, AdaptedExperts(*projections), self._kept)
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+
+    def routes_at_once(self, logits: Tensor) -> ExpertRoutes:
+        """Choose experts on a GPU and hash the routes; padding goes to none. Shape: [T, E]."""
+        from spmd_rl.kernels.moe.route_triton import note_on_gpu, route_on_gpu, without_padding
+
+        if self.sigmoid is None:
+            return route_on_gpu(
+                logits, self.experts_per_token, normalizes=self.normalizes_weights
+            )
+        routes = self._route(logits)
+        note_on_gpu(routes.ids)
+        return without_padding(routes, logits.shape[1])
+
+    def one_by_one(self, x: Tensor, routes: ExpertRoutes) -> Tensor:
+        """Return what the experts of these routes give, one after the other. Waits for the device.
+
+        Shape: x [T, C]; returns [T, C].
+        """
         order = by_expert(routes.ids, len(self.experts))
         weights = routes.weights.flatten()[order.slots].split(order.counts)
         rows = to_experts(x, order).split(order.counts)
@@ -82,6 +131,10 @@ class MoeMlp(nn.Module):
         ]
         routed = from_experts(torch.cat([_weighted(*one) for one in some]), order)
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
+
+    def _count(self, logits: Tensor, routes: ExpertRoutes) -> None:
+        if self.loads is not None:
+            self.loads.add(self, logits, routes.ids.long())
 
     def _route(self, logits: Tensor) -> ExpertRoutes:
         """Shape: logits [T, E] fp32."""
@@ -95,6 +148,17 @@ class MoeMlp(nn.Module):
             normalizes=self.normalizes_weights,
             scale=self.sigmoid.scale,
         )
+
+    def _projection(self, name: str) -> Projection:
+        from spmd_rl.kernels.moe.adapted_experts import Projection
+
+        layers: list[Linear] = [getattr(expert, name) for expert in self.experts]
+        weights, pairs = [one.weight for one in layers], [one.adapter for one in layers]
+        adapters = [pair for pair in pairs if pair is not None]
+        if not adapters:
+            return Projection(name, weights, None, None, 1.0)
+        a, b = zip(*adapters, strict=True)
+        return Projection(name, weights, a, b, layers[0].scale)
 
 
 def _weighted(expert: nn.Module, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,109 @@
+"""A mixture as it is computed on a GPU, with plain tensors, for Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels.moe import (
+    adapted_experts,
+    combine_triton,
+    experts,
+    grouped_tiles,
+    order_triton,
+)
+from spmd_rl.kernels.moe.grouped_tiles import GradTile, GroupedTile, Tiles
+from spmd_rl.kernels.moe.route_hash import RouteHash, hashed_routes
+from spmd_rl.kernels.moe.route_triton import route_on_gpu
+from spmd_rl.kernels.moe.rows_in_use import using_rows
+from spmd_rl.model.layers.moe import Moe
+from spmd_rl.model.layers.moe_module import MoeMlp
+from spmd_rl.model.lora import LoraConfig
+
+assert adapted_experts is not None
+TILE = GroupedTile(16, 16, 16, 4, 2)
+
+
+def use_small_tiles() -> None:
+    """Have products of a few rows and columns take several tiles each way."""
+    swapped = TILE._replace(swap=True)
+    grouped_tiles.TILES.clear()
+    grouped_tiles.TILES[4] = Tiles(swapped, swapped._replace(n=32), swapped)
+    grouped_tiles.TILES[1 << 31] = Tiles(TILE, TILE._replace(n=32, k=32), TILE._replace(group=2))
+    experts.TURNED = TILE._replace(n=32)  # type: ignore[attr-defined]
+    experts.OUTER = GradTile(16, 32, 16, 4, 2, 2)  # type: ignore[attr-defined]
+    order_triton.CHUNK = 64
+    order_triton.CHUNKS_AT_ONCE = 2
+    combine_triton.BLOCK = combine_triton.ROW_BLOCK = 32
+
+
+def mixture(
+    sizes: tuple[int, ...], normalizes: bool, state: dict[str, Tensor], rank: int = 0
+) -> MoeMlp:
+    """Return a mixture with the weights in `state`, and adapters of a rank if there is one."""
+    module = Moe(*sizes, normalizes).module(0)
+    assert isinstance(module, MoeMlp)
+    for expert in module.experts if rank else ():
+        for layer in expert.children():
+            layer.adapt(LoraConfig(rank=rank))
+    module.load_state_dict(state)
+    return module
+
+
+def forward_and_gradients(
+    sizes: tuple[int, ...], normalizes: bool, state: dict[str, Tensor], rank: int, x: Tensor,
+    pull: Tensor,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the output with and without gradients, and the gradients of x and all weights."""
+    use_small_tiles()
+    module = mixture(sizes, normalizes, state, rank)
+    x = x.requires_grad_()
+    out = module.all_at_once(x, x @ module.gate.weight.t())
+    out.backward(pull)
+    with torch.no_grad():
+        alone = module.all_at_once(x, x @ module.gate.weight.t())
+    found = {name: one.grad for name, one in module.named_parameters()}
+    return {"x": x.grad, "out": out.detach(), "alone": alone, **found}
+
+
+def routes(
+    logits: Tensor, num_chosen: int, normalizes: bool, used: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Return ids, weights, the hash of two layers, and the gradient of the logits."""
+    logits = logits.requires_grad_()
+    with hashed_routes() as hashed:
+        if used is None:
+            ids, weights = route_on_gpu(logits, num_chosen, normalizes=normalizes)
+            route_on_gpu(logits.flip(0), num_chosen, normalizes=normalizes)
+        else:
+            with using_rows(used):
+                ids, weights = route_on_gpu(logits.detach(), num_chosen, normalizes=normalizes)
+    if used is not None:
+        return ids, weights
+    (weights * torch.arange(1.0, num_chosen + 1)).sum().backward()
+    assert isinstance(hashed, RouteHash)
+    assert hashed.state is not None
+    assert logits.grad is not None
+    return ids, weights.detach(), hashed.state, logits.grad
+
+
+def ordered(ids: Tensor, num_experts: int, tile_rows: int, chunk: int) -> tuple[Tensor, ...]:
+    """Return the lists of an order of slots."""
+    order_triton.CHUNK, order_triton.CHUNKS_AT_ONCE = chunk, 2
+    found = order_triton.order_on_device(ids, num_experts, tile_rows)
+    return found.slots, found.rows, found.starts, found.tiles
+
+
+def padded(
+    sizes: tuple[int, ...], state: dict[str, Tensor], x: Tensor, used: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the output of x with some rows unused, and that of the used rows alone."""
+    use_small_tiles()
+    module = mixture(sizes, True, state)
+    with torch.no_grad():
+        with using_rows(used):
+            whole = module.all_at_once(x, x @ module.gate.weight.t())
+        some = x[used >= 0]
+        return whole, module.all_at_once(some, some @ module.gate.weight.t())
