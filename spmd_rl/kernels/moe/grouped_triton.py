@@ -30,8 +30,9 @@ def grouped_matmul(
     gathers: bool = False,
     gated: bool = False,
     scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return each row times the weights of its expert, rounded once.
+    """Return each row times the weights of its expert, rounded once to x's dtype or to `dtype`.
 
     With `gathers`, row r is that of the token of slot r, else row r of x. If `gated`, the two parts
     of the weights are rounded, and the result is SiLU(first) * second. `scales` multiply the fp32
@@ -40,7 +41,7 @@ def grouped_matmul(
     [S, P N], or if gated [S, N].
     """
     parts, (n, k) = weights.num_parts, weights.shape
-    out = x.new_empty(order.num_slots, n if gated else parts * n)
+    out = x.new_empty(order.num_slots, n if gated else parts * n, dtype=dtype)
     columns = triton.cdiv(n, tile.n) * (1 if gated else parts)
     _grouped[(order.max_tiles * columns,)](
         x, weights.table, out, order.slots, order.starts, order.tiles,
@@ -135,8 +136,8 @@ def _grouped(
     total = tl.zeros((TILE_N, TILE_M) if SWAP else (TILE_M, TILE_N), tl.float32)
     up_total = total
     for addend in tl.static_range(SUM_PARTS):
-        first = _weight(table + (part + addend) * num_experts + expert, out, ALIGNED)
-        second = _weight(table + num_experts + expert, out, ALIGNED) if GATED else first
+        first = _weight(table + (part + addend) * num_experts + expert, x, ALIGNED)
+        second = _weight(table + num_experts + expert, x, ALIGNED) if GATED else first
         for start in range(0, k, TILE_K):
             step = start + tl.arange(0, TILE_K)
             a = _rows_of(x_at, addend * k, step, k, is_row, EVEN_K)

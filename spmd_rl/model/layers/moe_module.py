@@ -149,11 +149,15 @@ class MoeMlp(nn.Module):
             scale=self.sigmoid.scale,
         )
 
+    def weights(self, name: str) -> list[Tensor]:
+        """Return the weight of all experts' projection `name`."""
+        return [getattr(expert, name).weight for expert in self.experts]
+
     def _projection(self, name: str) -> Projection:
         from spmd_rl.kernels.moe.adapted_experts import Projection
 
         layers: list[Linear] = [getattr(expert, name) for expert in self.experts]
-        weights, pairs = [one.weight for one in layers], [one.adapter for one in layers]
+        weights, pairs = self.weights(name), [one.adapter for one in layers]
         adapters = [pair for pair in pairs if pair is not None]
         if not adapters:
             return Projection(name, weights, None, None, 1.0)

@@ -9,7 +9,7 @@ padding is written nowhere, and its tokens are dropped.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PagedAttention
+from spmd_rl.kernels.moe.route_hash import ROUTES, hashed_routes
+from spmd_rl.kernels.moe.rows_in_use import using_rows
 from spmd_rl.kernels.runtime.cuda_graph import GraphMemory, record
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.kernels.vocab.kept_words import EncodedRows, KeptRows
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.graph_inputs import GraphInputs, InputFields
-from spmd_rl.rollout.native.sampled_tokens import SampledOnDevice
+from spmd_rl.rollout.native.sampled_tokens import NO_COLUMNS, SampledOnDevice
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 
 Sampler = Callable[..., tuple[Tensor, Tensor]]  # has the signature of `sample_and_score`
@@ -52,13 +54,22 @@ def page_table_width(num_pages: int, max_pages: int, split_pages: int) -> int:
 class _OutputBuffers:
     """Pinned host memory that graphs write: the tokens and log-probs of the last steps.
 
-    Shape: tokens [NUM_OUTPUT_BUFFERS, N] int64, logprobs [NUM_OUTPUT_BUFFERS, N] fp32.
+    A mixture's routes are hashed (kernels/moe/route_hash.py).
+    Shape: tokens [NUM_OUTPUT_BUFFERS, N] int64, logprobs [NUM_OUTPUT_BUFFERS, N] fp32, routes
+    [NUM_OUTPUT_BUFFERS, N] int32, or None without experts.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, has_experts: bool) -> None:
         shape = NUM_OUTPUT_BUFFERS, num_rows
         self.tokens = torch.empty(shape, dtype=torch.int64, pin_memory=True)
         self.logprobs = torch.empty(shape, dtype=torch.float32, pin_memory=True)
+        self.routes: Tensor | None = None
+        if has_experts:
+            self.routes = torch.empty(shape, dtype=torch.int32, pin_memory=True)
+
+    def columns(self, buffer: int, num_rows: int) -> Mapping[str, Tensor]:
+        """Return further values of the tokens in a buffer."""
+        return NO_COLUMNS if self.routes is None else {ROUTES: self.routes[buffer, :num_rows]}
 
 
 class _Variant(NamedTuple):
@@ -97,7 +108,7 @@ class DecodeGraphs:
         )
         # The sequence in each row when its newest token was stored.
         self._newest_sequence_id = np.zeros(table.num_rows, dtype=np.int64)
-        self._output_buffers = _OutputBuffers(table.num_rows)
+        self._output_buffers = _OutputBuffers(table.num_rows, model.spec.num_experts > 0)
         self._encoded: EncodedRows | None = None  # pinned too, once a batch replays its filters
         self._next_buffer = 0
         self._graphs: dict[_Variant, _DecodeGraph] = {}
@@ -131,7 +142,10 @@ class DecodeGraphs:
         if graph.variant.replays and self._encoded is not None:
             kept = self._encoded.step(buffer, num_rows)
         return SampledOnDevice(
-            output.tokens[buffer, :num_rows], output.logprobs[buffer, :num_rows], kept
+            output.tokens[buffer, :num_rows],
+            output.logprobs[buffer, :num_rows],
+            kept,
+            output.columns(buffer, num_rows),
         )
 
     def set_newest_tokens(self, rows: NDArray[np.int64], tokens: Tensor) -> None:
@@ -180,7 +194,8 @@ class DecodeGraphs:
         attend = PagedAttention.decode(
             self._cache, pages=inputs["pages"], num_keys=batch.num_keys, slots=batch.slots
         )
-        hidden, kept = self._model(batch.tokens, batch.positions, attend), None
+        with hashed_routes() as hashed, using_rows(batch.slots):
+            hidden, kept = self._model(batch.tokens, batch.positions, attend), None
         if variant.replays:
             kept = KeptRows.empty(inputs["replays"], self._model.spec.vocab_size)
         tokens, logprobs = self._sampler(
@@ -202,6 +217,8 @@ class DecodeGraphs:
             self._output_buffers.tokens,
             self._output_buffers.logprobs,
             inputs["buffer"],
+            hashed.state,
+            self._output_buffers.routes,
         )
 
 

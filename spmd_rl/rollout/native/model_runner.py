@@ -63,11 +63,13 @@ class ModelRunner:
         if self._decode_graphs is not None and samples.all() and (plan.lengths == 1).all():
             return SampledTokens(self._decode_graphs.launch(plan.rows), self._device)
         chunks = self._chunks(plan)
-        hidden = None
+        replayed = None
         if self._prefill_graphs is not None:
-            hidden = self._prefill_graphs.hidden_states(chunks)
-        with hashed_routes() as hashed:
-            if hidden is None:
+            replayed = self._prefill_graphs.hidden_states(chunks)
+        if replayed is not None:
+            hidden, hashed = replayed
+        else:
+            with hashed_routes() as hashed:
                 hidden = self._hidden_states(chunks)
         if plan.copies_after:
             self.cache.copy_pages(*zip(*plan.copies_after, strict=True))

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PagedAttention
+from spmd_rl.kernels.moe.route_hash import RouteHash, hashed_routes
+from spmd_rl.kernels.moe.rows_in_use import using_rows
 from spmd_rl.kernels.runtime.cuda_graph import GraphMemory, record
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.graph_inputs import GraphInputs, InputFields
@@ -57,12 +59,12 @@ class PrefillGraphs:
     def num_recorded(self) -> int:
         return len(self._graphs)
 
-    def hidden_states(self, chunks: PrefillChunks) -> Tensor | None:
-        """Queue the tokens and return their hidden states, or None if no graph has the room.
+    def hidden_states(self, chunks: PrefillChunks) -> tuple[Tensor, RouteHash] | None:
+        """Queue the tokens and return their hidden states and routes, if a graph has the room.
 
         No graph has room for a sequence with several attention splits. The result is valid until
         the next launch of any graph.
-        Shape: returns [T', C], T' >= T.
+        Shape: hidden states are [T', C], T' >= T.
         """
         if 0 < self._cache.split < (chunks.starts + chunks.lengths).max():
             return None
@@ -78,10 +80,10 @@ class PrefillGraphs:
         graph = _PrefillGraph(size, self._max_pages, self._cache.device)
         graph.upload(chunks)
         inputs = graph.inputs.tensors
-        graph.cuda_graph, graph.hidden_states = record(lambda: self._compute(inputs), self._memory)
+        graph.cuda_graph, graph.outputs = record(lambda: self._compute(inputs), self._memory)
         return graph
 
-    def _compute(self, inputs: dict[str, Tensor]) -> Tensor:
+    def _compute(self, inputs: dict[str, Tensor]) -> tuple[Tensor, RouteHash]:
         """Do the work of one step, as it is recorded."""
         attend = PagedAttention.prefill(
             self._cache,
@@ -90,17 +92,18 @@ class PrefillGraphs:
             bounds=inputs["bounds"],
             slots=inputs["slots"],
         )
-        return self._model(inputs["tokens"], inputs["positions"], attend)
+        with hashed_routes() as hashed, using_rows(inputs["slots"]):
+            return self._model(inputs["tokens"], inputs["positions"], attend), hashed
 
 
 class _PrefillGraph:
     """One graph with the inputs of its chunks.
 
-    `cuda_graph` and `hidden_states` are set once it is recorded.
+    `cuda_graph` and `outputs` are set once it is recorded.
     """
 
     cuda_graph: torch.cuda.CUDAGraph
-    hidden_states: Tensor
+    outputs: tuple[Tensor, RouteHash]
 
     def __init__(self, size: int, max_pages: int, device: torch.device) -> None:
         self._max_pages = max_pages
@@ -115,10 +118,10 @@ class _PrefillGraph:
         }
         self.inputs = GraphInputs(fields, device)
 
-    def replay(self, chunks: PrefillChunks) -> Tensor:
+    def replay(self, chunks: PrefillChunks) -> tuple[Tensor, RouteHash]:
         self.upload(chunks)
         self.cuda_graph.replay()
-        return self.hidden_states
+        return self.outputs
 
     def upload(self, chunks: PrefillChunks) -> None:
         num_tokens = len(chunks.tokens)

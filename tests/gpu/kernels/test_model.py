@@ -20,7 +20,7 @@ from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from tests.gpu.kernels.gradients import gradient
 from tests.samples import Samples, finish, words_of
-from tests.specs import dense_spec, kv_layers, with_layers
+from tests.specs import dense_spec, kv_layers, with_experts, with_layers
 
 DEVICE = torch.device("cuda")
 USUAL = NativeEngineConfig(dtype="bfloat16")
@@ -48,6 +48,7 @@ QWEN2 = with_layers(
 SPECS = {
     "qwen3": QWEN3,
     "qwen2": replace(QWEN2, tie_embeddings=False),
+    "experts": with_experts(QWEN3, 32, 4, 192),
     # head sizes that FlashAttention does not take
     "heads of 80": with_layers(QWEN3, head_dim=80),
     "heads of 256": with_layers(QWEN2, head_dim=256, num_heads=4, num_kv_heads=1),

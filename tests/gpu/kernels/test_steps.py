@@ -74,6 +74,25 @@ def test_inputs_of_a_decoding_step(batch: int) -> None:
     assert torch.equal(moving.cpu(), torch.where(somebody, positions + 1, 0))
 
 
+def test_routes_of_a_decoding_step_are_shortened() -> None:
+    from spmd_rl.kernels.moe.route_hash import short
+    from spmd_rl.kernels.vocab.decode_outputs_triton import decode_outputs
+
+    generator = torch.Generator().manual_seed(0)
+    state = torch.randint(-(2**63), 2**63 - 1, (600,), generator=generator)
+    rows, newest = torch.arange(600).cuda(), torch.zeros(601, dtype=torch.int64).cuda()
+    turn, host = torch.tensor([1]).cuda(), torch.full((2, 750), -5, dtype=torch.int32).pin_memory()
+    tokens = torch.zeros(2, 750, dtype=torch.int64).pin_memory()
+    logprobs = torch.zeros(2, 750).pin_memory()
+    decode_outputs(
+        rows, torch.zeros(600).cuda(), rows, newest, tokens, logprobs, turn, state.cuda(), host
+    )
+    torch.cuda.synchronize()
+    assert torch.equal(host[1, :600], short(state))
+    assert (host[0] == -5).all()
+    assert (host[1, 600:] == -5).all()
+
+
 @pytest.mark.parametrize("batch", [1, 512, 700])
 def test_outputs_of_a_decoding_step(batch: int) -> None:
     from spmd_rl.kernels.vocab.decode_outputs_triton import decode_outputs

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from spmd_rl.kernels.moe.route_hash import ROUTES
 from spmd_rl.rollout.native import decode_graphs
 from spmd_rl.rollout.native.decode_graphs import (
     NUM_OUTPUT_BUFFERS,
@@ -35,10 +36,17 @@ def test_page_tables_hold_whole_splits() -> None:
     assert widths == [16, 16, 32, 32, 64, 64, 80, 80]
 
 
+MODEL = SimpleNamespace(spec=SimpleNamespace(num_experts=4))
+
+
 class OutputBuffers:
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, has_experts: bool) -> None:
+        assert has_experts
         self.tokens = torch.arange(NUM_OUTPUT_BUFFERS * num_rows).view(NUM_OUTPUT_BUFFERS, num_rows)
         self.logprobs = -self.tokens.float()
+        self.routes = self.tokens + 1000
+
+    columns = decode_graphs._OutputBuffers.columns
 
 
 class GraphInputs:
@@ -60,7 +68,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
     )
     monkeypatch.setattr(GraphInputs, "uploaded", [])
     cache = SimpleNamespace(device=torch.device("cpu"), split=0, page_size=4)
-    return DecodeGraphs(None, cache, SequenceTable(6, 64, 4), None, None)
+    return DecodeGraphs(MODEL, cache, SequenceTable(6, 64, 4), None, None)
 
 
 def test_steps_alternate_between_the_output_buffers(graphs: DecodeGraphs) -> None:
@@ -74,9 +82,16 @@ def test_steps_alternate_between_the_output_buffers(graphs: DecodeGraphs) -> Non
     assert GraphInputs.uploaded == [0, 0, 1, 1, 1]
 
 
+def test_the_routes_of_a_step_are_those_of_its_buffer(graphs: DecodeGraphs) -> None:
+    for _ in range(3):
+        sampled = graphs.launch(np.array([0, 2, 5]))
+        assert sampled.columns.keys() == {ROUTES}
+        assert torch.equal(sampled.columns[ROUTES], sampled.tokens + 1000)
+
+
 def test_graphs_let_go_of_are_gone_without_the_collector(graphs: DecodeGraphs, request) -> None:
     """They hold device memory, and freeing it late would end a recording under way."""
-    made = DecodeGraphs(None, graphs._cache, SequenceTable(6, 64, 4), None, None)
+    made = DecodeGraphs(MODEL, graphs._cache, SequenceTable(6, 64, 4), None, None)
     made.launch(np.array([0]))
     gone = weakref.ref(made)
     request.addfinalizer(gc.enable)
