@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from spmd_rl.kernels import linear_fp32
 from spmd_rl.kernels.moe.combine_triton import sum_slots
 from spmd_rl.kernels.moe.expert_addresses import Addresses, addresses
 from spmd_rl.kernels.moe.experts import ExpertWeights, experts_output
-from spmd_rl.kernels.moe.grouped_tiles import OUTER, TURNED, choose_tiles
+from spmd_rl.kernels.moe.grouped_tiles import OUTER, choose_tiles
 from spmd_rl.kernels.moe.grouped_triton import (
     grouped_matmul,
     grouped_matmul_turned,
@@ -95,6 +96,7 @@ def routes_of(module: MoeMlp, x: Tensor) -> ExpertRoutes:
     return route_on_gpu(linear_fp32(x, module.gate.weight), CHOSEN, normalizes=True)
 
 
+@cache
 def sglang_experts() -> Callable[[Tensor, Layer, ExpertRoutes], Tensor] | None:
     """Return SGLang's fused experts, or None where the package is not there or does not run."""
     try:
@@ -182,10 +184,13 @@ def training(layer: Layer) -> Iterator[Row]:
         "forward, 32,768 tokens", FLOPS / ours / 1e6, "TFLOP/s", peer="torch._grouped_mm",
         peer_value=FLOPS / peer / 1e6, at_least=PEER_BAR,
     )  # fmt: skip
-    both = eager_us(lambda: _step(lambda leaf: _experts(leaf, routes, module), x, pull))
+    own = [one for name in PROJECTIONS for one in module.weights(name)]
+    both = eager_us(lambda: _step(lambda leaf: _experts(leaf, routes, module), x, own, pull))
     stacked = Layer(module, layer.both.requires_grad_(), layer.down.requires_grad_())
     peer = eager_us(
-        lambda: _step(lambda leaf: grouped_by_torch(stacked, leaf, routes, order), x, pull)
+        lambda: _step(
+            lambda leaf: grouped_by_torch(stacked, leaf, routes, order), x, stacked[1:], pull
+        )
     )
     rate = 3 * FLOPS / both / 1e6
     what = "forward and backward, 32,768 tokens"
@@ -200,13 +205,16 @@ def _experts(x: Tensor, routes: ExpertRoutes, module: MoeMlp) -> Tensor:
     return experts_output(x, routes, weights_of(module), module._kept)
 
 
-def _step(output: Callable[[Tensor], Tensor], x: Tensor, pull: Tensor) -> None:
+def _step(
+    output: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor], pull: Tensor
+) -> None:
+    """Compute an output and the gradients of x and of the weights."""
     leaf = x.detach().requires_grad_()
-    output(leaf).backward(pull)
+    torch.autograd.grad(output(leaf), [leaf, *weights], pull)
 
 
 def eager_us(work: Callable[[], None], turns: int = 7) -> float:
-    """Return the median microseconds of calls, whose gradients are let go of each time."""
+    """Return the median microseconds of calls that the host launches one by one."""
     times = []
     for _ in range(turns + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -239,11 +247,11 @@ def products(layer: Layer) -> Iterator[Row]:
             lambda _: torch._grouped_mm(hidden, layer.down.transpose(1, 2), offs=ends),
         ),
         "gradient of down's rows": (
-            lambda _: grouped_matmul_turned(x, down, order, TURNED, gathers=True),
+            lambda _: grouped_matmul_turned(x, down, order, tiles.turned, gathers=True),
             lambda _: torch._grouped_mm(rows, layer.down, offs=ends),
         ),
         "gradient of gate's and up's rows": (
-            lambda _: grouped_matmul_turned(gate_up, both, order, TURNED),
+            lambda _: grouped_matmul_turned(gate_up, both, order, tiles.turned),
             lambda _: torch._grouped_mm(gate_up, layer.both, offs=ends),
         ),
         "gradient of gate and up": (
@@ -336,24 +344,24 @@ def _call_of(kind: str, tile: Any, x: Tensor, layer: Layer) -> Callable[[], Tens
     return calls[kind]
 
 
+@torch.no_grad()
 def small_parts(layer: Layer) -> Iterator[Row]:
     """The kernels around the products, at the tokens of a decoding step and of a trainer."""
-    with torch.no_grad():
-        for tokens in (1, 64, 256, TOKENS):
-            x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
-            logits = linear_fp32(x, layer.module.gate.weight)
-            routes = route_on_gpu(logits, CHOSEN, normalizes=True)
-            tile_rows = choose_tiles(tokens * CHOSEN, EXPERTS).m
-            order = order_on_device(routes.ids, EXPERTS, tile_rows)
-            y = x.new_zeros(tokens * CHOSEN, HIDDEN)
-            for name, op in {
-                "router": lambda _, x=x: linear_fp32(x, layer.module.gate.weight),
-                "route": lambda _, z=logits: route_on_gpu(z, CHOSEN, normalizes=True),
-                "order": lambda _, r=routes, m=tile_rows: order_on_device(r.ids, EXPERTS, m),
-                "sum over slots": lambda _, y=y, o=order: sum_slots(y, o),
-            }.items():
-                took = in_turns([op], [None], rounds=20 if tokens < TOKENS else 1)[0]
-                yield measured(f"{name}, {tokens} tokens", took, "us")
+    for tokens in (1, 64, 256, TOKENS):
+        x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+        logits = linear_fp32(x, layer.module.gate.weight)
+        routes = route_on_gpu(logits, CHOSEN, normalizes=True)
+        tile_rows = choose_tiles(tokens * CHOSEN, EXPERTS).m
+        order = order_on_device(routes.ids, EXPERTS, tile_rows)
+        y = x.new_zeros(tokens * CHOSEN, HIDDEN)
+        for name, op in {
+            "router": lambda _, x=x: linear_fp32(x, layer.module.gate.weight),
+            "route": lambda _, z=logits: route_on_gpu(z, CHOSEN, normalizes=True),
+            "order": lambda _, r=routes, m=tile_rows: order_on_device(r.ids, EXPERTS, m),
+            "sum over slots": lambda _, y=y, o=order: sum_slots(y, o),
+        }.items():
+            took = in_turns([op], [None], rounds=20 if tokens < TOKENS else 1)[0]
+            yield measured(f"{name}, {tokens} tokens", took, "us")
 
 
 def main() -> int:
