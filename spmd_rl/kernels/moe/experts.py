@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.moe.combine_triton import gated_gradients, sum_slots
 from spmd_rl.kernels.moe.expert_addresses import Addresses, KeptAddresses, addresses
-from spmd_rl.kernels.moe.grouped_tiles import OUTER, TURNED, choose_tiles
+from spmd_rl.kernels.moe.grouped_tiles import OUTER, Tiles, choose_tiles
 from spmd_rl.kernels.moe.grouped_triton import (
     grouped_matmul,
     grouped_matmul_turned,
@@ -47,6 +47,10 @@ def order_slots(routes: ExpertRoutes, num_experts: int) -> DeviceOrder:
     return order_on_device(routes.ids, num_experts, tiles.m)
 
 
+def _tiles_of(order: DeviceOrder) -> Tiles:
+    return choose_tiles(order.num_slots, order.num_experts)
+
+
 def experts_output(
     x: Tensor, routes: ExpertRoutes, weights: ExpertWeights, kept: KeptAddresses
 ) -> Tensor:
@@ -56,7 +60,7 @@ def experts_output(
     """
     x, order = dense(x), order_slots(routes, len(weights.gate))
     if not torch.is_grad_enabled():
-        tiles = choose_tiles(order.num_slots, order.num_experts)
+        tiles = _tiles_of(order)
         gate_up = kept.of("gate, up", [weights.gate, weights.up])
         hidden = grouped_matmul(x, gate_up, order, tiles.gated, gathers=True, gated=True)
         down = kept.of("down", [weights.down])
@@ -74,7 +78,7 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scales: Tensor, order: DeviceOrder, *weights: Tensor
     ) -> Tensor:
-        tiles = choose_tiles(order.num_slots, order.num_experts)
+        tiles = _tiles_of(order)
         gate_up_table, down_table = _tables(weights, order.num_experts)
         gate_up = grouped_matmul(x, gate_up_table, order, tiles.up, gathers=True)
         hidden = silu_mul_forward(*gate_up.chunk(2, dim=-1))  # made again, never kept
@@ -90,7 +94,8 @@ class _Experts(torch.autograd.Function):
         needs_x, _, _, *needs = ctx.needs_input_grad
         gate_up_table, down_table = _tables(weights, order.num_experts)
         grad = dense(grads[0].to(x.dtype))
-        inner = grouped_matmul_turned(grad, down_table, order, TURNED, gathers=True)
+        turned = _tiles_of(order).turned
+        inner = grouped_matmul_turned(grad, down_table, order, turned, gathers=True)
         found = gated_gradients(inner, gate_up, scales, order)
         of_weights: list[Tensor | None] = [None] * len(weights)
         if any(needs[2 * order.num_experts :]):
@@ -102,9 +107,8 @@ class _Experts(torch.autograd.Function):
             of_weights[: 2 * order.num_experts] = [*gate.unbind(), *up.unbind()]
         of_x = None
         if needs_x:
-            of_x = sum_slots(
-                grouped_matmul_turned(found.gate_up, gate_up_table, order, TURNED), order
-            )
+            of_slots = grouped_matmul_turned(found.gate_up, gate_up_table, order, turned)
+            of_x = sum_slots(of_slots, order)
         return of_x, found.weights.view_as(scales), None, *of_weights
 
 
@@ -130,7 +134,7 @@ def grouped_linear(
     Shape: x [T, C] where it gathers, else [S, C]; weights [N, C] each; returns [S, N].
     """
     if not torch.is_grad_enabled():
-        tiles = choose_tiles(order.num_slots, order.num_experts)
+        tiles = _tiles_of(order)
         return grouped_matmul(dense(x), kept.of(name, [weights]), order, tiles.up, gathers=gathers)
     out: Tensor = _GroupedLinear.apply(dense(x), order, gathers, *weights)
     return out
@@ -139,7 +143,7 @@ def grouped_linear(
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: DeviceOrder, gathers: bool, *weights: Tensor) -> Tensor:
-        tiles = choose_tiles(order.num_slots, order.num_experts)
+        tiles = _tiles_of(order)
         ctx.order, ctx.gathers = order, gathers
         ctx.save_for_backward(x, *weights)
         return grouped_matmul(x, addresses([weights]), order, tiles.up, gathers=gathers)
@@ -152,7 +156,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad, of_x = dense(grads[0].to(x.dtype)), None
         of_weights: Sequence[Tensor | None] = [None] * len(weights)
         if needs_x:
-            of_x = grouped_matmul_turned(grad, addresses([weights]), order, TURNED)
+            of_x = grouped_matmul_turned(grad, addresses([weights]), order, _tiles_of(order).turned)
             of_x = sum_slots(of_x, order) if gathers else of_x
         if any(needs):
             of_weights = grouped_outer(grad, x, order, OUTER, gathers_x=gathers).unbind()

@@ -37,7 +37,7 @@ class GradTile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles for gate and up with their activation, gate and up alone, and down.
+    """Tiles for gate and up with their activation, gate and up alone, down, and gradients of rows.
 
     All have the same number of rows, as they share the list of tiles.
     """
@@ -45,45 +45,46 @@ class Tiles(NamedTuple):
     gated: GroupedTile
     up: GroupedTile
     down: GroupedTile
+    turned: GroupedTile
 
     @property
     def m(self) -> int:
         return self.down.m
 
 
-def _tiles(gated: GroupedTile, up: GroupedTile, down: GroupedTile) -> Tiles:
-    return Tiles(gated, up, down)
-
-
 # Most rows of an expert, on average: its tiles.
 TILES: dict[int, Tiles] = {
-    1: _tiles(
+    1: Tiles(
         GroupedTile(16, 32, 128, 4, 4, swap=True),
         GroupedTile(16, 64, 128, 4, 4, swap=True),
         GroupedTile(16, 64, 128, 4, 4, swap=True),
+        GroupedTile(16, 64, 64, 4, 4),
     ),
-    12: _tiles(
+    12: Tiles(
         GroupedTile(16, 64, 128, 4, 3, swap=True),
         GroupedTile(16, 64, 128, 4, 4, swap=True),
         GroupedTile(16, 64, 128, 4, 4, swap=True),
+        GroupedTile(16, 64, 64, 4, 4),
     ),
-    32: _tiles(
+    32: Tiles(
         GroupedTile(32, 64, 128, 4, 3, swap=True),
         GroupedTile(32, 128, 64, 4, 4, swap=True),
         GroupedTile(32, 128, 64, 4, 4, swap=True),
+        GroupedTile(32, 64, 64, 4, 4),
     ),
-    96: _tiles(
+    96: Tiles(
         GroupedTile(64, 64, 64, 4, 4),
         GroupedTile(64, 128, 64, 4, 4),
         GroupedTile(64, 128, 64, 4, 4),
+        GroupedTile(64, 128, 64, 4, 4),
     ),
-    1 << 31: _tiles(
+    1 << 31: Tiles(
         GroupedTile(128, 128, 64, 8, 3),
         GroupedTile(128, 256, 64, 8, 3),
         GroupedTile(128, 256, 64, 8, 3),
+        GroupedTile(128, 128, 64, 8, 3),
     ),
 }
-TURNED = GroupedTile(128, 128, 64, 8, 3)
 OUTER = GradTile(128, 128, 64, 8, 3)
 REFERENCE = GroupedTile(128, 128, 64, 8, 3)
 

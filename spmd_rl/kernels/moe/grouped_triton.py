@@ -38,8 +38,9 @@ def grouped_matmul(
     of the weights are rounded, and the result is SiLU(first) * second. `scales` multiply the fp32
     sums. Rows that no expert has are not set.
     Shape: x [T, C] or [S, C], weights of P parts [N, C], scales [T K] fp32 by slot; returns
-    [S, P N], or if gated [S, N].
+    [S, P N], or if gated [S, N]. Raises: ValueError for another tile than that of the order.
     """
+    check_tile(tile, order)
     parts, (n, k) = weights.num_parts, weights.shape
     out = x.new_empty(order.num_slots, n if gated else parts * n, dtype=dtype)
     columns = triton.cdiv(n, tile.n) * (1 if gated else parts)
@@ -67,6 +68,7 @@ def grouped_matmul_turned(
     The parts of the weights are added in one chain.
     Shape: grad [S, P N], or with `gathers` [T, P N], weights of P parts [N, C]; returns [S, C].
     """
+    check_tile(tile, order)
     parts, (n, k) = weights.num_parts, weights.shape
     out = grad.new_empty(order.num_slots, k)
     _grouped[(order.max_tiles * triton.cdiv(k, tile.n),)](
@@ -103,6 +105,11 @@ def grouped_outer(
         tile.m, tile.n, tile.k, tile.group, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
+
+
+def check_tile(tile: GroupedTile, order: DeviceOrder) -> None:
+    if tile.m != order.tile_rows:
+        raise ValueError(f"a tile of {tile.m} rows, where the order has tiles of {order.tile_rows}")
 
 
 def _kernel_name(proxy) -> str:

@@ -17,7 +17,8 @@ from torch import Tensor
 from spmd_rl.kernels.runtime.pdl import overlapping, wait
 
 CHUNK = 4096  # slots of a program
-LEAST_CHUNK = 16
+# Each thread of a program has slots and bins of its own, so that no count is of copies.
+LEAST_CHUNK, LEAST_BINS = 512, 32
 TILE_BLOCK = 16  # entries of the list of tiles that a program writes at once
 CHUNKS_AT_ONCE = 16
 
@@ -66,7 +67,7 @@ def order_on_device(ids: Tensor, num_experts: int, tile_rows: int) -> DeviceOrde
     slots, rows, starts = made.split([num_slots, num_slots, num_experts + 1])
     num_tiles = most_tiles(num_slots, num_experts, tile_rows)
     tiles = torch.empty(1 + 2 * num_tiles, dtype=torch.int32, device=ids.device)
-    bins = triton.next_power_of_2(num_experts + 1)
+    bins = max(triton.next_power_of_2(num_experts + 1), LEAST_BINS)
     chunks = triton.cdiv(num_slots, CHUNK)
     chunk = CHUNK if chunks > 1 else max(triton.next_power_of_2(num_slots), LEAST_CHUNK)
     bases = starts
@@ -76,7 +77,7 @@ def order_on_device(ids: Tensor, num_experts: int, tile_rows: int) -> DeviceOrde
         _find_bases[(1,)](counts, bases, chunks, bins, CHUNKS_AT_ONCE, **overlapping())
     _place[(num_experts + 1, chunks)](
         ids, bases, slots, rows, starts, tiles, num_slots, num_experts, num_tiles,
-        chunks > 1, bins, chunk, tile_rows, TILE_BLOCK, num_warps=8 if chunk > 512 else 4,
+        chunks > 1, bins, chunk, tile_rows, TILE_BLOCK, num_warps=8 if chunk > LEAST_CHUNK else 4,
         **overlapping(),
     )  # fmt: skip
     return DeviceOrder(slots, rows.view(ids.shape), starts, tiles, tile_rows)

@@ -70,14 +70,12 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, ids = ctx.saved_tensors
-        grad, probabilities = grads[0], logits.softmax(-1)
-        chosen = probabilities.gather(1, ids)
-        if ctx.normalizes:
-            total = chosen.sum(-1, keepdim=True)
-            grad = (grad - (grad * chosen / total).sum(-1, keepdim=True)) / total
-        along = (grad * chosen).sum(-1, keepdim=True)
-        of_logits = (-along * probabilities).scatter_add_(1, ids, grad * chosen)
-        return of_logits, None, None, None, None, None
+        out, (num_rows, num_experts) = torch.empty_like(logits), logits.shape
+        _route_backward[(num_rows,)](
+            grads[0].contiguous(), logits, ids, out, num_experts, ids.shape[1],
+            triton.next_power_of_2(num_experts), ctx.normalizes, num_warps=ROUTE_WARPS,
+        )  # fmt: skip
+        return out, None, None, None, None, None
 
 
 @triton.jit
@@ -121,6 +119,28 @@ def _route(
     tl.store(weights + at, own_weights, mask=is_slot)
     if HAS_STATE:
         _add_to_hash(state + row + tl.arange(0, 1), own_ids, slot, NUM_CHOSEN, FIRST)
+
+
+@triton.jit
+def _route_backward(
+    grad, logits, ids, out, num_experts,
+    NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, NORMALIZES: tl.constexpr,
+) -> None:  # fmt: skip
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at, is_expert = row * num_experts + column, column < num_experts
+    x = tl.load(logits + at, mask=is_expert, other=-float("inf"))
+    p = tl.exp(x - tl.max(x, 0))
+    p = p / tl.sum(p, 0)
+    upper, is_chosen = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int1)
+    for number in tl.static_range(NUM_CHOSEN):
+        own = column == tl.load(ids + row * NUM_CHOSEN + number)
+        upper = tl.where(own, tl.load(grad + row * NUM_CHOSEN + number), upper)
+        is_chosen = is_chosen | own
+    if NORMALIZES:
+        total = tl.sum(tl.where(is_chosen, p, 0.0), 0)
+        mean = tl.sum(upper * p, 0) / total
+        upper = tl.where(is_chosen, (upper - mean) / total, 0.0)
+    tl.store(out + at, p * (upper - tl.sum(upper * p, 0)), mask=is_expert)
 
 
 @triton.jit

@@ -30,9 +30,11 @@ def use_small_tiles() -> None:
     """Have products of a few rows and columns take several tiles each way."""
     swapped = TILE._replace(swap=True)
     grouped_tiles.TILES.clear()
-    grouped_tiles.TILES[4] = Tiles(swapped, swapped._replace(n=32), swapped)
-    grouped_tiles.TILES[1 << 31] = Tiles(TILE, TILE._replace(n=32, k=32), TILE._replace(group=2))
-    experts.TURNED = TILE._replace(n=32)  # type: ignore[attr-defined]
+    grouped_tiles.TILES[4] = Tiles(swapped, swapped._replace(n=32), swapped, TILE)
+    tall = TILE._replace(m=32)
+    grouped_tiles.TILES[1 << 31] = Tiles(
+        tall, tall._replace(n=32, k=32), tall._replace(group=2), tall._replace(n=32)
+    )
     experts.OUTER = GradTile(16, 32, 16, 4, 2, 2)  # type: ignore[attr-defined]
     order_triton.CHUNK = 64
     order_triton.CHUNKS_AT_ONCE = 2

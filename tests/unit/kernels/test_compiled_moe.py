@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.moe import combine_triton, grouped_triton, order_triton, route_triton
 from spmd_rl.kernels.moe.expert_addresses import Addresses, addresses
-from spmd_rl.kernels.moe.grouped_tiles import OUTER, REFERENCE, TILES, TURNED, GroupedTile
+from spmd_rl.kernels.moe.grouped_tiles import OUTER, REFERENCE, TILES, GroupedTile
 from spmd_rl.kernels.moe.order_triton import DeviceOrder, most_tiles
 from tests.unit.kernels.compiled import SHARED_BYTES, compiled_of, instructions
 
@@ -21,6 +21,7 @@ BF16 = torch.bfloat16
 TOKENS, HIDDEN, INNER, EXPERTS, CHOSEN = 64, 2048, 768, 128, 8
 GATED = sorted({tiles.gated for tiles in TILES.values()})
 PLAIN = sorted({one for tiles in TILES.values() for one in (tiles.up, tiles.down)} | {REFERENCE})
+TURNED = sorted({tiles.turned for tiles in TILES.values()})
 WGMMA_ROWS, K_OF_ONE = 64, 16
 
 
@@ -95,28 +96,35 @@ def test_products_are_one_chain(tile: GroupedTile) -> None:
     check_chain(down(tile), tile, 1, set())
 
 
-def test_gradients_are_one_chain() -> None:
+@pytest.mark.parametrize("tile", TURNED, ids=str)
+def test_gradients_of_rows_are_one_chain(tile: GroupedTile) -> None:
     x, both, one = rows(TOKENS, HIDDEN), table(2, INNER, HIDDEN), table(1, HIDDEN, INNER)
     kernel, turned = grouped_triton._grouped, grouped_triton.grouped_matmul_turned
-    of_rows = rows(TOKENS * CHOSEN, 2 * INNER)
-    check_chain(
-        compiled_of(kernel, lambda: turned(x, one, order(TURNED.m), TURNED, gathers=True)),
-        TURNED, 1, set(),
-    )  # fmt: skip
-    check_chain(
-        compiled_of(kernel, lambda: turned(of_rows, both, order(TURNED.m), TURNED)),
-        TURNED, 2, set(),
-    )  # fmt: skip
-    for gathers in ({"gathers_x": True}, {"gathers_grad": True}):
-        grad, other = (of_rows, x) if "gathers_x" in gathers else (x, of_rows)
-        compiled = compiled_of(
-            grouped_triton._outer,
-            lambda grad=grad, other=other, gathers=gathers: grouped_triton.grouped_outer(
-                grad, other, order(TURNED.m), OUTER, **gathers
-            ),
+    of_rows, given = rows(TOKENS * CHOSEN, 2 * INNER), order(tile.m)
+    down = compiled_of(kernel, lambda: turned(x, one, given, tile, gathers=True))
+    check_chain(down, tile, 1, set())
+    check_chain(compiled_of(kernel, lambda: turned(of_rows, both, given, tile)), tile, 2, set())
+
+
+@pytest.mark.parametrize("of_down", [False, True])
+def test_gradients_of_weights_are_one_chain(of_down: bool) -> None:
+    x, of_rows = rows(TOKENS, HIDDEN), rows(TOKENS * CHOSEN, INNER)
+    grad, other = (x, of_rows) if of_down else (of_rows, x)
+    compiled = compiled_of(
+        grouped_triton._outer,
+        lambda: grouped_triton.grouped_outer(
+            grad, other, order(16), OUTER, gathers_grad=of_down, gathers_x=not of_down
+        ),
+    )
+    tile = GroupedTile(OUTER.m, OUTER.n, OUTER.k, OUTER.warps, OUTER.stages)
+    check_chain(compiled, tile, 1, set())
+
+
+def test_a_tile_of_other_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="a tile of 128 rows, where the order has tiles of 16"):
+        grouped_triton.grouped_matmul(
+            rows(TOKENS, HIDDEN), table(1, INNER, HIDDEN), order(16), REFERENCE, gathers=True
         )
-        tile = GroupedTile(OUTER.m, OUTER.n, OUTER.k, OUTER.warps, OUTER.stages)
-        check_chain(compiled, tile, 1, set())
 
 
 @pytest.mark.parametrize("tokens", [1, 300, 5000])
@@ -136,6 +144,12 @@ def test_other_kernels_compile_without_atomic_sums(
         lambda: route_triton.route_on_gpu(logits, CHOSEN, normalizes=True),
     )
     assert "fma.rn.f32" not in instructions(compiled.asm["ptx"])
+    with torch.enable_grad():
+        logits.requires_grad_()
+        compiled_of(
+            route_triton._route_backward,
+            lambda: route_triton.route_on_gpu(logits, CHOSEN, normalizes=True)[1].sum().backward(),
+        )
     compiled = compiled_of(
         combine_triton._sum_slots,
         lambda: combine_triton.sum_slots(rows(TOKENS * CHOSEN, HIDDEN), order(16)),
