@@ -85,7 +85,7 @@ TILES: dict[int, Tiles] = {
         GroupedTile(128, 128, 64, 8, 3),
     ),
 }
-OUTER = GradTile(128, 128, 64, 8, 3)
+OUTER = GradTile(128, 128, 64, 8, 5)  # rows are loaded by index, which takes a stage of its own
 REFERENCE = GroupedTile(128, 128, 64, 8, 3)
 
 
