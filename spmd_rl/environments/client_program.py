@@ -88,12 +88,13 @@ class CommandAgent:
         assert process.stderr is not None
         tails = [asyncio.create_task(_tail(one)) for one in (process.stdout, process.stderr)]
         try:
-            code = await process.wait()
+            # process.wait() would wait for all that holds its output open
+            await _exit_of(process.pid)
         finally:
             await asyncio.shield(asyncio.to_thread(end_family, process.pid, mark, EPISODE_ENV))
             with suppress(ProcessLookupError):
                 process.kill()
-            await asyncio.shield(process.wait())
+            code = await asyncio.shield(process.wait())
         output, errors = [await one for one in tails]
         return code, output, errors
 
@@ -127,6 +128,21 @@ def command_words(command: str) -> list[str]:
 def _filled(word: str, values: Mapping[str, str]) -> str:
     """Return a word of the command with its places filled. What fills them is not searched."""
     return _PLACE.sub(lambda found: values[found[1]], word)
+
+
+async def _exit_of(pid: int) -> None:
+    """Wait until a child has ended, whatever it has started."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:  # it has ended, and was reaped
+        return
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:

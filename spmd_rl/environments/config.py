@@ -11,6 +11,7 @@ from spmd_rl.config.load import from_data
 from spmd_rl.config.rules import at_least, require
 from spmd_rl.data.render.prompt_format import PromptFormat
 from spmd_rl.errors import ConfigError
+from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.hooks.config import HookConfig
 
 PROGRAM = "spmd_rl.environments.program:AgentProgram"
@@ -22,17 +23,23 @@ class AgentConfig:
     """What plays the episodes of a run (docs/agents.md). Without a kind, nothing does."""
 
     # environment: a class of yours; tools: Python and a shell; skyrl_gym, textarena: an environment
-    # of that package
-    kind: Literal["", "environment", "tools", "skyrl_gym", "textarena"] = ""
-    # package.module:Class or path/to/file.py:Class; or the environment's name in its package
+    # of that package; function, command: a program that calls the policy over HTTP
+    kind: Literal["", "environment", "tools", "skyrl_gym", "textarena", "function", "command"] = ""
+    # package.module:name or path/to/file.py:name of a class or function; the environment's name in
+    # its package; a command line
     name: str = ""
-    args: dict[str, Any] = field(default_factory=dict)  # of the environment
-    max_turns: int = 16  # of an episode, of all its agents together
-    max_tokens_total: int = 0  # that the policy draws in an episode, over all turns; 0: no limit
+    # of the environment; of a command, more variables of its environment
+    args: dict[str, Any] = field(default_factory=dict)
+    # of an episode in an environment, of all its agents together
+    max_turns: int = 16
+    # that the policy draws in an episode in an environment, over all turns; 0: no limit
+    max_tokens_total: int = 0
     # seconds of one episode, without the time that it waits for the engine; 0: none
     deadline_s: float = 600.0
     # share of a step's episodes that may fail before the run ends; those that fail are left out
     max_failed: float = 0.5
+    # where functions and commands call the policy
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
 
     def __post_init__(self) -> None:
         at_least(self, {"max_turns": 1, "max_tokens_total": 0})
@@ -43,6 +50,13 @@ class AgentConfig:
             raise ConfigError("agent.name and agent.args need agent.kind")
         if self.kind not in ("", "tools", "skyrl_gym") and not self.name:
             raise ConfigError(f"agent.kind = {self.kind!r} needs agent.name")
+        if self.kind == "function" and self.args:
+            raise ConfigError("agent.args must be empty: a function reads task and its own files")
+
+    @property
+    def calls_over_http(self) -> bool:
+        """Whether a program of its own calls the policy."""
+        return self.kind in ("function", "command")
 
 
 class AgentRecipe(Protocol):

@@ -1,4 +1,4 @@
-"""Making of environments: from the settings of an agent to an object for each episode."""
+"""Making of agents: from their settings to what plays an episode."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from spmd_rl.environments.command import CommandAgent, command_words
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.environments.environment import Environment
+from spmd_rl.environments.function import FunctionAgent, load_agent_function
 from spmd_rl.environments.skyrl_gym import SkyRLGym, check_skyrl_gym
 from spmd_rl.environments.textarena import TextArena, check_textarena
 from spmd_rl.environments.tools.code_tools import CodeTools
@@ -19,12 +21,19 @@ from spmd_rl.rewards.code.sandbox import check_sandbox
 METHODS = ("reset", "step", "score", "close")
 
 
+def client_agent(cfg: AgentConfig, num_threads: int) -> FunctionAgent | CommandAgent:
+    """Return the program that calls the policy over HTTP. Raises: ConfigError."""
+    if cfg.kind == "function":
+        return FunctionAgent(cfg.name, num_threads)
+    return CommandAgent(cfg.name, {name: str(value) for name, value in cfg.args.items()})
+
+
 def environment_maker(cfg: AgentConfig) -> Callable[[], Environment]:
     """Return what makes the environment of an episode.
 
     Raises: ConfigError for a class or package that cannot be used.
     """
-    check_environment(cfg)
+    check_agent(cfg)
     if cfg.kind == "skyrl_gym":
         return lambda: SkyRLGym(cfg.name, cfg.args, cfg.max_turns)
     if cfg.kind == "textarena":
@@ -33,7 +42,7 @@ def environment_maker(cfg: AgentConfig) -> Callable[[], Environment]:
     return lambda: own(**cfg.args)
 
 
-def check_environment(cfg: AgentConfig) -> None:
+def check_agent(cfg: AgentConfig) -> None:
     """Import what a config names. Raises: ConfigError that says what is wrong with it."""
     if cfg.kind == "skyrl_gym":
         check_skyrl_gym(cfg.name)
@@ -43,6 +52,10 @@ def check_environment(cfg: AgentConfig) -> None:
         own = load_function("agent.name", cfg.name)
         _check_class(cfg.name, own)
         _check_args(cfg.name, own, cfg.args)
+    elif cfg.kind == "function":
+        load_agent_function(cfg.name)
+    elif cfg.kind == "command":
+        command_words(cfg.name)
     elif cfg.kind == "tools":
         check_sandbox(TOOL_LIMITS)
         _check_args(cfg.kind, CodeTools, cfg.args)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import spmd_rl as rl
 from spmd_rl.environments.config import AgentConfig, agree_with_agent
 from spmd_rl.environments.failures import refuse_failures
-from spmd_rl.environments.make import check_environment
+from spmd_rl.environments.make import check_agent
 from spmd_rl.recipes.rejection_sampling import InferSplit
 
 
@@ -52,7 +52,7 @@ def check(cfg: Config) -> None:
         trainer=rl.TrainerConfig(),  # nothing is trained, but the folder must hold weights
         sampling=cfg.sampling,
     )
-    check_environment(cfg.agent)
+    check_agent(cfg.agent)
     rl.check_engine(cfg.engine, cfg.run)
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import spmd_rl as rl
 from spmd_rl.check.inputs import check_model
 from spmd_rl.environments.config import AgentConfig, agree_with_agent
-from spmd_rl.environments.make import check_environment
+from spmd_rl.environments.make import check_agent
 from spmd_rl.evaluation.config import EvalSet
 from spmd_rl.evaluation.results import scores_table, write_scores
 from spmd_rl.recipes.evaluate_settings import settings_of_run
@@ -77,7 +77,7 @@ def check(cfg: Config) -> None:
         )
     check_model(cfg.model, trainer=None if cfg.checkpoint else rl.TrainerConfig())
     rl.check_evaluation(cfg)
-    check_environment(cfg.agent)
+    check_agent(cfg.agent)
     rl.check_engine(cfg.engine, cfg.run, cfg.trainer if cfg.checkpoint else None)
 
 

@@ -16,7 +16,7 @@ import spmd_rl as rl
 from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.make import make_algorithm
 from spmd_rl.environments.config import AgentConfig, agree_with_agent
-from spmd_rl.environments.make import check_environment
+from spmd_rl.environments.make import check_agent
 from spmd_rl.recipes.policy_update import check_adapters, extra_roles_of
 from spmd_rl.rollout.engine import refuse_greedy
 from spmd_rl.rollout.sampler_config import refuse_lag
@@ -88,7 +88,7 @@ def check(cfg: Config) -> None:
         sampling=cfg.sampling,
     )
     rl.check_evaluation(cfg)
-    check_environment(cfg.agent)
+    check_agent(cfg.agent)
     if cfg.kl.reference:
         rl.check_inputs(model=cfg.kl.reference, data=cfg.data, trainer=rl.TrainerConfig())
     rl.check_engine(cfg.engine, cfg.run, cfg.trainer)

@@ -13,7 +13,7 @@ import spmd_rl as rl
 from spmd_rl.algo.sample_rewards import pack_samples, with_rewards
 from spmd_rl.check.evaluation import refuse_eval_rewards
 from spmd_rl.data.render.answer_end import AnswerEnd
-from spmd_rl.environments.make import check_environment
+from spmd_rl.environments.make import check_agent
 from spmd_rl.model.tokenizer import has_tokenizer
 from spmd_rl.recipes import grpo
 
@@ -61,7 +61,7 @@ def check(cfg: Config) -> None:
         reward_model=cfg.reward_model,
     )
     rl.check_evaluation(cfg)
-    check_environment(cfg.agent)
+    check_agent(cfg.agent)
     rl.check_engine(cfg.engine, cfg.run, cfg.trainer)
 
 

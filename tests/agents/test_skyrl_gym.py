@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spmd_rl.environments.config import AgentConfig
-from spmd_rl.environments.make import check_environment, environment_maker
+from spmd_rl.environments.make import check_agent, environment_maker
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.types.samples import TURN_RECORDS
@@ -63,4 +63,4 @@ def test_a_record_may_name_the_environment() -> None:
 
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="gsm8k_multi_turn"):
-        check_environment(AgentConfig(kind="skyrl_gym", name="gsm9k"))
+        check_agent(AgentConfig(kind="skyrl_gym", name="gsm9k"))

@@ -12,7 +12,7 @@ import pytest
 
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.environments.environment import AgentReply
-from spmd_rl.environments.make import check_environment, environment_maker
+from spmd_rl.environments.make import check_agent, environment_maker
 from spmd_rl.environments.textarena import TextArena
 from spmd_rl.errors import ConfigError
 from spmd_rl.types.samples import AGENT, TURN_RECORDS
@@ -137,4 +137,4 @@ def test_a_game_leaves_the_module_random_alone() -> None:
 )
 def test_what_is_missing_is_named(name: str, args: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        check_environment(AgentConfig(kind="textarena", name=name, args=args))
+        check_agent(AgentConfig(kind="textarena", name=name, args=args))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.environments.environment import TURN_RECORDS
+from spmd_rl.types.samples import TURN_RECORDS
 from tests.dist.recipes.conftest import REPO, Ended, run_in
 
 pytestmark = pytest.mark.agents
@@ -62,8 +62,8 @@ def pupil(folder: Path, model: Path, games: Iterable[list[dict[str, str]]], step
     return ended.folder / "hf"
 
 
-def check_bits(ended: Ended) -> None:
-    """Each drawn token was compared, and none differs; the turns are where tokens were drawn."""
+def check_bits(ended: Ended, *, has_turns: bool = True) -> None:
+    """Each drawn token was compared, and none differs; turns are where tokens were drawn."""
     assert ended.code == 0, ended.sentence
     for row in ended.metrics:
         samples = ended.samples(row["step"])
@@ -71,16 +71,17 @@ def check_bits(ended: Ended) -> None:
         assert row["onpolicy/mismatched_tokens"] == 0
         assert row["onpolicy/compared_tokens"] == drawn
         assert row.get("reward/failed_samples", 0) == 0
-        turns = [turn for one in samples for turn in one["metadata"][TURN_RECORDS]]
-        assert sum(turn["num_tokens"] for turn in turns) == drawn
+        if has_turns:
+            turns = [turn for one in samples for turn in one["metadata"][TURN_RECORDS]]
+            assert sum(turn["num_tokens"] for turn in turns) == drawn
 
 
 def careless(rng: random.Random, care: float) -> list[dict[str, str]]:
     """Return a conversation of gsm8k_multi_turn about a sum, with a careless teacher."""
-    one, other = rng.randint(0, 9), rng.randint(0, 9)
+    one, other = rng.randint(0, 4), rng.randint(0, 4)
     messages = [{"role": "user", "content": f"{one}+{other}="}]
     for shown in (LAST, ""):
-        said = one + other if rng.random() < care else rng.randint(0, 18)
+        said = one + other if rng.random() < care else rng.randint(0, 8)
         messages.append({"role": "assistant", "content": f"#### {said}"})
         if said == one + other or not shown:
             break
@@ -94,7 +95,7 @@ def test_skyrl_gym_teaches_sums(tmp_path: Path) -> None:
     model = pupil(
         tmp_path, longer_model(tmp_path, 256), (careless(rng, 0.4) for _ in range(2000)), 150
     )
-    sums = ({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10))
+    sums = ({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5))
     ended = run_in(
         tmp_path,
         "grpo",
@@ -105,11 +106,11 @@ def test_skyrl_gym_teaches_sums(tmp_path: Path) -> None:
         "--agent.kind=skyrl_gym",
         "--agent.name=gsm8k_multi_turn",
         "--agent.max_turns=2",
-        "--steps=60",
+        "--steps=40",
         "--prompts_per_step=16",
         "--sampling.num_samples=8",
         "--sampling.max_tokens=10",
-        "--trainer.lr=1e-3",
+        "--trainer.lr=2e-3",
         "--trainer.betas=[0.9,0.99]",
         name="sums",
         small=False,

@@ -10,7 +10,7 @@ import pytest
 from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.environments.config import PROGRAM, AgentConfig, hooks_with_agent
 from spmd_rl.environments.failures import refuse_failures
-from spmd_rl.environments.make import check_environment, environment_maker
+from spmd_rl.environments.make import check_agent, environment_maker
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.recipes import collect, evaluate, grpo, grpo_async, grpo_fully_async, rlhf
@@ -104,7 +104,7 @@ def test_a_class_that_cannot_be_used_is_named(
     name: str, args: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        check_environment(AgentConfig(kind="environment", name=name, args=args))
+        check_agent(AgentConfig(kind="environment", name=name, args=args))
 
 
 class NoEnvironment:
