@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spmd_rl.environments.command import CommandAgent, command_words
+from spmd_rl.environments.client_program import CommandAgent, command_words
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.environments.environment import Environment
 from spmd_rl.environments.function import FunctionAgent, load_agent_function

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from spmd_rl.environments.client_agents import task_of
-from spmd_rl.environments.command import EPISODE_ENV, CommandAgent, command_words
+from spmd_rl.environments.client_program import EPISODE_ENV, CommandAgent, command_words
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.environments.function import FunctionAgent
 from spmd_rl.environments.make import check_agent
@@ -127,7 +127,7 @@ def test_a_command_gets_its_places_once_and_nothing_of_the_run(
         monkeypatch.setenv(name, "hush")
     tell = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]))"
     agent = program(tell, "{base_url} --key={key} '{task}' {task_file} {other}")
-    monkeypatch.setattr("spmd_rl.environments.command.MAX_NOTE", 100_000)
+    monkeypatch.setattr("spmd_rl.environments.client_program.MAX_NOTE", 100_000)
     monkeypatch.setattr("spmd_rl.hooks.context.MAX_NOTE", 100_000)
     _, notes = played(agent)
     words, variables, folder = json.loads(notes["stdout"])
