@@ -44,6 +44,29 @@ def route_on_gpu(logits: Tensor, num_chosen: int, *, normalizes: bool) -> Expert
     return ExpertRoutes(ids, weights)
 
 
+def note_on_gpu(ids: Tensor) -> None:
+    """Add a layer's routes to the hash that is open, in one launch. Shape: ids [T, K] int64."""
+    if (found := open_hash()) is None:
+        return
+    first, (num_rows, num_chosen) = found.state is None, ids.shape
+    if found.state is None:
+        found.state = ids.new_empty(num_rows)
+    slots = triton.next_power_of_2(num_chosen)
+    _note[(num_rows,)](
+        ids.contiguous(), found.state, num_chosen, slots, first, num_warps=ROUTE_WARPS,
+        **overlapping(),
+    )  # fmt: skip
+
+
+def without_padding(routes: ExpertRoutes, num_experts: int) -> ExpertRoutes:
+    """Return the routes of rows that are used; others go to no expert (`route_on_gpu`)."""
+    if (used := rows_in_use()) is None:
+        return routes
+    is_used = (used >= 0).unsqueeze(1)
+    ids = torch.where(is_used, routes.ids, num_experts)
+    return ExpertRoutes(ids, torch.where(is_used, routes.weights, 0.0))
+
+
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -119,6 +142,16 @@ def _route(
     tl.store(weights + at, own_weights, mask=is_slot)
     if HAS_STATE:
         _add_to_hash(state + row + tl.arange(0, 1), own_ids, slot, NUM_CHOSEN, FIRST)
+
+
+@triton.jit
+def _note(
+    ids, state, NUM_CHOSEN: tl.constexpr, SLOTS: tl.constexpr, FIRST: tl.constexpr
+) -> None:  # fmt: skip
+    row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
+    wait()
+    own = tl.load(ids + row * NUM_CHOSEN + slot, mask=slot < NUM_CHOSEN, other=0).to(tl.int32)
+    _add_to_hash(state + row + tl.arange(0, 1), own, slot, NUM_CHOSEN, FIRST)
 
 
 @triton.jit

@@ -108,9 +108,7 @@ class MoeMlp(nn.Module):
         from spmd_rl.kernels.moe.route_triton import note_on_gpu, route_on_gpu, without_padding
 
         if self.sigmoid is None:
-            return route_on_gpu(
-                logits, self.experts_per_token, normalizes=self.normalizes_weights
-            )
+            return route_on_gpu(logits, self.experts_per_token, normalizes=self.normalizes_weights)
         routes = self._route(logits)
         note_on_gpu(routes.ids)
         return without_padding(routes, logits.shape[1])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import linear_fp32, silu_mul
+from spmd_rl.kernels.moe.route_hash import RouteHash, hashed_routes
 from spmd_rl.kernels.moe.rows_in_use import using_rows
 from spmd_rl.kernels.runtime.cuda_graph import capture
 from spmd_rl.model.layers.moe import Moe
@@ -176,7 +177,7 @@ def test_slots_are_ordered_by_expert_and_then_by_token(tokens: int) -> None:
         ]
 
 
-@pytest.mark.parametrize("name", ["tiny", "30B-A3B"])
+@pytest.mark.parametrize("name", ["tiny", "30B-A3B", "groups"])
 @torch.no_grad()
 def test_a_graph_has_the_bits_of_its_used_rows_alone(name: str, rows, unequal) -> None:
     """Rows, the router and the padding change between replays. Padding gives zeros."""
@@ -194,10 +195,27 @@ def test_a_graph_has_the_bits_of_its_used_rows_alone(name: str, rows, unequal) -
             x.copy_(rows("normal", size, hidden).roll(replay, 0))
             used.copy_(torch.arange(size, device="cuda") - replay * size // 3)
             module.gate.weight.mul_(-1.0)
-            x[used < 0] = float("nan")
+            x[used < 0] = 7.0 if module.sigmoid else float("nan")
             graph.replay()
             assert unequal(out[used >= 0], module(x[used >= 0])) == 0
-            assert not out[used < 0].any()
+            assert module.shared_experts is not None or not out[used < 0].any()
+
+
+@pytest.mark.parametrize("name", ["tiny", "groups"])
+@torch.no_grad()
+def test_the_hash_of_routes_is_the_one_of_the_cpu(name: str, rows) -> None:
+    module, found = mixture(name), RouteHash()
+    batches = [rows("normal", 40, SIZES[name].hidden) * scale for scale in (1.0, -2.0)]
+    with hashed_routes() as hashed:
+        for x in batches:
+            module(x)
+    for x in batches:
+        found.add(routes_of(module, x).ids.cpu())
+    every = torch.arange(40)
+    on_gpu, on_cpu = hashed.of_rows(every.cuda()), found.of_rows(every)
+    assert on_gpu is not None
+    assert on_cpu is not None
+    assert torch.equal(on_gpu.cpu(), on_cpu)
 
 
 @torch.no_grad()

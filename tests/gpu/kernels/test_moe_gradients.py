@@ -6,14 +6,22 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from spmd_rl.model.layers.mlp import PROJECTIONS
 from spmd_rl.model.layers.moe_module import MoeMlp
 from tests.gpu.kernels.mixtures import SIZES, mixture, one_by_one, routes_of
 
 pytest.importorskip("triton")
 
-CASES = [("tiny", 50), ("uneven", 129), ("tiny", 1), ("30B-A3B", 700), ("GLM-4.5-Air", 300)]
+CASES = [
+    ("tiny", 50),
+    ("uneven", 129),
+    ("tiny", 1),
+    ("30B-A3B", 700),
+    ("GLM-4.5-Air", 300),
+    ("groups", 90),
+]
 # of a gradient's norm: some roundings to bf16 on the way to it, each of 2**-9 at most
 TOLERANCE = 0.02
 
@@ -27,19 +35,23 @@ def _frees_memory() -> Iterator[None]:
 def in_float64(module: MoeMlp, x: Tensor, ids: Tensor) -> Tensor:
     """Return the layer's output with these experts, of leaves in float64."""
     logits = x @ module.gate.weight.double().t()
-    weights = logits.softmax(-1).gather(1, ids)
+    scores = logits.softmax(-1) if module.sigmoid is None else logits.sigmoid()
+    weights = scores.gather(1, ids)
     if module.normalizes_weights:
         weights = weights / weights.sum(-1, keepdim=True)
+    if module.sigmoid is not None:
+        weights = weights * module.sigmoid.scale
     out = torch.zeros_like(x)
     for number, expert in enumerate(module.experts):
         token, slot = (ids == number).nonzero(as_tuple=True)
-        own = x[token]
-        gate, up, down = (
-            getattr(expert, f"{name}_proj").weight.double() for name in ("gate", "up", "down")
-        )
-        y = (torch.nn.functional.silu(own @ gate.t()) * (own @ up.t())) @ down.t()
+        y = mlp(expert, x[token])
         out = out.index_add(0, token, y * weights[token, slot].unsqueeze(1))
-    return out
+    return out if module.shared_experts is None else out + mlp(module.shared_experts, x)
+
+
+def mlp(module: nn.Module, x: Tensor) -> Tensor:
+    gate, up, down = (getattr(module, name).weight.double() for name in PROJECTIONS)
+    return (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
 
 
 def gradients(module: MoeMlp, out: Tensor, x: Tensor, pull: Tensor) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from spmd_rl.kernels.moe.route_triton import route_on_gpu
 from spmd_rl.kernels.moe.rows_in_use import using_rows
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.layers.moe_module import MoeMlp
+from spmd_rl.model.layers.sigmoid_router import SigmoidRouter
 from spmd_rl.model.lora import LoraConfig
 
 assert adapted_experts is not None
@@ -42,10 +43,17 @@ def use_small_tiles() -> None:
 
 
 def mixture(
-    sizes: tuple[int, ...], normalizes: bool, state: dict[str, Tensor], rank: int = 0
+    sizes: tuple[int, ...],
+    normalizes: bool,
+    state: dict[str, Tensor],
+    rank: int = 0,
+    shared: int = 0,
 ) -> MoeMlp:
-    """Return a mixture with the weights in `state`, and adapters of a rank if there is one."""
-    module = Moe(*sizes, normalizes).module(0)
+    """Return a mixture with the weights in `state`, and adapters of a rank if there is one.
+
+    With a shared expert, its router is one of sigmoids, which chooses one of two groups.
+    """
+    module = Moe(*sizes, normalizes, shared, SigmoidRouter(2, 1, 2.5) if shared else None).module(0)
     assert isinstance(module, MoeMlp)
     for expert in module.experts if rank else ():
         for layer in expert.children():
@@ -55,19 +63,19 @@ def mixture(
 
 
 def forward_and_gradients(
-    sizes: tuple[int, ...], normalizes: bool, state: dict[str, Tensor], rank: int, x: Tensor,
-    pull: Tensor,
+    sizes: tuple[int, ...], normalizes: bool, state: dict[str, Tensor], rank: int, shared: int,
+    x: Tensor, pull: Tensor,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the output with and without gradients, and the gradients of x and all weights."""
     use_small_tiles()
-    module = mixture(sizes, normalizes, state, rank)
+    module = mixture(sizes, normalizes, state, rank, shared)
     x = x.requires_grad_()
     out = module.all_at_once(x, x @ module.gate.weight.t())
     out.backward(pull)
-    with torch.no_grad():
+    with torch.no_grad(), hashed_routes() as hashed:
         alone = module.all_at_once(x, x @ module.gate.weight.t())
-    found = {name: one.grad for name, one in module.named_parameters()}
-    return {"x": x.grad, "out": out.detach(), "alone": alone, **found}
+    found = {name: one.grad for name, one in module.named_parameters() if one.requires_grad}
+    return {"x": x.grad, "out": out.detach(), "alone": alone, "hash": hashed.state, **found}
 
 
 def routes(

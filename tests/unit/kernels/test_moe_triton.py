@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spmd_rl.kernels.moe.route_hash import RouteHash
+from spmd_rl.kernels.moe.route_hash import RouteHash, hashed_routes
 from spmd_rl.kernels.moe.router import route
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.layers.moe_module import MoeMlp
+from spmd_rl.model.layers.sigmoid_router import SigmoidRouter
 from spmd_rl.model.lora import LoraConfig
 
 pytest.importorskip("triton")
@@ -19,17 +20,19 @@ pytest.importorskip("triton")
 from tests.unit.kernels.interpreted import Calls, results
 
 CALLS = "tests.unit.kernels.moe_calls"
-# hidden, experts, experts of a token, inner; tokens, rank of adapters, normalizes
+# hidden, experts, experts of a token, inner; tokens, rank of adapters, shared, normalizes
 LAYERS = [
-    ((20, 5, 2, 12), 17, 0, True),  # tiles that end inside a matrix
-    ((40, 6, 3, 24), 26, 0, False),  # several tiles along every axis, and several chunks of slots
-    ((32, 8, 2, 16), 3, 0, True),  # experts without tokens
-    ((24, 4, 2, 16), 12, 3, True),
+    ((20, 5, 2, 12), 17, 0, 0, True),  # tiles that end inside a matrix
+    ((40, 6, 3, 24), 26, 0, 0, False),  # several tiles along every axis, several chunks of slots
+    ((32, 8, 2, 16), 3, 0, 0, True),  # experts without tokens
+    ((24, 4, 2, 16), 12, 3, 0, True),
+    ((24, 6, 2, 16), 9, 0, 20, True),  # a router of sigmoids, and a shared expert
 ]
 
 
-def mixture(sizes: tuple[int, ...], normalizes: bool, rank: int = 0) -> MoeMlp:
-    module = Moe(*sizes, normalizes).module(0)
+def mixture(sizes: tuple[int, ...], normalizes: bool, rank: int = 0, shared: int = 0) -> MoeMlp:
+    sigmoid = SigmoidRouter(2, 1, 2.5) if shared else None
+    module = Moe(*sizes, normalizes, shared, sigmoid).module(0)
     assert isinstance(module, MoeMlp)
     for expert in module.experts if rank else ():
         for layer in expert.children():
@@ -46,15 +49,18 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 def test_outputs_and_gradients_are_those_of_one_expert_after_the_other(tmp_path: Path) -> None:
     calls, wanted = [], []
-    for sizes, tokens, rank, normalizes in LAYERS:
-        module = mixture(sizes, normalizes, rank)
+    for sizes, tokens, rank, shared, normalizes in LAYERS:
+        module = mixture(sizes, normalizes, rank, shared)
         state = {name: one.detach().clone() for name, one in module.named_parameters()}
         x, pull = drawn(tokens, sizes[0]), drawn(tokens, sizes[0], seed=1)
-        calls.append((sizes, normalizes, state, rank, x.clone(), pull))
-        out = module(x.requires_grad_())
+        calls.append((sizes, normalizes, state, rank, shared, x.clone(), pull))
+        with hashed_routes() as hashed:
+            out = module(x.requires_grad_())
         out.backward(pull)
-        gradients = {name: one.grad for name, one in module.named_parameters()}
-        wanted.append({"out": out.detach(), "alone": out.detach(), "x": x.grad, **gradients})
+        named = module.named_parameters()
+        gradients = {name: one.grad for name, one in named if one.requires_grad}
+        outs = {"out": out.detach(), "alone": out.detach(), "hash": hashed.state, "x": x.grad}
+        wanted.append({**outs, **gradients})
     found = results(Calls(CALLS, "forward_and_gradients", {}, calls), tmp_path)
     for one, other in zip(found, wanted, strict=True):
         assert one.keys() == other.keys()
