@@ -59,6 +59,17 @@ class ModelSpec:
         of_blocks = sum(block.cost().parameters for block in self.blocks)
         return of_blocks + num_elements(self.outer_parameters())
 
+    @property
+    def num_active_parameters(self) -> int:
+        """Number of parameters that a token takes: of the experts, those of the chosen ones."""
+        return self.num_parameters - sum(block.cost().idle for block in self.blocks)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Operations of a forward pass for a token, but for those of attention to other tokens."""
+        multiplied = sum(block.cost().multiplied for block in self.blocks)
+        return 2 * (multiplied + self.vocab_size * self.hidden_size)
+
     def parameters(self, head: Head = "lm") -> Iterator[TensorSpec]:
         """Yield every parameter in the network's order, by its name in a Hugging Face folder."""
         embedding, *others = self.outer_parameters(head)

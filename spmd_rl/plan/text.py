@@ -26,6 +26,11 @@ def lines(plan: RunPlan) -> Iterator[str]:
     if plan.spec is None:
         return
     yield f"model        {plan.spec.family}, {plan.spec.num_parameters:,} parameters"
+    if plan.spec.num_experts:
+        yield (
+            f"a token      takes {plan.spec.num_active_parameters:,} of them, and "
+            f"{plan.spec.flops_per_token / 1e9:.2f} GFLOP forward besides attention"
+        )
     yield from _routes(plan.routes)
     if plan.on_gpu:
         yield (

@@ -45,7 +45,7 @@ def engine_memory(
 def step_bytes(spec: ModelSpec, cfg: EngineConfig) -> int:
     """Return the workspace of a step: one layer of its tokens, and twice a full batch's logits."""
     num_tokens = cfg.max_step_tokens or max(cfg.max_batch, GPU_STEP_TOKENS)
-    layer = max(block.cost().workspace for block in spec.distinct_blocks())
+    layer = max(block.cost().in_forward for block in spec.distinct_blocks())
     logits = cfg.max_batch * spec.vocab_size * ITEM_BYTES["float32"]
     return num_tokens * layer * ITEM_BYTES[_dtype(cfg)] + 2 * logits
 

@@ -91,6 +91,7 @@ class LayerCost:
     workspace: int = 0  # elements that exist at once in a forward pass without gradients
     flops_per_key: int = 0  # operations of a forward pass for each token that it attends to
     query_heads: int = 0  # heads that attend, each in tiles of its own
+    idle: int = 0  # elements of the weights that a token does not take
     routed: int = 0  # elements of the copies that go to experts, and of those that return
 
     def __add__(self, other: LayerCost) -> LayerCost:
@@ -99,11 +100,22 @@ class LayerCost:
         total = {name: getattr(self, name) + getattr(other, name) for name in names}
         return LayerCost(**total | {"gradients": max(self.gradients, other.gradients)})
 
+    @property
+    def in_backward(self) -> int:
+        """Elements of gradients that exist at once, those of copies for experts included."""
+        return self.gradients + 5 * self.routed // 2
+
+    @property
+    def in_forward(self) -> int:
+        """Elements that exist at once without gradients, copies for experts included."""
+        return self.workspace + 5 * self.routed // 2
+
     def kept(self, recompute: Recompute) -> int:
         """Return the elements that one token keeps until the backward pass."""
         if recompute == "all":
             return self.kept_inputs
-        kept = self.kept_inputs + self.kept_products
+        copies = 3 * self.routed // 2  # rows that go to experts, and fp32 sums that return
+        kept = self.kept_inputs + self.kept_products + copies
         return kept + (self.kept_cheap if recompute == "none" else 0)
 
 

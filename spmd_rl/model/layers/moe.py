@@ -56,11 +56,14 @@ class Moe:
         """Return the cost where all experts have equally many tokens."""
         inner = -(-(self.experts_per_token * self.expert_size + self.shared_size) // tp)
         cost = gated_cost(self.hidden_size, inner)
+        copies = self.experts_per_token * self.hidden_size
+        idle = (self.num_experts - self.experts_per_token) * num_elements(self.expert_parameters(0))
         return replace(
             cost,
             parameters=num_elements(self.parameters()),
+            idle=idle,
             multiplied=cost.multiplied + self.hidden_size * self.num_experts,
-            routed=2 * self.experts_per_token * self.hidden_size,
+            routed=2 * copies,
         )
 
     def cache(self, tp: int = 1) -> None:

@@ -98,7 +98,7 @@ def activations(
     token = num_tokens * element_bytes
     kept = [token * one.kept(recompute) for one in blocks]
     in_block = max(
-        one.gradients + (one.kept("none") - one.kept(recompute) if recompute != "none" else 0)
+        one.in_backward + (one.kept("none") - one.kept(recompute) if recompute != "none" else 0)
         for one in blocks
     )
     in_head = max(head.bytes_in_forward(element_bytes), head.bytes_in_backward(element_bytes))

@@ -6,6 +6,7 @@ It is computed without torch and Megatron-core, for the plan. Units: bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.split import Placement
@@ -48,7 +49,8 @@ def megatron_memory(
     keeps_slopes = tp == 1 and not backend.recomputes_layers  # on a GPU, as scores.py does
     vocab = -(-spec.vocab_size // tp)
     # norms and the residual stream are whole; a token's experts are balanced
-    blocks = [block.cost(tp) for block in spec.blocks]
+    costs = [block.cost(tp) for block in spec.blocks]
+    blocks = [replace(cost, routed=0) for cost in costs]  # whose copies are counted apart
     kept = activations(
         blocks,
         spec.hidden_size,
@@ -57,8 +59,8 @@ def megatron_memory(
         element_bytes=element_bytes,
         recompute="all" if backend.recomputes_layers else "none",
     )
-    routed_once = max(block.routed for block in blocks)
-    routed = routed_once if backend.recomputes_layers else sum(block.routed for block in blocks)
+    routed_once = max(cost.routed for cost in costs)
+    routed = routed_once if backend.recomputes_layers else sum(cost.routed for cost in costs)
     return [
         TagBytes("master", own * (element_bytes + FP32_BYTES) + master, "save"),
         *_moments(backend, NUM_MOMENTS * shard * FP32_BYTES),
