@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 
-from spmd_rl.config.rules import at_least
+from spmd_rl.config.rules import at_least, require
 from spmd_rl.errors import ConfigError
 from spmd_rl.gateway.follow_template import TemplateMode
 
@@ -39,17 +39,16 @@ class GatewayConfig:
             },
         )
         for name in ("keep_alive_s", "request_s", "heartbeat_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"gateway.{name} = {getattr(self, name)}: expected more than 0")
+            require(getattr(self, name) > 0, name, getattr(self, name), "more than 0")
         try:
             loopback = ip_address(self.host).is_loopback
         except ValueError as error:
-            raise ConfigError(f"gateway.host = {self.host!r}: expected an IP address") from error
+            raise ConfigError(f"host = {self.host!r}: expected an IP address") from error
         self.networks  # noqa: B018  # refuses what is no network
         if not loopback and not self.may_connect_from:
             raise ConfigError(
-                f"gateway.host = {self.host} is not of this machine alone: name the networks that "
-                "may connect in gateway.may_connect_from"
+                f"host = {self.host!r} is not of this machine alone: name the networks that may "
+                "connect in may_connect_from"
             )
 
     @property
@@ -58,7 +57,7 @@ class GatewayConfig:
         try:
             return [ip_network(one) for one in self.may_connect_from]
         except ValueError as error:
-            raise ConfigError(f"gateway.may_connect_from: {error}") from error
+            raise ConfigError(f"may_connect_from: {error}") from error
 
     def admits(self, address: str) -> bool:
         """Whether a client of this address may connect."""

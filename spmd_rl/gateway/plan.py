@@ -63,7 +63,7 @@ def make_plan(
         raise Refused(
             "tools",
             "it is not known how this model writes tool calls: name a form in "
-            "gateway.response_template",
+            "agent.gateway.response_template",
         )
     tools = msgspec.json.encode(list(asked.extras), order="deterministic")
     attach = tree.attach(asked.messages, tools)

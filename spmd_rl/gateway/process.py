@@ -129,6 +129,6 @@ def _listen(host: str) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"gateway.host = {host}: cannot listen there: {error}") from error
+        raise ConfigError(f"agent.gateway.host = {host}: cannot listen there: {error}") from error
     listener.setblocking(False)
     return listener

@@ -77,7 +77,9 @@ def choose_format(setting: str, chat_template: str | None) -> ReplyFormat:
     path = Path(setting)
     if not path.is_file():
         names = ", ".join([*FORMS, "plain"])
-        raise ConfigError(f"gateway.response_template = {setting!r}: expected {names}, or a file")
+        raise ConfigError(
+            f"agent.gateway.response_template = {setting!r}: no file, and none of {names}"
+        )
     try:
         return ReplyFormat(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
     except (ValueError, TypeError, KeyError) as error:

@@ -36,7 +36,7 @@ class Sessions:
         """Return a new session. Raises: SpmdError where there are too many."""
         most = self.parts.config.max_sessions
         if len(self) >= most:
-            raise SpmdError(f"{most} sessions are open already: see gateway.max_sessions")
+            raise SpmdError(f"{most} sessions are open already: see agent.gateway.max_sessions")
         if rules is None:
             rules = SamplingRules() if ctx.evaluation else sampling_rules(ctx.config)
         session = Session(self.parts, new_key(), root_url, ctx, prompt, engine, rules, self.forget)
