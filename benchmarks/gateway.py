@@ -36,6 +36,7 @@ TEMPLATE = (
 )
 SAID = "I see that the sum of these numbers is what was asked for here."
 NUM_CONNECTIONS = 64
+WATCH_S = 0.005
 SHORT = {"messages": [{"role": "user", "content": "."}]}
 TOOLS = [
     {
@@ -113,20 +114,19 @@ async def serve(folder: str, num_sessions: int) -> None:
             tokens = sum(
                 one.num_prompt - one.num_cached + one.num_drawn for one in session.record()
             )
-            worst = max(lags, default=0.0)
-            tell(cpu_s=time.process_time(), rss=rss_bytes(), tokens=tokens, lag_s=worst)
+            late_s = float(np.quantile(lags, 0.99)) if lags else 0.0
+            tell(cpu_s=time.process_time(), rss=rss_bytes(), tokens=tokens, lag_s=late_s)
             lags.clear()
         watch.cancel()
         assert others is not None and "torch" not in sys.modules
 
 
 async def watch_loop(lags: list[float]) -> None:
-    """Note by how much the loop is late, in time of the process."""
+    """Note by how much the loop wakes up late."""
     while True:
-        before = time.process_time()
-        await asyncio.sleep(0)
-        lags.append(time.process_time() - before)
-        await asyncio.sleep(0.005)
+        before = time.perf_counter()
+        await asyncio.sleep(WATCH_S)
+        lags.append(time.perf_counter() - before - WATCH_S)
 
 
 def rss_bytes() -> int:
@@ -145,6 +145,7 @@ class Child:
         self._process = process
         self.port, self.key = facts["port"], facts["key"]
         self.session_bytes = facts["session_bytes"]
+        self.lag_s = 0.0  # of the last calls
 
     @staticmethod
     async def start(folder: str, num_sessions: int) -> Child:
@@ -174,6 +175,7 @@ class Child:
         before = await self.facts()
         await self._calls(path, body, range(num_calls))
         after = await self.facts()
+        self.lag_s = after["lag_s"]
         return 1000 * (after["cpu_s"] - before["cpu_s"]) / num_calls
 
     async def _calls(self, path: str, body: Callable[[int], Any], numbers: range) -> None:
@@ -209,22 +211,22 @@ async def measure(num_calls: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as parent:
         folder = model_folder(Path(parent) / "model")
         child = await Child.start(folder, 64)
-        empty = await child.facts()
         cost = await child.cost_ms("/v1/messages/count_tokens", lambda _: SHORT, num_calls)
         rows.append(measured("a call that counts three tokens: the least", cost, "ms"))
+        empty = await child.facts()
         ids = np.random.default_rng(0).integers(0, 256, 2000).tolist()
         cost = await child.cost_ms(
             "/inference/v1/generate", lambda n: {"token_ids": [n % 400, *ids, n % 300]}, num_calls
         )
         rows.append(measured("a call of 2,000 token ids: processor time", cost, "ms", at_most=0.4))
         rows.append(measured("such calls a processor second", 1000 / cost, "", at_least=2500))
+        after = await child.facts()
+        held = (after["rss"] - empty["rss"]) / (after["tokens"] - empty["tokens"])
         cost = await continued_ms(child, conversation(-1, 10, 740), num_calls)
         rows.append(measured("a chat call, 12 messages, 9 KB", cost, "ms", at_most=1.0))
         rows.append(measured("chat calls a processor second", 1000 / cost, "", at_least=1500))
-        after = await child.facts()
-        grown = after["rss"] - empty["rss"] - (20 << 10)
         rows.append(measured("memory of a gateway", empty["rss"] / 2**20, "MiB", at_most=150))
-        rows.append(measured("memory of a token", grown / after["tokens"], "bytes", at_most=16))
+        rows.append(measured("memory of a token, in calls of 2,000", held, "bytes", at_most=16))
         await child.end()
         child = await Child.start(folder, 4096)
         rows.append(measured("memory of a session", child.session_bytes / 1024, "KiB", at_most=20))
@@ -249,11 +251,10 @@ async def continued_ms(child: Child, first: dict[str, Any], num_calls: int) -> f
 async def long_conversation(child: Child, num_calls: int) -> list[Row]:
     """Measure calls that go on from 64,000 tokens that the session holds."""
     cost = await continued_ms(child, conversation(-1, 40, 2000), max(num_calls // 10, 64))
-    facts = await child.facts()
     return [
         measured("a chat call after a long conversation, 80 KB", cost, "ms", at_most=3.0),
         measured(
-            "the longest turn of the loop, 4,096 sessions", 1000 * facts["lag_s"], "ms", at_most=50
+            "the loop is late by (p99), 64 calls at once", 1000 * child.lag_s, "ms", at_most=50
         ),
     ]
 

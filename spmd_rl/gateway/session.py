@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Literal, NamedTuple
@@ -70,7 +70,8 @@ class Session:
         self._token_tree: TokenTree[DrawnTurn] = TokenTree()
         self._turns: list[DrawnTurn] = []
         self._open: set[ReplyCall] = set()
-        self._calls: OrderedDict[bytes, ReplyCall] = OrderedDict()  # open or answered, by request
+        self._calls: dict[bytes, ReplyCall] = {}  # open or answered, by request
+        self._answered: deque[tuple[bytes, ReplyCall]] = deque()
         self._records: list[AgentCall] = []
         self._num_calls = 0
         self._forget = forget
@@ -119,7 +120,6 @@ class Session:
             raise Refused("", problem, status=429, retry_after_s=1)
         call = ReplyCall(asked)
         self._calls[tag] = call
-        self._calls.move_to_end(tag)
         self._open.add(call)
         call.start(asyncio.get_running_loop().create_task(self._draw(call)))
         call.task.add_done_callback(lambda task: self._ended(call, tag, task))
@@ -132,12 +132,17 @@ class Session:
 
     def _ended(self, call: ReplyCall, tag: bytes, task: asyncio.Task[Drawn]) -> None:
         self._open.discard(call)
-        without = task.cancelled() or task.exception() is not None
-        if without and self._calls.get(tag) is call:
+        if task.cancelled() or task.exception() is not None:
+            self._drop(tag, call)
+            return
+        self._answered.append((tag, call))
+        if len(self._answered) > MAX_ANSWERED:
+            self._drop(*self._answered.popleft())
+
+    def _drop(self, tag: bytes, call: ReplyCall) -> None:
+        """Forget a call, unless a later one has the same request."""
+        if self._calls.get(tag) is call:
             del self._calls[tag]
-        answered = [key for key, one in self._calls.items() if one.task.done()]
-        for key in answered[: max(len(answered) - MAX_ANSWERED, 0)]:
-            del self._calls[key]
 
     async def _draw(self, call: ReplyCall) -> Drawn:
         """Draw the reply of a call. Raises: Refused, SpmdError; CancelledError when given up."""
