@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.types.samples import TURN_RECORDS
+from spmd_rl.types.samples import AGENT, TURN_RECORDS
 from tests.dist.recipes.conftest import REPO, Ended, run_in
 
 pytestmark = pytest.mark.agents
@@ -118,3 +118,35 @@ def test_skyrl_gym_teaches_sums(tmp_path: Path) -> None:
     check_bits(ended)
     rewards = [row["reward/mean"] for row in ended.metrics]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
+
+
+def test_both_players_of_textarena_are_learned_with_equal_bits(tmp_path: Path) -> None:
+    """In the first turns of this game any text is legal, even that of a random model."""
+    pytest.importorskip("textarena")
+    records = ({"prompt": "a game", "answer": str(number)} for number in range(4))
+    ended = run_in(
+        tmp_path,
+        "grpo",
+        f"--model={longer_model(tmp_path, 4096)}",
+        f"--data={write(tmp_path / 'games.jsonl', records)}",
+        "--reward=environment",
+        *CHAT,
+        "--agent.kind=textarena",
+        "--agent.name=IteratedPrisonersDilemma-v0-raw",
+        '--agent.args={"num_players": 2}',
+        "--trainer.init=random",
+        "--steps=1",
+        "--agent.max_turns=4",
+        "--prompts_per_step=2",
+        "--sampling.num_samples=2",
+        "--sampling.max_tokens=4",
+        name="dilemma",
+        small=False,
+    )
+    check_bits(ended)
+    samples = ended.samples(1)
+    agents = {sample["metadata"][AGENT] for sample in samples}
+    assert agents == {"player 0", "player 1"}
+    # a special token in a drawn text makes another sample begin, because the template drops it
+    assert len(samples) >= 2 * 2 * 2
+    assert all(sample["context"] for sample in samples)
