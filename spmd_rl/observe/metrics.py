@@ -11,9 +11,8 @@ from spmd_rl.observe.recipe_metrics import RECIPE_METRICS
 # one source of a mixture in the step; /reward and /response_tokens_mean are means of its samples,
 # /loss of its learned tokens, /accuracy and /margin of its preference pairs. before/all and
 # before/NAME, in the line of step 1, are the seconds from the start of the run to step 1, in all
-# and in the phase NAME. failed/KIND counts the episodes that an EpisodeFailure of that kind ended,
-# and rollout/rejected_REASON the groups that a sampler rejected for one reason. eval/SET/SCORE is a
-# score of one evaluation set.
+# and in the phase NAME. failed/KIND counts episodes that an EpisodeFailure ended, and
+# rollout/rejected_REASON groups that a sampler rejected. eval/SET/SCORE is a score of one set.
 METRICS = (
     Metric("reward/mean", "", "Reward", "mean reward of the step's samples"),
     Metric(

@@ -39,7 +39,7 @@ class _Row(msgspec.Struct):
     context: list[int] = []
 
 
-class _Turn(msgspec.Struct):
+class _ShownTurn(msgspec.Struct):
     """The part of a turn's record that the page shows."""
 
     first_token: int
@@ -164,7 +164,7 @@ def _notes(row: _Row) -> dict[str, str]:
 def _turns(row: _Row) -> list[dict[str, Any]]:
     """Return the first token and the reward of each turn that an environment has recorded."""
     try:
-        records = msgspec.convert(row.metadata.get(TURN_RECORDS, []), list[_Turn])
+        records = msgspec.convert(row.metadata.get(TURN_RECORDS, []), list[_ShownTurn])
     except msgspec.ValidationError:  # a hook may have put anything there
         return []
     return [{"first": one.first_token, "reward": one.reward} for one in records]
