@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -22,12 +23,16 @@ from spmd_rl.hooks.texts import EpisodeTexts
 
 @dataclass(frozen=True)
 class SessionParts:
-    """What all sessions of a process share."""
+    """What all sessions of a process share.
+
+    One thread at a time renders long conversations, so that the event loop keeps its turn.
+    """
 
     config: GatewayConfig
     texts: EpisodeTexts
     replies: ReplyFormat
     model: str
+    long_texts: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Plan(NamedTuple):

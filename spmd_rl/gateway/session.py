@@ -148,7 +148,8 @@ class Session:
         """Draw the reply of a call. Raises: Refused, SpmdError; CancelledError when given up."""
         asked = call.asked
         if sum(len(one["content"]) for one in asked.messages) > LONG_TEXT:
-            plan = await asyncio.to_thread(self._plan, asked)
+            async with self._parts.long_texts:
+                plan = await asyncio.to_thread(self._plan, asked)
         else:
             plan = self._plan(asked)
         begun = self._begin(plan)
