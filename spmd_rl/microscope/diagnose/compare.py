@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.rowwise.row_hash import wide_bits
+from spmd_rl.microscope.diagnose.flips import RouteFlip, first_flip
 from spmd_rl.microscope.diagnose.ulp import Histogram, histogram
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.engine_pass import EnginePass
@@ -111,6 +112,7 @@ class Comparison:
     problems: tuple[str, ...] = ()
     unequal_points: tuple[tuple[Point, int], ...] = ()
     logprobs: LogprobPair | None = None
+    flip: RouteFlip | None = None
 
     @property
     def agree(self) -> bool:
@@ -154,7 +156,8 @@ def _compare_values(
         return replace(by_hashes, problems=problems)
     evidence = _patch(patched, case, other=values[1] if patched is left else values[0])
     results = tuple(_result(point, *values, evidence) for point in by_hashes.points)
-    return replace(by_hashes, results=results, evidence=evidence, problems=problems)
+    flip = first_flip(*values, by_hashes.points)
+    return replace(by_hashes, results=results, evidence=evidence, problems=problems, flip=flip)
 
 
 def _compare_hashes(

@@ -18,9 +18,11 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import PagedAttention, TokenAttention, linear_fp32, sample_and_score, silu_mul
 from spmd_rl.kernels.attention.flash import DecodeFlash, PagedFlash
 from spmd_rl.kernels.attention.flash_partial import flash_partial
+from spmd_rl.kernels.moe.router import ExpertRoutes
 from spmd_rl.microscope.replay.engine_pass import EnginePass, EngineReplay
 from spmd_rl.microscope.replay.split_reference import merge, merged_attention
 from spmd_rl.model.fused_projections import FusedProjections
+from spmd_rl.model.layers.moe_module import MoeMlp
 
 NUM_PROCESSORS = 132  # of an H200; an automatic split wants a piece of work for each
 SPLIT_BLOCK = 64  # the fewest keys of a split
@@ -117,6 +119,21 @@ def logits_bf16(engine_pass: EnginePass) -> None:
     model = engine_pass.model
     multiply = model.logits
     model.logits = lambda hidden: multiply(hidden).bfloat16().float()  # type: ignore[method-assign]
+
+
+def route_flip(engine_pass: EnginePass) -> None:
+    """The middle layer's router leaves out the best expert where expert 0 has a logit above 0."""
+    mixture = getattr(_middle(engine_pass), "mlp", None)
+    if not isinstance(mixture, MoeMlp) or mixture.takes_all:
+        raise ConfigError("route-flip needs a mixture whose tokens leave out some experts")
+    choose = mixture._route
+
+    def without_best(logits: Tensor) -> ExpertRoutes:
+        best = logits.argmax(1, keepdim=True)
+        turned = logits.scatter(1, best, -torch.inf)
+        return choose(torch.where(logits[:, :1] > 0, turned, logits))
+
+    mixture._route = without_best  # type: ignore[method-assign]
 
 
 def rope_bf16(engine_pass: EnginePass) -> None:
@@ -241,6 +258,7 @@ FAULTS: dict[str, Callable[[EnginePass], None]] = {
     "library-linear": library_linear,
     "norm-order": norm_order,
     "rope-bf16": rope_bf16,
+    "route-flip": route_flip,
     "logits-bf16": logits_bf16,
     "auto-splits": auto_splits,
     "library-logprob": library_logprob,

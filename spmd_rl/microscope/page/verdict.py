@@ -12,6 +12,7 @@ from spmd_rl.microscope.diagnose.compare import (
     name_in_sentence,
 )
 from spmd_rl.microscope.diagnose.explain import Explanation, SideExplanation
+from spmd_rl.microscope.diagnose.flips import RouteFlip
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.taps.points import OPS
 
@@ -29,6 +30,8 @@ def verdict(
     They say where the passes part, by how much, on which kernels, and what comes of it.
     """
     sentences = [*comparison.problems, *_arithmetic(comparison, case, names, explanation)]
+    if comparison.flip is not None:
+        sentences.append(_flip(comparison.flip, case, names))
     return "\n".join(filter(None, sentences))
 
 
@@ -91,6 +94,35 @@ def _agreement(comparison: Comparison, names: tuple[str, str]) -> str:
         f"{left} and {right} agree in every bit: {comparison.num_compared_rows:,} rows at "
         f"{len(comparison.points)} points."
     )
+
+
+def _flip(flip: RouteFlip, case: ReplayCase, names: tuple[str, str]) -> str:
+    """Name the first router flip, and say whether numbers differed before it."""
+    name, position = case.locate(flip.row)
+    only = [sorted(set(one) - set(other)) for one, other in _both_ways(flip)]
+    sides = " and ".join(
+        f"{_list_experts(experts)} in {name_in_sentence(side)}"
+        for side, experts in zip(names, only, strict=True)
+    )
+    layers = f"{flip.num_layers} layer{_plural(flip.num_layers)}"
+    came = (
+        "The flip came first: nothing differs before it."
+        if flip.parted_at is None
+        else f"Numbers came first: the passes part at {flip.parted_at}."
+    )
+    return (
+        f"Router flip: layer {flip.point.layer} sends the token at {name} position {position} to "
+        f"{sides}, the first of {flip.num_flips:,} flip{_plural(flip.num_flips)} in {layers}. "
+        f"{came}"
+    )
+
+
+def _both_ways(flip: RouteFlip) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(flip.left, flip.right), (flip.right, flip.left)]
+
+
+def _list_experts(ids: Sequence[int]) -> str:
+    return f"expert{_plural(len(ids))} {', '.join(map(str, ids))}"
 
 
 def _elsewhere(comparison: Comparison, first: PointResult) -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # rename it when bits change; moe_module.py says where they are rounded
 MOE_RULE = "slots-fp32-v1"
+ROUTES = "routes"  # the point of a token's experts, and of their weights after these
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,27 @@ class Moe:
         hidden = (self.hidden_size,)
         return [
             PointDef(
+                "router",
+                "logits of the router",
+                (self.num_experts,),
+                ("post_norm",),
+                output_of=f"{self.name}.scores",
+            ),
+            PointDef(
+                ROUTES,
+                "choice of experts",
+                (2 * self.experts_per_token,),
+                ("router",),
+                output_of=f"{self.name}.chosen",
+            ),
+            PointDef(
                 "experts",
                 "sum of what a token's experts give it",
                 hidden,
-                ("post_norm",),
+                ("post_norm", ROUTES),
                 output_of=self.name,
                 is_added=True,
-            )
+            ),
         ]
 
     def module(self, number: int) -> nn.Module:

@@ -61,6 +61,7 @@ class MoeMlp(nn.Module):
         self.experts_per_token = experts_per_token
         self.normalizes_weights = normalizes_weights
         self.sigmoid = sigmoid
+        self.scores, self.chosen = nn.Identity(), nn.Identity()  # what the microscope watches
         self.loads: ExpertLoads | None = None  # counts the tokens of a trainer's pass
         self.gate = (
             CorrectedGate(hidden_size, num_experts)
@@ -77,10 +78,10 @@ class MoeMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape: [T, C] to [T, C]."""
-        logits = linear_fp32(x, self.gate.weight)
+        logits = self.scores(linear_fp32(x, self.gate.weight))
         if is_exact(x):
             return self.all_at_once(x, logits)
-        routes = self._route(logits)
+        routes = self._watched(self._route(logits))
         note_routes(routes.ids)
         self._count(logits, routes)
         return self.one_by_one(x, routes)
@@ -93,7 +94,7 @@ class MoeMlp(nn.Module):
         from spmd_rl.kernels.moe.adapted_experts import AdaptedExperts, adapted_output
         from spmd_rl.kernels.moe.experts import ExpertWeights, experts_output
 
-        routes = self.routes_at_once(logits)
+        routes = self._watched(self.routes_at_once(logits))
         self._count(logits, routes)
         projections = [self._projection(name) for name in PROJECTIONS]
         if all(one.a is None for one in projections):
@@ -133,6 +134,19 @@ class MoeMlp(nn.Module):
     def _count(self, logits: Tensor, routes: ExpertRoutes) -> None:
         if self.loads is not None:
             self.loads.add(self, logits, routes.ids.long())
+
+    def _watched(self, routes: ExpertRoutes) -> ExpertRoutes:
+        """Return the routes, or those that whoever watches `chosen` puts in their place."""
+        if not self.chosen._forward_hooks:
+            return routes
+        packed = torch.cat([routes.ids.float(), routes.weights], 1)
+        ids, weights = self.chosen(packed).chunk(2, 1)
+        return ExpertRoutes(ids.to(routes.ids.dtype), weights)
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether every token takes every expert."""
+        return self.experts_per_token == len(self.experts)
 
     def _route(self, logits: Tensor) -> ExpertRoutes:
         """Shape: logits [T, E] fp32."""
