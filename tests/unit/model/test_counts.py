@@ -56,7 +56,7 @@ def _master(memory: Sequence[TagBytes]) -> int:
     return next(one.num_bytes for one in memory if one.tag == "master")
 
 
-@pytest.mark.parametrize("family", FAMILIES.keys() - {"glm4_moe"})
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"glm4_moe"}))
 def test_the_plan_counts_them(family: str, tmp_path: Path) -> None:
     config = megatron_case.SIZES | megatron_case.FAMILIES[family]
     (tmp_path / "config.json").write_text(json.dumps(config))
