@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from spmd_rl.environments.config import AgentConfig
+from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.failures import EpisodeFailure
+from spmd_rl.hooks.program import Site
 from spmd_rl.hooks.results import BadResult, as_grade
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
+
+if TYPE_CHECKING:
+    from spmd_rl.gateway.process import Gateway
 
 MAX_NOTE = 1000  # characters of what an agent says
 
@@ -24,6 +30,21 @@ class ClientSession(Protocol):
     def key(self) -> str: ...
     def samples(self) -> list[Sample]: ...
     def close(self) -> None: ...
+
+
+def gateway_of(cfg: AgentConfig, site: Site) -> Gateway:
+    """Return the gateway of a process, which is entered outside of any episode.
+
+    Raises: ConfigError where its packages are missing.
+    """
+    try:
+        from spmd_rl.gateway.process import Gateway  # its packages are an extra
+    except ImportError as error:
+        raise ConfigError(
+            f"agent.kind = {cfg.kind!r} needs the packages of the extra 'agents': "
+            f"pip install -e '.[agents]' in the repository of spmd_rl ({error})"
+        ) from error
+    return Gateway(cfg.gateway, site)
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:

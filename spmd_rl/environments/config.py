@@ -23,12 +23,16 @@ class AgentConfig:
     """What plays the episodes of a run (docs/agents.md). Without a kind, nothing does."""
 
     # environment: a class of yours; tools: Python and a shell; skyrl_gym, textarena: an environment
-    # of that package; function, command: a program that calls the policy over HTTP
-    kind: Literal["", "environment", "tools", "skyrl_gym", "textarena", "function", "command"] = ""
+    # of that package; verifiers: tasks of a taskset; function, command: a program that calls the
+    # policy over HTTP
+    kind: Literal[
+        "", "environment", "tools", "skyrl_gym", "textarena", "verifiers", "function", "command"
+    ] = ""
     # package.module:name or path/to/file.py:name of a class or function; the environment's name in
-    # its package; a command line
+    # its package; the id of a taskset; a command line
     name: str = ""
-    # of the environment; of a command, more variables of its environment
+    # of the environment; of verifiers, more settings of its environment; of a command, more
+    # variables of its environment
     args: dict[str, Any] = field(default_factory=dict)
     # of an episode in an environment, of all its agents together
     max_turns: int = 16
@@ -38,7 +42,7 @@ class AgentConfig:
     deadline_s: float = 600.0
     # share of a step's episodes that may fail before the run ends; those that fail are left out
     max_failed: float = 0.5
-    # where functions and commands call the policy
+    # where verifiers, functions and commands call the policy
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
 
     def __post_init__(self) -> None:

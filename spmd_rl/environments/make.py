@@ -14,6 +14,7 @@ from spmd_rl.environments.skyrl_gym import SkyRLGym, check_skyrl_gym
 from spmd_rl.environments.textarena import TextArena, check_textarena
 from spmd_rl.environments.tools.code_tools import CodeTools
 from spmd_rl.environments.tools.sandbox_tools import TOOL_LIMITS
+from spmd_rl.environments.verifiers import check_verifiers
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.load import load_function
 from spmd_rl.rewards.code.sandbox import check_sandbox
@@ -52,6 +53,8 @@ def check_agent(cfg: AgentConfig) -> None:
         own = load_function("agent.name", cfg.name)
         _check_class(cfg.name, own)
         _check_args(cfg.name, own, cfg.args)
+    elif cfg.kind == "verifiers":
+        check_verifiers()
     elif cfg.kind == "function":
         load_agent_function(cfg.name)
     elif cfg.kind == "command":

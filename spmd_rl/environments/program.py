@@ -6,10 +6,11 @@ from contextlib import AsyncExitStack
 
 import numpy as np
 
+from spmd_rl.environments.client_agents import gateway_of
 from spmd_rl.environments.config import AgentConfig, agent_of
 from spmd_rl.environments.make import check_agent, client_agent, environment_maker
 from spmd_rl.environments.play import EpisodeLimits, play
-from spmd_rl.errors import ConfigError
+from spmd_rl.environments.verifiers import VerifiersProgram
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.program import EpisodeProgram, Site
@@ -27,7 +28,7 @@ class AgentProgram:
         """Load what the settings name. Raises: ConfigError where it cannot be used."""
         cfg = agent_of(site.config)
         check_agent(cfg)
-        self._program = ClientProgram(cfg) if cfg.calls_over_http else EnvironmentProgram(cfg)
+        self._program = _program_of(cfg)
         await self._program.open(site)
 
     async def play(
@@ -39,6 +40,12 @@ class AgentProgram:
     async def close(self) -> None:
         """End what `open` has started."""
         await self._program.close()
+
+
+def _program_of(cfg: AgentConfig) -> EpisodeProgram:
+    if cfg.kind == "verifiers":
+        return VerifiersProgram(cfg)
+    return ClientProgram(cfg) if cfg.calls_over_http else EnvironmentProgram(cfg)
 
 
 class EnvironmentProgram:
@@ -69,16 +76,9 @@ class ClientProgram:
 
     async def open(self, site: Site) -> None:
         """Start the gateway. Raises: ConfigError where its packages are missing."""
-        try:
-            from spmd_rl.gateway.process import Gateway  # its packages are an extra
-        except ImportError as error:
-            raise ConfigError(
-                f"agent.kind = {self._cfg.kind!r} needs the packages of the extra 'agents': "
-                f"pip install -e '.[agents]' in the repository of spmd_rl ({error})"
-            ) from error
         num_threads = int(site.config["hooks"]["concurrency"])
         self._agent = client_agent(self._cfg, num_threads)
-        self._gateway = await self._stack.enter_async_context(Gateway(self._cfg.gateway, site))
+        self._gateway = await self._stack.enter_async_context(gateway_of(self._cfg, site))
 
     async def play(self, ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> list[Sample]:
         session = self._gateway.open(ctx, prompt, engine)

@@ -1,0 +1,175 @@
+"""verifiers: episodes of its tasksets, unmodified, whose model calls come to the gateway.
+
+An episode runs in this process: `Env.run_slot` plays it, the agent's program calls verifiers'
+interception server, and that passes each request on, as it came, to a session of the gateway. So
+any dialect that a program speaks gives exact tokens. Source: verifiers 0.4.0, `verifiers.v1`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spmd_rl.environments.client_agents import gateway_of, rewarded
+from spmd_rl.environments.config import AgentConfig
+from spmd_rl.errors import ConfigError
+from spmd_rl.hooks.child.episode_engine import EpisodeEngine
+from spmd_rl.hooks.context import HookContext
+from spmd_rl.hooks.failures import EpisodeFailure, FailureKind
+from spmd_rl.hooks.program import Site
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
+
+if TYPE_CHECKING:
+    from spmd_rl.gateway.session import Session
+
+TASK = "task"  # key of a record: the number of its task in the taskset
+IN_PROCESS = "spmd_rl_in_process"  # harness of verifiers_harness.py
+NO_KEY = "SPMD_RL_GATEWAY_KEY"  # variable of the key, which the address holds already
+KINDS: dict[str, FailureKind] = {
+    "SandboxError": "sandbox",
+    "ToolsetError": "tool",
+    "HarnessError": "agent",
+    "ProviderError": "engine",
+    "TimeoutError": "timeout",
+}
+
+
+class VerifiersProgram:
+    """Plays tasks of one taskset. Tools and interception servers live as long as the process."""
+
+    def __init__(self, cfg: AgentConfig) -> None:
+        self._cfg = cfg
+        self._stack = AsyncExitStack()
+
+    async def open(self, site: Site) -> None:
+        """Load the environment and start the gateway. Raises: ConfigError."""
+        self._env = await asyncio.to_thread(load_environment, self._cfg)
+        self._tasks = _Tasks(iter(self._env.taskset))
+        self._gateway = await self._stack.enter_async_context(gateway_of(self._cfg, site))
+        await self._stack.enter_async_context(self._env.serving())
+
+    async def play(self, ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> list[Sample]:
+        """Play the task of a record. Raises: EpisodeFailure by the class of verifiers' error."""
+        task = self._tasks.find(prompt.meta.get(TASK))
+        session = self._gateway.open(ctx, prompt, engine)
+        try:
+            (slot,) = self._env.slots(task)
+            episode = await self._env.run_slot(slot, _model_of(session))
+            return rewarded(session.samples(), reward_of(episode))
+        finally:
+            session.close()
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+class _Tasks:
+    """Tasks of a taskset by their number; an endless one is read as far as it is needed."""
+
+    def __init__(self, tasks: Iterator[Any]) -> None:
+        self._tasks, self._read = tasks, list[Any]()
+
+    def find(self, number: Any) -> Any:
+        """Raises: EpisodeFailure for what is no number of a task."""
+        if not isinstance(number, int) or number < 0:
+            raise EpisodeFailure("environment", f"the record's {TASK!r} is {number!r}, no number")
+        missing = number + 1 - len(self._read)
+        self._read += itertools.islice(self._tasks, max(missing, 0))
+        if number >= len(self._read):
+            raise EpisodeFailure("environment", f"the taskset has {len(self._read)} tasks only")
+        return self._read[number]
+
+
+def check_verifiers() -> None:
+    """Raise a ConfigError without the package."""
+    if importlib.util.find_spec("verifiers") is None:
+        raise ConfigError(
+            "agent.kind = 'verifiers' needs the package verifiers: pip install verifiers==0.4.0 "
+            "--constraint constraints.txt"
+        )
+
+
+def load_environment(cfg: AgentConfig) -> Any:
+    """Return verifiers' environment of these settings.
+
+    `agent.name` is the id of its taskset, and `agent.args` are more of its environment's settings.
+    Roles run on this host, by the harness in this process, unless the settings say otherwise.
+    Raises: ConfigError for settings that verifiers refuses, or without the package.
+    """
+    check_verifiers()
+    loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
+    sys.modules.setdefault(
+        IN_PROCESS, importlib.import_module("spmd_rl.environments.verifiers_harness")
+    )
+    os.environ.setdefault(NO_KEY, "EMPTY")
+    taskset = {"id": cfg.name, **cfg.args.get("taskset", {})}
+    raw = {**cfg.args, "taskset": taskset}
+    try:
+        settings = loaders.env_config_type(cfg.name, cfg.args.get("id", ""))
+        for role in _roles_of(settings):
+            own = dict(raw.get(role, {}))
+            own.setdefault("runtime", {"type": "subprocess"})
+            own.setdefault("harness", {"id": IN_PROCESS})
+            own.setdefault("max_turns", cfg.max_turns)
+            raw[role] = own
+        return loaders.load_environment(settings.model_validate(raw))
+    # a taskset is a module of somebody, and its settings are pydantic's
+    except Exception as error:
+        raise ConfigError(f"agent.name = {cfg.name!r}: {type(error).__name__}: {error}") from error
+
+
+def write_prompts(path: str | Path, name: str, args: Mapping[str, Any], num: int) -> None:
+    """Write the first tasks of a taskset as records that a run with these settings plays.
+
+    Raises: ConfigError, as `load_environment` does.
+    """
+    env = load_environment(AgentConfig(kind="verifiers", name=name, args=dict(args)))
+    lines = []
+    for number, task in enumerate(itertools.islice(iter(env.taskset), num)):
+        prompt = task.data.prompt
+        text = prompt if isinstance(prompt, str) else f"task {number}"
+        lines.append(json.dumps({"prompt": text or f"task {number}", TASK: number}) + "\n")
+    Path(path).write_text("".join(lines), encoding="utf-8")
+
+
+def reward_of(episode: Any) -> dict[str, float]:
+    """Return the reward of an episode and its parts.
+
+    Raises: EpisodeFailure for one that verifiers could not play to its end, and for one of several
+    agents.
+    """
+    errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
+    if errors:
+        first = errors[0]
+        kind = KINDS.get(first.type, "environment")
+        raise EpisodeFailure(kind, f"{first.type}: {first.message}"[:1000])
+    if len(episode.traces) != 1:
+        raise EpisodeFailure("environment", f"{len(episode.traces)} agents: one can be trained")
+    (trace,) = episode.traces
+    parts = {name: one.value for name, one in trace.rewards.items() if one is not None}
+    parts |= {name: value for name, value in trace.metrics.items() if value is not None}
+    return {**parts, "reward": float(trace.reward)}
+
+
+def _roles_of(settings: Any) -> list[str]:
+    """Return the names of an environment's agents."""
+    agent_config = importlib.import_module("verifiers.v1.configs.agent").AgentConfig
+    fields = settings.model_fields.items()
+    return [name for name, field in fields if isinstance(field.default, agent_config)]
+
+
+def _model_of(session: Session) -> Any:
+    """Return the session as verifiers' model. Its address holds the key."""
+    clients = importlib.import_module("verifiers.v1.clients")
+    client = clients.EvalClientConfig(base_url=session.keyed_base_url, api_key_var=NO_KEY)
+    return clients.ModelContext(model="policy", client=client)

@@ -1,0 +1,126 @@
+"""Tasksets of verifiers 0.4.0, unmodified, played with the policy behind the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spmd_rl.environments.config import AgentConfig
+from spmd_rl.hooks.context import HookContext
+from spmd_rl.hooks.failures import EpisodeFailure
+from spmd_rl.hooks.program import Site
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
+from tests.unit.gateway.fakes import FakeEngine, FakeTexts
+
+pytestmark = pytest.mark.agents
+TASKSET = "say_number"
+CONFIG = {"hooks": {"concurrency": 8}, "sampling": {"temperature": 1.0, "max_tokens": 64}}
+
+
+@pytest.fixture(autouse=True)
+def tasksets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verifiers finds a taskset by the name of an installed module."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def played(replies: Any, *tasks: Any, name: str = TASKSET, **settings: Any) -> list[Any]:
+    """Return the samples of an episode for each task, or why it failed; all run at once."""
+    pytest.importorskip("verifiers")
+    pytest.importorskip("uvicorn")
+    from spmd_rl.environments.verifiers import VerifiersProgram
+
+    texts = FakeTexts()
+    engines = [FakeEngine(texts, replies) for _ in tasks]
+    program = VerifiersProgram(AgentConfig(kind="verifiers", name=name, **settings))
+
+    async def episode(engine: Any, number: int, task: Any) -> list[Sample] | EpisodeFailure:
+        prompt = Prompt(number, np.array([1, 2], np.int32), text="task", meta={"task": task})
+        try:
+            return await program.play(HookContext(config=CONFIG), prompt, engine)
+        except EpisodeFailure as failure:
+            return failure
+
+    async def main() -> list[Any]:
+        await program.open(Site(CONFIG, 0, "/models/tiny", texts))
+        try:
+            pairs = enumerate(zip(engines, tasks, strict=True))
+            return await asyncio.gather(*(episode(one, n, task) for n, (one, task) in pairs))
+        finally:
+            await program.close()
+
+    found = asyncio.run(main())
+    for engine, samples in zip(engines, found, strict=True):
+        if isinstance(samples, list):
+            check_exact(engine, samples)
+    return found
+
+
+def check_exact(engine: FakeEngine, samples: list[Sample]) -> None:
+    """Every drawn token is learned once, after the tokens that it was drawn after."""
+    learned = []
+    for sample in samples:
+        whole = [*sample.context.tolist(), *sample.tokens.tolist()]
+        starts = np.flatnonzero(np.diff(np.concatenate([[0], sample.mask.astype(int)])) == 1)
+        for start in starts.tolist():
+            at = len(sample.context) + start
+            drawn = next(ids for past, ids in engine.drawn if past == whole[:at])
+            assert whole[at : at + len(drawn)] == drawn
+            learned.append(drawn)
+    assert sorted(learned) == sorted(ids for _, ids in engine.drawn)
+
+
+def test_a_task_gives_the_reward_and_the_tokens() -> None:
+    def reply(prompt: str) -> str:
+        assert "obey" in prompt
+        return "3<|end|>"
+
+    right, wrong = played(reply, 3, 1)
+    ((sample,), (other,)) = right, wrong
+    assert (sample.reward, other.reward) == (1.0, 0.0)
+    assert sample.parts == {"right": 1.0, "letters": 1.0, "reward": 1.0}
+    assert sample.messages[-1]["content"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("task", "problem"), [(None, "no number"), ("3", "no number"), (99, "has 5 tasks only")]
+)
+def test_a_record_names_its_task(task: Any, problem: str) -> None:
+    (failure,) = played(lambda _: "3<|end|>", task)
+    assert failure.kind == "environment"
+    assert problem in str(failure)
+
+
+def test_a_game_of_textarena_has_several_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("textarena")
+    pytest.importorskip("nltk")
+    for name in ("en", "en-basic"):
+        words = tmp_path / "corpora" / "words" / name
+        words.parent.mkdir(parents=True, exist_ok=True)
+        words.write_text("aaaaaa\nbbbbbb\nabbbba\nbaaaab\naabbaa\n")
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path))
+    args = {"taskset": {"game": "Hangman-v0"}}
+
+    def reply(prompt: str) -> str:
+        return "[a]<|end|>" if "[a]" not in prompt.split("assistant")[-2:][0] else "[b]<|end|>"
+
+    (samples,) = played(reply, 0, name="textarena", args=args)
+    assert isinstance(samples, list), samples
+    assert sum(int(sample.mask.sum()) > 0 for sample in samples) >= 1
+    assert len({sample.reward for sample in samples}) == 1
+
+
+def test_records_are_written_from_a_taskset(tmp_path: Path) -> None:
+    pytest.importorskip("verifiers")
+    from spmd_rl.environments.verifiers import write_prompts
+
+    write_prompts(tmp_path / "train.jsonl", TASKSET, {}, num=3)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert rows == [{"prompt": f"say {number}", "task": number} for number in range(3)]
