@@ -54,6 +54,7 @@ class VerifiersProgram:
     async def open(self, site: Site) -> None:
         """Load the environment and start the gateway. Raises: ConfigError."""
         self._env = await asyncio.to_thread(load_environment, self._cfg)
+        self._stack.push_async_callback(sys.modules[IN_PROCESS].InProcessHarness.close)
         self._tasks = _Tasks(iter(self._env.taskset))
         self._gateway = await self._stack.enter_async_context(gateway_of(self._cfg, site))
         await self._stack.enter_async_context(self._env.serving())

@@ -6,7 +6,7 @@ processor time. Source: verifiers 0.4.0, `verifiers.v1.harness`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 from verifiers.v1.configs.harness import HarnessConfig
@@ -30,7 +30,14 @@ class InProcessHarness(Harness[InProcessHarnessConfig]):  # type: ignore[misc]
     SUPPORTS_RESUME = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
-    _client: httpx.AsyncClient | None = None
+    _client: ClassVar[httpx.AsyncClient | None] = None  # of all episodes of the process
+
+    @classmethod
+    async def close(cls) -> None:
+        """Close the connections of all episodes. They belong to one event loop."""
+        if cls._client is not None:
+            await cls._client.aclose()
+            cls._client = None
 
     async def launch(
         self,
@@ -45,7 +52,7 @@ class InProcessHarness(Harness[InProcessHarnessConfig]):  # type: ignore[misc]
     ) -> Any:
         """Return the reply, as what a program has printed."""
         if InProcessHarness._client is None:
-            InProcessHarness._client = httpx.AsyncClient(timeout=None)
+            InProcessHarness._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits())
         system, prompt = self.resolve_prompt(data)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):

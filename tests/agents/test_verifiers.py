@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 
 from spmd_rl.environments.config import AgentConfig
+from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.hooks.program import Site
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
+from tests.agents.test_training import check_bits, longer_model, write
+from tests.dist.recipes.conftest import REPO, run_in
 from tests.unit.gateway.fakes import FakeEngine, FakeTexts
 
 pytestmark = pytest.mark.agents
@@ -87,6 +91,16 @@ def test_a_task_gives_the_reward_and_the_tokens() -> None:
     assert sample.messages[-1]["content"] == "3"
 
 
+def test_an_engine_that_refuses_fails_the_sample() -> None:
+    def reply(prompt: str) -> str:
+        raise SpmdError("the context is full")
+
+    (failure,) = played(reply, 3)
+    assert isinstance(failure, EpisodeFailure)
+    assert failure.kind in ("engine", "agent")
+    assert "the context is full" in str(failure)
+
+
 @pytest.mark.parametrize(
     ("task", "problem"), [(None, "no number"), ("3", "no number"), (99, "has 5 tasks only")]
 )
@@ -100,21 +114,25 @@ def test_a_game_of_textarena_has_several_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("textarena")
-    pytest.importorskip("nltk")
+    nltk = pytest.importorskip("nltk")
     for name in ("en", "en-basic"):
         words = tmp_path / "corpora" / "words" / name
         words.parent.mkdir(parents=True, exist_ok=True)
         words.write_text("aaaaaa\nbbbbbb\nabbbba\nbaaaab\naabbaa\n")
-    monkeypatch.setenv("NLTK_DATA", str(tmp_path))
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
     args = {"taskset": {"game": "Hangman-v0"}}
 
+    asked: list[str] = []
+
     def reply(prompt: str) -> str:
-        return "[a]<|end|>" if "[a]" not in prompt.split("assistant")[-2:][0] else "[b]<|end|>"
+        asked.append(prompt)
+        return f"[{'ab'[len(asked) % 2]}]<|end|>"
 
     (samples,) = played(reply, 0, name="textarena", args=args)
     assert isinstance(samples, list), samples
-    assert sum(int(sample.mask.sum()) > 0 for sample in samples) >= 1
-    assert len({sample.reward for sample in samples}) == 1
+    (sample,) = samples
+    assert sum(turn["role"] == "assistant" for turn in sample.messages) == len(asked) >= 2
+    assert 0 <= sample.reward <= 1
 
 
 def test_records_are_written_from_a_taskset(tmp_path: Path) -> None:
@@ -124,3 +142,28 @@ def test_records_are_written_from_a_taskset(tmp_path: Path) -> None:
     write_prompts(tmp_path / "train.jsonl", TASKSET, {}, num=3)
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert rows == [{"prompt": f"say {number}", "task": number} for number in range(3)]
+
+
+def test_a_run_of_a_taskset_has_equal_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of a model that knows nothing; the reward is that of the taskset."""
+    pytest.importorskip("verifiers")
+    places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
+    data = write(tmp_path / "train.jsonl", ({"prompt": f"say {n}", "task": n} for n in range(5)))
+    ended = run_in(
+        tmp_path,
+        "grpo",
+        f"--config={REPO / 'examples/environments/grpo.toml'}",
+        f"--model={longer_model(tmp_path, 256)}",
+        f"--data={data}",
+        "--prompts.answer_key=",
+        "--agent.kind=verifiers",
+        f"--agent.name={TASKSET}",
+        "--trainer.init=random",
+        "--prompts_per_step=4",
+        "--sampling.num_samples=4",
+        "--steps=2",
+        small=False,
+    )
+    check_bits(ended, has_turns=False)
+    assert all("reward/letters" in row for row in ended.metrics)
