@@ -8,11 +8,9 @@ any dialect that a program speaks gives exact tokens. Source: verifiers 0.4.0, `
 from __future__ import annotations
 
 import asyncio
-import importlib
 import importlib.util
 import itertools
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 
 TASK = "task"  # key of a record: the number of its task in the taskset
 IN_PROCESS = "spmd_rl_in_process"  # harness of verifiers_harness.py
-NO_KEY = "SPMD_RL_GATEWAY_KEY"  # variable of the key, which the address holds already
 KINDS: dict[str, FailureKind] = {
     "SandboxError": "sandbox",
     "ToolsetError": "tool",
@@ -108,11 +105,11 @@ def load_environment(cfg: AgentConfig) -> Any:
     Raises: ConfigError for settings that verifiers refuses, or without the package.
     """
     check_verifiers()
-    loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
-    sys.modules.setdefault(
-        IN_PROCESS, importlib.import_module("spmd_rl.environments.verifiers_harness")
-    )
-    os.environ.setdefault(NO_KEY, "EMPTY")
+    from verifiers.v1.utils import loaders
+
+    from spmd_rl.environments import verifiers_harness
+
+    sys.modules.setdefault(IN_PROCESS, verifiers_harness)
     taskset = {"id": cfg.name, **cfg.args.get("taskset", {})}
     raw = {**cfg.args, "taskset": taskset}
     try:
@@ -164,13 +161,17 @@ def reward_of(episode: Any) -> dict[str, float]:
 
 def _roles_of(settings: Any) -> list[str]:
     """Return the names of an environment's agents."""
-    agent_config = importlib.import_module("verifiers.v1.configs.agent").AgentConfig
+    from verifiers.v1.configs.agent import AgentConfig as Role
+
     fields = settings.model_fields.items()
-    return [name for name, field in fields if isinstance(field.default, agent_config)]
+    return [name for name, field in fields if isinstance(field.default, Role)]
 
 
 def _model_of(session: Session) -> Any:
     """Return the session as verifiers' model. Its address holds the key."""
-    clients = importlib.import_module("verifiers.v1.clients")
-    client = clients.EvalClientConfig(base_url=session.keyed_base_url, api_key_var=NO_KEY)
-    return clients.ModelContext(model="policy", client=client)
+    from verifiers.v1.clients import EvalClientConfig, ModelContext
+
+    from spmd_rl.environments.verifiers_harness import NO_KEY
+
+    client = EvalClientConfig(base_url=session.keyed_base_url, api_key_var=NO_KEY)
+    return ModelContext(model="policy", client=client)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import httpx
+from verifiers.v1.clients import EvalClientConfig
+from verifiers.v1.clients.base import build_async_httpx
 from verifiers.v1.configs.harness import HarnessConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harness import Harness
@@ -16,6 +17,7 @@ from verifiers.v1.runtimes import ProgramResult
 
 __all__ = ["InProcessHarness"]
 
+NO_KEY = "SPMD_RL_GATEWAY_KEY"  # a variable for keys, which addresses and headers hold already
 MAX_TOLD = 2000  # characters of an answer that is no success
 
 
@@ -30,7 +32,7 @@ class InProcessHarness(Harness[InProcessHarnessConfig]):  # type: ignore[misc]
     SUPPORTS_RESUME = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
-    _client: ClassVar[httpx.AsyncClient | None] = None  # of all episodes of the process
+    _client: ClassVar[Any] = None  # of all episodes of the process
 
     @classmethod
     async def close(cls) -> None:
@@ -52,7 +54,8 @@ class InProcessHarness(Harness[InProcessHarnessConfig]):  # type: ignore[misc]
     ) -> Any:
         """Return the reply, as what a program has printed."""
         if InProcessHarness._client is None:
-            InProcessHarness._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits())
+            config = EvalClientConfig(base_url=endpoint, api_key_var=NO_KEY)
+            InProcessHarness._client = build_async_httpx(config)
         system, prompt = self.resolve_prompt(data)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -64,7 +67,7 @@ class InProcessHarness(Harness[InProcessHarnessConfig]):  # type: ignore[misc]
             json={"model": ctx.model, "messages": messages},
             headers={"Authorization": f"Bearer {secret}"},
         )
-        if answer.status_code != httpx.codes.OK:
+        if not answer.is_success:
             return ProgramResult(exit_code=1, stdout="", stderr=answer.text[-MAX_TOLD:])
         said = answer.json()["choices"][0]["message"].get("content") or ""
         return ProgramResult(exit_code=0, stdout=said, stderr="")

@@ -38,6 +38,7 @@ HEAVY = {
     "skyrl_gym": "environments",
     "omegaconf": "environments",
     "textarena": "environments",
+    "verifiers": "environments",
     "megatron": "train",
     "transformer_engine": "train",
     "triton": "kernels",
@@ -49,7 +50,7 @@ HEAVY = {
 }
 # decorators, base classes: such files come late
 AT_MODULE_LEVEL = {"rich", "triton", "flash_attn", "cutlass", "quack"}
-AT_MODULE_LEVEL |= {"starlette", "uvicorn"}
+AT_MODULE_LEVEL |= {"starlette", "uvicorn", "verifiers"}
 # a part of transformers that needs neither torch nor a model
 LIGHT_PARTS = {"transformers.utils.chat_parsing": "gateway"}
 
