@@ -93,7 +93,9 @@ class _Endpoint:
 
     def session(self, scope: Any) -> Session:
         """Return the session of a request. Raises: Refused."""
-        return self.sessions.find(key_of(scope["path_params"].get("key", ""), scope["headers"]))
+        headers = scope["headers"]
+        name = dict(headers).get(b"x-session-id", b"").decode("latin-1")
+        return self.sessions.find(key_of(scope["path_params"].get("key", ""), headers), name)
 
 
 class _Health(_Endpoint):

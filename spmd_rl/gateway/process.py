@@ -74,6 +74,15 @@ class Gateway:
         """The number of sessions that are open."""
         return len(self._sessions)
 
+    @property
+    def shared_key(self) -> str:
+        """The key with which a client finds a session by a name, in the header X-Session-ID."""
+        return self._sessions.shared_key
+
+    def name(self, session: Session, name: str) -> None:
+        """Let a session be found by the shared key and a name, until it ends."""
+        self._sessions.name(session, name)
+
     def open(
         self,
         ctx: HookContext,

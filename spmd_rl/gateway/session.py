@@ -58,12 +58,13 @@ class Session:
         prompt: Prompt,
         engine: EpisodeEngine,
         rules: SamplingRules,
-        forget: Callable[[str], None],
+        forget: Callable[[Session], None],
     ) -> None:
         self.key, self.root_url, self.rules = key, root_url, rules
         self.base_url = f"{root_url}/v1"
         self.keyed_root_url = f"{root_url}/s/{key}"
         self.keyed_base_url = f"{self.keyed_root_url}/v1"
+        self.names: list[str] = []  # by which the shared key finds it
         self.version = ctx.version
         self._parts, self._ctx, self._prompt, self._engine = parts, ctx, prompt, engine
         self._tree: MessageTree[DrawnTurn] = MessageTree()
@@ -90,7 +91,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        self._forget(self.key)
+        self._forget(self)
         for call in list(self._open):
             call.task.cancel()
         if self._records:

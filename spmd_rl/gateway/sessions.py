@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +17,17 @@ from spmd_rl.types.prompts import Prompt
 
 
 class Sessions:
-    """The sessions that are open, each found by its key alone."""
+    """The sessions that are open, each found by its key alone.
+
+    A session may have names besides, such as the id that a client gives each conversation. It is
+    then found by `shared_key`, which is that of the process, and one of its names.
+    """
 
     def __init__(self, parts: SessionParts) -> None:
         self.parts = parts
+        self.shared_key = new_key()
         self._table: KeyTable[Session] = KeyTable()
+        self._names: KeyTable[Session] = KeyTable()
 
     def __len__(self) -> int:
         return len(self._table)
@@ -43,13 +50,24 @@ class Sessions:
         self._table.add(session.key, session)
         return session
 
-    def forget(self, key: str) -> None:
-        """Make a key a wrong one."""
-        self._table.remove(key)
+    def name(self, session: Session, name: str) -> None:
+        """Let a session be found by the shared key and a name, until it ends."""
+        self._names.add(name, session)
+        session.names.append(name)
 
-    def find(self, key: str) -> Session:
-        """Return the session of a key. Raises: Refused for a wrong one."""
-        session = self._table.find(key)
+    def forget(self, session: Session) -> None:
+        """Make the key of a session a wrong one, and its names with it."""
+        self._table.remove(session.key)
+        for name in session.names:
+            self._names.remove(name)
+
+    def find(self, key: str, name: str = "") -> Session:
+        """Return the session of a key, or of the shared key and a name.
+
+        Raises: Refused for a wrong one.
+        """
+        is_shared = secrets.compare_digest(key.encode("utf-8", "replace"), self.shared_key.encode())
+        session = self._names.find(name) if is_shared else self._table.find(key)
         if session is None:
             problem = "this key is wrong, or its episode has ended" if key else "there is no key"
             raise Refused("", problem, status=401, code="invalid_api_key")

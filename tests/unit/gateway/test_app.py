@@ -126,6 +126,26 @@ def test_keys() -> None:
     asyncio.run(play())
 
 
+def test_the_shared_key_finds_a_session_by_its_name() -> None:
+    async def play() -> None:
+        async with serving() as served:
+            shared = served.gateway.shared_key
+            served.gateway.name(served.session, "trace 1")
+            named = {"x_session_id": "trace 1"}
+            for key, name in ((shared, ""), (shared, "trace 2"), ("x", "trace 1"), ("", "trace 1")):
+                got = await served.post(CHAT, HELLO, key, x_session_id=name)
+                assert got.status == 401
+                assert shared.encode() not in got.body
+            assert (await served.post(CHAT, HELLO, shared, **named)).status == 200
+            assert len(served.session.samples()) == 1
+            # a session's own key needs no name, and any name may stand beside it
+            assert (await served.post(CHAT, HELLO, x_session_id="other")).status == 200
+            served.session.close()
+            assert (await served.post(CHAT, HELLO, shared, **named)).status == 401
+
+    asyncio.run(play())
+
+
 def test_no_key_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
 
