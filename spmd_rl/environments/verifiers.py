@@ -11,6 +11,7 @@ import asyncio
 import importlib.util
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
@@ -28,10 +29,11 @@ from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
 if TYPE_CHECKING:
-    from spmd_rl.gateway.session import Session
+    from spmd_rl.gateway.process import Gateway
 
 TASK = "task"  # key of a record: the number of its task in the taskset
 IN_PROCESS = "spmd_rl_in_process"  # harness of verifiers_harness.py
+KEY = "SPMD_RL_GATEWAY_KEY"  # variable of this process, in which verifiers looks for the key
 KINDS: dict[str, FailureKind] = {
     "SandboxError": "sandbox",
     "ToolsetError": "tool",
@@ -55,6 +57,7 @@ class VerifiersProgram:
         self._tasks = _Tasks(iter(self._env.taskset))
         self._gateway = await self._stack.enter_async_context(gateway_of(self._cfg, site))
         await self._stack.enter_async_context(self._env.serving())
+        self._model = _model_of(self._gateway)
 
     async def play(self, ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> list[Sample]:
         """Play the task of a record. Raises: EpisodeFailure by the class of verifiers' error."""
@@ -62,7 +65,8 @@ class VerifiersProgram:
         session = self._gateway.open(ctx, prompt, engine)
         try:
             (slot,) = self._env.slots(task)
-            episode = await self._env.run_slot(slot, _model_of(session))
+            named = lambda trace: self._gateway.name(session, trace.id)  # noqa: E731
+            episode = await self._env.run_slot(slot, self._model, on_trace=named)
             return rewarded(session.samples(), reward_of(episode))
         finally:
             session.close()
@@ -167,11 +171,13 @@ def _roles_of(settings: Any) -> list[str]:
     return [name for name, field in fields if isinstance(field.default, Role)]
 
 
-def _model_of(session: Session) -> Any:
-    """Return the session as verifiers' model. Its address holds the key."""
+def _model_of(gateway: Gateway) -> Any:
+    """Return the gateway as verifiers' model. Each request names its trace, and so the session.
+
+    One client serves all episodes, as verifiers keeps a client for each address and key.
+    """
     from verifiers.v1.clients import EvalClientConfig, ModelContext
 
-    from spmd_rl.environments.verifiers_harness import NO_KEY
-
-    client = EvalClientConfig(base_url=session.keyed_base_url, api_key_var=NO_KEY)
+    os.environ[KEY] = gateway.shared_key
+    client = EvalClientConfig(base_url=f"{gateway.root_url}/v1", api_key_var=KEY)
     return ModelContext(model="policy", client=client)

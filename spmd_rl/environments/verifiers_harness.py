@@ -17,7 +17,7 @@ from verifiers.v1.runtimes import ProgramResult
 
 __all__ = ["InProcessHarness"]
 
-NO_KEY = "SPMD_RL_GATEWAY_KEY"  # a variable for keys, which addresses and headers hold already
+NO_KEY = "SPMD_RL_NO_KEY"  # a variable that is not set: the header has the key
 MAX_TOLD = 2000  # characters of an answer that is no success
 
 
