@@ -49,6 +49,8 @@ VARIANTS: dict[str, list[str]] = {
     "reinforce_pp_baseline": ["--kl.coef=0.01"],
     "ppo": ["--gae_lambda=0.95", "--critic.lr=3e-3", "--critic_warmup_steps=2"],
     "gdpo": [],
+    "gigpo": [],
+    "turn_returns": [],
     "grpo, KL in the loss": ["--kl.coef=0.02", "--kl.refresh_every=10"],
     "grpo, entropy bonus": ["--entropy_coef=0.002"],
     "grpo, MIS and OPSM": [

@@ -134,6 +134,17 @@ def generalised_advantages(
     return torch.stack(columns[::-1], 1)
 
 
+def turn_returns(p: Padded, gamma: float) -> Tensor:
+    """A turn is a run of learned tokens, and the reward is that of an answer's last one."""
+    mask = p.mask.double()
+    starts = mask * (1 - torch.nn.functional.pad(mask, (1, 0))[:, :-1])
+    number = starts.cumsum(1)
+    returns = p.rewards.double()[:, None] * gamma ** (number[:, -1:] - number)
+    same = (p.group[:, None] == p.group[None]).double()
+    mean = (same @ (returns * starts).sum(1)) / (same @ starts.sum(1))
+    return ((returns - mean[:, None]) * mask).to(p.rewards.dtype)
+
+
 def token_advantages(p: Padded, s: dict[str, Any]) -> Tensor:
     kind, coef = s.get("advantage", "grpo"), s.get("kl_reward", 0.0)
     gamma = s.get("discount", 1.0)
@@ -149,6 +160,8 @@ def token_advantages(p: Padded, s: dict[str, Any]) -> Tensor:
         buffer, penalty = s["overlong"]
         exceeds = p.mask.sum(1) - (s["max_tokens"] - buffer)
         p.rewards = p.rewards + (-exceeds / buffer * penalty).clamp(max=0)
+    if kind == "turn_returns":
+        return turn_returns(p, gamma)
     by_answer = {
         "grpo": lambda: group_normalised(p.rewards, p.group, True),
         "dr": lambda: group_normalised(p.rewards, p.group, False),

@@ -45,7 +45,8 @@ HOSTILE = [
     "A " * 100_000,
 ]
 NAMES = [name for name in GRADERS if GRADERS[name].rpartition(":")[2] == name]
-NOT_HERE = "code", "remote", "judge", "ifbench"  # servers, and one that has other instructions
+# servers, one that has other instructions, and one that only an agent's episode has
+NOT_HERE = "code", "remote", "judge", "ifbench", "environment"
 RULES = [name for name in NAMES if name not in NOT_HERE]
 
 
