@@ -13,7 +13,8 @@ from spmd_rl.config.rules import at_least, require
 class HookConfig:
     """The functions besides the reward, and the processes that run them (docs/hooks.md)."""
 
-    # makes the samples of a prompt in several turns: async module:function or path/to/file.py:f
+    # makes the samples of a prompt in several turns: async module:function or path/to/file.py:f,
+    # or a class with open, play and close
     generate: str = ""
     # says how the sources of a mixture are weighted at a step: module:function or file.py:f
     pick_sources: str = ""
