@@ -80,8 +80,7 @@ def agree_with_agent(cfg: AgentRecipe) -> None:
     """Raise a ConfigError for settings that do not go with `agent.kind`, for `__post_init__`."""
     if not cfg.agent.kind:
         return
-    if cfg.hooks.generate:
-        raise ConfigError("agent.kind and hooks.generate both play the episodes: set one of them")
+    hooks_with_agent(cfg.hooks, cfg.agent)
     if not cfg.prompts.chat_template:
         raise ConfigError(f"agent.kind = {cfg.agent.kind!r} needs prompts.chat_template = true")
     if cfg.reward == ANSWER:
@@ -93,7 +92,10 @@ def agree_with_agent(cfg: AgentRecipe) -> None:
 
 
 def hooks_with_agent(hooks: HookConfig, agent: AgentConfig) -> HookConfig:
-    """Return the hooks of a run whose episodes `agent` plays; as they are without a kind."""
+    """Return the hooks of a run whose episodes `agent` plays; as they are without a kind.
+
+    Raises: ConfigError where the hooks name another player.
+    """
     if not agent.kind:
         return hooks
     if hooks.generate:

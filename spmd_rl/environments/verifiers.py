@@ -65,8 +65,9 @@ class VerifiersProgram:
         session = self._gateway.open(ctx, prompt, engine)
         try:
             (slot,) = self._env.slots(task)
-            named = lambda trace: self._gateway.name(session, trace.id)  # noqa: E731
-            episode = await self._env.run_slot(slot, self._model, on_trace=named)
+            episode = await self._env.run_slot(
+                slot, self._model, on_trace=lambda trace: self._gateway.name(session, trace.id)
+            )
             return rewarded(session.samples(), reward_of(episode))
         finally:
             session.close()
