@@ -9,7 +9,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import spmd_rl as rl
-from spmd_rl.recipes import grpo
+from spmd_rl.recipes import grpo, policy_run
 from spmd_rl.recipes.grpo import Config, check
 
 __all__ = ["Config", "Faulty", "check", "main"]
@@ -27,5 +27,5 @@ update_wrapper(Faulty.__init__, rl.Rollout.__init__)  # a recipe finds the setti
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
-    with patch.object(rl, "Rollout", Faulty):
+    with patch.object(policy_run, "Rollout", Faulty):
         grpo.main(ctl, cfg)
