@@ -20,6 +20,7 @@ from tests.gpu.kernels.mixtures import SIZES, mixture, one_by_one, routes_of
 pytest.importorskip("triton")
 
 from spmd_rl.kernels.moe import grouped_triton
+from spmd_rl.kernels.moe.combine_triton import sum_slots
 from spmd_rl.kernels.moe.expert_addresses import KeptAddresses, addresses
 from spmd_rl.kernels.moe.experts import grouped_linear, order_slots, scaled_sum
 from spmd_rl.kernels.moe.grouped_tiles import REFERENCE, TILES, GroupedTile
@@ -271,5 +272,7 @@ def test_controls_another_order_of_sums_or_a_rounding_more_is_seen(rows, unequal
     down = module.weights("down_proj")
     rounded = grouped_linear(hidden, down, order, kept, "down", gathers=False)
     assert unequal(scaled_sum(rounded, routes.weights, order), wanted) > 1000
-    turned = routes._replace(ids=routes.ids.flip(1), weights=routes.weights.flip(1))
-    assert unequal(module.one_by_one(x, turned), wanted) > 100
+    y = rows("wide", order.num_slots, 2048)
+    turned = order_slots(routes._replace(ids=routes.ids.flip(1)), 128)
+    assert torch.equal(turned.slots // 8, order.slots // 8), "an expert's rows are by token"
+    assert unequal(sum_slots(y, turned), sum_slots(y, order)) > 100
