@@ -55,22 +55,16 @@ class Tiles(NamedTuple):
 # Most rows of an expert, on average: its tiles.
 TILES: dict[int, Tiles] = {
     1: Tiles(
-        GroupedTile(16, 32, 128, 4, 4, swap=True),
+        GroupedTile(16, 64, 64, 4, 6, swap=True),
         GroupedTile(16, 64, 128, 4, 4, swap=True),
         GroupedTile(16, 64, 128, 4, 4, swap=True),
         GroupedTile(16, 64, 64, 4, 4),
     ),
     12: Tiles(
         GroupedTile(16, 64, 128, 4, 3, swap=True),
-        GroupedTile(16, 64, 128, 4, 4, swap=True),
-        GroupedTile(16, 64, 128, 4, 4, swap=True),
+        GroupedTile(16, 128, 128, 4, 3, swap=True),
+        GroupedTile(16, 128, 128, 4, 3, swap=True),
         GroupedTile(16, 64, 64, 4, 4),
-    ),
-    32: Tiles(
-        GroupedTile(32, 64, 128, 4, 3, swap=True),
-        GroupedTile(32, 128, 64, 4, 4, swap=True),
-        GroupedTile(32, 128, 64, 4, 4, swap=True),
-        GroupedTile(32, 64, 64, 4, 4),
     ),
     96: Tiles(
         GroupedTile(64, 64, 64, 4, 4),
@@ -79,13 +73,13 @@ TILES: dict[int, Tiles] = {
         GroupedTile(64, 128, 64, 4, 4),
     ),
     1 << 31: Tiles(
-        GroupedTile(128, 128, 64, 8, 3),
+        GroupedTile(128, 128, 64, 8, 4),
+        GroupedTile(128, 256, 64, 8, 4),
+        GroupedTile(128, 256, 64, 8, 4),
         GroupedTile(128, 256, 64, 8, 3),
-        GroupedTile(128, 256, 64, 8, 3),
-        GroupedTile(128, 128, 64, 8, 3),
     ),
 }
-OUTER = GradTile(128, 128, 64, 8, 5)  # rows are loaded by index, which takes a stage of its own
+OUTER = GradTile(128, 256, 64, 8, 5)  # rows are loaded by index, which takes a stage of its own
 REFERENCE = GroupedTile(128, 128, 64, 8, 3)
 
 
