@@ -82,6 +82,8 @@ def flash_interface() -> Any:
     """Return FlashAttention-4's module of functions, whose kernels are kept on disk from now on."""
     from flash_attn.cute import interface
 
+    # The CuTe DSL says so of an argument of each of these kernels, which all the same are right.
+    warnings.filterwarnings("ignore", "Argument aux_data .*cannot be converted", UserWarning)
     for name, function in vars(interface).items():
         if hasattr(function, "compile_cache"):
             function.compile_cache = CompiledKernels(name.strip("_"), user_cache())
