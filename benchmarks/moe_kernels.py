@@ -101,12 +101,12 @@ def sglang_experts() -> Callable[[Tensor, Layer, ExpertRoutes], Tensor] | None:
     """Return SGLang's fused experts, or None where the package is not there or does not run."""
     try:
         from sglang.srt.layers.moe import MoeRunnerConfig
-        from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_experts
+        from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts
         from sglang.srt.layers.moe.topk import StandardTopKOutput
         from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
         set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
-        config = MoeRunnerConfig(inplace=False)
+        config = MoeRunnerConfig(EXPERTS, EXPERTS, inplace=False)
     except Exception:  # noqa: BLE001 (whatever a version of the peer raises, ours is measured)
         print(f"SGLang is not measured:\n{traceback.format_exc()}", file=sys.stderr)
         return None

@@ -29,6 +29,7 @@ RUNS = Path(__file__).parent / "runs.json"
 RUN = "import sys; from spmd_rl.cli.main import main; sys.exit(main())"
 # Room for keys and values is said, so that no run counts on memory that another one takes.
 NATIVE = ["--engine.num_pages=2400", "--engine.page_size=128"]
+SMALL = ["--trainer.max_tokens=16384", "--trainer.backend.recompute=all"]  # of a run's memory
 SGLANG = [
     "--engine.kind=sglang",
     "--engine.options.attention_backend=triton",
@@ -89,7 +90,7 @@ TASKS = {
             "--eval.sets={}",
             "--eval.data=examples/instructions/eval.jsonl",
             "--eval.every=20",
-            "--trainer.max_tokens=16384",
+            *SMALL,
         ],
         "grpo",
         {
@@ -100,7 +101,7 @@ TASKS = {
         (3e-5, 1e-4, 3e-4),
     ),
     "arithmetic": Task(
-        ["--config=examples/arithmetic/gpu.toml", "--trainer.max_tokens=16384"],
+        ["--config=examples/arithmetic/gpu.toml", *SMALL],
         "examples/arithmetic/recipe.py",
         {PLANTED: "benchmarks.on_policy.planted_arithmetic"},
         (1e-4, 3e-4, 1e-3),
