@@ -13,6 +13,7 @@ FILES = {
     "arithmetic": "train eval warmup pairs eval_pairs",
     "calculator": "train warmup",
     "math": "train warmup eval_seen eval_new model/config.json",
+    "shop": "train eval",
     "search": "corpus train eval warmup model/tokenizer.json",
 }
 
