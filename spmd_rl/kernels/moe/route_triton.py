@@ -40,8 +40,20 @@ def route_on_gpu(logits: Tensor, num_chosen: int, *, normalizes: bool) -> Expert
     if found is not None and found.state is None:
         found.state = ids.new_empty(len(logits))
     state = None if found is None else found.state
-    weights = call(_Route, logits, ids, state, first, rows_in_use(), normalizes)
+    weights = call(_Route, logits, ids, state, first, rows_in_use(), normalizes, False)
     return ExpertRoutes(ids, weights)
+
+
+def weights_on_gpu(logits: Tensor, ids: Tensor, *, normalizes: bool) -> Tensor:
+    """Return the weights of these experts, as `route_on_gpu` gives them to those that it chooses.
+
+    Gradients go to the logits. Shape: logits [T, E] fp32, ids [T, K] int64 in ascending order;
+    returns [T, K] fp32.
+    """
+    weights: Tensor = call(
+        _Route, logits, ids.contiguous(), None, False, rows_in_use(), normalizes, True
+    )
+    return weights
 
 
 def note_on_gpu(ids: Tensor) -> None:
@@ -77,6 +89,7 @@ class _Route(torch.autograd.Function):
         first: bool,
         used: Tensor | None,
         normalizes: bool,
+        is_given: bool,
     ) -> Tensor:
         logits, (num_rows, num_experts) = dense(logits), logits.shape
         weights = logits.new_empty(ids.shape)
@@ -84,7 +97,7 @@ class _Route(torch.autograd.Function):
             logits, ids if used is None else used, ids, weights, ids if state is None else state,
             num_experts, ids.shape[1], triton.next_power_of_2(num_experts),
             triton.next_power_of_2(ids.shape[1]), normalizes, used is not None, state is not None,
-            first, num_warps=ROUTE_WARPS, enable_fp_fusion=False, **overlapping(),
+            first, is_given, num_warps=ROUTE_WARPS, enable_fp_fusion=False, **overlapping(),
         )  # fmt: skip
         ctx.save_for_backward(logits, ids)
         ctx.normalizes = normalizes
@@ -98,14 +111,14 @@ class _Route(torch.autograd.Function):
             grads[0].contiguous(), logits, ids, out, num_experts, ids.shape[1],
             triton.next_power_of_2(num_experts), ctx.normalizes, num_warps=ROUTE_WARPS,
         )  # fmt: skip
-        return out, None, None, None, None, None
+        return out, None, None, None, None, None, None
 
 
 @triton.jit
 def _route(
     logits, used, ids, weights, state, num_experts, NUM_CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, NORMALIZES: tl.constexpr, HAS_USED: tl.constexpr,
-    HAS_STATE: tl.constexpr, FIRST: tl.constexpr,
+    HAS_STATE: tl.constexpr, FIRST: tl.constexpr, IS_GIVEN: tl.constexpr,
 ) -> None:  # fmt: skip
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     slot = tl.arange(0, SLOTS)
@@ -118,8 +131,11 @@ def _route(
     key = (p.to(tl.int32, bitcast=True) & MAGNITUDE).to(tl.int64) * BLOCK + (BLOCK - 1 - column)
     key = tl.where(is_expert, key, -1)
     left = tl.full((BLOCK,), BLOCK, tl.int32)  # ids of the chosen that have no slot yet
-    for _ in tl.static_range(NUM_CHOSEN):
-        best = key == tl.max(key, 0)
+    for number in tl.static_range(NUM_CHOSEN):
+        if IS_GIVEN:
+            best = column == tl.load(ids + row * NUM_CHOSEN + number)
+        else:
+            best = key == tl.max(key, 0)
         left = tl.where(best, column, left)
         key = tl.where(best, -1, key)
     own_ids, own_weights = tl.zeros((SLOTS,), tl.int32), tl.zeros((SLOTS,), tl.float32)

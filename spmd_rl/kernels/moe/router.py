@@ -22,16 +22,19 @@ class ExpertRoutes(NamedTuple):
     weights: Tensor
 
 
-def route(logits: Tensor, num_chosen: int, *, normalizes: bool) -> ExpertRoutes:
+def route(
+    logits: Tensor, num_chosen: int, *, normalizes: bool, ids: Tensor | None = None
+) -> ExpertRoutes:
     """Choose the experts of the largest probabilities; of equal ones, those of lower ids.
 
-    With `normalizes`, a token's weights are divided by their sum, which is taken in slot order.
-    Gradients go to the logits through the weights.
-    Shape: logits [T, E] fp32.
+    With `ids`, these experts are taken instead. With `normalizes`, a token's weights are divided by
+    their sum, which is taken in slot order. Gradients go to the logits through the weights.
+    Shape: logits [T, E] fp32, ids [T, K] int64 in ascending order.
     """
     probabilities = logits.softmax(-1)
-    best = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices
-    ids = best[:, :num_chosen].sort(dim=-1).values
+    if ids is None:
+        best = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices
+        ids = best[:, :num_chosen].sort(dim=-1).values
     weights = probabilities.gather(1, ids)
     if normalizes:
         weights = weights / in_slot_order(weights).unsqueeze(1)

@@ -25,18 +25,20 @@ def route_by_sigmoid(
     groups: tuple[int, int],
     normalizes: bool,
     scale: float,
+    ids: Tensor | None = None,
 ) -> ExpertRoutes:
     """Choose the experts of the largest sums of score and correction; of equal ones, lower ids.
 
     `groups` are how many there are and how many are chosen: those whose two best sums are largest
-    together. The correction is no part of the weights. With `normalizes`, a token's weights are
-    divided by their sum, which is taken in slot order. Then `scale` multiplies them.
-    Gradients go to the logits through the weights.
-    Shape: logits [T, E] fp32, correction [E] fp32.
+    together. With `ids`, these experts are taken instead. The correction is no part of the weights.
+    With `normalizes`, a token's weights are divided by their sum, which is taken in slot order.
+    Then `scale` multiplies them. Gradients go to the logits through the weights.
+    Shape: logits [T, E] fp32, correction [E] fp32, ids [T, K] int64 in ascending order.
     """
     scores: Tensor = call(_Sigmoid, logits)
-    ranked = _in_best_groups(scores.detach() + correction.detach(), *groups)
-    ids = _best(ranked, num_chosen).sort(dim=-1).values
+    if ids is None:
+        ranked = _in_best_groups(scores.detach() + correction.detach(), *groups)
+        ids = _best(ranked, num_chosen).sort(dim=-1).values
     weights = scores.gather(1, ids)
     if normalizes:
         weights = weights / (in_slot_order(weights) + EPS).unsqueeze(1)

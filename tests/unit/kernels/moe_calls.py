@@ -16,7 +16,7 @@ from spmd_rl.kernels.moe import (
 )
 from spmd_rl.kernels.moe.grouped_tiles import GradTile, GroupedTile, Tiles
 from spmd_rl.kernels.moe.route_hash import RouteHash, hashed_routes
-from spmd_rl.kernels.moe.route_triton import route_on_gpu
+from spmd_rl.kernels.moe.route_triton import route_on_gpu, weights_on_gpu
 from spmd_rl.kernels.moe.rows_in_use import using_rows
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.layers.moe_module import MoeMlp
@@ -97,6 +97,21 @@ def routes(
     assert hashed.state is not None
     assert logits.grad is not None
     return ids, weights.detach(), hashed.state, logits.grad
+
+
+def replayed(
+    logits: Tensor, ids: Tensor, normalizes: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the weights of these experts and of those that are chosen, each with the gradient of
+    the logits.
+    """
+    given, chosen = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    weights = weights_on_gpu(given, ids, normalizes=normalizes)
+    own = route_on_gpu(chosen, ids.shape[1], normalizes=normalizes).weights
+    for one in (weights, own):
+        (one * torch.arange(1.0, ids.shape[1] + 1)).sum().backward()
+    assert given.grad is not None and chosen.grad is not None
+    return weights.detach(), given.grad, own.detach(), chosen.grad
 
 
 def ordered(ids: Tensor, num_experts: int, tile_rows: int, chunk: int) -> tuple[Tensor, ...]:

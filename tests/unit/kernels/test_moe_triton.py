@@ -132,6 +132,28 @@ def test_routes_weights_hash_and_gradients_are_the_routers(tmp_path: Path) -> No
         assert torch.equal(state, hashed.state)
 
 
+def test_given_experts_have_the_routers_weights_and_gradients(tmp_path: Path) -> None:
+    """Those that the router chooses have the same bits as it gives them."""
+    given = [(6, 2, True), (9, 3, False), (128, 8, True)]
+    calls = []
+    for experts, chosen, normal in given:
+        logits = drawn(7, experts)
+        others = torch.rand(7, experts).topk(chosen).indices.sort().values
+        own = route(logits, chosen, normalizes=normal).ids
+        calls += [(logits, others, normal), (logits, own, normal)]
+    found = results(Calls(CALLS, "replayed", {}, calls), tmp_path)
+    for number, ((logits, ids, normal), (weights, gradient, own, own_gradient)) in enumerate(
+        zip(calls, found, strict=True)
+    ):
+        logits = logits.clone().requires_grad_()
+        wanted = route(logits, ids.shape[1], normalizes=normal, ids=ids).weights
+        (wanted * torch.arange(1.0, ids.shape[1] + 1)).sum().backward()
+        torch.testing.assert_close(weights, wanted.detach())
+        torch.testing.assert_close(gradient, logits.grad, rtol=1e-4, atol=1e-6)
+        is_own = number % 2 == 1
+        assert torch.equal(weights, own) == torch.equal(gradient, own_gradient) == is_own
+
+
 def test_unused_rows_have_no_expert(tmp_path: Path) -> None:
     used = torch.tensor([4, -1, 0, -1])
     call = drawn(4, 6), 2, True, used
