@@ -26,7 +26,8 @@ from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.columns import concatenate, entry_indices, join_by_name, offsets_of
 from spmd_rl.types.groups import Group, GroupColumns
-from spmd_rl.types.samples import NO_VERSION, error_of
+from spmd_rl.types.routes import EXPERT_IDS
+from spmd_rl.types.samples import NO_VERSION, SampleColumns, error_of
 from spmd_rl.types.sft_pair import SftPair
 from spmd_rl.types.token_data import TokenData
 
@@ -105,7 +106,8 @@ def _sequences(columns: GroupColumns, contexts: _Contexts) -> _Sequences:
     mask = versions != NO_VERSION
     if len(samples.mask):
         mask = placed(np.zeros(len(no_data), np.bool_), samples.mask)
-    further = join_by_name([{}, samples.columns], [len(no_data), len(samples.tokens)])
+    before = contexts.routes(samples)
+    further = join_by_name([before, samples.columns], [len(no_data), len(samples.tokens)])
     return _Sequences(
         tokens=placed(contexts.tokens, samples.tokens),
         lengths=lengths[row_pairs].sum(1, dtype=np.int32),
@@ -142,6 +144,32 @@ class _Contexts:
             concatenate([prompts.tokens, *own], np.int32),
             np.where(lengths > 0, len(prompts) + np.arange(len(own)), of_sample),
         )
+
+    def routes(self, samples: SampleColumns) -> dict[str, NDArray[Any]]:
+        """Return the experts of the contexts' tokens as a column, where samples have them.
+
+        Those of a context are of the first sample that it is of, and has some.
+        Raises: ContractError for routes of fewer tokens.
+        """
+        like = samples.columns.get(EXPERT_IDS)
+        if like is None or not len(samples.prompt_routes):
+            return {}
+        found = np.zeros((len(self.tokens), *like.shape[1:]), like.dtype)
+        ends, row_bytes = np.cumsum(self.lengths), found.itemsize * found.shape[1]
+        known: set[int] = set()
+        for context, blob in zip(self.of_sample.tolist(), samples.prompt_routes, strict=True):
+            if context in known or not len(blob):
+                continue
+            known.add(context)
+            length, end = int(self.lengths[context]), int(ends[context])
+            if len(blob) % row_bytes or len(blob) < length * row_bytes:
+                raise ContractError(
+                    f"a sample has prompt_routes of {len(blob)} bytes: expected {row_bytes} for "
+                    f"each of the {length} tokens before it"
+                )
+            rows = blob[: length * row_bytes].view(like.dtype)
+            found[end - length : end] = rows.reshape(length, -1)
+        return {EXPERT_IDS: found}
 
 
 def pack_sft(

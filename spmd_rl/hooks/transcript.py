@@ -126,6 +126,7 @@ class Transcript:
             kept=data.kept,
             columns=data.columns,
             context=NO_TOKENS if self.context is self.prompt.tokens else self.context,
+            prompt_routes=data.prompt_routes,
         )
 
 

@@ -46,7 +46,8 @@ class _SampleRow(msgspec.Struct, omit_defaults=True):
 
     `prompt`, `answer`, `source`, `meta`, `prompt_tokens` and `question` are those of the prompt.
     `kept` is in base64. `mask` is there if it is not that of all tokens with a version. `columns`
-    are those of the sample. `context` is there if it is not the prompt.
+    are those of the sample. `context` is there if it is not the prompt. `prompt_routes` are in
+    base64.
     """
 
     prompt_uid: int
@@ -71,6 +72,7 @@ class _SampleRow(msgspec.Struct, omit_defaults=True):
     question: str = ""
     columns: dict[str, _Column] = {}
     context: list[int] = []
+    prompt_routes: bytes = b""
 
 
 # what plain data may hold and JSON lacks is written as Python shows it
@@ -147,15 +149,22 @@ def _rows(
     )
     rows = list(map(_SampleRow, *columns_of_rows))
     questions = _repeat(list(map(question_of, prompts.chat)), counts)
-    contexts = samples.filled("context")
-    for row, question, context in zip(rows, questions, contexts, strict=True):
-        row.question, row.context = question, context.tolist()
+    for row, question in zip(rows, questions, strict=True):
+        row.question = question
+    _add_what_comes_before(rows, samples)
     if len(samples.mask):
         _add_masks(rows, samples)
     for name, values in samples.columns.items():
         for row, own in zip(rows, split_at(values, samples.offsets), strict=True):
             row.columns = row.columns | {name: _Column.of(own)}
     return rows
+
+
+def _add_what_comes_before(rows: list[_SampleRow], samples: SampleColumns) -> None:
+    """Write the samples' contexts, and the routes of these or of the prompts."""
+    before = samples.filled("context"), samples.filled("prompt_routes")
+    for row, context, routes in zip(rows, *before, strict=True):
+        row.context, row.prompt_routes = context.tolist(), routes.tobytes()
 
 
 def _without_times(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -234,4 +243,5 @@ def _sample(row: _SampleRow) -> Sample:
         metadata=row.metadata,
         columns={name: column.array() for name, column in row.columns.items()},
         context=np.array(row.context, np.int32),
+        prompt_routes=row.prompt_routes,
     )

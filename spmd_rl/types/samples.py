@@ -47,7 +47,8 @@ class Sample:
     log-prob of 0, the version -1, an empty kept set and zeros in `columns`.
 
     `context` holds the tokens before the first of `tokens`, where they are not those of the prompt,
-    as in the conversation of a sub-agent. It is empty where they are.
+    as in the conversation of a sub-agent. It is empty where they are. `prompt_routes` are the
+    experts of the tokens before, where the engine recorded them (`token_data.py`).
 
     `metadata` is plain data: "error" says why a sample failed, and "failure" what, "metrics" is
     what hooks emitted, "notes" is what they noted, "messages" are the turns of an episode, and
@@ -73,6 +74,7 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     context: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
+    prompt_routes: bytes = b""
 
     def __post_init__(self) -> None:
         if self.__dict__["mask"] is None:
@@ -95,7 +97,8 @@ class Sample:
     @property
     def data(self) -> TokenData:
         """All that is known of each token, but for the mask."""
-        return TokenData(self.tokens, self.logprobs, self.versions, self.kept, self.columns)
+        given = {name: getattr(self, name) for name in TokenData.__struct_fields__}
+        return TokenData(**given)
 
     def with_data(self, data: TokenData, **values: Any) -> Sample:
         """Return a copy with other tokens and these fields changed. The mask is made anew."""
@@ -121,8 +124,9 @@ class Sample:
             columns["mask"] = np.zeros(0, np.bool_)
         for name, dtype in _NUMBER_DTYPES.items():
             columns[name] = np.array(by_name[name], dtype)
-        sets = [np.frombuffer(one, np.uint8) for one in by_name["kept"]]
-        columns["kept"] = sets if any(map(len, sets)) else []
+        for name in _BYTES:
+            blobs = [np.frombuffer(one, np.uint8) for one in by_name[name]]
+            columns[name] = blobs if any(map(len, blobs)) else []
         columns["metadata"] = by_name["metadata"] if any(by_name["metadata"]) else []
         columns["columns"] = _joined_columns(samples) if any(by_name["columns"]) else {}
         columns["context"] = by_name["context"] if any(map(len, by_name["context"])) else []
@@ -136,6 +140,7 @@ _TOKEN_DTYPES: dict[str, DTypeLike] = {
     "versions": np.int32,
     "mask": np.bool_,
 }
+_BYTES = ("kept", "prompt_routes")
 _NUMBER_DTYPES: dict[str, DTypeLike] = {
     "prompt_uid": np.int64,
     "index": np.int64,
@@ -177,12 +182,12 @@ def _check_lengths(samples: list[Sample], *arrays: Sequence[NDArray[Any]]) -> li
 
 @dataclass(frozen=True)
 class SampleColumns(Columns):
-    """Samples in columns; `lengths` counts tokens. `kept` and `context` are arrays of each sample,
-    which travel as raw bytes.
+    """Samples in columns; `lengths` counts tokens. `kept`, `context` and `prompt_routes` are arrays
+    of each sample, which travel as raw bytes.
     """
 
     RAGGED = ("tokens", "logprobs", "versions", "mask", "columns")
-    OPTIONAL = ("kept", "mask", "metadata", "context")
+    OPTIONAL = ("kept", "mask", "metadata", "context", "prompt_routes")
 
     prompt_uid: NDArray[np.int64]
     index: NDArray[np.int64]
@@ -200,6 +205,7 @@ class SampleColumns(Columns):
     metadata: list[dict[str, Any]]
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     context: list[NDArray[np.int32]] = field(default_factory=list)
+    prompt_routes: list[NDArray[np.uint8]] = field(default_factory=list)
 
     def default(self, name: str) -> Any:
         match name:
@@ -207,7 +213,7 @@ class SampleColumns(Columns):
                 return self.versions != NO_VERSION
             case "context":
                 return [NO_TOKENS] * len(self)
-            case "kept":
+            case "kept" | "prompt_routes":
                 return [np.zeros(0, np.uint8)] * len(self)
         return [{} for _ in range(len(self))]
 
@@ -223,8 +229,8 @@ class SampleColumns(Columns):
         if isinstance(column, dict):
             parts = {key: split_at(values, self.offsets) for key, values in column.items()}
             return [{key: parts[key][row] for key in parts} for row in range(len(self))]
-        if name == "kept":
-            return [sets.tobytes() for sets in column]
+        if name in _BYTES:
+            return [blob.tobytes() for blob in column]
         if isinstance(column, list):
             return column
         values: list[Any] = (

@@ -28,6 +28,8 @@ class TokenData(msgspec.Struct, frozen=True, array_like=True):
     `kept` are their kept sets, where top-k, top-p or min-p left out others (`kept_sets.py`).
     `columns` are further values by name, in any dtype that crosses between processes. A token that
     no engine drew has a log-prob of 0, the version -1, an empty kept set and zeros in `columns`.
+    `prompt_routes` are the rows of `routes.EXPERT_IDS` for the tokens before these, as bytes end to
+    end, where the engine recorded them.
 
     Shape: `tokens`, `logprobs`, `versions` are [R]; `columns` are [R] or [R, K].
     """
@@ -37,6 +39,7 @@ class TokenData(msgspec.Struct, frozen=True, array_like=True):
     versions: NDArray[np.int32] = NO_TOKENS
     kept: bytes = b""
     columns: dict[str, NDArray[Any]] = NO_COLUMNS
+    prompt_routes: bytes = b""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -50,6 +53,7 @@ class TokenData(msgspec.Struct, frozen=True, array_like=True):
             self.versions[part],
             _cut_sets(self.kept, part),
             {name: column[part] for name, column in self.columns.items()},
+            b"" if start else self.prompt_routes,
         )
 
     @staticmethod
@@ -62,7 +66,8 @@ class TokenData(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def join(parts: Sequence[TokenData]) -> TokenData:
-        """Return the parts end to end.
+        """Return the parts end to end. What comes before them is what comes before the first that
+        was drawn.
 
         Raises: ValueError where a column has another dtype or shape in one part than in another.
         """
@@ -73,6 +78,7 @@ class TokenData(msgspec.Struct, frozen=True, array_like=True):
             concatenate([part.versions for part in parts], np.int32),
             b"".join(kept) if any(part.kept for part in parts) else b"",
             join_by_name([part.columns for part in parts], [len(part) for part in parts]),
+            next((part.prompt_routes for part in parts if part.prompt_routes), b""),
         )
 
 
