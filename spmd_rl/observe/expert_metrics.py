@@ -42,6 +42,20 @@ EXPERT_METRICS = (
         "share of a layer's experts that no token of the step went to; the largest of all layers",
     ),
     Metric(
+        "experts/rerouted",
+        "",
+        "Routes that replay changed",
+        "share of a layer's recorded choices that its router would have made otherwise; mean over "
+        "layers",
+    ),
+    Metric(
+        "experts/rerouted_worst",
+        "",
+        "Changed routes in the worst layer",
+        "share of a layer's recorded choices that its router would have made otherwise; the "
+        "largest of all layers",
+    ),
+    Metric(
         "experts/balance_loss",
         "",
         "Balance loss of experts",

@@ -117,6 +117,13 @@ PANELS = (
         Line("experts/unused_worst", "worst layer", AMBER),
         share=True,
     ),
+    _panel(
+        "Routes that replay changed",
+        Line("experts/rerouted", "mean of layers"),
+        Line("experts/rerouted_worst", "worst layer", AMBER),
+        unit="share",
+        share=True,
+    ),
     _panel("Balance loss of experts", Line("experts/balance_loss", "loss")),
     _panel(
         "Share of tokens compared",

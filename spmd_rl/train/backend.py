@@ -18,6 +18,8 @@ from torch import Tensor
 
 from spmd_rl.algo.losses import Needs
 from spmd_rl.model.layers.expert_loads import ExpertLoads
+from spmd_rl.model.layers.route_replay import RouteReplay
+from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.ends import WeightSource
 from spmd_rl.weights.local_tensors import LocalTensor
@@ -32,7 +34,7 @@ class Outputs:
 
     A language model has `logprobs` and `entropy`, and `candidate_logprobs` where `Needs` asks. With
     experts it has `routes` too (kernels/moe/route_hash.py). A model with a value head has `values`
-    alone. Both may have `loads` of experts.
+    alone. Both may have `loads` of experts, and the `replay` of recorded ones.
     Shape: [M] fp32; `candidate_logprobs` is [M, K]; `routes` is [M] int32.
     """
 
@@ -42,6 +44,7 @@ class Outputs:
     values: Tensor | None = None
     routes: Tensor | None = None
     loads: ExpertLoads | None = None
+    replay: RouteReplay | None = None
 
     def detached(self) -> Outputs:
         """Return the same tensors without gradients, each contiguous."""
@@ -64,13 +67,17 @@ class ModelBackend(Protocol):
     `device` is where micro-batches go, `max_positions` the longest sequence that the model takes.
     `host_kinds` are the kinds of `state` that lie in host memory, though the model computes on a
     GPU.
-    `packs_whole` says that micro-batches must not share prompts among sequences.
+    `packs_whole` says that micro-batches must not share prompts among sequences. `replays` is the
+    shape of the routes that a pass takes from a batch, None where its own router chooses.
     """
 
     device: torch.device
     max_positions: int
     host_kinds: frozenset[str]
     packs_whole: bool
+
+    @property
+    def replays(self) -> RouteShape | None: ...
 
     @property
     def gradients(self) -> str:

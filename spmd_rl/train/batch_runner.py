@@ -6,6 +6,7 @@ Shape letters: N sequences of this rank's shard, T tokens of them, M scored toke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from spmd_rl.train.backend import ModelBackend, Outputs
 from spmd_rl.train.microbatch import MicroBatch, lay_out, num_micro_batches, split_sequences
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.columns import entry_indices
+from spmd_rl.types.routes import EXPERT_IDS
 from spmd_rl.types.sequence_ends import sequence_ends
 from spmd_rl.types.token_values import SequenceValues, TokenValues, TopLogprobs
 
@@ -108,11 +110,24 @@ class BatchRunner:
                 whole[scored] = rows
         return scores
 
+    def _with_replayed(self, batch: Batch) -> Batch:
+        """Return the batch with the routes that the backend replays, or with none.
+
+        Raises: ContractError for routes that are not of its model.
+        """
+        if EXPERT_IDS not in batch.columns:
+            return batch
+        if self.backend.replays is None:
+            others = {name: one for name, one in batch.columns.items() if name != EXPERT_IDS}
+            return replace(batch, columns=others)
+        self.backend.replays.check(batch.columns[EXPERT_IDS])
+        return batch
+
     def _token_values(self, values: NDArray[np.float32], batch: Batch) -> TokenValues:
         return TokenValues(values, batch.lengths, batch.index)
 
     def _laid_out(self, batch: Batch, parts: Sequence[list[int]]) -> list[MicroBatch]:
-        backend = self.backend
+        backend, batch = self.backend, self._with_replayed(batch)
         return [lay_out(batch.select(part), backend.device, backend.packs_whole) for part in parts]
 
     def _sequences_by_micro_batch(self, batch: Batch) -> list[list[int]]:

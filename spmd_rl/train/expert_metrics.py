@@ -9,8 +9,10 @@ from torch import Tensor
 
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.layers.expert_loads import ExpertLoads
+from spmd_rl.model.layers.route_replay import RouteReplay
 
 BALANCE_LOSS = "experts/balance_loss"
+REROUTED, REROUTED_WORST = "experts/rerouted", "experts/rerouted_worst"
 
 
 class LoadTally:
@@ -19,14 +21,18 @@ class LoadTally:
     def __init__(self) -> None:
         self._counts: Tensor | None = None
         self._balance: Tensor | None = None
+        self._rerouted: Tensor | None = None
 
-    def add(self, loads: ExpertLoads, balance: Tensor | None) -> None:
-        """Add a micro-batch, and its share of the loss that balances experts."""
+    def add(self, loads: ExpertLoads, balance: Tensor | None, replay: RouteReplay | None) -> None:
+        """Add a micro-batch, its share of the loss that balances experts, and its replay."""
         counts = loads.counts()
         self._counts = counts if self._counts is None else self._counts + counts
         if balance is not None:
             own = balance.detach().double()
             self._balance = own if self._balance is None else self._balance + own
+        if replay is not None:
+            rerouted = replay.counts()
+            self._rerouted = rerouted if self._rerouted is None else self._rerouted + rerouted
 
     def metrics(self, context: RoleContext, optimizer_steps: int) -> dict[str, float]:
         """Return the metrics of all ranks; none for a model without experts.
@@ -38,12 +44,27 @@ class LoadTally:
         balances = self._balance is not None
         loss = self._balance if balances else torch.zeros((), dtype=torch.float64)
         assert loss is not None
-        own = torch.cat([self._counts.flatten().double().cpu(), loss.reshape(1).cpu()])
-        *counts, total = context.all_reduce_sum(own.numpy()).tolist()
-        found = load_metrics(np.reshape(counts, self._counts.shape))
+        rerouted = self._counts.new_zeros(0, 2) if self._rerouted is None else self._rerouted
+        sums = (self._counts, loss, rerouted)
+        own = torch.cat([one.flatten().double().cpu() for one in sums])
+        total = context.all_reduce_sum(own.numpy())
+        counts, (balance,), of_layers = np.split(total, np.cumsum([self._counts.numel(), 1]))
+        found = load_metrics(counts.reshape(self._counts.shape))
+        if len(of_layers):
+            found |= replay_metrics(of_layers.reshape(-1, 2))
         if balances:
-            found[BALANCE_LOSS] = total / context.shard_size / optimizer_steps
+            found[BALANCE_LOSS] = float(balance) / context.shard_size / optimizer_steps
         return found
+
+
+def replay_metrics(counts: NDArray[np.float64]) -> dict[str, float]:
+    """Return the share of recorded choices that the router would have made otherwise: the mean over
+    layers, and that of the worst layer.
+
+    Shape: [L, 2], the rows whose router would have chosen others, and those that were recorded.
+    """
+    shares = counts[:, 0] / np.maximum(counts[:, 1], 1)
+    return {REROUTED: float(shares.mean()), REROUTED_WORST: float(shares.max())}
 
 
 def load_metrics(counts: NDArray[np.float64]) -> dict[str, float]:

@@ -157,7 +157,7 @@ class Learner:
             return 0.0
         coef = self.cfg.router_aux_loss_coef
         balance = outputs.loads.balance() * (outputs.loads.num_rows * scale) if coef else None
-        self._loads.add(outputs.loads, balance)
+        self._loads.add(outputs.loads, balance, outputs.replay)
         return 0.0 if balance is None else coef * balance
 
     def _loss_input(

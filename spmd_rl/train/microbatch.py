@@ -25,6 +25,7 @@ from spmd_rl.types.batch import Batch
 from spmd_rl.types.columns import offsets_of
 from spmd_rl.types.kept_sets import NO_SET, set_ends
 from spmd_rl.types.partition import balanced_partition
+from spmd_rl.types.routes import EXPERT_IDS, of_rows
 
 
 def num_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
@@ -59,10 +60,11 @@ class MicroBatch:
 
     `rows` are the positions whose hidden state predicts a token of the mask. `versions` are those
     of the weights that drew the tokens. `kept` has the sets that log-probs are taken over, or is
-    None for the whole vocabulary.
+    None for the whole vocabulary. `experts` are the recorded routes of all tokens, or None
+    (types/routes.py).
     Shape: tokens, positions [T] int64; lengths, prefixes [P] on the host, as in `PackedLayout`;
     rows, targets, sequence [M] int64; inv_temperature, weight, advantages, rollout_logprobs [M]
-    fp32; versions [M] int32; columns [M] or [M, K], those of the batch.
+    fp32; versions [M] int32; columns [M] or [M, K], those of the batch; experts [T, W].
     """
 
     tokens: Tensor
@@ -80,6 +82,7 @@ class MicroBatch:
     num_sequences: int = 0
     columns: dict[str, Tensor] = field(default_factory=dict)
     kept: KeptSets | None = None
+    experts: Tensor | None = None
 
     @property
     def num_scored(self) -> int:
@@ -117,9 +120,26 @@ def lay_out(batch: Batch, device: torch.device, whole: bool = False) -> MicroBat
         rollout_logprobs=tensor(batch.rollout_logprobs[scored], torch.float32),
         versions=tensor(batch.versions[scored], torch.int32),
         num_sequences=batch.num_sequences,
-        columns={name: upload(column[scored], device) for name, column in batch.columns.items()},
+        columns=_columns(batch, scored, device),
         kept=_kept_sets(batch, scored, sequence, device) if batch.kept else None,
+        experts=_experts(batch, layout.source, device),
     )
+
+
+def _columns(batch: Batch, tokens: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]:
+    """Return the columns of these tokens, but for routes, which are those of all tokens."""
+    return {
+        name: upload(column[tokens], device)
+        for name, column in batch.columns.items()
+        if name != EXPERT_IDS
+    }
+
+
+def _experts(batch: Batch, tokens: NDArray[np.int64], device: torch.device) -> Tensor | None:
+    """Return the recorded routes of these tokens' rows, if there are some."""
+    if EXPERT_IDS not in batch.columns:
+        return None
+    return upload(of_rows(batch.columns[EXPERT_IDS], batch.lengths)[tokens], device)
 
 
 def _packed(batch: Batch, shares: bool) -> shared_prefix.PackedLayout:
@@ -167,8 +187,15 @@ def _empty(batch: Batch, device: torch.device) -> MicroBatch:
         advantages=number,
         rollout_logprobs=number,
         versions=index.int(),
-        columns={name: upload(column[:0], device) for name, column in batch.columns.items()},
+        columns=_columns(batch, np.zeros(0, np.int64), device),
+        experts=_no_experts(batch, device),
     )
+
+
+def _no_experts(batch: Batch, device: torch.device) -> Tensor | None:
+    if (routes := batch.columns.get(EXPERT_IDS)) is None:
+        return None
+    return upload(np.zeros((1, *routes.shape[1:]), routes.dtype), device)
 
 
 def without_scores(micro: MicroBatch) -> MicroBatch:
@@ -184,6 +211,7 @@ def without_scores(micro: MicroBatch) -> MicroBatch:
         num_sequences=0,
         columns={name: column[:0] for name, column in micro.columns.items()},
         kept=None,
+        experts=None if micro.experts is None else micro.experts[:1],
         **nothing,
     )
 

@@ -21,6 +21,7 @@ from spmd_rl.controller.capabilities import (
     WeightProvider,
 )
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
+from spmd_rl.errors import ContractError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.read import read_spec
@@ -31,6 +32,7 @@ from spmd_rl.offload.residency import Receipt
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.kinds import kind_of
 from spmd_rl.types.batch import Batch
+from spmd_rl.types.routes import EXPERT_IDS
 
 # tags of a trainer's memory; only a trainer of adapters has a base, and a merged push reads it
 MASTER, MOMENTS, BASE, PUSHED_BASE = "master", "moments", "base", "pushed_base"
@@ -92,6 +94,7 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
         self.memory.require("train_step", *ALL_WEIGHTS)
         self.memory.require_soon("train_step", MOMENTS)
         self.learner.runner.check_fits(batch)
+        self._check_replay(batch)
         self.checkpoints.wait_until_read()
         self._announce_change()
         try:
@@ -102,6 +105,15 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
         if self._steps_awake == self._steps_before_sleep:
             self.memory.begin_save(MOMENTS, MASTER)
         return metrics | self._restore_metrics()
+
+    def _check_replay(self, batch: Batch) -> None:
+        """Raise a ContractError for recorded routes that a policy's backend cannot replay."""
+        if self.HEAD == "lm" and EXPERT_IDS in batch.columns and self.backend.replays is None:
+            raise ContractError(
+                "the batch has recorded routes, and FSDP2 alone replays them, into mixtures as "
+                "sampling.replay_routes needs: train with it, or set that to false where tokens "
+                "are drawn"
+            )
 
     @collective
     def begin_after(self, num_steps: int) -> None:

@@ -12,6 +12,7 @@ Elsewhere one expert follows the other, which is the oracle of the former.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from spmd_rl.kernels import is_exact, linear_fp32, pad_rows, unpad_rows
 from spmd_rl.kernels.moe.expert_addresses import KeptAddresses
+from spmd_rl.kernels.moe.kept_routes import keep_routes
 from spmd_rl.kernels.moe.route_hash import note_routes
 from spmd_rl.kernels.moe.router import ExpertRoutes, route
 from spmd_rl.kernels.moe.sigmoid_router import route_by_sigmoid
@@ -28,6 +30,7 @@ from spmd_rl.model.layers.expert_loads import ExpertLoads
 from spmd_rl.model.layers.fixed_parameters import HoldsFixed
 from spmd_rl.model.layers.mlp import PROJECTIONS
 from spmd_rl.model.layers.mlp_module import GatedMlp
+from spmd_rl.model.layers.route_replay import RouteReplay
 from spmd_rl.model.layers.sigmoid_router import CORRECTION, SigmoidRouter
 from spmd_rl.model.linear import Linear
 
@@ -63,6 +66,7 @@ class MoeMlp(nn.Module):
         self.sigmoid = sigmoid
         self.scores, self.chosen = nn.Identity(), nn.Identity()  # what the microscope watches
         self.loads: ExpertLoads | None = None  # counts the tokens of a trainer's pass
+        self.replay: RouteReplay | None = None  # of what an engine recorded, in a trainer's pass
         self.gate = (
             CorrectedGate(hidden_size, num_experts)
             if sigmoid
@@ -83,8 +87,7 @@ class MoeMlp(nn.Module):
             return self.all_at_once(x, logits)
         routes = self._watched(self._route(logits))
         note_routes(routes.ids)
-        self._count(logits, routes)
-        return self.one_by_one(x, routes)
+        return self.one_by_one(x, self._taken(logits, routes, self._routes_to))
 
     def all_at_once(self, x: Tensor, logits: Tensor) -> Tensor:
         """Choose experts and compute what they give, in kernels for all of them.
@@ -95,7 +98,7 @@ class MoeMlp(nn.Module):
         from spmd_rl.kernels.moe.experts import ExpertWeights, experts_output
 
         routes = self._watched(self.routes_at_once(logits))
-        self._count(logits, routes)
+        routes = self._taken(logits, routes, self.weighted_at_once)
         projections = [self._projection(name) for name in PROJECTIONS]
         if all(one.a is None for one in projections):
             weights = ExpertWeights(*(one.weights for one in projections))
@@ -114,6 +117,14 @@ class MoeMlp(nn.Module):
         note_on_gpu(routes.ids)
         return without_padding(routes, logits.shape[1])
 
+    def weighted_at_once(self, logits: Tensor, ids: Tensor) -> ExpertRoutes:
+        """Take these experts on a GPU. Shape: logits [T, E], ids [T, K] int64, ascending."""
+        from spmd_rl.kernels.moe.route_triton import weights_on_gpu
+
+        if self.sigmoid is not None:
+            return self._routes_to(logits, ids)
+        return ExpertRoutes(ids, weights_on_gpu(logits, ids, normalizes=self.normalizes_weights))
+
     def one_by_one(self, x: Tensor, routes: ExpertRoutes) -> Tensor:
         """Return what the experts of these routes give, one after the other. Waits for the device.
 
@@ -131,9 +142,20 @@ class MoeMlp(nn.Module):
         routed = from_experts(torch.cat([_weighted(*one) for one in some]), order)
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
-    def _count(self, logits: Tensor, routes: ExpertRoutes) -> None:
+    def _taken(
+        self,
+        logits: Tensor,
+        own: ExpertRoutes,
+        weighted: Callable[[Tensor, Tensor], ExpertRoutes],
+    ) -> ExpertRoutes:
+        """Return the router's own routes, or those that are replayed; keep and count them."""
+        routes = own
+        if self.replay is not None:
+            routes = weighted(logits, self.replay.experts_of(self, own.ids))
+        keep_routes(routes.ids)
         if self.loads is not None:
             self.loads.add(self, logits, routes.ids.long())
+        return routes
 
     def _watched(self, routes: ExpertRoutes) -> ExpertRoutes:
         """Return the routes, or those that whoever watches `chosen` puts in their place."""
@@ -149,9 +171,14 @@ class MoeMlp(nn.Module):
         return self.experts_per_token == len(self.experts)
 
     def _route(self, logits: Tensor) -> ExpertRoutes:
-        """Shape: logits [T, E] fp32."""
+        """Choose experts. Shape: logits [T, E] fp32."""
+        return self._routes_to(logits, None)
+
+    def _routes_to(self, logits: Tensor, ids: Tensor | None) -> ExpertRoutes:
+        """Return these experts with their weights, or those that are chosen without `ids`."""
         if self.sigmoid is None:
-            return route(logits, self.experts_per_token, normalizes=self.normalizes_weights)
+            chosen, normalizes = self.experts_per_token, self.normalizes_weights
+            return route(logits, chosen, normalizes=normalizes, ids=ids)
         return route_by_sigmoid(
             logits,
             getattr(self.gate, CORRECTION),
@@ -159,6 +186,7 @@ class MoeMlp(nn.Module):
             groups=(self.sigmoid.num_groups, self.sigmoid.num_chosen_groups),
             normalizes=self.normalizes_weights,
             scale=self.sigmoid.scale,
+            ids=ids,
         )
 
     def weights(self, name: str) -> list[Tensor]:

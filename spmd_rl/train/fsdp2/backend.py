@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -23,6 +23,7 @@ from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import recomputing
 from spmd_rl.model.attention import head_size
+from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.lora import is_adapter
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
@@ -51,6 +52,8 @@ class Fsdp2(ShardedModel):
     Weights are unset until `fill`. Master weights, moments and the base beside adapters are in
     regions of `memory`.
     """
+
+    _is_base_alone = False
 
     def __init__(
         self,
@@ -155,8 +158,23 @@ class Fsdp2(ShardedModel):
             if self._activations is not None:
                 self._activations.finish()
 
-    def base_alone(self) -> AbstractContextManager[None]:
-        return self.scorer.model.base_alone()
+    @contextmanager
+    def base_alone(self) -> Iterator[None]:
+        self._is_base_alone = True
+        try:
+            with self.scorer.model.base_alone():
+                yield
+        finally:
+            self._is_base_alone = False
+
+    @property
+    def replays(self) -> RouteShape | None:
+        is_policy = isinstance(self.scorer, Scorer) and not self._is_base_alone
+        return self._route_shape if is_policy else None
+
+    @cached_property
+    def _route_shape(self) -> RouteShape | None:
+        return RouteShape.of(self.scorer.model.spec)
 
     @contextmanager
     def _without_master(self) -> Iterator[None]:

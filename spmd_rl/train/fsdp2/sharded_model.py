@@ -32,6 +32,8 @@ from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.attention import backend_of
 from spmd_rl.model.layers.expert_loads import ExpertLoads
 from spmd_rl.model.layers.moe_module import MoeMlp
+from spmd_rl.model.layers.route_replay import RouteReplay
+from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.value_head import ValueScorer
 from spmd_rl.train.backend import Outputs, State, Visit, VisitTop
@@ -119,6 +121,11 @@ class ShardedModel:
                 rows = self._box(name, tuple(whole.shape))
                 self.local[name].copy_(whole.narrow(0, rows.offset[0], rows.extent[0]))
 
+    @property
+    def replays(self) -> RouteShape | None:
+        """None: routes that an engine recorded are those of a policy."""
+        return None
+
     def contract(self) -> dict[str, str | int]:
         """Return what the forward pass's bits depend on besides the weights."""
         facts = self.scorer.model.contract(self.device, self._dtype, self.scorer.attention_split)
@@ -141,18 +148,30 @@ class ShardedModel:
             raise ContractError(f"k = {num_top}: the model has {vocab_size} tokens to choose from")
         with torch.no_grad(), self._gathering():
             for number, micro in enumerate(micros):
+                self._prepare_mixtures(micro)
                 visit(number, self.scorer.top_logprobs(micro, num_top))
 
     def _outputs(self, micro: MicroBatch, needs: Needs) -> Outputs:
-        loads = ExpertLoads(len(micro.tokens), self.balances) if self._mixtures else None
-        for layer in self._mixtures:
-            layer.loads = loads
+        loads, replay = self._prepare_mixtures(micro)
         if isinstance(self.scorer, ValueScorer):
             return Outputs(values=self.scorer(micro), loads=loads)
         candidates = micro.columns["candidates"].long() if needs.candidates else None
         with hashed_routes() as routes:
             scores = self.scorer(micro, entropy_grad=needs.entropy, candidates=candidates)
-        return replace(Outputs(*scores), routes=routes.of_rows(micro.rows), loads=loads)
+        hashes = routes.of_rows(micro.rows)
+        return replace(Outputs(*scores), routes=hashes, loads=loads, replay=replay)
+
+    def _prepare_mixtures(self, micro: MicroBatch) -> tuple[ExpertLoads | None, RouteReplay | None]:
+        """Have mixtures count their loads, and replay the recorded routes of a micro-batch."""
+        loads = ExpertLoads(len(micro.tokens), self.balances) if self._mixtures else None
+        replay = None
+        if self.replays is not None and micro.experts is not None:
+            replay = RouteReplay(micro.experts, self.replays.num_layers)
+        for layer in self._mixtures:
+            layer.loads, layer.replay = loads, replay
+            if replay is not None:
+                replay.join(layer)
+        return loads, replay
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:

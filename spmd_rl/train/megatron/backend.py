@@ -15,6 +15,7 @@ from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.families.megatron import OUTPUT, WORD_EMBEDDING
+from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.model_contract import model_contract, rope_tables
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.role_memory import RoleMemory
@@ -47,6 +48,8 @@ class Megatron:
     Weights, gradients and masters are in a region of `memory`, and moments in another one.
     All ranks of the role call each method together.
     """
+
+    replays: RouteShape | None = None
 
     def __init__(
         self,
