@@ -105,7 +105,7 @@ def resolve_sets(
     Raises: ConfigError, which names the key, for a setting that there is not or that cannot work.
     """
     # an evaluation trains nothing: it needs no sets of kept tokens
-    base = replace(sampling, num_samples=cfg.num_samples, replay_filters=False)
+    base = replace(sampling, num_samples=cfg.num_samples, replay_filters=False, replay_routes=False)
     common = _overlaid(base, cfg.sampling, "eval.sampling")
     in_order = overlay(replace(prompts, shuffle=False), cfg.prompts, "eval.prompts")
     return [

@@ -46,6 +46,8 @@ class SamplingConfig:
     # return the set of tokens that top_k, top_p and min_p kept: log-probs, and the trainer's
     # softmax, are then those over this set (the native engine does)
     replay_filters: bool = True
+    # record the experts of each token, for mixtures: the trainer's router then takes them too
+    replay_routes: bool = False
     max_tokens: int = 128  # of a sample, besides its prompt
     # end a sample and stay in it, like the model's own end-of-sequence ids
     stop_ids: tuple[int, ...] = ()

@@ -185,6 +185,7 @@ def requests(case: ReplayCase) -> Iterator[Request]:
             stop=(),
             stop_ids=(),
             replay_filters=False,
+            replay_routes=False,
         )
         name, prompt = request_name(case, number), sequence.prompt.astype(np.int32)
         yield Request(*name, prompt, sampling, seed=sequence.seed)

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PagedAttention
-from spmd_rl.kernels.moe.route_hash import ROUTES, hashed_routes
+from spmd_rl.kernels.moe.route_hash import ROUTES
 from spmd_rl.kernels.moe.rows_in_use import using_rows
 from spmd_rl.kernels.runtime.cuda_graph import GraphMemory, record
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.kernels.vocab.kept_words import EncodedRows, KeptRows
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.graph_inputs import GraphInputs, InputFields
+from spmd_rl.rollout.native.prefill_graphs import PassedTokens
 from spmd_rl.rollout.native.sampled_tokens import NO_COLUMNS, SampledOnDevice
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 
@@ -76,13 +77,15 @@ class _Variant(NamedTuple):
     """A kind of batch that has a graph of its own.
 
     `width` is the number of pages that a row may have, `filters` are the names of those in use.
-    With `replays`, the sets that they keep are written to the host too.
+    With `replays`, the sets that they keep are written to the host too. Routes are recorded if
+    they have a dtype.
     """
 
     size: int
     width: int
     filters: tuple[str, ...]
     replays: bool
+    route_dtype: torch.dtype | None
 
 
 class DecodeGraphs:
@@ -119,11 +122,14 @@ class DecodeGraphs:
     def num_recorded(self) -> int:
         return len(self._graphs)
 
-    def launch(self, rows: NDArray[np.int64]) -> SampledOnDevice:
+    def launch(
+        self, rows: NDArray[np.int64], route_dtype: torch.dtype | None = None
+    ) -> SampledOnDevice:
         """Queue one decoding step of `rows`; the host need not have their newest tokens.
 
         The results are views of host memory. They are valid once the step has run, until the
-        second launch after this one.
+        second launch after this one. Routes are recorded if they have a dtype: they are on the
+        device until the next launch.
         Shape: rows [M].
         """
         table = self._table
@@ -131,7 +137,7 @@ class DecodeGraphs:
         if len(new):
             tokens = table.tokens[new, table.length[new] - 1].astype(np.int64)
             self.set_newest_tokens(new, upload(tokens, self._device))
-        graph = self._graph_for(rows)
+        graph = self._graph_for(rows, route_dtype)
         if graph is not self._last_graph:
             graph.invalidate_inputs()  # the rows have moved on in other graphs
             self._last_graph = graph
@@ -146,6 +152,7 @@ class DecodeGraphs:
             output.logprobs[buffer, :num_rows],
             kept,
             output.columns(buffer, num_rows),
+            None if graph.routes is None else graph.routes[:num_rows],
         )
 
     def set_newest_tokens(self, rows: NDArray[np.int64], tokens: Tensor) -> None:
@@ -153,7 +160,7 @@ class DecodeGraphs:
         self._newest_tokens.index_copy_(0, upload(rows, self._device), tokens)
         self._newest_sequence_id[rows] = self._table.sequence_id[rows]
 
-    def _graph_for(self, rows: NDArray[np.int64]) -> _DecodeGraph:
+    def _graph_for(self, rows: NDArray[np.int64], route_dtype: torch.dtype | None) -> _DecodeGraph:
         """Return the graph for the size, context and filters of `rows`; record it at first use."""
         table = self._table
         size = self._batch_sizes[bisect_left(self._batch_sizes, len(rows))]
@@ -162,7 +169,7 @@ class DecodeGraphs:
         width = page_table_width(num_pages, max_pages, split_pages)
         filters = table.active_filters(rows)
         replays = bool(filters) and bool(table.replays[rows].any())
-        variant = _Variant(size, width, filters, replays)
+        variant = _Variant(size, width, filters, replays, route_dtype)
         if variant not in self._graphs:
             self._graphs[variant] = self._record(variant)
         return self._graphs[variant]
@@ -174,11 +181,13 @@ class DecodeGraphs:
         if variant.replays and self._encoded is None:
             shape = NUM_OUTPUT_BUFFERS, self._table.num_rows
             self._encoded = EncodedRows.empty(shape, self._model.spec.vocab_size, None)
-        graph.cuda_graph = record(lambda: self._compute(inputs, variant), self._memory)[0]
+        graph.cuda_graph, graph.routes = record(
+            lambda: self._compute(inputs, variant), self._memory
+        )
         return graph
 
-    def _compute(self, inputs: dict[str, Tensor], variant: _Variant) -> None:
-        """Do the work of one step, as it is recorded."""
+    def _compute(self, inputs: dict[str, Tensor], variant: _Variant) -> Tensor | None:
+        """Do the work of one step, as it is recorded, and return its routes."""
         from spmd_rl.kernels.attention.decode_inputs_triton import decode_inputs
         from spmd_rl.kernels.vocab.decode_outputs_triton import decode_outputs
         from spmd_rl.kernels.vocab.kept_sets_triton import encode_rows
@@ -194,12 +203,13 @@ class DecodeGraphs:
         attend = PagedAttention.decode(
             self._cache, pages=inputs["pages"], num_keys=batch.num_keys, slots=batch.slots
         )
-        with hashed_routes() as hashed, using_rows(batch.slots):
-            hidden, kept = self._model(batch.tokens, batch.positions, attend), None
+        with using_rows(batch.slots):
+            given = batch.tokens, batch.positions, attend
+            passed, kept = PassedTokens.of(lambda: self._model(*given), variant.route_dtype), None
         if variant.replays:
             kept = KeptRows.empty(inputs["replays"], self._model.spec.vocab_size)
         tokens, logprobs = self._sampler(
-            self._model.logits(hidden),
+            self._model.logits(passed.hidden),
             inputs["inv_temperature"],
             inputs["random_bases"],
             batch.within,
@@ -217,15 +227,20 @@ class DecodeGraphs:
             self._output_buffers.tokens,
             self._output_buffers.logprobs,
             inputs["buffer"],
-            hashed.state,
+            passed.hashed.state,
             self._output_buffers.routes,
         )
+        return passed.routes
 
 
 class _DecodeGraph:
-    """One graph with the inputs of its batch. `cuda_graph` is set once it is recorded."""
+    """One graph with the inputs of its batch.
+
+    `cuda_graph` and `routes`, which it writes if they are recorded, are set once it is recorded.
+    """
 
     cuda_graph: torch.cuda.CUDAGraph
+    routes: Tensor | None
 
     def __init__(self, table: SequenceTable, variant: _Variant, device: torch.device) -> None:
         self._table = table

@@ -112,6 +112,7 @@ class NativeEngine:
 
     def submit(self, request: Request) -> None:
         self._validator.check(request)
+        self._runner.record_if_asked(request.sampling)
         self._stop_checker.add(request)
         self.scheduler.add(request)
 
@@ -127,8 +128,9 @@ class NativeEngine:
         except BaseException:
             self._reset()
             raise
-        if not self.has_work:
-            self._in_flight = None  # it sampled for sequences that have ended meanwhile
+        if not self.has_work and self._in_flight is not None:
+            self._in_flight.sampled.drop()  # it sampled for sequences that have ended meanwhile
+            self._in_flight = None
         return output
 
     def abort(self, uid: int | None = None, index: int | None = None) -> list[Sample]:
@@ -270,6 +272,7 @@ class NativeEngine:
             rows, sampled = rows[is_same], sampled.select(is_same)
         tokens, logprobs = sampled.tokens, sampled.logprobs
         self._check_logprobs(rows, logprobs)
+        self._runner.note_prompts(rows)
         self.table.write_sampled(
             rows, tokens, logprobs, step.version, sampled.kept, sampled.columns
         )

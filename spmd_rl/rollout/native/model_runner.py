@@ -10,13 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PagedAttention
-from spmd_rl.kernels.moe.route_hash import ROUTES, hashed_routes
+from spmd_rl.kernels.moe.route_hash import ROUTES
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.kernels.vocab.kept_sets import encoded_rows
 from spmd_rl.kernels.vocab.kept_words import KeptRows
+from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.network import CausalLM
+from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.native.decode_graphs import DecodeGraphs, Sampler
-from spmd_rl.rollout.native.prefill_graphs import PrefillChunks, PrefillGraphs
+from spmd_rl.rollout.native.prefill_graphs import PassedTokens, PrefillChunks, PrefillGraphs
+from spmd_rl.rollout.native.recorded_routes import RecordedRoutes, RoutedStep
 from spmd_rl.rollout.native.sampled_tokens import NO_COLUMNS, SampledOnDevice, SampledTokens
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.native.step_plan import StepPlan
@@ -42,10 +45,25 @@ class ModelRunner:
             memory = torch.cuda.graph_pool_handle()
             self._decode_graphs = DecodeGraphs(model, cache, table, memory, sampler)
             self._prefill_graphs = PrefillGraphs(model, cache, table.pages.shape[1], memory)
+        self._routes: RecordedRoutes | None = None  # once a request asks for them
         self._sampler = sampler
         self._model = model
         self._table = table
         self._device = device
+
+    def record_if_asked(self, sampling: SamplingConfig) -> None:
+        """Record the routes of every step from the first request on that asks for them.
+
+        Raises: ConfigError without mixtures.
+        """
+        if sampling.replay_routes and self._routes is None:
+            shape = RouteShape.required(self._model.spec)
+            self._routes = RecordedRoutes(shape, self.cache.num_pages, self.cache.page_size)
+
+    def note_prompts(self, rows: NDArray[np.int64]) -> None:
+        """Note the routes of the prompts of rows whose first token is to be written."""
+        if self._routes is not None:
+            self._routes.note_prompts(self._table, rows)
 
     @property
     def num_graphs(self) -> int:
@@ -61,25 +79,49 @@ class ModelRunner:
         if plan.copies_before:
             self.cache.copy_pages(*zip(*plan.copies_before, strict=True))
         if self._decode_graphs is not None and samples.all() and (plan.lengths == 1).all():
-            return SampledTokens(self._decode_graphs.launch(plan.rows), self._device)
+            return self._decode(self._decode_graphs, plan)
         chunks = self._chunks(plan)
-        replayed = None
+        passed = None
         if self._prefill_graphs is not None:
-            replayed = self._prefill_graphs.hidden_states(chunks)
-        if replayed is not None:
-            hidden, hashed = replayed
-        else:
-            with hashed_routes() as hashed:
-                hidden = self._hidden_states(chunks)
+            passed = self._prefill_graphs.hidden_states(chunks, self._route_dtype)
+        if passed is None:
+            passed = self._passed(chunks)
         if plan.copies_after:
             self.cache.copy_pages(*zip(*plan.copies_after, strict=True))
+        # A fork adds no token, so its last token is that of the row before it.
+        last_tokens = np.cumsum(plan.lengths)[samples] - 1
+        routed = self._routed(plan, passed.routes, chunks.slots, last_tokens)
         if not samples.any():
             nothing = SampledOnDevice(torch.empty(0, dtype=torch.int64), torch.empty(0))
-            return SampledTokens(nothing, self._device)
-        # A fork adds no token, so its last token is that of the row before it.
-        last_tokens = self._tensor(np.cumsum(plan.lengths)[samples] - 1)
-        logits = self._model.logits(hidden.index_select(0, last_tokens))
-        return self._sample(plan.rows[samples], logits, hashed.of_rows(last_tokens))
+            return SampledTokens(nothing, self._device, routed)
+        last = self._tensor(last_tokens)
+        logits = self._model.logits(passed.hidden.index_select(0, last))
+        sampled = self._sample(plan.rows[samples], logits, passed.hashed.of_rows(last))
+        return SampledTokens(sampled, self._device, routed)
+
+    @property
+    def _route_dtype(self) -> torch.dtype | None:
+        """The dtype of recorded routes, None where none are recorded."""
+        return None if self._routes is None else self._routes.dtype
+
+    def _decode(self, graphs: DecodeGraphs, plan: StepPlan) -> SampledTokens:
+        """Replay a decoding step."""
+        sampled = graphs.launch(plan.rows, self._route_dtype)
+        page, offset = np.divmod(plan.starts, self.cache.page_size)
+        slots = self._table.pages[plan.rows, page] * self.cache.page_size + offset
+        routed = self._routed(plan, sampled.routes, slots, np.arange(len(plan.rows)))
+        return SampledTokens(sampled, self._device, routed)
+
+    def _routed(
+        self,
+        plan: StepPlan,
+        routes: Tensor | None,
+        slots: NDArray[np.int64],
+        sampled: NDArray[np.int64],
+    ) -> RoutedStep | None:
+        if self._routes is None or routes is None:
+            return None
+        return RoutedStep(self._routes, plan, routes, slots, sampled)
 
     def _chunks(self, plan: StepPlan) -> PrefillChunks:
         token_rows = np.repeat(plan.rows, plan.lengths)
@@ -96,7 +138,8 @@ class ModelRunner:
             pages=pages[plan.rows[busy], : int(page.max()) + 1],
         )
 
-    def _hidden_states(self, chunks: PrefillChunks) -> Tensor:
+    def _passed(self, chunks: PrefillChunks) -> PassedTokens:
+        """Compute the tokens without a graph."""
         attend = PagedAttention.chunks(
             self.cache,
             page_table=chunks.pages,
@@ -104,11 +147,12 @@ class ModelRunner:
             lengths=chunks.lengths,
             slots=chunks.slots,
         )
-        return self._model(self._tensor(chunks.tokens), self._tensor(chunks.positions), attend)
+        inputs = self._tensor(chunks.tokens), self._tensor(chunks.positions), attend
+        return PassedTokens.of(lambda: self._model(*inputs), self._route_dtype)
 
     def _sample(
         self, rows: NDArray[np.int64], logits: Tensor, routes: Tensor | None
-    ) -> SampledTokens:
+    ) -> SampledOnDevice:
         table = self._table
         greedy = table.greedy[rows]
         filters, kept = table.active_filters(rows), None
@@ -127,7 +171,7 @@ class ModelRunner:
             self._decode_graphs.set_newest_tokens(rows, tokens)
         encoded = None if kept is None else encoded_rows(kept, logits.shape[1])
         columns = NO_COLUMNS if routes is None else {ROUTES: routes}
-        return SampledTokens(SampledOnDevice(tokens, logprobs, encoded, columns), self._device)
+        return SampledOnDevice(tokens, logprobs, encoded, columns)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return upload(array, self._device)

@@ -6,6 +6,7 @@ attends to it, its K/V is written nowhere, and its results are dropped.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PagedAttention
+from spmd_rl.kernels.moe.kept_routes import kept_routes
 from spmd_rl.kernels.moe.route_hash import RouteHash, hashed_routes
 from spmd_rl.kernels.moe.rows_in_use import using_rows
 from spmd_rl.kernels.runtime.cuda_graph import GraphMemory, record
@@ -42,6 +44,27 @@ class PrefillChunks(NamedTuple):
     pages: NDArray[np.int64]
 
 
+class PassedTokens(NamedTuple):
+    """What a forward pass gives of its tokens: hidden states, and of mixtures their routes.
+
+    `routes` is None where none are recorded. Shape: hidden [T, C], routes [T, W].
+    """
+
+    hidden: Tensor
+    hashed: RouteHash
+    routes: Tensor | None
+
+    @staticmethod
+    def of(run: Callable[[], Tensor], route_dtype: torch.dtype | None) -> PassedTokens:
+        """Return what `run` computes; routes are recorded if they have a dtype."""
+        if route_dtype is None:
+            with hashed_routes() as hashed:
+                return PassedTokens(run(), hashed, None)
+        with hashed_routes() as hashed, kept_routes() as kept:
+            hidden = run()
+        return PassedTokens(hidden, hashed, kept.joined(route_dtype))
+
+
 class PrefillGraphs:
     """Graphs over one cache, recorded at first use. Ranks: any, each on its own."""
 
@@ -53,18 +76,20 @@ class PrefillGraphs:
         self._cache = cache
         self._max_pages = max_pages
         self._memory = memory
-        self._graphs: dict[int, _PrefillGraph] = {}
+        self._graphs: dict[tuple[int, torch.dtype | None], _PrefillGraph] = {}
 
     @property
     def num_recorded(self) -> int:
         return len(self._graphs)
 
-    def hidden_states(self, chunks: PrefillChunks) -> tuple[Tensor, RouteHash] | None:
+    def hidden_states(
+        self, chunks: PrefillChunks, route_dtype: torch.dtype | None = None
+    ) -> PassedTokens | None:
         """Queue the tokens and return their hidden states and routes, if a graph has the room.
 
         No graph has room for a sequence with several attention splits. The result is valid until
-        the next launch of any graph.
-        Shape: hidden states are [T', C], T' >= T.
+        the next launch of any graph. Routes are recorded if they have a dtype.
+        Shape: of T' >= T rows.
         """
         if 0 < self._cache.split < (chunks.starts + chunks.lengths).max():
             return None
@@ -72,18 +97,23 @@ class PrefillGraphs:
         size = next((size for size in PREFILL_SIZES if num_tokens <= size), None)
         if size is None:
             return None
-        if size not in self._graphs:
-            self._graphs[size] = self._record(size, chunks)
-        return self._graphs[size].replay(chunks)
+        key = size, route_dtype
+        if key not in self._graphs:
+            self._graphs[key] = self._record(size, chunks, route_dtype)
+        return self._graphs[key].replay(chunks)
 
-    def _record(self, size: int, chunks: PrefillChunks) -> _PrefillGraph:
+    def _record(
+        self, size: int, chunks: PrefillChunks, route_dtype: torch.dtype | None
+    ) -> _PrefillGraph:
         graph = _PrefillGraph(size, self._max_pages, self._cache.device)
         graph.upload(chunks)
         inputs = graph.inputs.tensors
-        graph.cuda_graph, graph.outputs = record(lambda: self._compute(inputs), self._memory)
+        graph.cuda_graph, graph.outputs = record(
+            lambda: self._compute(inputs, route_dtype), self._memory
+        )
         return graph
 
-    def _compute(self, inputs: dict[str, Tensor]) -> tuple[Tensor, RouteHash]:
+    def _compute(self, inputs: dict[str, Tensor], route_dtype: torch.dtype | None) -> PassedTokens:
         """Do the work of one step, as it is recorded."""
         attend = PagedAttention.prefill(
             self._cache,
@@ -92,8 +122,9 @@ class PrefillGraphs:
             bounds=inputs["bounds"],
             slots=inputs["slots"],
         )
-        with hashed_routes() as hashed, using_rows(inputs["slots"]):
-            return self._model(inputs["tokens"], inputs["positions"], attend), hashed
+        with using_rows(inputs["slots"]):
+            given = inputs["tokens"], inputs["positions"], attend
+            return PassedTokens.of(lambda: self._model(*given), route_dtype)
 
 
 class _PrefillGraph:
@@ -103,7 +134,7 @@ class _PrefillGraph:
     """
 
     cuda_graph: torch.cuda.CUDAGraph
-    outputs: tuple[Tensor, RouteHash]
+    outputs: PassedTokens
 
     def __init__(self, size: int, max_pages: int, device: torch.device) -> None:
         self._max_pages = max_pages
@@ -118,7 +149,7 @@ class _PrefillGraph:
         }
         self.inputs = GraphInputs(fields, device)
 
-    def replay(self, chunks: PrefillChunks) -> tuple[Tensor, RouteHash]:
+    def replay(self, chunks: PrefillChunks) -> PassedTokens:
         self.upload(chunks)
         self.cuda_graph.replay()
         return self.outputs

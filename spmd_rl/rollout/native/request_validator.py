@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spmd_rl.errors import DataError
+from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import Request, check_stop_ids
 from spmd_rl.types.prompts import prompt_name
@@ -27,6 +28,8 @@ class RequestValidator:
         ):
             self._check_prompt(request)
             check_stop_ids(request.sampling, self._spec.vocab_size)
+            if request.sampling.replay_routes:
+                RouteShape.required(self._spec)
             self._last_valid = request
         prompt_length = len(request.prompt)
         max_length = min(prompt_length + request.sampling.max_tokens, self._spec.max_positions)

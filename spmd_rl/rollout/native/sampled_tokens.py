@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.vocab.kept_words import EncodedRows, read_rows
+from spmd_rl.rollout.native.recorded_routes import RoutedStep
+from spmd_rl.types.routes import EXPERT_IDS
 
 NO_COLUMNS: Mapping[str, Tensor] = {}
 
@@ -20,13 +22,15 @@ class SampledOnDevice(NamedTuple):
     """Outputs of a step, on the device or in host memory that it will write.
 
     `kept` is None where no row replays its filters. `columns` are further values of each token, by
-    name. Shape: tokens [M] int64, logprobs [M] fp32; columns [M] or [M, K].
+    name. `routes` are those of a decoding step that records them.
+    Shape: tokens [M] int64, logprobs [M] fp32; columns [M] or [M, K]; routes [M, W].
     """
 
     tokens: Tensor
     logprobs: Tensor
     kept: EncodedRows | None = None
     columns: Mapping[str, Tensor] = NO_COLUMNS
+    routes: Tensor | None = None
 
 
 class SampledOnHost(NamedTuple):
@@ -51,9 +55,15 @@ class SampledOnHost(NamedTuple):
 
 
 class SampledTokens:
-    """What one step sampled. The copy to the host begins at once."""
+    """What one step sampled, and the routes that it recorded. The copy to the host begins at once.
 
-    def __init__(self, sampled: SampledOnDevice, device: torch.device) -> None:
+    `wait` or `drop` is called in the order of the steps.
+    """
+
+    def __init__(
+        self, sampled: SampledOnDevice, device: torch.device, routed: RoutedStep | None = None
+    ) -> None:
+        self._routed = None if routed is None else routed.to_host()
         self._tokens = sampled.tokens.to("cpu", non_blocking=True)
         self._logprobs = sampled.logprobs.to("cpu", non_blocking=True)
         self._kept = None if sampled.kept is None else sampled.kept.to_host()
@@ -71,4 +81,14 @@ class SampledTokens:
             self._arrived.synchronize()
         kept = [] if self._kept is None else read_rows(self._kept)
         columns = {name: values.numpy() for name, values in self._columns.items()}
+        if self._routed is not None:
+            columns[EXPERT_IDS] = self._routed.write()
         return SampledOnHost(self._tokens.numpy(), self._logprobs.numpy(), kept, columns)
+
+    def drop(self) -> None:
+        """Forget what was sampled, but for the routes: pages of ended sequences may be used again.
+
+        Blocks: until the step has run, if routes are recorded.
+        """
+        if self._routed is not None:
+            self.wait()

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.kernels import stream_bases
 from spmd_rl.kernels.runtime.ragged import offsets_within
+from spmd_rl.rollout.answer_columns import AnswerColumns
 from spmd_rl.rollout.engine import ALL_TOKENS, Request
 from spmd_rl.types.token_data import TokenData
 
@@ -67,7 +68,7 @@ class SequenceTable:
     flight, and the host does not have them yet. `num_computed` tokens have K/V in the cache. A
     sequence ends at `max_length`. `sequence_id` differs between all sequences that a row ever had.
     `kept` holds the encoded sets of a row that `replays`, for the tokens that the host has.
-    `columns` holds further values of each token, [num_rows, max_tokens] or with K values a token.
+    `columns` holds further values of each token. `prompt_routes` are those of `TokenData`.
     Shape: `tokens`, `logprobs`, `versions` [num_rows, max_tokens], prompt first (its log-probs and
     versions are unset); `pages` [num_rows, P]; `stop_ids` [num_rows, S]; all else [num_rows].
     """
@@ -96,7 +97,8 @@ class SequenceTable:
         self.max_tokens = max_tokens
         self.requests: list[Request | None] = [None] * num_rows
         self.kept = [bytearray() for _ in range(num_rows)]
-        self.columns: dict[str, NDArray[Any]] = {}
+        self.prompt_routes = [b""] * num_rows
+        self.columns = AnswerColumns(num_rows, max_tokens)
         self._free = list(range(num_rows - 1, -1, -1))
         self._sequence_ids = count(NO_SEQUENCE + 1)
 
@@ -146,10 +148,8 @@ class SequenceTable:
         # an answer that came without sets was not filtered, or its engine returned none
         num_unknown = len(past) if request.sampling.replays else 0
         self.kept[row] = bytearray(past.kept or bytes(num_unknown))
-        for name, values in past.columns.items():
-            self._column(name, values)
-        for name, column in self.columns.items():
-            column[row, prompt:length] = past.columns.get(name, 0)
+        self.columns.begin(row, past.columns)
+        self.prompt_routes[row] = past.prompt_routes
         self.prompt_length[row] = prompt
         self.length[row] = length
         self.max_length[row] = min(prompt + request.sampling.max_tokens, self.max_tokens)
@@ -177,6 +177,8 @@ class SequenceTable:
         for row, request in zip(rows, requests, strict=True):
             self.requests[row] = request
             self.kept[row] = bytearray()
+            self.columns.begin(row, {})
+            self.prompt_routes[row] = b""
         return rows
 
     def fill_forks(self, forks: list[Fork]) -> None:
@@ -224,17 +226,7 @@ class SequenceTable:
         self.num_pending[rows] -= 1
         for row, encoded in zip(rows.tolist() if kept else (), kept, strict=True):
             self.kept[row] += encoded
-        for name, values in columns.items():
-            self._column(name, values)
-        for name, column in self.columns.items():  # where a step lacks one, an older row's is there
-            column[rows, position] = columns.get(name, 0)
-
-    def _column(self, name: str, like: NDArray[Any]) -> NDArray[Any]:
-        """Return the column `name`, whose rows are as those of `like`. It is made at first use."""
-        if name not in self.columns:
-            shape = self.num_rows, self.max_tokens, *like.shape[1:]
-            self.columns[name] = np.zeros(shape, like.dtype)
-        return self.columns[name]
+        self.columns.write(rows, position - self.prompt_length[rows], columns)
 
     def host_length(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many tokens of each of `rows` the host has."""
@@ -283,12 +275,11 @@ class SequenceTable:
         answers = np.repeat(index, sizes), np.repeat(first, sizes) + offsets_within(sizes)
         tokens, logprobs = self.tokens[answers], self.logprobs[answers]
         versions = self.versions[answers]
-        columns = {name: column[answers] for name, column in self.columns.items()}
         requests, ends = [], accumulate(sizes.tolist(), initial=0)
         for row, (start, end) in zip(rows, pairwise(ends), strict=True):
             old = self.requests[row]
             assert old is not None
             answer = tokens[start:end], logprobs[start:end], versions[start:end]
-            more = {name: column[start:end] for name, column in columns.items()}
-            requests.append(old.after(TokenData(*answer, bytes(self.kept[row]), more)))
+            further = self.columns.of(row, end - start), self.prompt_routes[row]
+            requests.append(old.after(TokenData(*answer, bytes(self.kept[row]), *further)))
         return requests

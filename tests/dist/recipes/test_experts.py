@@ -43,6 +43,7 @@ SPLITS = {
     "on one rank": (1, ()),
     "sharded over two ranks": (2, ()),
     "a rank for each role": (2, ("--split.train.ranks=1", "--split.infer.ranks=1")),
+    "routes replayed": (1, ("--sampling.replay_routes=true",)),
 }
 
 
@@ -91,6 +92,7 @@ def test_no_token_is_unequal(split: str, model: Path, ended: dict[str, Ended]) -
     for row in run.metrics:
         assert row["onpolicy/mismatched_tokens"] == 0
         assert row["onpolicy/router_flips"] == 0
+        assert row.get("experts/rerouted_worst") == (0 if split == "routes replayed" else None)
         assert row["onpolicy/compared_tokens"] > 0
         assert row["sync/verified_tensors"] + row["sync/shared_tensors"] >= len(shapes)
     exported, first = (
@@ -111,11 +113,19 @@ def test_every_split_draws_the_same_tokens(ended: dict[str, Ended]) -> None:
         assert [one["logprobs"] for one in other] == [one["logprobs"] for one in first]
 
 
+def test_replay_changes_no_weight(ended: dict[str, Ended]) -> None:
+    own, replayed = (
+        load_file(ended[split].folder / "hf" / "model.safetensors")
+        for split in ("on one rank", "routes replayed")
+    )
+    assert all(torch.equal(one, replayed[name]) for name, one in own.items())
+
+
 def test_the_same_command_goes_on_to_the_same_bits(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     words = [*MODES["sharded"], *SMALL, f"--model={model}", "--run.keep_checkpoints=9"]
-    words.append("--trainer.init=folder")
+    words += ["--trainer.init=folder", "--sampling.replay_routes=true"]
     whole = ForkedRun(tmp_path_factory.mktemp("whole"), words, name="whole")
     expected = whole.finish()
     cut = ForkedRun(whole.cwd, words, name="cut")

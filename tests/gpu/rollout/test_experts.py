@@ -12,6 +12,8 @@ from spmd_rl.kernels import PackedAttention, token_logprobs
 from spmd_rl.kernels.moe.route_hash import ROUTES, hashed_routes
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
+from spmd_rl.rollout.engine import Request
+from spmd_rl.types.routes import EXPERT_IDS
 from tests.gpu.rollout.graph_case import (
     DEVICE,
     SPEC,
@@ -49,6 +51,34 @@ def test_graphs_give_the_samples_and_routes_of_single_steps(
     assert unequal(found, single) == 0
     for name, sample in found.items():
         assert np.array_equal(sample.columns[ROUTES], single[name].columns[ROUTES]), name
+
+
+def recording(requests: list[Request]) -> list[Request]:
+    return [
+        Request(
+            one.uid, one.index, one.prompt, replace(one.sampling, replay_routes=True), seed=one.seed
+        )
+        for one in requests
+    ]
+
+
+@pytest.mark.parametrize("max_batch", [5, 24])
+def test_recorded_routes_are_those_of_single_steps(
+    mixture: CausalLM, single: Samples, max_batch: int
+) -> None:
+    """Graphs record them too, and no sample changes by it."""
+    plain = replace(USUAL, cuda_graphs=False, max_batch=2, prefix_cache=False)
+    expected = finish(new_engine(mixture, plain), recording(workload()))
+    assert unequal(expected, single) == 0
+    engine = new_engine(mixture, replace(USUAL, max_batch=max_batch))
+    for turn in range(2):  # in the second one, prompts are in the cache
+        found = finish(engine, recording(workload()))
+        for name, sample in found.items():
+            wanted = expected[name]
+            assert np.array_equal(sample.columns[EXPERT_IDS], wanted.columns[EXPERT_IDS]), name
+            assert sample.prompt_routes == wanted.prompt_routes, (turn, name)
+            assert len(sample.prompt_routes) > 0
+        assert unequal(found, single) == 0
 
 
 def test_the_trainers_pass_has_the_same_bits_and_routes(mixture: CausalLM, single: Samples) -> None:

@@ -20,6 +20,7 @@ from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
+from spmd_rl.types.routes import EXPERT_IDS
 from tests.dist.train_case import write_model_folder
 from tests.gpu.train.backend import fsdp2
 from tests.gpu.train.conftest import SIZES
@@ -99,3 +100,34 @@ def test_a_frozen_router_stays_as_it_is(context: RoleContext, mixture: Path) -> 
     assert trainer.train_step(batch, grpo_loss)["train/grad_norm"] > 0
     for name, one in before.items():
         assert torch.equal(one, trainer.backend.gather(name)), name
+
+
+@pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
+def test_replay_of_the_engines_routes_changes_no_bit(
+    context: RoleContext, mixture: Path, recompute: Recompute
+) -> None:
+    cfg = replace(CONFIG, backend=Fsdp2Config(recompute=recompute))
+    ended = []
+    for replays in (True, False):
+        trainer = Trainer(cfg, context, str(mixture))
+        batch = drawn(new_engine(trainer, cuda_graphs=True), replay_routes=replays)
+        assert (EXPERT_IDS in batch.columns) == replays
+        stats = trainer.train_step(batch, grpo_loss)
+        assert stats["onpolicy/mismatched_tokens"] == stats["onpolicy/router_flips"] == 0
+        assert stats.get("experts/rerouted_worst", 0.0) == 0
+        weights = {name: trainer.backend.gather(name).clone() for name in trainer.backend.names()}
+        ended.append((stats["train/loss"], stats["train/grad_norm"], weights))
+    (*numbers, weights), (*others, own) = ended
+    assert numbers == others
+    assert all(torch.equal(one, own[name]) for name, one in weights.items())
+
+
+def test_control_other_routes_are_taken(context: RoleContext, mixture: Path) -> None:
+    """The negative control: with the routes of another token, the trainer's numbers differ."""
+    trainer = Trainer(CONFIG, context, str(mixture))
+    batch = drawn(new_engine(trainer, cuda_graphs=True), replay_routes=True)
+    moved = np.roll(batch.columns[EXPERT_IDS], 1, 0)
+    turned = replace(batch, columns=batch.columns | {EXPERT_IDS: moved})
+    stats = trainer.train_step(turned, grpo_loss)
+    assert stats["experts/rerouted"] > 0.5
+    assert stats["onpolicy/mean_abs_dlogp"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def new_engine(trainer: Trainer, cuda_graphs: bool) -> NativeEngine:
     return engine
 
 
-def drawn(engine: NativeEngine) -> Batch:
+def drawn(engine: NativeEngine, **sampling: Any) -> Batch:
     """Return answers of 1 to 90 tokens to prompts of 1 to 60."""
     rng = np.random.default_rng(0)
     requests = [
@@ -70,7 +71,7 @@ def drawn(engine: NativeEngine) -> Batch:
             uid,
             index,
             np.random.default_rng(uid).integers(2, VOCAB, 1 + 5 * uid).astype(np.int32),
-            SamplingConfig(max_tokens=int(rng.integers(1, 90)), ignore_eos=True),
+            SamplingConfig(max_tokens=int(rng.integers(1, 90)), ignore_eos=True, **sampling),
         )
         for uid in range(12)
         for index in range(4)
