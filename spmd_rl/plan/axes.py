@@ -45,9 +45,9 @@ def _check_engine(engine: EngineConfig, placement: Placement, model: str) -> Non
 
 def _check_mixture(model: str, engine: EngineConfig, trainer: TrainerConfig | None) -> None:
     """Raise a ConfigError for an engine or a trainer that cannot have the model's experts."""
-    if not engine.takes_mixtures:
+    if not engine.takes_corrections and read_spec(model).fixed_names():
         raise ConfigError(
-            f"{model} is a mixture of experts, which engine.kind = '{engine.kind}' does not "
+            f"{model} has routers with corrections, which engine.kind = '{engine.kind}' does not "
             "support here: set engine.kind = 'native'"
         )
     if trainer is not None and not trainer.backend.mixtures_beside_engines:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from spmd_rl.model.layers.layer import LayerCost, PointDef, TensorSpec, num_elements
-from spmd_rl.model.layers.mlp import gated_cost, gated_parameters
+from spmd_rl.model.layers.mlp import PROJECTIONS, gated_cost, gated_parameters
 from spmd_rl.model.layers.sigmoid_router import CORRECTION, SigmoidRouter
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 # rename it when bits change; moe_module.py says where they are rounded
 MOE_RULE = "slots-fp32-v1"
 ROUTES = "routes"  # the point of a token's experts, and of their weights after these
+# SGLang's parameters of all experts of a layer, and what each expert's rows are, in order
+STACKED = {"w13_weight": PROJECTIONS[:2], "w2_weight": PROJECTIONS[2:]}
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -102,3 +106,8 @@ class Moe:
 
         sizes = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "name"}
         return MoeMlp(**sizes)
+
+
+def is_of_expert(name: str) -> bool:
+    """Whether a parameter is that of one of several experts."""
+    return _EXPERT.search(name) is not None

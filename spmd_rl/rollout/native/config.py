@@ -18,7 +18,7 @@ class NativeEngineConfig:
     """The native engine: its memory, and how much it does in a step."""
 
     promises_bits: ClassVar[bool] = True  # its log-probs are the trainer's, to the bit
-    takes_mixtures: ClassVar[bool] = True  # of experts
+    takes_corrections: ClassVar[bool] = True  # of a mixture's routers, which stay float32
     takes_adapters: ClassVar[bool] = True  # a push may bring adapters alone
     returns_kept_sets: ClassVar[bool] = True  # as SamplingConfig.replay_filters says
     sleep_weights: ClassVar[bool] = True  # its weights too are given back while it sleeps

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from spmd_rl.errors import WeightsError
 from spmd_rl.model.layers import gqa, mlp
+from spmd_rl.model.layers.moe import is_of_expert
 from spmd_rl.rollout.sglang.child_calls import ATTACH, DIGEST, RECEIVE, ChildContext, call
+from spmd_rl.rollout.sglang.expert_views import expert_views
 from spmd_rl.rollout.sglang.messages import PushedPieces, WeightDigests
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.plan.layout import Box, Dims, Piece
@@ -42,7 +44,7 @@ def parameter_views(model: Any, pieces: Pieces) -> dict[str, Tensor]:
     """
     if hasattr(model, "post_load_weights") or getattr(model, "quant_config", None) is not None:
         return {}
-    views: dict[str, Tensor] = {}
+    views = dict(expert_views(model, pieces))
     for name, parameter in model.named_parameters():
         views |= _views_of(name, parameter.detach(), pieces)
     return views
@@ -72,11 +74,17 @@ def _views_of(name: str, parameter: Tensor, pieces: Pieces) -> Iterator[tuple[st
 
 
 def check_rules(pieces: Pieces, views: Mapping[str, Tensor]) -> None:
-    """Raises: WeightsError for a part of a tensor without a rule.
+    """Raises: WeightsError for a part of a tensor without a rule, and for a tensor of an expert.
 
-    SGLang's `load_weights` takes whole tensors.
+    SGLang's `load_weights` takes whole tensors. It compares the name of each with those of all
+    experts, so that the time for a layer grows with the square of their number.
     """
     for name, piece in pieces.items():
+        if name not in views and is_of_expert(name):
+            raise WeightsError(
+                f"no rule says where SGLang keeps '{name}': leave engine.options.quantization out, "
+                "and set engine.options.moe_runner_backend = 'triton'"
+            )
         if name not in views and piece.box != _whole(piece.shape):
             raise WeightsError(
                 f"no rule says where SGLang keeps this rank's part of '{name}': set "

@@ -19,7 +19,7 @@ class SglangEngineConfig:
     """The SGLang engine: one scheduler in a child process of each rank (docs/sglang.md)."""
 
     promises_bits: ClassVar[bool] = False  # SGLang's kernels are not the trainer's
-    takes_mixtures: ClassVar[bool] = False  # of experts
+    takes_corrections: ClassVar[bool] = False  # of a mixture's routers, which stay float32
     takes_adapters: ClassVar[bool] = False  # a push brings whole weights
     returns_kept_sets: ClassVar[bool] = False  # SGLang does not say which tokens it left
     # SGLang sizes its own pages and steps; the plan counts keys and values by the token

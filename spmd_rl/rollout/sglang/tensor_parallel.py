@@ -82,6 +82,11 @@ ALONE = TensorParallel()
 
 def check_sizes(spec: ModelSpec, size: int) -> None:
     """Raises: ConfigError unless SGLang can split the model over `size` ranks."""
+    if size > 1 and spec.num_experts:
+        raise ConfigError(
+            f"split.infer.tp = {size} splits a mixture of experts, which has been built for one "
+            "rank alone: set it to 1"
+        )
     for one in spec.distinct_tensors():
         if one.cut is not None:
             one.cut.check(size, f"split.infer.tp = {size}")

@@ -24,6 +24,7 @@ from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
 from spmd_rl.train.megatron.config import OWNED, MegatronConfig, check_layout
 from tests.backends.megatron_case import FAMILIES, SIZES
 from tests.specs import dense_spec, with_experts, with_layers
+from tests.unit.model.test_glm4_moe import BASE as GLM4_MOE
 
 SPEC = dense_spec(
     "llama", vocab=960, hidden=64, inner=120, layers=12, heads=(12, 6, 16), positions=64
@@ -135,13 +136,17 @@ def test_a_mixture_of_experts_is_read(tmp_path: Any) -> None:
         read_spec(tmp_path)
 
 
-def test_sglang_generates_with_no_mixture_of_experts(tmp_path: Any) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SIZES | FAMILIES["qwen3_moe"]))
+def test_sglang_generates_with_mixtures_whose_routers_have_no_corrections(tmp_path: Any) -> None:
     placements = plan_split(Split(), 1)
     needs = RunNeeds(model=str(tmp_path), trainer=TrainerConfig(), engine=NativeEngineConfig())
+    with_sglang = replace(needs, engine=SglangEngineConfig())
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | FAMILIES["qwen3_moe"]))
     check_axes(needs, placements)
-    with pytest.raises(ConfigError, match="which engine.kind = 'sglang' does not support here"):
-        check_axes(replace(needs, engine=SglangEngineConfig()), placements)
+    check_axes(with_sglang, placements)
+    (tmp_path / "config.json").write_text(json.dumps(GLM4_MOE))
+    check_axes(needs, placements)
+    with pytest.raises(ConfigError, match="corrections, which engine.kind = 'sglang' does not"):
+        check_axes(with_sglang, placements)
 
 
 def test_the_config_of_another_backend_stays_apart() -> None:
