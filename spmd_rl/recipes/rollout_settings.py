@@ -13,8 +13,8 @@ from spmd_rl.recipes.protocols import EngineRecipe
 
 
 def rollout_settings(cfg: EngineRecipe) -> dict[str, Any]:
-    """Return what `spawn` passes to a `Rollout`: the model, the seed, the rewards, the hooks and
-    the trainer's adapters.
+    """Return what `spawn` passes to a `Rollout`: the model, the seed, the rewards, the hooks, the
+    trainer's adapters, and whether routes are recorded.
 
     The rewards of `eval` are among the hooks, if the config has evaluations. Hooks may read the
     whole config. Where `agent` has a kind, its program makes the samples.
@@ -31,4 +31,5 @@ def rollout_settings(cfg: EngineRecipe) -> dict[str, Any]:
         "hooks": hooks,
         "settings": as_data(cfg),
         "lora": needs.trainer.adapted_base if needs.trainer else None,
+        "records_routes": cfg.sampling.replay_routes,
     }

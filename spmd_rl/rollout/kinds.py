@@ -32,7 +32,8 @@ class EngineSite:
 
     `seed` is that of the run; a native engine has one in each request. `reserved_bytes` is the
     memory that the plan counts beside the engine's keys and values. A native engine is in regions
-    of `memory`. `adapted` says which adapters the pushed weights are, if they are some.
+    of `memory`. `adapted` says which adapters the pushed weights are, if they are some. An SGLang
+    engine has to know from the first whether it records routes.
     """
 
     model: str
@@ -42,6 +43,7 @@ class EngineSite:
     reserved_bytes: int = 0
     memory: RoleMemory | None = None
     adapted: AdaptedBase | None = None
+    records_routes: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def _build_sglang(cfg: SglangEngineConfig, site: EngineSite) -> Engine:
         rank=context.world.rank,
         seed=site.seed,
         reserved_bytes=site.reserved_bytes,
+        records_routes=site.records_routes,
         tp=TensorParallel(
             context.shard_rank,
             context.shard_size,

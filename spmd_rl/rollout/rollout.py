@@ -85,7 +85,8 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
     that makes samples in several turns, if one does. `settings` is the recipe's config as plain
     data, which hooks may read. `seed` is that of the draws. `reserved_bytes` is GPU memory that the
     plan counts beside the engine's own, and `sleep` says in which phases the engine's memory is
-    awake; the controller passes both. With `lora`, the trainer pushes adapters alone.
+    awake; the controller passes both. With `lora`, the trainer pushes adapters alone. With
+    `records_routes`, requests may ask for the experts of their tokens.
     """
 
     MEMORY_TAGS: ClassVar[tuple[str, ...]] = ("weights", "kv")
@@ -102,6 +103,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         reserved_bytes: int = 0,
         sleep: RoleSleep | None = None,
         lora: AdaptedBase | None = None,
+        records_routes: bool = False,
     ) -> None:
         super().__init__(cfg, context)
         self.seed = seed
@@ -122,7 +124,14 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         self.engine: Engine = build_engine(
             cfg,
             EngineSite(
-                model, context, self._decode, seed, reserved_bytes, self.memory, adapted=lora
+                model,
+                context,
+                self._decode,
+                seed,
+                reserved_bytes,
+                self.memory,
+                lora,
+                records_routes,
             ),
         )
         self._pushes_all = lora is None

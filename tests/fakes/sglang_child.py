@@ -45,8 +45,11 @@ class ServerArgs:
     attention_backend: str | None = None
     quantization: str | None = None
     disable_radix_cache: bool = False
+    moe_runner_backend: str = "auto"
+    enable_return_routed_experts: bool = False
     tp_size: int = 1
     fake_steps: int = -1  # -1: as many as there is work for
+    fake_retracts: bool = False  # say of each request that it was retracted
     fake_failure: str = ""  # what the scheduler raises while it is built
     # these concern the last scheduler of a group
     fake_wrong_byte: bool = False  # flip a bit of the first parameter after each push
@@ -100,7 +103,12 @@ class TokenizedGenerateReqInput(BaseReq, kw_only=True):
     top_logprobs_num: int
     token_ids_logprob: Any
     stream: bool
+    # as in 0.5.17
     return_sampling_mask: bool = False
+    return_flat_raw_top_logprobs: bool = False
+    return_hidden_states: bool = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
 
 
 class BatchTokenIDOutput(msgspec.Struct, tag=True, kw_only=True, array_like=True):
@@ -122,6 +130,23 @@ class BatchTokenIDOutput(msgspec.Struct, tag=True, kw_only=True, array_like=True
     input_token_logprobs_idx: Any
     output_token_logprobs_val: list[list[float]]
     output_token_logprobs_idx: Any
+    input_top_logprobs_val: Any = None
+    input_top_logprobs_idx: Any = None
+    output_top_logprobs_val: Any = None
+    output_top_logprobs_idx: Any = None
+    input_token_ids_logprobs_val: Any = None
+    input_token_ids_logprobs_idx: Any = None
+    output_token_ids_logprobs_val: Any = None
+    output_token_ids_logprobs_idx: Any = None
+    output_token_entropy_val: Any = None
+    output_token_sampling_mask: Any = None
+    output_token_sampling_logprobs: Any = None
+    output_hidden_states: Any = None
+    routed_experts: list[Any] | None = None  # of each request: shape, dtype and bytes of a tensor
+    indexer_topk: Any = None
+    placeholder_tokens_idx: Any = None
+    placeholder_tokens_val: Any = None
+    retraction_counts: list[int] | None = None
 
 
 class AbortReq(BaseReq, kw_only=True):
@@ -201,6 +226,13 @@ def draw(weights: int, uid: int, index: int, position: int, vocab_size: int) -> 
     return int(mixed >> 7) % vocab_size, -float(mixed % 977) / 128
 
 
+def route(weights: int, uid: int, row: int, layer: int, sizes: tuple[int, int]) -> list[int]:
+    """The experts that a row of a prompt goes to in a layer, in an order of their own."""
+    num_experts, num_chosen = sizes
+    first = draw(weights, uid, layer, row, num_experts)[0]
+    return [(first + 2 * one) % num_experts for one in range(num_chosen)]
+
+
 class Running:
     """One request of the fake."""
 
@@ -212,6 +244,10 @@ class Running:
         self.uid, self.index = (int(part, 16) for part in message.rid.split(".")[:2])
         self.params = message.sampling_params
         self.stream = message.stream
+        self.routes_from = (
+            message.routed_experts_start_len if message.return_routed_experts else None
+        )
+        self.weights: list[int] = []  # that each row was computed with
         self.num_prompt = len(message.input_ids)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -222,6 +258,7 @@ class Running:
     def grow(self, weights: int, vocab_size: int, eos_ids: set[int]) -> None:
         position = self.num_prompt + len(self.tokens)
         token, logprob = draw(weights, self.uid, self.index, position, vocab_size)
+        self.weights += [weights] * (position - len(self.weights))
         self.tokens.append(token)
         self.logprobs.append(logprob)
         ends = set() if self.params.ignore_eos else eos_ids | (self.params.stop_token_ids or set())
@@ -259,6 +296,8 @@ class Scheduler:
             _join_group(tp_rank, self.tp_size)
         config = json.loads((Path(server_args.model_path) / "config.json").read_text())
         self.vocab_size: int = config["vocab_size"]
+        self.num_layers: int = config["num_hidden_layers"]
+        self.expert_sizes = config.get("num_experts", 0), config.get("num_experts_per_tok", 0)
         eos = config.get("eos_token_id")
         self.eos_ids = {eos} if isinstance(eos, int) else set(eos or ())
         context = zmq.Context()
@@ -290,7 +329,8 @@ class Scheduler:
             is_quantized = self.server_args.quantization is not None
             args = self.server_args
             part = self.tp_rank, self.tp_size
-            self._model = _model(args.model_path, args.dtype, is_quantized, *part)
+            backend = args.moe_runner_backend
+            self._model = _model(args.model_path, args.dtype, is_quantized, backend, *part)
         return self._model
 
     def get_init_info(self) -> dict[str, Any]:
@@ -454,8 +494,24 @@ class Scheduler:
                 input_token_logprobs_idx=[[] for _ in requests],
                 output_token_logprobs_val=scores,
                 output_token_logprobs_idx=new,
+                routed_experts=[self._routes_of(request) for request in requests],
+                retraction_counts=[int(self.server_args.fake_retracts)] * count,
             )
         )
+
+    def _routes_of(self, request: Running) -> Any:
+        """Return the routes of a request that has ended and asks for them, as SGLang does."""
+        first = request.routes_from
+        if first is None or request.reason is None:
+            return None
+        assert self.server_args.enable_return_routed_experts
+        last = request.num_prompt + len(request.tokens) - 1
+        ids = array("i")
+        for row in range(first, last):
+            for layer in range(self.num_layers):
+                weights = request.weights[row]
+                ids.extend(route(weights, request.uid, row, layer, self.expert_sizes))
+        return (last - first, self.num_layers, self.expert_sizes[1]), "int32", ids.tobytes()
 
     def _send(self, message: msgspec.Struct) -> None:
         if not self.tp_rank:
@@ -491,8 +547,10 @@ def _local_part(name: str, spec: Any, rank: int, size: int) -> tuple[int, int, i
     heads = attention.num_heads // size
     all_kv_heads = attention.num_kv_heads
     kv_heads, copies = max(all_kv_heads // size, 1), max(size // all_kv_heads, 1)
-    columns = mlp.intermediate_size // size
+    columns = getattr(mlp, "intermediate_size", 0) // size
     rows = -(-spec.vocab_size // 64) * 64 // size
+    if ".experts." in name:
+        return None
     return {
         "q_proj": (0, rank * heads * width, heads * width),
         "k_proj": (0, rank // copies * kv_heads * width, kv_heads * width),
@@ -506,8 +564,13 @@ def _local_part(name: str, spec: Any, rank: int, size: int) -> tuple[int, int, i
     }.get(kind)
 
 
-def _model(folder: str, dtype: str, is_quantized: bool, tp_rank: int, tp_size: int) -> Any:
-    """A module with a rank's parameters of SGLang's dense models, fused and with padded rows."""
+def _model(
+    folder: str, dtype: str, is_quantized: bool, backend: str, tp_rank: int, tp_size: int
+) -> Any:
+    """A module with a rank's parameters of SGLang's models, fused and with padded rows.
+
+    Experts are in two parameters of each layer.
+    """
     import zlib
 
     import torch
@@ -519,18 +582,31 @@ def _model(folder: str, dtype: str, is_quantized: bool, tp_rank: int, tp_size: i
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
     rows: dict[str, list[int]] = {}
-    parts: dict[str, tuple[str, int, int]] = {}  # of each tensor: parameter, first row, rows
+    parts: dict[str, tuple[str, Any]] = {}  # of each tensor: parameter, and index in it
     local = {name: _local_part(name, spec, tp_rank, tp_size) for name in spec.parameter_shapes()}
     for name, shape in spec.parameter_shapes().items():
         if (part := local[name]) is not None:
             shape = (*shape[: part[0]], part[2], *shape[part[0] + 1 :])
+        if ".experts." in name:
+            path, _, rest = name.partition(".experts.")
+            number, projection, _ = rest.split(".")
+            stacked = {"gate_proj": ("w13", 0), "up_proj": ("w13", 1), "down_proj": ("w2", 0)}
+            kind, half = stacked[projection]
+            owner = f"{path}.experts.{kind}_weight"
+            num_experts = spec.num_experts
+            rows[owner] = [num_experts, (2 if kind == "w13" else 1) * shape[0], shape[1]]
+            parts[name] = owner, (int(number), slice(half * shape[0], (half + 1) * shape[0]))
+            continue
         owner = ".".join(fused.get(word, word) for word in name.split("."))
         size = rows.setdefault(owner, [0, *shape[1:]])
-        parts[name] = owner, size[0], shape[0]
+        parts[name] = owner, slice(size[0], size[0] + shape[0])
         size[0] += shape[0]
     for owner, size in rows.items():
         if owner.endswith(("embed_tokens.weight", "lm_head.weight")):
             size[0] = -(-spec.vocab_size // 64) * 64 // tp_size
+
+    class UnquantizedFusedMoEMethod:
+        use_triton_kernels = backend == "triton_kernel"
 
     class Model(nn.Module):
         quant_config = object() if is_quantized else None
@@ -544,22 +620,24 @@ def _model(folder: str, dtype: str, is_quantized: bool, tp_rank: int, tp_size: i
                     if not hasattr(module, word):
                         module.add_module(word, nn.Module())
                     module = getattr(module, word)
+                if path[-1] == "experts":
+                    module.quant_method = UnquantizedFusedMoEMethod()
                 value = torch.zeros(size, dtype=getattr(torch, dtype))
                 module.register_parameter(last, nn.Parameter(value, requires_grad=False))
 
         def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
             parameters = dict(self.named_parameters())
             for name, tensor in weights:
-                owner, start, size = parts[name]
+                owner, place = parts[name]
                 if (part := local[name]) is not None:
                     tensor = tensor.narrow(*part)
-                parameters[owner].data[start : start + size].copy_(tensor)
+                parameters[owner].data[place].copy_(tensor)
 
         def checksum(self) -> int:
             """Of all but the rows that pad the embeddings."""
             parameters, value = dict(self.named_parameters()), 0
-            for owner, start, size in parts.values():
-                data = parameters[owner].data[start : start + size].reshape(-1)
+            for owner, place in parts.values():
+                data = parameters[owner].data[place].reshape(-1)
                 value = zlib.crc32(data.view(torch.uint8).numpy().tobytes(), value)
             return value
 

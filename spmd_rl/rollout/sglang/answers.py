@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from spmd_rl.errors import SpmdError
 from spmd_rl.rollout.engine import StepOutput
 from spmd_rl.rollout.sglang.requests import Key, OpenRequest, RequestTable, joined, status_of
+from spmd_rl.rollout.sglang.returned_routes import decoded
 from spmd_rl.rollout.sglang.structs import (
     AbortReq,
     BatchTokenIDOutput,
     SchedulerMessage,
+    TensorMessage,
     token_ids,
 )
 from spmd_rl.types.prompts import prompt_name
@@ -64,11 +66,16 @@ NOTHING_ENDS = Ending()
 
 @dataclass(frozen=True)
 class Delta:
-    """New tokens of one request, and why the scheduler ended it, if it has. Shape: [T]."""
+    """New tokens of one request, and why the scheduler ended it, if it has. Shape: [T].
+
+    `routes` are those of all its rows, once it has ended.
+    """
 
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     reason: dict[str, Any] | None
+    routes: TensorMessage | None = None
+    was_retracted: bool = False
 
     @property
     def is_aborted(self) -> bool:
@@ -104,28 +111,41 @@ class AnswerCollector:
         Raises: SpmdError for a message that nobody asked for, or tokens without log-probs;
         DataError for a request that the scheduler refuses.
         """
-        if isinstance(message, AbortReq) and message.rid in ending.rids:
-            self._wait_again(message.rid)
+        if isinstance(message, AbortReq) and self._abort_waiting(message.rid or "", ending):
             return
         if not isinstance(message, BatchTokenIDOutput):
             problem = getattr(message, "abort_message", "") or ""
             name = type(message).__name__
             raise SpmdError(f"SGLang's scheduler sent {name} unasked {problem}".rstrip())
-        scores = message.output_token_logprobs_val or [None] * len(message.rids)
         for row, rid in enumerate(message.rids):
             if (one := self._table.running(rid)) is not None:
-                tokens = token_ids(message.output_ids[row])
-                logprobs = np.array(scores[row] or [], np.float32)
-                delta = Delta(tokens, logprobs, message.finished_reasons[row])
+                delta = _delta(message, row)
                 _check(one, delta, version)
                 self._extend(one, delta, version, ending)
+
+    def _abort_waiting(self, rid: str, ending: Ending) -> bool:
+        """Note that a request ended in the scheduler's queue; return whether that was asked for."""
+        one = self._table.running(rid)
+        if one is not None and one.is_stopped:
+            self._end_aborted(one, ending.finish or rid not in ending.rids)
+        elif rid in ending.rids:
+            self._wait_again(rid)
+        else:
+            return False
+        return True
 
     def _extend(self, one: OpenRequest, delta: Delta, version: int, ending: Ending) -> None:
         """Give one request its new tokens, and finish it if they are its last."""
         waits = one.rid in ending.rids
         may_finish = ending.finish or not waits
+        if one.is_stopped:  # it runs for its routes alone
+            if delta.reason is not None:
+                self._note_routes(one, delta)
+                self._end_aborted(one, may_finish)
+            return
         ends = delta.reason is not None and not (waits and delta.is_aborted)
         if ends and not may_finish:
+            self._note_routes(one, delta)
             self._wait_again(one.rid)
             return
         is_stopped = one.extend(delta.tokens, delta.logprobs, version)
@@ -133,14 +153,21 @@ class AnswerCollector:
         self.num_tokens += len(new)
         if may_finish:
             self._new.add(one.key, new.tokens, new.logprobs)
+        self._note_routes(one, delta)
         if is_stopped and may_finish:
             if delta.reason is None:
                 self._abort(one.rid)
-            self._finish(one, "completed")
+            if delta.reason is not None or not one.request.sampling.replay_routes:
+                self._finish(one, "completed")
         elif ends and delta.reason is not None:
             self._finish(one, status_of(delta.reason, one.request))
         elif waits and delta.is_aborted:
             self._end_aborted(one, may_finish)
+
+    def _note_routes(self, one: OpenRequest, delta: Delta) -> None:
+        """Give the tokens of a request that has ended their routes."""
+        if delta.routes is not None:
+            one.note_routes(decoded(self._table.spec, delta.routes), not delta.was_retracted)
 
     def _end_aborted(self, one: OpenRequest, may_finish: bool) -> None:
         """Have a request wait again. An abort hides that the last token was the sample's last."""
@@ -161,6 +188,21 @@ class AnswerCollector:
         one = self._table.running(rid or "")
         if one is not None:
             self._table.stop_running(one)
+
+
+def _delta(message: BatchTokenIDOutput, row: int) -> Delta:
+    """Return what a message says of its request at `row`."""
+
+    def of_row(values: Sequence[Any] | None) -> Any:
+        return values[row] if values else None
+
+    return Delta(
+        token_ids(message.output_ids[row]),
+        np.array(of_row(message.output_token_logprobs_val) or [], np.float32),
+        message.finished_reasons[row],
+        of_row(message.routed_experts),
+        bool(of_row(message.retraction_counts)),
+    )
 
 
 def _check(one: OpenRequest, delta: Delta, version: int) -> None:

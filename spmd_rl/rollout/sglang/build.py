@@ -15,6 +15,7 @@ import torch
 from spmd_rl.errors import LostRankError, ResidencyError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.private_folder import PrivateFolder
+from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.read import read_spec
 from spmd_rl.offload.ledger import as_size
 from spmd_rl.rollout.interpreter import Interpreter
@@ -29,6 +30,7 @@ from spmd_rl.rollout.sglang.options import (
     VERSIONS,
     SglangSite,
     check_options,
+    check_routes,
     server_args,
 )
 from spmd_rl.rollout.sglang.structs import field_lists
@@ -47,6 +49,8 @@ DEFAULTS: dict[str, Any] = {
     "sleep_on_idle": True,  # else an idle scheduler takes a whole core
     "cuda_graph_config": {"prefill": {"backend": "disabled"}},  # they take most of the start
 }
+# experts as expert_views.py knows them
+MIXTURE_DEFAULTS: dict[str, Any] = {"moe_runner_backend": "triton"}
 STORE = "store"  # the file in which the schedulers of an engine meet
 # of a GPU's free memory, for the keys and values of an engine that no plan has counted
 FREE_SHARE = 0.4
@@ -61,19 +65,30 @@ def build(
     rank: int = 0,
     seed: int = 0,
     reserved_bytes: int = 0,
+    records_routes: bool = False,
     tp: TensorParallel = ALONE,
 ) -> SglangEngine | SglangFollower:
     """Start a child for the model in `folder`, and return the engine once it is ready.
 
     It has no weights before the first push. `reserved_bytes` is the memory that the plan counts
-    beside the engine's keys and values. All ranks of the group `tp` call it together; the first one
+    beside the engine's keys and values. With `records_routes`, SGLang keeps the experts of each
+    token in its cache in host memory. All ranks of the group `tp` call it together; the first one
     gets the engine that has the requests.
 
     Blocks: until the children of the group are ready; engine.start_deadline_s ends it.
     Raises: ConfigError for an option or a version that does not serve; SpmdError with the child's
     own sentence if it fails.
     """
-    started = start(cfg, folder, device, rank=rank, seed=seed, reserved_bytes=reserved_bytes, tp=tp)
+    started = start(
+        cfg,
+        folder,
+        device,
+        rank=rank,
+        seed=seed,
+        reserved_bytes=reserved_bytes,
+        records_routes=records_routes,
+        tp=tp,
+    )
     child, spec, dtype = started.child, read_spec(folder), dtype_of(cfg.dtype, device)
     try:
         ready = child.wait_until_ready(started.spec, cfg.start_deadline_s)
@@ -99,6 +114,7 @@ def build(
         max_kv_tokens=ready.max_num_tokens,
         decode=decode,
         start_seconds=ready.seconds,
+        returns_routes=records_routes,
     )
 
 
@@ -127,11 +143,15 @@ def start(
     rank: int = 0,
     seed: int = 0,
     reserved_bytes: int = 0,
+    records_routes: bool = False,
     tp: TensorParallel = ALONE,
 ) -> StartedChild:
     """Start a child, and do not wait for it. Raises: ConfigError, before anything starts."""
     site, interpreter = check_options(cfg), Interpreter.of(cfg.python)
     spec, dtype = read_spec(folder), dtype_of(cfg.dtype, device)
+    if records_routes:
+        RouteShape.required(spec)
+        check_routes(site)
     check_sizes(spec, tp.size)
     fraction = None
     if device.type == "cuda":
@@ -148,13 +168,17 @@ def start(
             sockets.path, child.socket.fileno(), child.raise_failure, child.discard_failure
         )
     defaults = DEFAULTS if fraction is None else DEFAULTS | {"mem_fraction_static": fraction}
+    owned = _owned(cfg, folder, dtype, site, seed, tp)
+    if spec.num_experts:
+        defaults = defaults | MIXTURE_DEFAULTS
+        owned["enable_return_routed_experts"] = records_routes
     child_spec = ChildSpec(
         versions=list(VERSIONS),
-        server_args=server_args(cfg, _owned(cfg, folder, dtype, site, seed, tp), defaults),
+        server_args=server_args(cfg, owned, defaults),
         port_args=_port_args(sockets.path),
         gpu_id=device.index or 0,
         tp_rank=tp.rank,
-        fields=field_lists(),
+        fields=field_lists(records_routes),
     )
     return StartedChild(child, client, child_spec)
 

@@ -21,6 +21,7 @@ from spmd_rl.rollout.sglang.config import SglangEngineConfig
 
 RUN_VERSION = "0.5.16"
 VERSIONS = (RUN_VERSION, "0.5.17")  # the latter was compared by its lists of fields
+ROUTES_VERSION = "0.5.17"  # whose requests we know how to ask for routes
 FACTS_PROGRAM = Path(__file__).with_name("site_facts.py")
 ASK_DEADLINE_S = 120.0
 NEAR = 0.6  # least likeness, of 1, of an option that is suggested
@@ -47,6 +48,7 @@ OWNED = {
     "enable_weights_cpu_backup": _WEIGHTS,
     "stream_interval": "the rank asks for it request by request",
     "tp_size": "set split.infer.tp",
+    "enable_return_routed_experts": "set sampling.replay_routes",
     "pp_size": _PLACEMENT,
     "dp_size": _PLACEMENT,
     "ep_size": _PLACEMENT,
@@ -90,6 +92,15 @@ def check_options(cfg: SglangEngineConfig) -> SglangSite:
                 f"engine.options.{name} is no option of SGLang {site.version}{nearest}"
             )
     return site
+
+
+def check_routes(site: SglangSite) -> None:
+    """Raise a ConfigError for an SGLang that is not asked for routes."""
+    if site.version != ROUTES_VERSION:
+        raise ConfigError(
+            f"sampling.replay_routes needs SGLang {ROUTES_VERSION}, and engine.python has "
+            f"{site.version}: install sglang=={ROUTES_VERSION} there, or set it to false"
+        )
 
 
 @lru_cache

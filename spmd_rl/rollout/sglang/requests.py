@@ -12,6 +12,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from spmd_rl.errors import ConfigError, DataError, SpmdError
@@ -20,13 +21,16 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.native.request_validator import RequestValidator
 from spmd_rl.rollout.native.stop_strings import StopStringMatcher
+from spmd_rl.rollout.sglang.returned_routes import ReturnedRoutes
 from spmd_rl.rollout.sglang.structs import (
     ALL_TOKENS,
+    RoutedGenerateReqInput,
     SamplingParams,
     TokenizedGenerateReqInput,
     token_array,
 )
 from spmd_rl.types.prompts import prompt_name
+from spmd_rl.types.routes import RouteIds
 from spmd_rl.types.samples import SampleStatus
 from spmd_rl.types.token_data import TokenData
 
@@ -47,6 +51,7 @@ class OpenRequest:
     rid: str = ""
     is_stopped: bool = False  # by a stop that the rank looked for
     new: list[TokenData] = field(default_factory=list)
+    first_routed: int = 0  # row from which the running request returns routes
 
     @property
     def key(self) -> Key:
@@ -65,6 +70,14 @@ class OpenRequest:
         versions = np.full(len(drawn), version, np.int32)
         self.new.append(TokenData(drawn, logprobs[:length], versions))
         return self.is_stopped
+
+    def note_routes(self, rows: RouteIds, is_drawn: bool) -> None:
+        """Give what came since the start the routes of its rows (returned_routes.py)."""
+        routes = ReturnedRoutes(rows, self.first_routed, is_drawn)
+        request, new = self.request, TokenData.join(self.new)
+        self.new = []
+        past = routes.added_to(request.past, new, len(request.prompt))
+        self.request = request.after(past)
 
     def drop_last_token(self) -> None:
         """Forget the last token, so that the answer can go on."""
@@ -93,10 +106,15 @@ class RequestTable:
     """All requests of an engine by (uid, index), and those that run by their rid."""
 
     def __init__(
-        self, spec: ModelSpec, max_kv_tokens: int, decode: Callable[[tuple[int, ...]], str] | None
+        self,
+        spec: ModelSpec,
+        max_kv_tokens: int,
+        decode: Callable[[tuple[int, ...]], str] | None,
+        returns_routes: bool = False,
     ) -> None:
         """`decode` turns tokens into text; without it, requests may not have stop strings."""
-        self._spec = spec
+        self.spec = spec
+        self._returns_routes = returns_routes
         self._validator = RequestValidator(spec, max_kv_tokens)
         self._decode = decode
         self._open: dict[Key, OpenRequest] = {}
@@ -118,6 +136,11 @@ class RequestTable:
     def add(self, request: Request) -> OpenRequest:
         """Raises: DataError if its tokens can never fit; SpmdError if it is in the engine."""
         self._validator.check(request)
+        if request.sampling.replay_routes and not self._returns_routes:
+            raise ConfigError(
+                "sampling.replay_routes is on for a request, and the engine was started without "
+                "it: set it for the run"
+            )
         key = request.uid, request.index
         if key in self._open:
             raise SpmdError(
@@ -148,12 +171,17 @@ class RequestTable:
         one.rid = f"{request.uid:016x}.{request.index:08x}.{next(self._starts):08x}"
         self._running[one.rid] = one
         prompt = np.concatenate([request.prompt, request.past.tokens])
-        return TokenizedGenerateReqInput(
+        message = TokenizedGenerateReqInput(
             rid=one.rid,
             input_ids=token_array(prompt),
             sampling_params=self._sampling_params(one),
             stream=one.matcher is not None or bool(one.stop_ids),
         )
+        if not request.sampling.replay_routes:
+            return message
+        # the last row draws the first token; those before it are asked for once
+        one.first_routed = len(prompt) - 1 if request.past.prompt_routes else 0
+        return RoutedGenerateReqInput(**asdict(message), routed_experts_start_len=one.first_routed)
 
     def stop_running(self, one: OpenRequest) -> None:
         """Note that the scheduler has this request no more, or is to end it: it waits again."""
@@ -178,10 +206,10 @@ class RequestTable:
     def _ends(self, request: Request) -> set[int]:
         """Return the tokens at which the scheduler ends a sample."""
         sampling = request.sampling
-        return set() if sampling.ignore_eos else {*sampling.stop_ids, *self._spec.eos_ids}
+        return set() if sampling.ignore_eos else {*sampling.stop_ids, *self.spec.eos_ids}
 
     def _max_length(self, request: Request) -> int:
-        return min(len(request.prompt) + request.sampling.max_tokens, self._spec.max_positions)
+        return min(len(request.prompt) + request.sampling.max_tokens, self.spec.max_positions)
 
     def _sampling_params(self, one: OpenRequest) -> SamplingParams:
         request, sampling = one.request, one.request.sampling

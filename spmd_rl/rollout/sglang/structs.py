@@ -64,6 +64,24 @@ class TokenizedGenerateReqInput(_Request, kw_only=True):
     stream: bool = False
 
 
+class RoutedGenerateReqInput(
+    TokenizedGenerateReqInput, tag="TokenizedGenerateReqInput", kw_only=True
+):
+    """One request that asks for its routes from the row `routed_experts_start_len` on.
+
+    Its fields are those of SGLang 0.5.17; 0.5.16 has them at other places.
+    """
+
+    return_sampling_mask: bool = False
+    return_flat_raw_top_logprobs: bool = False
+    return_hidden_states: bool = False
+    return_routed_experts: bool = True
+    routed_experts_start_len: int = 0
+
+
+TensorMessage = tuple[list[int], str, bytes]  # how SGLang writes a tensor: shape, dtype and bytes
+
+
 class BatchTokenIDOutput(_BatchOutput, kw_only=True):
     """Tokens that requests got since they were last heard of: entry m belongs to `rids[m]`."""
 
@@ -82,6 +100,24 @@ class BatchTokenIDOutput(_BatchOutput, kw_only=True):
     input_token_logprobs_val: Any = None
     input_token_logprobs_idx: Any = None
     output_token_logprobs_val: list[list[float] | None] | None = None
+    output_token_logprobs_idx: Any = None
+    input_top_logprobs_val: Any = None
+    input_top_logprobs_idx: Any = None
+    output_top_logprobs_val: Any = None
+    output_top_logprobs_idx: Any = None
+    input_token_ids_logprobs_val: Any = None
+    input_token_ids_logprobs_idx: Any = None
+    output_token_ids_logprobs_val: Any = None
+    output_token_ids_logprobs_idx: Any = None
+    output_token_entropy_val: Any = None
+    output_token_sampling_mask: Any = None
+    output_token_sampling_logprobs: Any = None
+    output_hidden_states: Any = None
+    routed_experts: list[TensorMessage | None] | None = None
+    indexer_topk: Any = None
+    placeholder_tokens_idx: Any = None
+    placeholder_tokens_val: Any = None
+    retraction_counts: list[int] | None = None
 
 
 class AbortReq(_Request, kw_only=True):
@@ -204,7 +240,14 @@ def token_ids(array: tuple[str, bytes]) -> NDArray[np.int32]:
     return np.frombuffer(data, np.dtype(typecode)).astype(np.int32)
 
 
-def field_lists() -> dict[str, list[str]]:
-    """Return the fields of each mirror, which must begin those of SGLang's struct of its name."""
+def field_lists(returns_routes: bool = False) -> dict[str, list[str]]:
+    """Return the fields of each mirror, which must begin those of SGLang's struct of its name.
+
+    Requests may ask for routes if the child `returns_routes`.
+    """
     mirrors = dict.fromkeys((*SENT, *RECEIVED, SamplingParams))
-    return {mirror.__name__: list(mirror.__struct_fields__) for mirror in mirrors}
+    fields = {mirror.__name__: list(mirror.__struct_fields__) for mirror in mirrors}
+    if returns_routes:
+        request = TokenizedGenerateReqInput.__name__
+        fields[request] = list(RoutedGenerateReqInput.__struct_fields__)
+    return fields
