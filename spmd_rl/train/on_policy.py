@@ -64,7 +64,8 @@ def compare_routes(
     """
     if ROUTES not in micro.columns:
         return
-    flipped = routes != micro.columns[ROUTES]
+    theirs = micro.columns[ROUTES]
+    flipped = (routes != theirs) & (theirs != 0)  # 0 is that of a token whose routes are unknown
     compared = torch.zeros_like(flipped) if version is None else micro.versions == version
     sums.add(FLIPS, flipped & compared)
 

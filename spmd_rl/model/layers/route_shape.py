@@ -17,10 +17,10 @@ from spmd_rl.types.routes import EXPERT_IDS, RouteIds, dtype_of_ids
 
 @dataclass(frozen=True)
 class RouteShape:
-    """`num_layers` mixtures of `num_experts` each, of which a token takes `experts_per_token`."""
+    """`num_layers` mixtures of `num_experts` each, of which a token takes `num_chosen`."""
 
     num_layers: int
-    experts_per_token: int
+    num_chosen: int
     num_experts: int
 
     @staticmethod
@@ -49,7 +49,7 @@ class RouteShape:
     @property
     def width(self) -> int:
         """The number of ids of a token."""
-        return self.num_layers * self.experts_per_token
+        return self.num_layers * self.num_chosen
 
     @property
     def dtype(self) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
@@ -61,9 +61,9 @@ class RouteShape:
             raise ContractError(
                 f"the column {EXPERT_IDS!r} is {routes.dtype} with {list(routes.shape[1:])} values "
                 f"a token: expected {self.dtype} with {self.width}, which are "
-                f"{self.experts_per_token} experts in each of {self.num_layers} layers"
+                f"{self.num_chosen} experts in each of {self.num_layers} layers"
             )
-        by_layer = routes.reshape(len(routes), self.num_layers, self.experts_per_token)
+        by_layer = routes.reshape(len(routes), self.num_layers, self.num_chosen)
         lower, upper = by_layer[..., :-1], by_layer[..., 1:]
         is_bad = ((lower >= upper).any(2) & by_layer.any(2)) | (
             by_layer[..., -1] >= self.num_experts

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import SpmdError
+from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.rollout.engine import StepOutput
 from spmd_rl.rollout.sglang.requests import Key, OpenRequest, RequestTable, joined, status_of
 from spmd_rl.rollout.sglang.returned_routes import decoded
@@ -167,7 +168,9 @@ class AnswerCollector:
     def _note_routes(self, one: OpenRequest, delta: Delta) -> None:
         """Give the tokens of a request that has ended their routes."""
         if delta.routes is not None:
-            one.note_routes(decoded(self._table.spec, delta.routes), not delta.was_retracted)
+            shape = RouteShape.required(self._table.spec)
+            rows = decoded(self._table.spec, shape, delta.routes)
+            one.note_routes(rows, not delta.was_retracted, shape.num_layers)
 
     def _end_aborted(self, one: OpenRequest, may_finish: bool) -> None:
         """Have a request wait again. An abort hides that the last token was the sample's last."""

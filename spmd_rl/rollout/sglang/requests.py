@@ -71,9 +71,9 @@ class OpenRequest:
         self.new.append(TokenData(drawn, logprobs[:length], versions))
         return self.is_stopped
 
-    def note_routes(self, rows: RouteIds, is_drawn: bool) -> None:
+    def note_routes(self, rows: RouteIds, is_drawn: bool, num_layers: int) -> None:
         """Give what came since the start the routes of its rows (returned_routes.py)."""
-        routes = ReturnedRoutes(rows, self.first_routed, is_drawn)
+        routes = ReturnedRoutes(rows, self.first_routed, is_drawn, num_layers)
         request, new = self.request, TokenData.join(self.new)
         self.new = []
         past = routes.added_to(request.past, new, len(request.prompt))

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
+import torch
+from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from spmd_rl.errors import SpmdError
+from spmd_rl.kernels.moe.route_hash import ROUTES, RouteHash
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.spec import ModelSpec
@@ -19,7 +22,7 @@ from spmd_rl.types.token_data import TokenData
 
 @dataclass(frozen=True)
 class ReturnedRoutes:
-    """`rows` are the routes of a request's rows from the one at `first` on.
+    """`rows` are the routes of a request's rows from the one at `first` on, over `num_layers`.
 
     With `is_drawn`, they are of the steps that drew its tokens. A request that was retracted has
     those of a later prefill.
@@ -29,6 +32,7 @@ class ReturnedRoutes:
     rows: RouteIds
     first: int
     is_drawn: bool
+    num_layers: int
 
     def of_tokens(self, start: int, stop: int) -> RouteIds:
         """Return the routes of the tokens at these places, each of the row before it.
@@ -48,25 +52,33 @@ class ReturnedRoutes:
         if self.is_drawn:
             start = num_prompt + len(past)
             routes = self.of_tokens(start, start + len(new))
-            new = TokenData(
-                new.tokens, new.logprobs, new.versions, new.kept, new.columns | {EXPERT_IDS: routes}
-            )
+            columns = new.columns | {EXPERT_IDS: routes, ROUTES: self._hashes(routes)}
+            new = TokenData(new.tokens, new.logprobs, new.versions, new.kept, columns)
         joined = TokenData.join([past, new])
         if joined.prompt_routes or self.first:
             return joined
-        given = {name: getattr(joined, name) for name in TokenData.__struct_fields__}
+        given = asdict(joined)
         return TokenData(**given | {"prompt_routes": self.of_tokens(0, num_prompt).tobytes()})
 
+    def _hashes(self, routes: RouteIds) -> NDArray[np.int32]:
+        """Return the hashes of routes, as the native engine has them; 0 where there are none."""
+        found, hashed = torch.from_numpy(routes.astype(np.int64)), RouteHash()
+        for ids in found.chunk(self.num_layers, 1):
+            hashed.add(ids)
+        values = hashed.of_rows(torch.arange(len(found)))
+        assert values is not None
+        hashes: NDArray[np.int32] = values.numpy() * routes.any(1)
+        return hashes
 
-def decoded(spec: ModelSpec, message: TensorMessage) -> RouteIds:
+
+def decoded(spec: ModelSpec, shape: RouteShape, message: TensorMessage) -> RouteIds:
     """Return the routes of the mixtures, each in ascending order. Shape: [T, W].
 
     SGLang's are int32 [T, layers, K], for layers that are none too, in the order of the weights.
     Raises: SpmdError for others.
     """
-    shape = RouteShape.required(spec)
     sizes, dtype, data = message
-    expected = [spec.num_layers, shape.experts_per_token]
+    expected = [spec.num_layers, shape.num_chosen]
     if dtype != "int32" or list(sizes[1:]) != expected:
         raise SpmdError(
             f"SGLang returned routes that are {dtype} {list(sizes)}: expected int32 of "

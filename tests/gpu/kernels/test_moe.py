@@ -25,7 +25,7 @@ from spmd_rl.kernels.moe.expert_addresses import KeptAddresses, addresses
 from spmd_rl.kernels.moe.experts import grouped_linear, order_slots, scaled_sum
 from spmd_rl.kernels.moe.grouped_tiles import REFERENCE, TILES, GroupedTile
 from spmd_rl.kernels.moe.order_triton import order_on_device
-from spmd_rl.kernels.moe.route_triton import route_on_gpu
+from spmd_rl.kernels.moe.route_triton import route_on_gpu, weights_on_gpu
 
 ROWS = (1, 8, 33, 64, 256, 512, 3000)
 GATED = sorted({tiles.gated for tiles in TILES.values()})
@@ -110,6 +110,22 @@ def test_the_activation_in_the_kernel_is_that_of_the_dense_layer(
             for gated in (True, False)
         )
         assert unequal(found, silu_mul(*both.chunk(2, 1))) == 0
+
+
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_given_experts_have_the_weights_and_gradients_of_the_router(normalizes: bool) -> None:
+    logits = torch.randn(3000, 128, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    pull = torch.randn(3000, 8, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    own, given = (logits.clone().requires_grad_() for _ in range(2))
+    ids, weights = route_on_gpu(own, 8, normalizes=normalizes)
+    replayed = weights_on_gpu(given, ids, normalizes=normalizes)
+    assert torch.equal(replayed, weights)
+    for one in (weights, replayed):
+        one.backward(pull)
+    assert own.grad is not None and given.grad is not None
+    assert torch.equal(own.grad, given.grad)
+    others = torch.rand(3000, 128, device="cuda").topk(8).indices.sort().values
+    assert not torch.equal(weights_on_gpu(given, others, normalizes=normalizes), weights)
 
 
 @pytest.mark.parametrize("name", ["tiny", "30B-A3B"])

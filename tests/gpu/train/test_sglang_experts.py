@@ -37,7 +37,7 @@ from spmd_rl.weights.proof.digest import digest
 from tests.dist.train_case import write_model_folder
 from tests.engine_suite import push, put
 from tests.gpu.train.conftest import SIZES
-from tests.samples import finish
+from tests.samples import Samples, finish
 
 PYTHON = os.environ.get("SPMD_RL_SGLANG", "/tmp/sgl" if Path("/tmp/sgl/sglang").is_dir() else "")
 EXPERTS = {
@@ -168,8 +168,10 @@ def test_a_trainer_replays_the_routes(engine: SglangEngine, trainer: Trainer) ->
     print(
         f"mean abs(dlogp) {own:.6f} without replay, {replayed:.6f} with it; choices that the "
         f"router would have made otherwise: {stats['experts/rerouted']:.5f}, "
-        f"{stats['experts/rerouted_worst']:.5f} in the worst layer"
+        f"{stats['experts/rerouted_worst']:.5f} in the worst layer; "
+        f"{stats['onpolicy/router_flips']:.0f} of {batch.mask.sum()} tokens flipped"
     )
+    assert stats["onpolicy/router_flips"] < batch.mask.sum() / 2
     # routes of other rows would differ nearly everywhere
     assert stats["experts/rerouted"] < 0.1
     assert replayed < NEAR
@@ -183,7 +185,7 @@ def test_routes_survive_an_abort_and_a_stop(engine: SglangEngine, trainer: Train
     asked = requests(max_tokens=400, replay_routes=True, stop_ids=(7, 8, 9))
     for request in asked:
         engine.submit(request)
-    done = {}
+    done: Samples = {}
     while engine.stats()["num_generated_tokens"] < 200:
         done |= {(one.prompt_uid, one.index): one for one in engine.step().finished}
     partial = {(one.prompt_uid, one.index): one for one in engine.abort()}

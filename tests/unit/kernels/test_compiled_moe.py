@@ -144,6 +144,10 @@ def test_other_kernels_compile_without_atomic_sums(
         lambda: route_triton.route_on_gpu(logits, CHOSEN, normalizes=True),
     )
     assert "fma.rn.f32" not in instructions(compiled.asm["ptx"])
+    compiled = compiled_of(
+        route_triton._route, lambda: route_triton.weights_on_gpu(logits, ids, normalizes=True)
+    )
+    assert "fma.rn.f32" not in instructions(compiled.asm["ptx"])
     with torch.enable_grad():
         logits.requires_grad_()
         compiled_of(

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.errors import ConfigError, SpmdError, WeightsError
+from spmd_rl.kernels.moe.route_hash import ROUTES, RouteHash
 from spmd_rl.model.hf import random_weights
+from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.sglang.build import build
@@ -280,18 +282,25 @@ def test_an_engine_that_records_none_refuses_to(folder: Path, site: Path) -> Non
 def test_routes_of_other_sizes_are_refused(folder: Path) -> None:
     spec = read_spec(folder)
     ids = np.tile(np.array([5, 0, 3], np.int32), (4, NUM_LAYERS, 1))
-    rows = decoded(spec, ([4, NUM_LAYERS, 3], "int32", ids.tobytes()))
+    shape = RouteShape.required(spec)
+    rows = decoded(spec, shape, ([4, NUM_LAYERS, 3], "int32", ids.tobytes()))
     assert rows.tolist() == [[0, 3, 5] * NUM_LAYERS] * 4
     for sizes, dtype in (([4, 2, 3], "int32"), ([4, NUM_LAYERS, 3], "int64")):
         with pytest.raises(SpmdError, match="expected int32 of \\[3, 3\\] for each token"):
-            decoded(spec, (sizes, dtype, ids.tobytes()))
+            decoded(spec, shape, (sizes, dtype, ids.tobytes()))
 
 
 def test_rows_that_were_not_returned_have_zeros() -> None:
     rows = np.arange(8, dtype=np.uint8).reshape(4, 2)  # of the rows 3 to 6
-    routes = ReturnedRoutes(rows, first=3, is_drawn=True)
+    routes = ReturnedRoutes(rows, first=3, is_drawn=True, num_layers=1)
     assert routes.of_tokens(3, 9).tolist() == [[0, 0], *rows.tolist(), [0, 0]]
     new = TokenData.observed(np.arange(2, dtype=np.int32))
     joined = routes.added_to(NO_DATA, new, num_prompt=4)
     assert joined.columns[EXPERT_IDS].tolist() == rows[:2].tolist()
+    hashed = RouteHash()
+    hashed.add(torch.from_numpy(rows[:2]).long())
+    wanted = hashed.of_rows(torch.arange(2))
+    assert wanted is not None and joined.columns[ROUTES].tolist() == wanted.tolist()
+    later = routes.added_to(NO_DATA, TokenData.observed(np.arange(9, dtype=np.int32)), num_prompt=4)
+    assert later.columns[ROUTES][-1] == 0  # unknown
     assert not joined.prompt_routes
