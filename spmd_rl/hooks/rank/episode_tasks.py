@@ -76,10 +76,11 @@ class EpisodeTasks:
         return Episode(task_id, *which, Prompt.to_columns([task.prompt]), results)
 
     def progress(self, task_id: int, begun: Mapping[int, TokenData]) -> bytes:
-        """Return what an episode has drawn and kept. `begun` are the tokens so far of turns that
-        the engine draws now, by their EngineCall.
+        """Return what an episode has drawn and kept, b"" for one that has ended. `begun` are the
+        tokens so far of turns that the engine draws now, by their EngineCall.
         """
-        episode = self._tasks[task_id]
+        if (episode := self._tasks.get(task_id)) is None:
+            return b""
         keys = {episode.asked[call_id]: data for call_id, data in begun.items()}
         return episode.progress.encoded(keys)
 
