@@ -12,6 +12,7 @@ from spmd_rl.algo.losses import Loss, Needs
 from spmd_rl.algo.packing import AdvantageOf, Aggregation, pack
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.groups import Group
+from spmd_rl.types.samples import NO_VERSION
 
 ENTROPY = "entropy"
 REFERENCE_LOGPROBS = "reference_logprobs"  # the column that a KL term reads
@@ -80,6 +81,24 @@ def without_truncated(batch: Batch, groups: list[Group]) -> Batch:
     statuses = Group.to_columns(groups).samples.status
     ended = np.array([status != "truncated" for status in statuses])
     return replace(batch, weight=batch.weight * np.repeat(ended, batch.lengths))
+
+
+def without_old_tokens(
+    groups: list[Group], version: int, max_lag: int
+) -> tuple[list[Group], float]:
+    """Return the groups with only those tokens in the mask that weights up to `max_lag` versions
+    before `version` have drawn, and the share of the mask that this leaves out.
+
+    The others stay where they are, as context. The groups that were passed keep their masks.
+    """
+    columns = Group.to_columns(groups)
+    samples = columns.samples
+    mask = np.asarray(samples.filled("mask"))
+    old = mask & (samples.versions != NO_VERSION) & (samples.versions < version - max_lag)
+    if not old.any():
+        return groups, 0.0
+    learned = replace(columns, samples=replace(samples, mask=mask & ~old))
+    return learned.rows(), float(old.sum() / mask.sum())
 
 
 def rewards_differ(group: Group) -> bool:

@@ -121,6 +121,9 @@ class PolicyConfig:
     opsm_delta: float = 0.0
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     mask_truncated: bool = False  # whether answers cut at sampling.max_tokens teach nothing
+    # tokens of weights that are more versions behind than this teach nothing, and stay as context;
+    # none: all teach
+    mask_lag: int | None = None
     # whether groups with equal rewards are left out; none: only dapo leaves them out
     drop_equal_groups: bool | None = None
     # gdpo: weight of each part of the reward; {}: 1 for every part but "reward"
@@ -141,6 +144,8 @@ class PolicyConfig:
         )
         least = ("entropy_coef", "turn_weight", "opsm_delta", "value_clip", "critic_warmup_steps")
         at_least(self, dict.fromkeys(least, 0))
+        expected = "0 or more, or none"
+        require(self.mask_lag is None or self.mask_lag >= 0, "mask_lag", self.mask_lag, expected)
         for name in ("discount", "gae_lambda"):
             value = getattr(self, name)
             require(0 <= value <= 1, name, value, "between 0 and 1")

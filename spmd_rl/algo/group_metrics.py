@@ -100,6 +100,7 @@ def _version_lags(versions: NDArray[np.int32], version: int) -> dict[str, float]
     return {
         "version/lag_mean": float(lag.mean()) if lag.size else 0.0,
         "version/lag_max": float(lag.max()) if lag.size else 0.0,
+        "version/older_share": float((lag > 0).mean()) if lag.size else 0.0,
     }
 
 

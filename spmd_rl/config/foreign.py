@@ -133,6 +133,7 @@ drop_equal_groups | | | algorithm.filter_groups.enable |
 hooks.keep_group | | dynamic_sampling_filter_path | |
 sampler.max_gen_batches | | | algorithm.filter_groups.max_num_gen_batches |
 sampler.oversample | | over_sampling_batch_size | |
+sampler.round_tokens | | partial_rollout | | in tokens that a sample draws at a time
 hooks.generate | rollout_func | custom_generate_function_path | rollout.multi_turn.enable |
 engine.kind | use_vllm vllm_mode | | rollout.name |
 engine.memory_fraction | vllm_gpu_memory_utilization | sglang_mem_fraction_static | \
@@ -165,7 +166,6 @@ run.sinks | report_to | use_wandb use_tensorboard | trainer.logger |
 | | colocate | | trainer and engine share all ranks unless split.* says otherwise
 | | debug_rollout_only | | `spmd-rl run collect` generates alone
 | | debug_train_only | | `spmd-rl run replay` trains alone
-| | partial_rollout | | `spmd-rl run grpo_fully_async` goes on with samples under new weights
 | do_eval | | trainer.val_only | `spmd-rl eval` scores a model or a checkpoint
 | trust_remote_code | | model.trust_remote_code | no code of a model folder is run
 | | sglang_context_length | rollout.max_model_len | the context is that of the model's config.json

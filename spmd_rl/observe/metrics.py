@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spmd_rl.observe.age_metrics import AGE_METRICS
 from spmd_rl.observe.expert_metrics import EXPERT_METRICS
 from spmd_rl.observe.metric import Metric
 from spmd_rl.observe.recipe_metrics import RECIPE_METRICS
@@ -89,6 +90,12 @@ METRICS = (
         "groups",
         "Rejected groups",
         "groups of this step that were rejected, and replaced",
+    ),
+    Metric(
+        "rollout/carried",
+        "groups",
+        "Carried groups",
+        "unfinished groups that go on in the next step",
     ),
     Metric(
         "rollout/surplus",
@@ -331,18 +338,7 @@ METRICS = (
         "Wait for restored memory",
         "wait of a train step for bytes that were still on their way from host memory",
     ),
-    Metric(
-        "version/lag_mean",
-        "versions",
-        "Mean token age",
-        "mean age of the step's tokens, in weight versions",
-    ),
-    Metric(
-        "version/lag_max",
-        "versions",
-        "Oldest token age",
-        "age of the step's oldest token, in weight versions",
-    ),
+    *AGE_METRICS,
     *RECIPE_METRICS,
     *EXPERT_METRICS,
 )

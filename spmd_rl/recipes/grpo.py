@@ -58,6 +58,7 @@ class Config(rl.PolicyConfig):
         agree_with_agent(self)
         if self.is_on_policy:
             refuse_lag(self.sampler)
+            refuse_uncorrected_rounds(self)
         check_adapters(self)
         _ = self.made_algorithm  # refuses settings that do not fit
 
@@ -73,6 +74,15 @@ class Config(rl.PolicyConfig):
     def extra_roles(self) -> list[rl.ExtraRole]:
         """Return what the algorithm needs besides a trainer and an engine, for the plan."""
         return extra_roles_of(self)
+
+
+def refuse_uncorrected_rounds(cfg: Config) -> None:
+    """Raise a ConfigError where tokens go on under newer weights as if these had drawn all."""
+    if cfg.sampler.round_tokens and cfg.behaviour == "old" and not cfg.correction.corrects:
+        raise rl.ConfigError(
+            'sampler.round_tokens with behaviour = "old": tokens of earlier steps would pass for '
+            'those of the present weights; set behaviour = "rollout", or a correction.mode'
+        )
 
 
 def check(cfg: Config) -> None:

@@ -19,6 +19,7 @@ import spmd_rl as rl
 from spmd_rl.mesh.split import SeparateSplit
 from spmd_rl.recipes import grpo
 from spmd_rl.recipes.grpo import check
+from spmd_rl.rollout.sampler_config import refuse_rounds
 
 __all__ = ["Config", "check", "main"]
 
@@ -31,6 +32,10 @@ class Config(grpo.Config):
     phases: ClassVar[rl.Phases] = rl.CONCURRENT  # nothing sleeps: both roles work at once
     is_on_policy: ClassVar[bool] = False
     first_settings: ClassVar[tuple[str, ...]] = ("sampler.max_lag", "sampler.max_running")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_rounds(self.sampler)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

@@ -7,7 +7,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from spmd_rl.algo.algorithm import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES
+from spmd_rl.algo.algorithm import (
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    VALUES,
+    without_old_tokens,
+)
 from spmd_rl.algo.config import KlConfig
 from spmd_rl.algo.credit import mean_k1
 from spmd_rl.algo.self_check import check_reference
@@ -33,6 +38,7 @@ from spmd_rl.types.batch import Batch
 from spmd_rl.types.groups import Group
 
 BASE_STAYS = "the reference is the base, which no push replaces"
+MASKED_SHARE = "version/masked_share"
 CRITIC = "critic"  # name of the role, and of its ranks in a split
 
 
@@ -84,6 +90,7 @@ class PolicyUpdate:
         self.algorithm = cfg.made_algorithm
         self.trainer = trainer
         self._agent = cfg.agent
+        self._mask_lag = cfg.mask_lag
         self._keep_group: KeepGroup | None = None
         if keep_group:
             self._keep_group = KeepGroup(keep_group, as_data(cfg), cfg.run.seed)
@@ -141,8 +148,10 @@ class PolicyUpdate:
         than `agent.max_failed` allows.
         """
         refuse_failures(groups, self._agent)
-        batch = self.algorithm.pack(groups)
         metrics: dict[str, float] = {}
+        if self._mask_lag is not None:
+            groups, metrics[MASKED_SHARE] = without_old_tokens(groups, index, self._mask_lag)
+        batch = self.algorithm.pack(groups)
         if self.algorithm.keeps is not None:
             metrics["train/kept_groups"] = len(self.algorithm.kept(groups)) / len(groups)
         if OLD_LOGPROBS in self.algorithm.needs:

@@ -62,6 +62,7 @@ PANELS = (
         "Groups of the sampler",
         Line("rollout/running", "in generation"),
         Line("rollout/buffered", "buffered"),
+        Line("rollout/carried", "carried over"),
         Line("rollout/rejected", "rejected"),
         Line("rollout/surplus", "surplus"),
         Line("rollout/missing", "missing"),
@@ -195,6 +196,12 @@ PANELS = (
         Line("version/lag_mean", "mean"),
         Line("version/lag_max", "oldest token"),
         unit="versions",
+    ),
+    _panel(
+        "Tokens of older weights",
+        Line("version/older_share", "of the engine's tokens"),
+        Line("version/masked_share", "left out of the loss"),
+        share=True,
     ),
     _panel(
         "Time per step",

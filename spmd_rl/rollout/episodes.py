@@ -16,6 +16,7 @@ from spmd_rl.hooks.transcript import Turn, TurnLimits, TurnStatus
 from spmd_rl.rollout.engine import Request, SamplingConfig, StepOutput
 from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.open_group import OpenGroup
+from spmd_rl.rollout.rounds import ends_with_round, sampling_of_round
 from spmd_rl.types.samples import MODEL, NO_VERSION, TURNS, Sample
 from spmd_rl.types.token_data import NO_LOGPROBS, NO_TOKENS, TokenData
 
@@ -37,6 +38,8 @@ class RunningEpisodes:
         self._raises = raises
         self._running: dict[int, tuple[OpenGroup, int]] = {}  # by task
         self._turns: dict[Key, EngineCall] = {}  # by the request that the engine has
+        self._left: dict[int, int] = {}  # tokens that a task may still draw in its round
+        self._ended_rounds: dict[int, list[Sample]] = {}  # by task, its turns that were cut
 
     def start(self, group: OpenGroup, index: int, partial: Sample | None = None) -> None:
         """Begin the episode that makes sample `index`, or go on with an unfinished one."""
@@ -50,12 +53,15 @@ class RunningEpisodes:
             group.info,
             progress,
         )
-        self._running[self._pool.submit(task)] = group, index
+        task_id = self._pool.submit(task)
+        self._running[task_id] = group, index
+        if group.round_tokens:
+            self._left[task_id] = group.round_tokens
         group.drawing.add(index)
 
     def request_of(self, call: EngineCall) -> Request | None:
-        """Return the request for a turn; None if it was answered, as there is no room for more, or
-        if it was refused.
+        """Return the request for a turn; None if it was answered, as there is no room for more, if
+        it was refused, or if the episode's round is over.
         """
         group, index = self._running[call.task_id]
         prompt, sampling = group.prompt, group.sampling
@@ -70,15 +76,16 @@ class RunningEpisodes:
         if len(context) + len(call.past) >= self._limits.context_tokens:
             self._pool.reply(call.task_id, call.call_id, Turn(TokenData(), "", "truncated"))
             return None
+        past = TokenData.join([call.past, call.begun]) if len(call.begun) else call.past
+        of_turn = _turn_sampling(sampling, call.limits, len(call.past))
+        if (num_left := self._left.get(call.task_id)) is not None:
+            if num_left <= 0:
+                self._ended_rounds.setdefault(call.task_id, [])
+                return None
+            of_turn = sampling_of_round(of_turn, len(past), num_left)
         key = prompt.uid, index + call.transcript * sampling.num_samples
         self._turns[key] = call
-        return Request(
-            *key,
-            context,
-            _turn_sampling(sampling, call.limits, len(call.past)),
-            TokenData.join([call.past, call.begun]) if len(call.begun) else call.past,
-            group.seed,
-        )
+        return Request(*key, context, of_turn, past, group.seed)
 
     def refuse(self, call: EngineCall, request: Request, problem: str) -> None:
         """Tell an episode why the engine did not take the request of its turn."""
@@ -105,14 +112,54 @@ class RunningEpisodes:
         return keys
 
     def answer(self, sample: Sample, text: str) -> bool:
-        """Give a turn that the engine has finished to its episode; False if it is of none."""
-        call = self._turns.pop((sample.prompt_uid, sample.index), None)
-        if call is None:
+        """Give a turn that the engine has finished to its episode; False if it is of none, or if
+        its round has cut it.
+        """
+        key = sample.prompt_uid, sample.index
+        if (call := self._turns.get(key)) is None or self._is_cut(sample, call):
             return False
+        del self._turns[key]
         new = sample.data.cut(len(call.past))
         status: TurnStatus = "completed" if sample.status == "completed" else "truncated"
         self._pool.reply(call.task_id, call.call_id, Turn(new, text, status))
         return True
+
+    def _is_cut(self, sample: Sample, call: EngineCall) -> bool:
+        """Whether a turn ended because of the episode's round, which is over then."""
+        if call.task_id not in self._left:
+            return False
+        self._left[call.task_id] -= len(sample.tokens) - len(call.past) - len(call.begun)
+        group, _ = self._running[call.task_id]
+        context = group.prompt.tokens if call.context is None else call.context
+        of_turn = _turn_sampling(group.sampling, call.limits, len(call.past))
+        most = min(of_turn.max_tokens, self._limits.context_tokens - len(context))
+        if is_cut := ends_with_round(sample, most):
+            self._ended_rounds.setdefault(call.task_id, []).append(sample)
+        return is_cut
+
+    def ended_rounds(self) -> list[tuple[int, list[Sample]]]:
+        """Return the tasks whose round has ended since the last call, with the turns that were
+        cut; each has to be paused.
+        """
+        ended = [item for item in self._ended_rounds.items() if item[0] in self._running]
+        self._ended_rounds.clear()
+        return ended
+
+    def requests_of_task(self, task_id: int) -> list[Key]:
+        """Return the requests of a task that are not answered."""
+        return [key for key, call in self._turns.items() if call.task_id == task_id]
+
+    def pause(self, task_id: int, turns: Iterable[Sample]) -> tuple[OpenGroup, Sample]:
+        """End an episode that goes on in another round. Returns its group, and its sample without
+        tokens, which has the progress of it; `turns` are what was drawn of its open requests.
+        """
+        group, index = self._running.pop(task_id)
+        begun = self._begun(turns).get(task_id, {})
+        sample = unstarted(group, index, self._pool.progress(task_id, begun))
+        self._pool.cancel(task_id)
+        self._turns_of(task_id)
+        group.drawing.discard(index)
+        return group, sample
 
     def new_tokens(self, sample: Sample) -> list[int]:
         """Return the tokens that a request of a turn has added."""
@@ -159,16 +206,21 @@ class RunningEpisodes:
 
         `turns` are what the engine has drawn so far of their requests.
         """
-        begun: dict[int, dict[int, TokenData]] = {}  # by task and EngineCall
-        for sample in turns:
-            if call := self._turns.get((sample.prompt_uid, sample.index)):
-                of_task = begun.setdefault(call.task_id, {})
-                of_task[call.call_id] = sample.data.cut(len(call.past))
+        begun = self._begun(turns)
         own = [(index, task) for task, (other, index) in self._running.items() if other is group]
         return [
             unstarted(group, index, self._pool.progress(task, begun.get(task, {})))
             for index, task in sorted(own)
         ]
+
+    def _begun(self, turns: Iterable[Sample]) -> dict[int, dict[int, TokenData]]:
+        """Return what the engine has drawn of open turns, by task and EngineCall."""
+        begun: dict[int, dict[int, TokenData]] = {}
+        for sample in turns:
+            if call := self._turns.get((sample.prompt_uid, sample.index)):
+                of_task = begun.setdefault(call.task_id, {})
+                of_task[call.call_id] = sample.data.cut(len(call.past))
+        return begun
 
     def forget(self, group: OpenGroup) -> None:
         """End a group's episodes, of whose requests the engine has none."""
@@ -179,9 +231,10 @@ class RunningEpisodes:
 
     def _turns_of(self, task_id: int) -> list[Key]:
         """Forget the turns of an episode, and return their requests."""
-        keys = [key for key, call in self._turns.items() if call.task_id == task_id]
+        keys = self.requests_of_task(task_id)
         for key in keys:
             del self._turns[key]
+        self._left.pop(task_id, None)
         return keys
 
 

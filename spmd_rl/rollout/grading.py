@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from spmd_rl.errors import DataError
@@ -70,6 +71,16 @@ class Grading:
         task = self._pool.submit(GroupTask(group.prompt, samples, group.info, numbers))
         self._tasks[task] = group, None
         return True
+
+    def reopen(self, group: OpenGroup) -> None:
+        """Drop the grades of a group that goes on later, if a function takes the whole of it: then
+        it needs those of all functions at once.
+        """
+        if self._choice.of(group.prompt).numbers & self._pool.group_functions:
+            group.samples = [
+                one.replace(reward=math.nan, parts={}) if one.index in group.grades else one
+                for one in group.samples
+            ]
 
     def forget(self, group: OpenGroup) -> None:
         """Grade nothing more of this group."""

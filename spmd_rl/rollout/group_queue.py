@@ -19,6 +19,11 @@ than B, a group's place can be further back. What step v + max_lag has not taken
 then, and its prompt goes back to the data unless it was rejected. This bounds the lag without the
 proof.
 Source: Fu et al., AReaL (arXiv 2505.24298), staleness-aware training, has the condition.
+
+With `round_tokens` groups are submitted for one step at a time, and all that runs ends with its
+round. A step takes whole groups in the order of submission, and passes over others that a later
+step may still learn from. At most B groups are left for later steps, because `oversample` is at
+most 2. So all that are due in a step have a place in it, and the bound holds there too.
 """
 
 from __future__ import annotations
@@ -106,6 +111,11 @@ class GroupQueue:
         self._groups_per_step = groups_per_step
 
     @property
+    def num_carried(self) -> int:
+        """The groups that were stopped at the end of a round, and go on in another."""
+        return sum(bool(entry.partial) and entry.call is None for entry in self.entries)
+
+    @property
     def num_buffered(self) -> int:
         """The groups that were accepted and wait for a step."""
         return sum(entry.is_accepted for entry in self.entries)
@@ -122,13 +132,16 @@ class GroupQueue:
         self.version = version
 
     def num_to_submit(self) -> int:
-        """Return how many more prompts may be submitted now."""
+        """Return how many more prompts may be submitted now, or for the next round."""
         if self.version is None:
             return 0
-        room = self._cfg.max_lag + self.version + 1 - self.next_step
+        num_ahead = 0 if self._cfg.round_tokens else self._cfg.max_lag
+        room = num_ahead + self.version + 1 - self.next_step
         wanted = math.ceil(round(room * self._groups_per_step * self._cfg.oversample, 6))
-        unclaimed = self._num_idle() - len(self._stopped)
-        return max(0, min(wanted - len(self.entries) + self._num_rejected, unclaimed))
+        wanted += self._num_rejected - len(self.entries)
+        if self._cfg.round_tokens:
+            return max(0, wanted)
+        return max(0, min(wanted, self._num_idle() - len(self._stopped)))
 
     def submit(self, prompts: list[Prompt]) -> None:
         """Append prompts under the present version; `to_start` returns them."""
@@ -138,8 +151,23 @@ class GroupQueue:
     def restore(self, entries: list[QueuedGroup]) -> None:
         """Append entries, such as those of a checkpoint, in the order of their submission."""
         self.entries += entries
-        self._stopped += [entry for entry in entries if not entry.has_ended]
+        if not self._cfg.round_tokens:
+            self._stopped += [entry for entry in entries if not entry.has_ended]
         self._num_rejected += sum(bool(entry.rejection) for entry in entries)
+
+    @property
+    def in_round(self) -> bool:
+        """Whether a group has yet to draw the tokens of this round."""
+        return bool(self.num_running or self._stopped)
+
+    def begin_round(self) -> None:
+        """Let `to_start` return all groups that have not ended. Called between rounds."""
+        self._stopped += [entry for entry in self.entries if not entry.has_ended]
+
+    def pause(self, entry: QueuedGroup, samples: list[Sample]) -> None:
+        """Note that the call of a group has ended with its round, and has come to `samples`."""
+        entry.partial, entry.call = samples, None
+        self.num_running -= 1
 
     def to_start(self) -> list[QueuedGroup]:
         """Return the entries that may start now, which `start` then has to be called with."""
@@ -174,6 +202,8 @@ class GroupQueue:
         """
         self._require_reachable(step)
         self.next_step = step
+        if self._cfg.round_tokens and self.in_round:
+            return None
         accepted, rejected, num_seen = self._in_turn()
         shortage = ""
         if len(accepted) < self._groups_per_step:
@@ -240,7 +270,7 @@ class GroupQueue:
             if len(accepted) == self._groups_per_step or len(accepted) + rejected.total() == limit:
                 break
             if not entry.has_ended:
-                if self._cfg.tail == "keep":
+                if self._is_awaited(entry):
                     break
                 continue
             num_seen = number + 1
@@ -249,6 +279,12 @@ class GroupQueue:
             else:
                 accepted.append(entry)
         return accepted, rejected, num_seen
+
+    def _is_awaited(self, entry: QueuedGroup) -> bool:
+        """Whether a step waits for a group that has not ended."""
+        if self._cfg.round_tokens:
+            return entry.version + self._cfg.max_lag <= self.next_step
+        return self._cfg.tail == "keep"
 
     def _is_due(self, entry: QueuedGroup) -> bool:
         """Whether the last step that may learn from a group has taken what it takes."""

@@ -196,7 +196,12 @@ class GroupSampler:
                 self.shortage = "" if taken.groups else taken.shortage
                 self._release(taken.surplus)
                 self._metrics, self._failed = _measured(self._queue, taken), taken.failed
+                if self._cfg.round_tokens:
+                    self._metrics["rollout/carried"] = self._queue.num_carried
                 self._stats = self._rollout.stats.start()
+            elif self._cfg.round_tokens and not self._queue.in_round:
+                self._queue.submit(self._source.take(self._queue.num_to_submit()))
+                self._queue.begin_round()
             self._submit()
             return taken
 
@@ -209,18 +214,22 @@ class GroupSampler:
                 _abort(entry)
 
     def _submit(self) -> None:
-        """Submit as many prompts as the queue lets in.
+        """Submit as many prompts as the queue lets in, and start what may run.
 
         While prompts are on their way back none is submitted, so that they are the next. Nor is any
-        after a step that could learn from none.
+        after a step that could learn from none. With rounds, `_take` submits prompts.
         """
         if self._leaving or self._closed or self.shortage:
             return
-        if num_prompts := self._queue.num_to_submit():
+        if not self._cfg.round_tokens and (num_prompts := self._queue.num_to_submit()):
             self._queue.submit(self._source.take(num_prompts))
         for entry in self._queue.to_start():
             call = self._rollout.complete.start(
-                entry.prompt, self._sampling, partial=entry.partial, step=entry.version
+                entry.prompt,
+                self._sampling,
+                partial=entry.partial,
+                step=entry.version,
+                round_tokens=self._cfg.round_tokens,
             )
             self._queue.start(entry, call)
             self._running[id(call)] = entry
@@ -246,17 +255,11 @@ class GroupSampler:
         with self._changed:
             if (gone := self._leaving.pop(id(call), None)) is not None:
                 self._source.give_back([gone.prompt])
+            elif any(sample.status == "aborted" for sample in group.samples):
+                self._queue.pause(self._running.pop(id(call)), [*group.samples, *group.failed])
             else:
-                self._queue.end(self._running.pop(id(call)), group, self._rejection(group))
+                self._queue.end(self._running.pop(id(call)), group, _rejection(group, self._keep))
             self._submit()
-
-    def _rejection(self, group: Group) -> str:
-        """Return why a group is rejected, as the end of a metric's name; "" if it is not."""
-        if not group.num_samples:
-            return NO_SAMPLES
-        if self._keep is None or (verdict := self._keep(group)).ok:
-            return ""
-        return re.sub(r"\W+", "_", verdict.reason.lower()).strip("_") or "keep_group"
 
     def _no_prompts(self, step: int) -> SpmdError:
         failure = self._queue.last_failure
@@ -266,6 +269,15 @@ class GroupSampler:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _rejection(group: Group, keep: Callable[[Group], Keep] | None) -> str:
+    """Return why a group is rejected, as the end of a metric's name; "" if it is not."""
+    if not group.num_samples:
+        return NO_SAMPLES
+    if keep is None or (verdict := keep(group)).ok:
+        return ""
+    return re.sub(r"\W+", "_", verdict.reason.lower()).strip("_") or "keep_group"
 
 
 def _abort(entry: QueuedGroup) -> None:

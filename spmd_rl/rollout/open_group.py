@@ -22,7 +22,9 @@ class OpenGroup:
     `drawing` are the indices of samples that the engine or an episode makes. `grading` are drawn
     samples by their index that nobody has graded yet. `grades` holds what functions gave so far, by
     sample and function. `on_done` is called with the group once nothing is missing. `first` is
-    (uid, index) of the first sample that is drawn, and `times` are those of the request.
+    (uid, index) of the first sample that is drawn, and `times` are those of the request. Each
+    sample draws at most `round_tokens` tokens, if that is not 0; `paused` are those that have drawn
+    them and are not finished.
     """
 
     prompt: Prompt
@@ -35,6 +37,8 @@ class OpenGroup:
     grades: dict[int, dict[str, Grade]] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     failed: list[Sample] = field(default_factory=list)
+    round_tokens: int = 0
+    paused: list[Sample] = field(default_factory=list)
     reward_time_s: float = 0.0
     has_group_grades: bool = False
     first: tuple[int, int] = (0, 0)
@@ -46,7 +50,8 @@ class OpenGroup:
 
     def snapshot(self, drawing: Iterable[Sample]) -> Group:
         """Return the group as it is now, where `drawing` are its samples that are not drawn."""
-        samples = sorted([*self.samples, *self.grading.values(), *drawing], key=_index)
+        unfinished = [*self.grading.values(), *self.paused, *drawing]
+        samples = sorted([*self.samples, *unfinished], key=_index)
         return Group(self.prompt, samples, self.failed, self.reward_time_s)
 
     def whole(self) -> Group:

@@ -19,9 +19,11 @@ from spmd_rl.hooks.rank.tasks import (
 from spmd_rl.observe.request_times import RequestTimes
 from spmd_rl.observe.trace import Trace, now_ns
 from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
+from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.episodes import Key, RunningEpisodes, with_turns
 from spmd_rl.rollout.grading import Grading
 from spmd_rl.rollout.open_group import OpenGroup
+from spmd_rl.rollout.rounds import ends_with_round, sampling_of_round
 from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
@@ -30,15 +32,16 @@ from spmd_rl.types.samples import Sample
 class RequestFlow:
     """Requests that are on their way through one engine. The main thread of a rank uses it.
 
-    `text_of` decodes a sample's tokens. `grading` is None where there is no reward, and `episodes`
-    where the engine makes each sample in one turn; both use `pool`. With a `trace` that is on,
-    groups get the times of their requests.
+    `text_of` decodes a sample's tokens, and `limits` are those of the model. `grading` is None
+    where there is no reward, and `episodes` where the engine makes each sample in one turn; both
+    use `pool`. With a `trace` that is on, groups get the times of their requests.
     """
 
     def __init__(
         self,
         engine: Engine,
         text_of: Callable[[list[int]], str],
+        limits: ModelLimits,
         pool: HookPool | None = None,
         grading: Grading | None = None,
         episodes: RunningEpisodes | None = None,
@@ -46,6 +49,7 @@ class RequestFlow:
     ) -> None:
         self._engine = engine
         self._text_of = text_of
+        self._limits = limits
         self._pool = pool
         self._grading = grading
         self._episodes = episodes
@@ -71,14 +75,16 @@ class RequestFlow:
         info: CallInfo,
         first_index: int = 0,
         partial: Sequence[Sample] = (),
+        round_tokens: int = 0,
     ) -> OpenGroup:
         """Begin the samples of one prompt, and go on with those of an earlier answer in `partial`.
 
         A sample of `partial` that is finished is kept, and graded if nobody has. `info` holds the
-        seed of the draws.
+        seed of the draws. With `round_tokens` each sample draws at most that many, and the group
+        ends with samples that are not finished.
         Raises: DataError or SpmdError when the engine refuses a sample. Then nothing has begun.
         """
-        group = OpenGroup(prompt, sampling, info.seed, info, on_done)
+        group = OpenGroup(prompt, sampling, info.seed, info, on_done, round_tokens=round_tokens)
         unfinished = {one.index: one for one in partial if one.status == "aborted"}
         finished = [one for one in partial if one.index not in unfinished]
         fresh = set(range(first_index, first_index + sampling.num_samples))
@@ -142,6 +148,9 @@ class RequestFlow:
         if self._pool is not None and self._pool.num_unfinished:
             for event in self._pool.poll():
                 self._act(event)
+        if self._episodes is not None:
+            for task, turns in self._episodes.ended_rounds():
+                self._pause(self._episodes, task, turns)
 
     def snapshots(self) -> list[Group]:
         """Return all open groups as they are now; what runs goes on."""
@@ -161,8 +170,11 @@ class RequestFlow:
         if self._episodes is not None:
             self._episodes.start(group, index, partial)
             return
-        prompt = group.prompt
-        request = Request(prompt.uid, index, prompt.tokens, group.sampling, seed=group.seed)
+        prompt, sampling = group.prompt, group.sampling
+        if group.round_tokens:
+            num_past = 0 if partial is None else len(partial.tokens)
+            sampling = sampling_of_round(sampling, num_past, group.round_tokens)
+        request = Request(prompt.uid, index, prompt.tokens, sampling, seed=group.seed)
         self._engine.submit(request if partial is None else request.resumed(partial))
         self._drawing[prompt.uid, index] = group
         group.drawing.add(index)
@@ -176,7 +188,18 @@ class RequestFlow:
             return None
         group = self._drawing.pop((sample.prompt_uid, sample.index))
         group.drawing.discard(sample.index)
+        room = self._limits.context_tokens - len(group.prompt.tokens)
+        if group.round_tokens and ends_with_round(sample, min(group.sampling.max_tokens, room)):
+            sample = sample.replace(status="aborted")
         return group, self._with_text(sample)
+
+    def _pause(self, episodes: RunningEpisodes, task_id: int, turns: list[Sample]) -> None:
+        """End an episode that has drawn all tokens of its round; `turns` are its last ones."""
+        ended = {(turn.prompt_uid, turn.index) for turn in turns}
+        others = [key for key in episodes.requests_of_task(task_id) if key not in ended]
+        group, sample = episodes.pause(task_id, turns + self._abort_requests(others))
+        group.paused.append(sample)
+        self._close_if_whole(group)
 
     def _with_text(self, sample: Sample) -> Sample:
         text = self._text_of(sample.tokens.tolist())
@@ -188,6 +211,8 @@ class RequestFlow:
         for group, sample in samples:
             if sample.status == "failed":
                 group.failed.append(sample)
+            elif sample.status == "aborted":
+                group.paused.append(sample)
             elif not self._grades(group.prompt) or not math.isnan(sample.reward):
                 group.samples.append(sample)
             else:
@@ -238,6 +263,13 @@ class RequestFlow:
 
     def _close_if_whole(self, group: OpenGroup) -> None:
         if not group.is_drawn_and_graded or id(group) not in self._open:
+            return
+        if group.paused:
+            del self._open[id(group)]
+            self._times.forget(group.first)
+            if self._grading is not None:
+                self._grading.reopen(group)
+            group.on_done(group.snapshot(()))
             return
         if self._grading is not None and self._grading.grade_group(group):
             return

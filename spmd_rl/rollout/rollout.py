@@ -67,6 +67,7 @@ class GroupRequest:
     prompt: Prompt
     first_index: int = 0
     partial: Sequence[Sample] = ()
+    round_tokens: int = 0
 
 
 def route_of(prompt: Prompt, sampling: SamplingConfig, *rest: object) -> Route:
@@ -138,9 +139,12 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         grading = episodes = None
         if pool is not None and rewards:
             grading = Grading(pool, GraderChoice(rewards, weights), raises=raises)
+        limits = ModelLimits.of(spec)
         if pool is not None and hooks.generate:
-            episodes = RunningEpisodes(pool, ModelLimits.of(spec), raises=raises)
-        self._flow = RequestFlow(self.engine, self._text_of, pool, grading, episodes, context.trace)
+            episodes = RunningEpisodes(pool, limits, raises=raises)
+        self._flow = RequestFlow(
+            self.engine, self._text_of, limits, pool, grading, episodes, context.trace
+        )
         known = self.tokenizer.config_eos_ids
         self._more_ends = tuple(
             one for one in eos_ids(self.tokenizer) if one not in known and one < spec.vocab_size
@@ -200,14 +204,17 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         seed: int | None = None,
         step: int = 0,
         evaluation: bool = False,
+        round_tokens: int = 0,
     ) -> Deferred[Group]:
         """Return the samples of one prompt, `index` and those after it, from the engine with the
         least to do.
 
         `partial` are samples of an earlier answer that was aborted: what is unfinished goes on.
+        With `round_tokens` each sample draws at most that many tokens now. One that is not finished
+        then has the status "aborted", and its group is not graded as a whole.
         Answers: once the last sample is finished; aborted, with what there is.
         """
-        request = GroupRequest(prompt, index, partial or [])
+        request = GroupRequest(prompt, index, partial or [], round_tokens)
         info = self._info(seed, step, evaluation)
         return self._start([request], sampling, info, lambda groups: groups[0])
 
@@ -292,6 +299,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
                     info=info,
                     first_index=request.first_index,
                     partial=request.partial,
+                    round_tokens=request.round_tokens,
                 )
         except BaseException:
             call.abort_all()

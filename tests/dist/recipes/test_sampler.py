@@ -113,6 +113,43 @@ def test_groups_that_teach_nothing_are_replaced(run: Any) -> None:
     assert all(len(values) > 1 for values in rewards.values())
 
 
+ROUNDS = (
+    *(EVEN, STOPS, "--trainer.lr=1e-2", "--sampling.max_tokens=40", "--behaviour=rollout"),
+    *("--sampler.oversample=2", "--sampler.max_lag=2", "--sampler.round_tokens=6", "--steps=4"),
+)
+
+
+def test_unfinished_samples_go_on_in_the_next_step(run: Any) -> None:
+    """No split changes which samples are carried, and all tokens have the bits of their version."""
+    alone = run("grpo", *ROUNDS, name="alone")
+    split = run("grpo", *ROUNDS, *DISJOINT, nproc=2, name="split")
+    check_lag(alone, max_lag=2)
+    rows = [row for step in range(1, 5) for row in alone.samples(step)]
+    carried = [row for row in rows if len({*row["versions"]}) > 1]
+    assert carried, "no sample went on under newer weights"
+    assert all(np.diff(row["versions"]).min() >= 0 for row in carried)
+    uids = [*chain(*learned(alone))]
+    assert (len(uids), len({*uids})) == (32, 32), "each prompt is learned from once"
+    for step, row in enumerate(alone.metrics):
+        versions = [version for one in alone.samples(step + 1) for version in one["versions"]]
+        older = sum(version < step for version in versions) / len(versions)
+        assert row["version/older_share"] == pytest.approx(older)
+        assert row["onpolicy/compared_tokens"] == sum(version == step for version in versions)
+    assert drawn(split) == drawn(alone)
+
+
+def test_old_tokens_are_context_alone(run: Any) -> None:
+    """A recipe that is asynchronous masks them too; without the setting all tokens teach."""
+    words = (*ASYNC, *DISJOINT, "--steps=3")
+    masked = run("grpo_async", *words, "--mask_lag=0", nproc=2, name="masked")
+    plain = run("grpo_async", *words, "--mask_lag=1", nproc=2, name="plain")
+    assert [row["version/masked_share"] for row in masked.metrics] == [0, 1, 1]
+    assert [row["version/masked_share"] for row in plain.metrics] == [0, 0, 0]
+    assert [row["train/grad_norm"] > 0 for row in masked.metrics] == [True, False, False]
+    assert all(row["train/grad_norm"] > 0 for row in plain.metrics)
+    assert drawn(masked)[:2] == drawn(plain)[:2]
+
+
 FADING = """
 from even import even
 

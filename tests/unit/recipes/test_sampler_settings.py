@@ -13,6 +13,7 @@ from spmd_rl.recipes import grpo, grpo_async, grpo_fully_async, rlhf
 from tests.unit.algo.cases import draw_case, groups_of
 from tests.unit.recipes.test_policy_update import Ctl, update
 
+ROUNDS = ["sampler.round_tokens=8", "sampler.max_lag=1", "sampler.oversample=1.5"]
 EXAMPLE = "examples/arithmetic/model"
 
 
@@ -27,6 +28,9 @@ def config(recipe: Any, *words: str) -> Any:
         (grpo_async, ["sampler.oversample=2"], "sampler is set, but this recipe generates without"),
         (rlhf, ["sampler.max_running=8"], "sampler is set, but this recipe generates without"),
         (grpo_fully_async, ["sampler.max_lag=-1"], "max_lag = -1: expected 0 or more"),
+        (grpo_fully_async, ROUNDS, "sampler.round_tokens = 8: expected 0, because this recipe gen"),
+        (grpo, ROUNDS, 'sampler.round_tokens with behaviour = "old": tokens of earlier steps'),
+        (grpo, ["mask_lag=-1"], "mask_lag = -1: expected 0 or more, or none"),
     ],
 )
 def test_settings_that_a_recipe_does_not_read(recipe: Any, words: list[str], sentence: str) -> None:
@@ -47,6 +51,11 @@ def test_settings_that_a_recipe_does_not_read(recipe: Any, words: list[str], sen
 )
 def test_when_grpo_has_a_sampler(words: tuple[str, ...], has_one: bool) -> None:
     assert grpo.replaces_groups(config(grpo, *words), update(Ctl(), *words)) == has_one
+
+
+@pytest.mark.parametrize("word", ["behaviour=rollout", "correction.mode=truncate"])
+def test_rounds_correct_for_older_weights(word: str) -> None:
+    assert config(grpo, *ROUNDS, word).sampler.round_tokens == 8
 
 
 def test_groups_with_equal_rewards_are_rejected_by_name() -> None:

@@ -27,6 +27,10 @@ def broken(prompt: Prompt, sample: Sample) -> float:
     return 1 / 0
 
 
+def fails_on_odd(prompt: Prompt, sample: Sample) -> float:
+    return 1 / (1 - sample.index % 2)
+
+
 def hangs_on_one(prompt: Prompt, sample: Sample) -> float:
     return _hang(prompt, sample, 1)
 
@@ -85,6 +89,23 @@ async def three_turns(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -
         transcript.observe(await engine.encode(str(seen)))
     await engine.complete(transcript)
     return transcript.sample()
+
+
+async def told_turns(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
+    """Four turns, between which it is told how many tokens there are."""
+    transcript = Transcript(prompt)
+    for _ in range(3):
+        await engine.complete(transcript)
+        transcript.observe(await engine.encode(str(transcript.num_tokens)))
+    await engine.complete(transcript)
+    return transcript.sample()
+
+
+async def turns_at_once(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> list[Sample]:
+    """Two conversations at the same time."""
+    both = Transcript(prompt), Transcript(prompt, await engine.encode("7+77="))
+    await asyncio.gather(*map(engine.complete, both))
+    return [one.sample() for one in both]
 
 
 async def _drawn_at_random(below: int) -> int:

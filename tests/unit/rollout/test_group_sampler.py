@@ -96,7 +96,13 @@ class Rollout:
         self.stats = Stats()
 
     def start(
-        self, prompt: Prompt, sampling: SamplingConfig, *, partial: list[Sample], step: int
+        self,
+        prompt: Prompt,
+        sampling: SamplingConfig,
+        *,
+        partial: list[Sample],
+        step: int,
+        round_tokens: int,
     ) -> Pending[Group]:
         with self.news:
             call = Call(self, prompt, partial)
