@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,16 @@ SMALL = [
     "--run.save_every=1",
     "--steps=5",
 ]
+# groups end at random, and some go on in the next step
+ROUNDS = [
+    *("--sampler.oversample=1.5", "--sampler.max_lag=2", "--sampler.round_tokens=2"),
+    *("--behaviour=rollout", "--mask_lag=1", "--sampling.stop_ids=[20,21,22,23,24,25]"),
+]
 MODES = {
     "sync": ["grpo", "--nproc=1"],
     "async": ["grpo_async", "--nproc=2", "--split.train.ranks=1", "--split.infer.ranks=1"],
     "sampler": ["grpo", "--nproc=1", "--sampler.oversample=1.5"],
+    "rounds": ["grpo", "--nproc=1", *ROUNDS],
     "sharded": ["grpo", "--nproc=2", "--trainer.minibatches=2"],
     "asleep": ["grpo", "--nproc=2", "--offload.sleep=always"],
     "warm-up": [str(EXAMPLE / "recipe.py"), "--nproc=1", "--warmup_steps=30", "--warmup_pairs=32"],
@@ -210,44 +216,68 @@ def differences(one: Outcome, other: Outcome) -> list[str]:
     return found + [name for name in one.samples if one.samples[name] != other.samples.get(name)]
 
 
-def main() -> int:
+def modes_parser(modes: Mapping[str, list[str]]) -> argparse.ArgumentParser:
+    """Return the parser of the arguments that campaigns share."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--mode", choices=sorted(MODES), action="append", help="default: all, in turn"
+        "--mode", choices=sorted(modes), action="append", help="default: all, in turn"
     )
-    args = parser.parse_args()
-    rng, modes = random.Random(args.seed), args.mode or list(MODES)
-    print(f"seed {args.seed}, {args.kills} kills, modes {', '.join(modes)}")
+    return parser
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that was killed `num_kills` times and then let end, beside one that was left alone."""
+
+    run: Run
+    whole: Run
+    num_kills: int
+    differences: list[str]
+
+
+def campaign(
+    folder: Path, modes: Mapping[str, list[str]], num_kills: int, seed: int, names: list[str]
+) -> Iterator[Ended]:
+    """Kill runs of these modes in turn until there were `num_kills`, and yield each that ended."""
+    rng = random.Random(seed)
+    whole: dict[str, tuple[Run, Outcome, int]] = {}
+    num_killed = num_lives = 0
+    while num_killed < num_kills:
+        mode = names[num_lives % len(names)]
+        if mode not in whole:
+            left_alone = Run(folder, [*modes[mode], *SMALL], name=f"{mode}-whole")
+            whole[mode] = left_alone, left_alone.finish(), left_alone.num_events
+        left_alone, expected, num_events = whole[mode]
+        num_lives += 1
+        run = Run(folder, [*modes[mode], *SMALL], name=f"{mode}-{num_lives}")
+        moments = []
+        for _ in range(rng.randint(1, 3)):
+            moment = Moment.random(rng, num_events)
+            if not run.kill(moment):
+                break
+            moments.append(moment)
+        num_killed += len(moments)
+        found = differences(expected, run.finish())
+        when = ", ".join(
+            f"change {m.event}{f' of a {m.within}' * bool(m.within)} + {m.looks}" for m in moments
+        )
+        print(f"{mode}: killed at {when or 'no time'}: {found or 'equal'}", flush=True)
+        yield Ended(run, left_alone, len(moments), found)
+
+
+def main() -> int:
+    args = modes_parser(MODES).parse_args()
+    names = args.mode or list(MODES)
+    print(f"seed {args.seed}, {args.kills} kills, modes {', '.join(names)}")
     with tempfile.TemporaryDirectory() as folder:
-        whole: dict[str, tuple[Outcome, int]] = {}
-        num_killed = num_lives = num_wrong = 0
-        while num_killed < args.kills:
-            mode = modes[num_lives % len(modes)]
-            if mode not in whole:
-                left_alone = Run(Path(folder), [*MODES[mode], *SMALL], name=f"{mode}-whole")
-                whole[mode] = left_alone.finish(), left_alone.num_events
-            expected, num_events = whole[mode]
-            num_lives += 1
-            run = Run(Path(folder), [*MODES[mode], *SMALL], name=f"{mode}-{num_lives}")
-            moments = []
-            for _ in range(rng.randint(1, 3)):
-                moment = Moment.random(rng, num_events)
-                if not run.kill(moment):
-                    break
-                moments.append(moment)
-            num_killed += len(moments)
-            found = differences(expected, run.finish())
-            num_wrong += bool(found)
-            when = ", ".join(
-                f"change {m.event}{f' of a {m.within}' * bool(m.within)} + {m.looks}"
-                for m in moments
-            )
-            print(f"{mode}: killed at {when or 'no time'}: {found or 'equal'}", flush=True)
-    print(f"{num_killed} kills in {num_lives} runs, {num_wrong} runs differ")
+        ended = [*campaign(Path(folder), MODES, args.kills, args.seed, names)]
+    num_killed = sum(one.num_kills for one in ended)
+    num_wrong = sum(bool(one.differences) for one in ended)
+    print(f"{num_killed} kills in {len(ended)} runs, {num_wrong} runs differ")
     return 1 if num_wrong else 0
 
 
