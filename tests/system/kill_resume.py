@@ -240,9 +240,18 @@ class Ended:
 
 
 def campaign(
-    folder: Path, modes: Mapping[str, list[str]], num_kills: int, seed: int, names: list[str]
+    folder: Path,
+    modes: Mapping[str, list[str]],
+    num_kills: int,
+    seed: int,
+    names: list[str],
+    *,
+    most_kills: int = 3,
+    look_s: float = 0.002,
 ) -> Iterator[Ended]:
-    """Kill runs of these modes in turn until there were `num_kills`, and yield each that ended."""
+    """Kill runs of these modes in turn until there were `num_kills`, each up to `most_kills` times,
+    and yield each that ended.
+    """
     rng = random.Random(seed)
     whole: dict[str, tuple[Run, Outcome, int]] = {}
     num_killed = num_lives = 0
@@ -253,9 +262,9 @@ def campaign(
             whole[mode] = left_alone, left_alone.finish(), left_alone.num_events
         left_alone, expected, num_events = whole[mode]
         num_lives += 1
-        run = Run(folder, [*modes[mode], *SMALL], name=f"{mode}-{num_lives}")
+        run = Run(folder, [*modes[mode], *SMALL], name=f"{mode}-{num_lives}", look_s=look_s)
         moments = []
-        for _ in range(rng.randint(1, 3)):
+        for _ in range(rng.randint(1, most_kills)):
             moment = Moment.random(rng, num_events)
             if not run.kill(moment):
                 break
