@@ -158,3 +158,9 @@ def test_time_stands_still_until_the_last_of_several_waits_is_over() -> None:
     watch.resume()
     clock.now_s = 22.0
     assert watch.used_s == 3.0
+
+
+def test_an_episode_that_has_ended_has_no_progress() -> None:
+    """So two that fail at once end a call by the error of the first."""
+    tasks = EpisodeTasks("play", SimpleNamespace(), itertools.count())  # type: ignore[arg-type]
+    assert tasks.progress(7, {}) == b""
