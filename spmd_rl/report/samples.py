@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,15 @@ import msgspec
 
 from spmd_rl.errors import DataError
 from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json
+from spmd_rl.report.conversations import (
+    SampleOfTree,
+    conversation_tree,
+    num_letters,
+    num_speeches,
+)
 from spmd_rl.report.prompt_names import prompt_name
 from spmd_rl.report.token_texts import find_tokenizer, token_texts
-from spmd_rl.types.samples import AGENT, NO_VERSION, TURN_RECORDS
+from spmd_rl.types.samples import AGENT, NO_VERSION, TURN_RECORDS, TURNS
 
 OVERHEAD_TOKENS = 30  # the size of a sample without its tokens, in tokens
 MAX_CONTEXT_TOKENS = 1_000  # of a sample's own context; its end is shown
@@ -37,6 +44,8 @@ class _Row(msgspec.Struct):
     metadata: dict[str, Any] = {}
     execution: int = -1
     context: list[int] = []
+    prompt_tokens: list[int] = []
+    mask: list[bool] | None = None
 
 
 class _ShownTurn(msgspec.Struct):
@@ -105,6 +114,7 @@ def _read_step(path: Path, tokenizer: Any, budget: PageBudget, num_tokens: int) 
     `num_samples` counts all samples of the file.
     """
     groups: dict[Any, dict[str, Any]] = {}
+    rows: dict[Any, list[_Row]] = {}
     num_samples = taken = 0
     full = False
     for number, line in numbered_lines(path):
@@ -119,10 +129,15 @@ def _read_step(path: Path, tokenizer: Any, budget: PageBudget, num_tokens: int) 
             name = prompt_name(row.prompt, row.question)
             groups[uid] = {"uid": uid, "name": name, "prompt": row.prompt, "answer": row.answer}
             groups[uid]["samples"] = []
+            rows[uid] = []
+        rows[uid].append(row)
         sample = _sample(row, tokenizer, budget.tokens_per_sample)
         groups[uid]["samples"].append(sample)
-        num_letters = sum(map(len, sample["notes"].values())) + len(sample.get("context", ""))
-        taken += len(sample["pieces"]) + num_letters // LETTERS_PER_TOKEN + OVERHEAD_TOKENS
+        letters = sum(map(len, sample["notes"].values())) + len(sample.get("context", ""))
+        taken += len(sample["pieces"]) + letters // LETTERS_PER_TOKEN + OVERHEAD_TOKENS
+    for uid, own in rows.items():
+        groups[uid]["conversations"] = trees = _conversations(own, tokenizer)
+        taken += sum(num_letters(one["tree"]) for one in trees) // LETTERS_PER_TOKEN
     return {"groups": list(groups.values()), "num_samples": num_samples, "num_tokens": taken}
 
 
@@ -168,6 +183,41 @@ def _turns(row: _Row) -> list[dict[str, Any]]:
     except msgspec.ValidationError:  # a hook may have put anything there
         return []
     return [{"first": one.first_token, "reward": one.reward} for one in records]
+
+
+def _conversations(rows: list[_Row], tokenizer: Any) -> list[dict[str, Any]]:
+    """Return the tree of each episode of a group that has several speeches, or several samples."""
+    episodes: dict[tuple[str, int | None], list[SampleOfTree]] = {}
+    for row in rows:
+        key = ("episode", row.execution) if row.execution >= 0 else ("sample", row.index)
+        if len(row.tokens) == len(row.versions) and row.tokens:
+            episodes.setdefault(key, []).append(_sample_of_tree(row))
+
+    def text_of(tokens: Sequence[int]) -> str | None:
+        texts, known = token_texts(tokenizer, tokens, "")
+        return "".join(texts) if known else None
+
+    trees = {
+        f"{kind} {number}": conversation_tree(samples, text_of)
+        for (kind, number), samples in episodes.items()
+    }
+    return [{"name": name, "tree": tree} for name, tree in trees.items() if num_speeches(tree) > 1]
+
+
+def _sample_of_tree(row: _Row) -> SampleOfTree:
+    mask = [version != NO_VERSION for version in row.versions] if row.mask is None else row.mask
+    messages = row.metadata.get(TURNS, [])
+    return SampleOfTree(
+        row.index,
+        row.context or row.prompt_tokens,
+        row.tokens,
+        row.versions,
+        mask if len(mask) == len(row.tokens) else [False] * len(row.tokens),
+        messages if isinstance(messages, list) else [],
+        str(row.metadata.get(AGENT, "")),
+        {turn["first"]: turn["reward"] for turn in _turns(row)},
+        bool(row.context),
+    )
 
 
 def _context_text(tokenizer: Any, context: list[int]) -> str:

@@ -9,9 +9,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.report import write_report
+from spmd_rl.types.groups import Group
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 from tests.system.browser import Browser, chromium, missing_programs
 from tests.unit.report.synthetic import HOSTILE, make_run
 
@@ -440,6 +445,33 @@ def test_hostile_samples_are_text(browser: Browser, tmp_path: Path) -> None:
     assert browser.run("return document.images.length") == 0
     assert HOSTILE in browser.each("#samples .ask .text")
     assert HOSTILE in browser.each("#samples .answer .text")
+    check_quiet(browser, page)
+
+
+def test_a_conversation_is_a_tree_of_text(browser: Browser, tmp_path: Path) -> None:
+    """Who said what, whether it is learned, and by which weights; the prompt is said above."""
+    run = RunFolder.open(tmp_path / "talk", "", {})
+    tokens, versions = np.array([5, 6, 7], np.int32), np.array([2, -1, 3], np.int32)
+    said = [{"role": role, "content": HOSTILE} for role in ("assistant", HOSTILE, "assistant")]
+    sample = Sample(0, 0, tokens, np.zeros(3, np.float32), versions, "completed", execution=1)
+    talk = sample.replace(metadata={"messages": said, "agent": HOSTILE})
+    branch = sample.replace(index=1, context=np.array([1, 5, 6], np.int32), mask=tokens < 0)
+    group = Group(Prompt(0, np.array([1], np.int32)), [talk, branch])
+    run.write_samples(1, [group])
+    page = opened(browser, run.path)
+    assert browser.run("return document.title") == "talk"
+    assert browser.each(".conversation > summary") == ["conversation of episode 1: samples #0, #1"]
+    roles = ["assistant", HOSTILE, "assistant", "assistant", "tool", "assistant"]
+    assert browser.each(".conversation .badge") == roles
+    assert browser.each(".conversation .more")[:2] == [
+        f"{HOSTILE} · 1 token, learned · version 2",
+        f"{HOSTILE} · 1 token, not learned",
+    ]
+    assert browser.each(".conversation .more")[3] == "1 token, drawn, not learned · version 2"
+    assert browser.each(".conversation .text")[:3] == [HOSTILE] * 3
+    labels = ["branch 1 of 2: sample #0", "branch 2 of 2: sample #1"]
+    assert browser.each(".conversation .branch > .label") == labels
+    assert browser.run("return document.images.length") == 0
     check_quiet(browser, page)
 
 

@@ -109,6 +109,63 @@ function answerNode(sample, low, high) {
   );
 }
 
+// What one has said in a conversation: who, whether it is learned, by which weights, and the words.
+function speechNode(speech) {
+  const { num_tokens: all, num_learned: learned, versions } = speech;
+  const isDrawn = versions.length > 0;
+  const part = learned === all ? "learned" : learned ? `${number(learned)} learned` : isDrawn ? "drawn, not learned" : "not learned";
+  const facts = [
+    speech.agent,
+    `${count(all, "token")}, ${part}`,
+    isDrawn ? `version ${[...new Set(versions)].join(" to ")}` : null,
+    speech.reward === null ? null : `reward ${number(speech.reward)}`,
+  ];
+  return el(
+    "li",
+    { class: `speech${learned ? " learned" : ""}` },
+    el(
+      "div",
+      { class: "who" },
+      el("span", { class: "badge", "--tone": learned ? "var(--good)" : "var(--soft)" }, speech.role),
+      " ",
+      el("span", { class: "more" }, facts.filter(Boolean).join(" · ")),
+    ),
+    el("div", { class: "text", dir: "auto" }, speech.text),
+  );
+}
+
+function treeNode(tree) {
+  return el(
+    "ul",
+    { class: "talk" },
+    tree.speeches.filter((speech) => speech.role !== "prompt").map(speechNode),
+    tree.branches.map((branch, i) =>
+      el(
+        "li",
+        { class: "branch" },
+        el("div", { class: "label" }, `branch ${i + 1} of ${tree.branches.length}: ${numbered(branch.samples)}`),
+        treeNode(branch),
+      ),
+    ),
+  );
+}
+
+function numbered(samples) {
+  return `${samples.length > 1 ? "samples" : "sample"} ${samples.map((index) => `#${index}`).join(", ")}`;
+}
+
+// The conversations of a prompt's episodes, of which the first is open.
+function conversationNodes(group) {
+  return (group.conversations || []).map(({ name, tree }, i) =>
+    el(
+      "details",
+      { class: "card conversation", ...(i ? {} : { open: "" }) },
+      el("summary", {}, `conversation of ${name}: ${numbered(tree.samples)}`),
+      treeNode(tree),
+    ),
+  );
+}
+
 const ORDERS = [
   ["index", "as drawn"],
   ["reward", "by reward"],
@@ -248,5 +305,6 @@ function groupNodes(group, order) {
       { class: "answers" },
       sorted.map((sample) => answerNode(sample, low, high)),
     ),
+    ...conversationNodes(group),
   ];
 }
