@@ -87,8 +87,10 @@ class RequestFlow:
         group = OpenGroup(prompt, sampling, info.seed, info, on_done, round_tokens=round_tokens)
         unfinished = {one.index: one for one in partial if one.status == "aborted"}
         finished = [one for one in partial if one.index not in unfinished]
-        fresh = set(range(first_index, first_index + sampling.num_samples))
-        fresh -= {sample.index for sample in finished}
+        size = sampling.num_samples
+        # all samples of an episode have its own index in common, but for a multiple of `size`
+        ended = {first_index + (one.index - first_index) % size for one in finished}
+        fresh = {*range(first_index, first_index + size)} - ended
         self._open[id(group)] = group
         indices = sorted(fresh | unfinished.keys())
         group.first = prompt.uid, indices[0] if indices else first_index

@@ -108,6 +108,14 @@ async def turns_at_once(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine)
     return [one.sample() for one in both]
 
 
+async def second_alone(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
+    """Only the second conversation makes a sample; that of an odd number is four times as long."""
+    first, second = Transcript(prompt), Transcript(prompt, await engine.encode("7+77="))
+    await engine.complete(first, max_tokens=1)
+    await engine.complete(second, max_tokens=4 if ctx.sample_index % 2 == 0 else 16)
+    return second.sample()
+
+
 async def _drawn_at_random(below: int) -> int:
     return secrets.randbelow(below)
 

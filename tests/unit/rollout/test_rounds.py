@@ -303,3 +303,17 @@ def test_turns_at_once_share_their_round(new_role) -> None:
     assert len(before) >= 2
     assert bits(last) == bits(whole)
     assert role.engine.stats()["num_generated_tokens"] == 2 * num_drawn
+
+
+def test_an_episode_that_has_ended_is_not_played_again(new_role) -> None:
+    """Its only sample has the index of its second conversation."""
+    role = new_role(hooks=episode("second_alone"))
+    (asked,) = prompts(role, "12+3=")
+    sampling = SamplingConfig(num_samples=2, max_tokens=16, ignore_eos=True)
+    *before, last = in_rounds(iter([role] * 99), asked, sampling, 6)
+    assert [(one.index, one.status) for one in before[0].samples] == [
+        (1, "aborted"),
+        (2, "truncated"),
+    ]
+    assert [(one.index, len(one.tokens)) for one in last.samples] == [(2, 4), (3, 16)]
+    assert role.engine.stats()["num_generated_tokens"] == 1 + 4 + 1 + 16
