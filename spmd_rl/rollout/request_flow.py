@@ -87,10 +87,7 @@ class RequestFlow:
         group = OpenGroup(prompt, sampling, info.seed, info, on_done, round_tokens=round_tokens)
         unfinished = {one.index: one for one in partial if one.status == "aborted"}
         finished = [one for one in partial if one.index not in unfinished]
-        size = sampling.num_samples
-        # all samples of an episode have its own index in common, but for a multiple of `size`
-        ended = {first_index + (one.index - first_index) % size for one in finished}
-        fresh = {*range(first_index, first_index + size)} - ended
+        fresh = _not_begun(first_index, sampling.num_samples, finished)
         self._open[id(group)] = group
         indices = sorted(fresh | unfinished.keys())
         group.first = prompt.uid, indices[0] if indices else first_index
@@ -280,3 +277,12 @@ class RequestFlow:
             self._times.mark("graded", group.first)
         group.times = self._times.finish(group.first)
         group.on_done(group.whole())
+
+
+def _not_begun(first_index: int, num_samples: int, finished: Iterable[Sample]) -> set[int]:
+    """Return the indices of samples, or of episodes, of which none in `finished` has come.
+
+    All samples of an episode have its index, but for a multiple of `num_samples`.
+    """
+    ended = {first_index + (one.index - first_index) % num_samples for one in finished}
+    return {*range(first_index, first_index + num_samples)} - ended
