@@ -28,6 +28,8 @@ class ClientSession(Protocol):
     def root_url(self) -> str: ...
     @property
     def key(self) -> str: ...
+    @property
+    def is_over(self) -> bool: ...
     def samples(self) -> list[Sample]: ...
     def close(self) -> None: ...
 
@@ -58,6 +60,19 @@ def task_of(prompt: Prompt) -> dict[str, Any]:
         "messages": prompt.chat.get("messages", []),
         "meta": prompt.meta,
     }
+
+
+def ended(session: ClientSession, result: Any) -> list[Sample]:
+    """Return the samples of an episode whose agent has ended with this result.
+
+    Where the limit of turns has ended it, the samples are truncated, and an agent that gives no
+    reward has that of 0.
+    Raises: EpisodeFailure, as `rewarded` does.
+    """
+    if not session.is_over:
+        return rewarded(session.samples(), result)
+    cut = [one.replace(status="truncated", reward=0.0) for one in session.samples()]
+    return rewarded(cut, result)
 
 
 def rewarded(samples: list[Sample], result: Any) -> list[Sample]:

@@ -15,7 +15,7 @@ from secrets import token_hex
 from typing import Any
 
 from spmd_rl.controller.lifecycle.process_family import MARK_ENV, end_family
-from spmd_rl.environments.client_agents import MAX_NOTE, ClientSession, rewarded, task_of
+from spmd_rl.environments.client_agents import MAX_NOTE, ClientSession, ended, task_of
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
@@ -48,7 +48,8 @@ class CommandAgent:
 
         The end of its output is noted beside the sample. `result.json` in its folder may hold a
         reward, or a dict with one.
-        Raises: EpisodeFailure of the kind "agent" when it cannot be started, or fails.
+        Raises: EpisodeFailure of the kind "agent" when it cannot be started, or fails otherwise
+        than by the limit of turns.
         """
         with tempfile.TemporaryDirectory(prefix="agent-") as folder:
             task = task_of(prompt)
@@ -57,9 +58,9 @@ class CommandAgent:
             for name, text in (("stdout", output), ("stderr", errors)):
                 if text:
                     ctx.note(name, text[-MAX_NOTE:])
-            if code:
+            if code and not session.is_over:
                 raise EpisodeFailure("agent", f"the program ended with {code}: {errors[-400:]}")
-            return rewarded(session.samples(), _result(Path(folder) / RESULT_FILE))
+            return ended(session, _result(Path(folder) / RESULT_FILE))
 
     async def _run(
         self, folder: Path, session: ClientSession, question: str

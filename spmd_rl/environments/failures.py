@@ -11,7 +11,9 @@ from spmd_rl.types.samples import Sample, error_of
 
 
 def refuse_failures(groups: Sequence[Group], cfg: AgentConfig) -> None:
-    """Raise a SpmdError when more of a step's episodes have failed than `agent.max_failed` allows.
+    """Raise a SpmdError when more of the episodes have failed than `agent.max_failed` allows.
+
+    The groups are those of a step, or of a set of an evaluation.
 
     Without `agent.kind` nothing is refused.
     """
@@ -21,7 +23,7 @@ def refuse_failures(groups: Sequence[Group], cfg: AgentConfig) -> None:
     num_episodes = len(failed) + sum(_num_episodes(group.samples) for group in groups)
     if len(failed) > cfg.max_failed * num_episodes:
         raise SpmdError(
-            f"{len(failed)} of {num_episodes} episodes of this step have failed, and "
+            f"{len(failed)} of {num_episodes} episodes have failed, and "
             f"agent.max_failed = {cfg.max_failed:g} is the share that may: {error_of(failed[-1])}"
         )
 

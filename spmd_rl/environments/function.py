@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from spmd_rl.environments.client_agents import MAX_NOTE, ClientSession, rewarded, task_of
+from spmd_rl.environments.client_agents import MAX_NOTE, ClientSession, ended, task_of
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
@@ -33,7 +33,8 @@ class FunctionAgent:
         """Run the function to its end, and return what it has drawn.
 
         A text that it returns is noted beside the sample as "result".
-        Raises: EpisodeFailure of the kind "agent" for whatever it raises.
+        Raises: EpisodeFailure of the kind "agent" for whatever it raises, but where the limit of
+        turns has ended it.
         """
         given = session.base_url, session.key, task_of(prompt)
         try:
@@ -46,11 +47,13 @@ class FunctionAgent:
             raise
         # a user's function may raise anything
         except Exception as error:
+            if session.is_over:
+                return ended(session, None)
             sentence = f"the agent raised {type(error).__name__}: {error}"
             raise EpisodeFailure("agent", sentence) from error
         if isinstance(result, str):
             ctx.note("result", result[:MAX_NOTE])
-        return rewarded(session.samples(), result)
+        return ended(session, result)
 
 
 def load_agent_function(name: str) -> Callable[..., Any]:

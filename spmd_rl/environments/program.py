@@ -81,7 +81,7 @@ class ClientProgram:
         self._gateway = await self._stack.enter_async_context(gateway_of(self._cfg, site))
 
     async def play(self, ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> list[Sample]:
-        session = self._gateway.open(ctx, prompt, engine)
+        session = self._gateway.open(ctx, prompt, engine, max_turns=self._cfg.max_turns)
         try:
             return await self._agent.play(ctx, prompt, session)
         finally:

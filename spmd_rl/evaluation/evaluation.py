@@ -20,14 +20,16 @@ from spmd_rl.types.prompts import FIRST_EVALUATED, Prompt
 SAMPLES_PER_CALL = 2048  # what engines are given at once
 
 Grade = Callable[[list[Group]], list[Group]]
+Bear = Callable[[list[Group]], None]
 
 
 class Evaluation:
     """Evaluates the weights that the engine has, and records scores and samples.
 
     The run begins after `first` steps and ends after `num_steps`. `grade` gives rewards to the
-    samples of a set without a reward function. The draws depend on `eval.seed` alone, so training
-    goes on as if there were no evaluation.
+    samples of a set without a reward function. `bear` is called with the groups of each set, once
+    they are recorded, and raises where too many of their episodes have failed. The draws depend on
+    `eval.seed` alone, so training goes on as if there were no evaluation.
     Raises: DataError or ConfigError in the constructor for a set that cannot be read.
     """
 
@@ -40,12 +42,13 @@ class Evaluation:
         grade: Grade | None = None,
         *,
         first: int = 0,
+        bear: Bear | None = None,
     ) -> None:
         self._ctl = ctl
         self._seed = cfg.eval.seed
         self._rollout = rollout
         self._schedule = EvalSchedule(cfg.eval, ctl.run_folder, num_steps, first)
-        self._grade = grade
+        self._grade, self._bear = grade, bear
         sets = resolve_sets(cfg.eval, cfg.sampling, cfg.prompts)
         self._sets = [(one, prompts_of(one, load_tokenizer(cfg.model))) for one in sets]
         ctl.plan_evaluations(self._schedule, [one.name for one in sets])
@@ -73,7 +76,7 @@ class Evaluation:
     def run(self, num_steps: int) -> dict[str, dict[str, float]]:
         """Evaluate and record now, and return the scores of each set by its name.
 
-        The weights had `num_steps` train steps.
+        The weights had `num_steps` train steps. Raises: what `bear` raises.
         """
         groups = {one.name: self._groups(one, prompts, num_steps) for one, prompts in self._sets}
         found = {
@@ -81,6 +84,9 @@ class Evaluation:
             for one, _ in self._sets
         }
         self._ctl.record_evaluation(num_steps, metrics_of_sets(found), groups)
+        for of_set in groups.values():
+            if self._bear is not None:
+                self._bear(of_set)
         return found
 
     def _groups(self, one: ResolvedSet, prompts: Sequence[Prompt], num_steps: int) -> list[Group]:

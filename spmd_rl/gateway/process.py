@@ -89,14 +89,15 @@ class Gateway:
         prompt: Prompt,
         engine: EpisodeEngine,
         rules: SamplingRules | None = None,
+        max_turns: int = 0,
     ) -> Session:
         """Open a session for an episode, which closes it at its end.
 
         `rules` is the sampling of the engine. Without it that of the recipe's config holds; in an
-        evaluation clients may then name none.
+        evaluation clients may then name none. After `max_turns` turns a call is refused; 0: never.
         Raises: SpmdError where too many sessions are open.
         """
-        return self._sessions.open(self.root_url, ctx, prompt, engine, rules)
+        return self._sessions.open(self.root_url, ctx, prompt, engine, rules, max_turns)
 
 
 class _Server(uvicorn.Server):

@@ -23,6 +23,7 @@ from spmd_rl.types.samples import Sample
 
 MAX_ANSWERED = 64  # answered calls that a retry may ask for again
 LONG_TEXT = 1 << 16  # characters; a longer conversation is rendered outside of the event loop
+NO_TURNS = "max_turns_reached"  # code of a refusal
 REWRITTEN = "rewritten_turns"  # metric of an episode: the share of calls after a changed past
 
 CallEnd = Literal["answered", "lost", "failed"]
@@ -58,6 +59,7 @@ class Session:
         prompt: Prompt,
         engine: EpisodeEngine,
         rules: SamplingRules,
+        max_turns: int,
         forget: Callable[[Session], None],
     ) -> None:
         self.key, self.root_url, self.rules = key, root_url, rules
@@ -66,6 +68,8 @@ class Session:
         self.keyed_base_url = f"{self.keyed_root_url}/v1"
         self.names: list[str] = []  # by which the shared key finds it
         self.version = ctx.version
+        self.is_over = False  # a call was refused because the episode has had all its turns
+        self._max_turns = max_turns
         self._parts, self._ctx, self._prompt, self._engine = parts, ctx, prompt, engine
         self._tree: MessageTree[DrawnTurn] = MessageTree()
         self._token_tree: TokenTree[DrawnTurn] = TokenTree()
@@ -108,7 +112,7 @@ class Session:
 
         `request` is what the client sent. While an equal one is open its call is returned; with
         `again`, which a client says of a retry, an answered one too.
-        Raises: Refused, while too many calls wait, or after the end.
+        Raises: Refused, while too many calls wait, after the last turn, or after the end.
         """
         if self._closed:
             raise Refused("", "the session has ended", status=401)
@@ -116,6 +120,10 @@ class Session:
         known = self._calls.get(tag)
         if known is not None and (again or not known.task.done()):
             return known
+        if 0 < self._max_turns <= len(self._turns) + len(self._open):
+            self.is_over = True
+            problem = f"the episode has had its {self._max_turns} turns (agent.max_turns)"
+            raise Refused("", problem, code=NO_TURNS)
         if len(self._open) >= self._parts.config.max_waiting:
             problem = f"{len(self._open)} calls of this session wait for the engine already"
             raise Refused("", problem, status=429, retry_after_s=1)

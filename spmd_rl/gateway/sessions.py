@@ -39,14 +39,19 @@ class Sessions:
         prompt: Prompt,
         engine: EpisodeEngine,
         rules: SamplingRules | None = None,
+        max_turns: int = 0,
     ) -> Session:
-        """Return a new session. Raises: SpmdError where there are too many."""
+        """Return a new session, which draws `max_turns` turns; 0: no limit.
+
+        Raises: SpmdError where there are too many.
+        """
         most = self.parts.config.max_sessions
         if len(self) >= most:
             raise SpmdError(f"{most} sessions are open already: see agent.gateway.max_sessions")
         if rules is None:
             rules = SamplingRules() if ctx.evaluation else sampling_rules(ctx.config)
-        session = Session(self.parts, new_key(), root_url, ctx, prompt, engine, rules, self.forget)
+        key, given = new_key(), (ctx, prompt, engine, rules, max_turns)
+        session = Session(self.parts, key, root_url, *given, self.forget)
         self._table.add(session.key, session)
         return session
 

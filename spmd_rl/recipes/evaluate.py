@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import spmd_rl as rl
 from spmd_rl.check.inputs import check_model
 from spmd_rl.environments.config import AgentConfig, agree_with_agent
+from spmd_rl.environments.failures import refuse_failures
 from spmd_rl.environments.make import check_agent
 from spmd_rl.evaluation.config import EvalSet
 from spmd_rl.evaluation.results import scores_table, write_scores
@@ -90,7 +92,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     if cfg.checkpoint:
         with ctl.phase("sync"):
             ctl.link(trainer, rollout).push(version=version)
-    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps=1)
+    bear = partial(refuse_failures, cfg=cfg.agent)
+    evaluation = rl.Evaluation(ctl, cfg, rollout, num_steps=1, bear=bear)
 
     for _ in ctl.steps(1):
         scores = evaluation.run(0)

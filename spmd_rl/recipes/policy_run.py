@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from spmd_rl.check.engine import announce_correction
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.run.steps import LoopStep
+from spmd_rl.environments.failures import refuse_failures
 from spmd_rl.evaluation.evaluation import Evaluation, Grade
 from spmd_rl.recipes.load_prompts import load_prompts
 from spmd_rl.recipes.num_steps import first_step, num_steps
@@ -50,7 +52,13 @@ class PolicyRun:
         self.num_steps = num_steps(cfg, self.prompts, cfg.prompts_per_step)
         announce_correction(cfg.engine, cfg.correction_in_words, cfg.trainer)
         self.evaluation = Evaluation(
-            ctl, cfg, self.rollout, self.num_steps, grade, first=cfg.start_step
+            ctl,
+            cfg,
+            self.rollout,
+            self.num_steps,
+            grade,
+            first=cfg.start_step,
+            bear=partial(refuse_failures, cfg=cfg.agent),
         )
 
     def sampler(self) -> GroupSampler:

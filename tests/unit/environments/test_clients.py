@@ -34,7 +34,8 @@ class Session:
 
     root_url, base_url, key = "http://127.0.0.1:9", "http://127.0.0.1:9/v1", "secret"
 
-    def __init__(self, num_samples: int = 1) -> None:
+    def __init__(self, num_samples: int = 1, is_over: bool = False) -> None:
+        self.is_over = is_over
         self._samples = [make_sample(index=index) for index in range(num_samples)]
 
     def samples(self) -> list[Sample]:
@@ -112,6 +113,36 @@ def test_a_function_that_fails_has_a_kind(
     with pytest.raises(EpisodeFailure, match=problem) as caught:
         played(function(one), Session(num_samples))
     assert caught.value.kind == kind
+
+
+async def says_much(base_url: str, key: str, task: dict[str, Any]) -> str:
+    return "the end"
+
+
+@pytest.mark.parametrize(
+    ("one", "reward"), [(breaks, 0.0), (says_much, 0.0), (grades, 0.5), (waits, 0.25)]
+)
+def test_an_agent_that_had_all_its_turns_is_truncated(
+    one: Callable[..., Any], reward: float
+) -> None:
+    samples, _ = played(function(one), Session(2, is_over=True))
+    assert [(sample.status, sample.reward) for sample in samples] == [("truncated", reward)] * 2
+    with pytest.raises(EpisodeFailure, match="without a call"):
+        played(function(one), Session(0, is_over=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("raise SystemExit(3)", 0.0),
+        ('open("result.json", "w").write("0.5"); raise SystemExit(3)', 0.5),
+    ],
+)
+def test_a_program_that_had_all_its_turns_is_truncated(text: str, reward: float) -> None:
+    (sample,), _ = played(program(text), Session(is_over=True))
+    assert (sample.status, sample.reward) == ("truncated", reward)
+    with pytest.raises(EpisodeFailure, match="ended with 3"):
+        played(program(text), Session())
 
 
 def program(text: str, *words: str) -> CommandAgent:

@@ -43,6 +43,7 @@ class Run:
 
     run_folder: Path
     num_done: int = 0
+    fails: bool = False
     done: list[str] = field(default_factory=list)
     asked: list[tuple[list[Prompt], SamplingConfig, dict[str, Any]]] = field(default_factory=list)
 
@@ -71,7 +72,8 @@ class Run:
         self, prompts: list[Prompt], sampling: SamplingConfig, **words: Any
     ) -> list[Group]:
         self.asked.append((prompts, sampling, words))
-        return [Group(prompt, [graded(prompt, 1.0)]) for prompt in prompts]
+        failed = [graded(prompts[0], 0.0).replace(status="failed")] if self.fails else []
+        return [Group(prompt, [graded(prompt, 1.0)], failed) for prompt in prompts]
 
 
 def graded(prompt: Prompt, reward: float) -> Sample:
@@ -88,7 +90,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return Run(tmp_path)
 
 
-def made(run: Run, num_steps: int = 4, grade: Any = None, **settings: Any) -> Evaluation:
+def made(
+    run: Run, num_steps: int = 4, grade: Any = None, bear: Any = None, **settings: Any
+) -> Evaluation:
     data = str(run.run_folder / "test.jsonl")
     if "sets" not in settings:
         settings["data"] = data
@@ -98,7 +102,24 @@ def made(run: Run, num_steps: int = 4, grade: Any = None, **settings: Any) -> Ev
         prompts=PromptConfig(seed=7),
         model="m",
     )
-    return Evaluation(cast(Controller, run), cfg, cast(Rollout, run), num_steps, grade)
+    return Evaluation(cast(Controller, run), cfg, cast(Rollout, run), num_steps, grade, bear=bear)
+
+
+def test_failed_episodes_are_recorded_and_then_refused(run: Run) -> None:
+    class TooManyError(Exception):
+        pass
+
+    def bear(groups: list[Group]) -> None:
+        assert run.done[-1] == "evaluated 0"
+        if any(group.failed for group in groups):
+            raise TooManyError
+
+    fine = made(run, bear=bear)
+    fine.run(0)
+    run.fails = True
+    with pytest.raises(TooManyError):
+        fine.run(0)
+    made(run).run(0)
 
 
 def loop(run: Run, found: Evaluation, start: int = 0, num_steps: int = 4) -> list[int]:

@@ -18,7 +18,7 @@ from spmd_rl.gateway.dialects.asked import Asked, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.follow_template import TemplateExtras
 from spmd_rl.gateway.plan import SessionParts
 from spmd_rl.gateway.replies import ReplyFormat
-from spmd_rl.gateway.session import REWRITTEN, Session
+from spmd_rl.gateway.session import NO_TURNS, REWRITTEN, Session
 from spmd_rl.gateway.sessions import Sessions, sampling_rules
 from spmd_rl.hooks.context import HookContext
 from tests.unit.data.chat_templates import CHATML, QWEN
@@ -305,6 +305,34 @@ def test_tools_need_a_known_form() -> None:
     session = Sessions(parts).open("", HookContext(), prompt_of(), engine)
     with pytest.raises(Refused, match="response_template"):
         run(draw(session, [user("a")], extras=TemplateExtras(TOOLS, {})))
+
+
+def test_a_call_beyond_the_last_turn_is_refused() -> None:
+    texts = FakeTexts()
+    parts = SessionParts(GatewayConfig(), texts, ReplyFormat(None), "policy")
+    engine: Any = FakeEngine(texts, ["x" + END, "y" + END])
+    session = Sessions(parts).open("", HookContext(), prompt_of(), engine, max_turns=2)
+
+    async def play() -> None:
+        engine.gate = asyncio.Event()
+        first = asyncio.create_task(draw(session, [user("a")]))
+        second = asyncio.create_task(draw(session, [user("b")]))
+        while len(engine.prompts) < 2:
+            await asyncio.sleep(0)
+        assert not session.is_over
+        with pytest.raises(Refused, match=r"its 2 turns \(agent.max_turns\)") as caught:
+            await draw(session, [user("c")])
+        assert (caught.value.status, caught.value.code) == (400, NO_TURNS)
+        engine.gate.set()
+        assert said(await first) != said(await second)
+        # the answer to a retry is no further turn
+        request = repr(([user("a")], {})).encode()
+        again = session.ask(Asked(model="", messages=[user("a")]), request, again=True)
+        assert (await again.task).message == said(await first)
+
+    run(play())
+    assert session.is_over
+    assert len(session.samples()) == 2
 
 
 def test_rules_come_from_the_recipe() -> None:
