@@ -64,6 +64,11 @@ def make_plan(
     texts, replies = parts.texts, parts.replies
     if texts.chat_template is None:
         raise Refused("messages", "this model has no chat template: send token ids")
+    if not _shows_texts(texts):
+        raise Refused(
+            "messages",
+            "the chat template of this model leaves out texts: it wants the content in parts",
+        )
     if asked.extras.tools and not replies.reads_calls:
         raise Refused(
             "tools",
@@ -78,6 +83,14 @@ def make_plan(
         raise Refused("messages", str(error)) from error
     before = attach.node.held if attach.node and not made.is_context else None
     return Plan(before, np.array(made.ids, np.int32), made.text, attach)
+
+
+def _shows_texts(texts: EpisodeTexts) -> bool:
+    """Whether the chat template shows texts. What it refuses, it refuses of each request."""
+    try:
+        return texts.shows_texts
+    except SpmdError:
+        return True
 
 
 def _held(attach: Attach[DrawnTurn]) -> HeldText | None:

@@ -15,6 +15,8 @@ from spmd_rl.data.render.messages import messages_of, tools_of
 from spmd_rl.errors import SpmdError
 from spmd_rl.model.tokenizer import FolderTokenizer, load_tokenizer
 
+_MARK = "content\u2060"  # no template has it
+
 
 class EpisodeTexts:
     """Tokenizer and chat template of a model, which `load` returns when they are first used.
@@ -35,6 +37,14 @@ class EpisodeTexts:
         """The text of the default template; None where the model has none."""
         template = self._tokenizer.chat_template
         return template.get("default") if isinstance(template, Mapping) else template
+
+    @cached_property
+    def shows_texts(self) -> bool:
+        """Whether the chat template shows a content that is a text, and not a list of parts.
+
+        Raises: SpmdError with what the template says, when it refuses it.
+        """
+        return _MARK in self.render([{"role": "user", "content": _MARK}])
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
