@@ -80,7 +80,7 @@ $(VENV)/.backends: $(VENV)/.dev setup.py
 	@touch $@
 
 $(VENV)/.agents: $(VENV)/.dev setup.py
-	@$(PIP) install --editable ".[agents,environments,verifiers]" "$(TORCH)" $(TRITON) --constraint constraints.txt
+	@$(PIP) install --editable ".[agents,environments,verifiers,openenv]" "$(TORCH)" $(TRITON) --constraint constraints.txt
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.demo Makefile

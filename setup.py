@@ -52,6 +52,7 @@ setup(
         # agent.kind = "skyrl_gym" and "textarena" (docs/agents.md)
         "environments": ["skyrl-gym==0.4.0", "textarena==0.7.4"],
         "verifiers": ["verifiers==0.4.0"],  # agent.kind = "verifiers"
+        "openenv": ["websockets>=15.0.1,<18"],  # agent.kind = "openenv", to servers of 0.3.0
         # trainer.backend.layers = "transformer_engine"; its torch extension is compiled on the host
         "te": ["transformer-engine[core-cu13,pytorch]==2.20.2"],
         "torchao": ["torchao>=0.14"],  # trainer.optimizer.kind = "adamw8bit"

@@ -23,24 +23,32 @@ class AgentConfig:
     """What plays the episodes of a run (docs/agents.md). Without a kind, nothing does."""
 
     # environment: a class of yours; tools: Python and a shell; skyrl_gym, textarena: an environment
-    # of that package; verifiers: tasks of a taskset; function, command: a program that calls the
-    # policy over HTTP
+    # of that package; verifiers: tasks of a taskset; openenv: a server of environments; function,
+    # command: a program that calls the policy over HTTP
     kind: Literal[
-        "", "environment", "tools", "skyrl_gym", "textarena", "verifiers", "function", "command"
+        "",
+        "environment",
+        "tools",
+        "skyrl_gym",
+        "textarena",
+        "verifiers",
+        "openenv",
+        "function",
+        "command",
     ] = ""
     # package.module:name or path/to/file.py:name of a class or function; the environment's name in
-    # its package; the id of a taskset; a command line
+    # its package; the id of a taskset; the address of a server; a command line
     name: str = ""
     # of the environment; of verifiers, more settings of its environment; of a command, more
     # variables of its environment
     args: dict[str, Any] = field(default_factory=dict)
-    # of an episode in an environment, of all its agents together
+    # of an episode, of all its agents together; a program's call beyond is refused
     max_turns: int = 16
     # that the policy draws in an episode in an environment, over all turns; 0: no limit
     max_tokens_total: int = 0
     # seconds of one episode, without the time that it waits for the engine; 0: none
     deadline_s: float = 600.0
-    # share of a step's episodes that may fail before the run ends; those that fail are left out
+    # share of the episodes of a step, or of an evaluation's set, that may fail before the run ends
     max_failed: float = 0.5
     # where verifiers, functions and commands call the policy
     gateway: GatewayConfig = field(default_factory=GatewayConfig)

@@ -10,6 +10,7 @@ from spmd_rl.environments.client_program import CommandAgent, command_words
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.environments.environment import Environment
 from spmd_rl.environments.function import FunctionAgent, load_agent_function
+from spmd_rl.environments.openenv import OpenEnv, openenv_parts
 from spmd_rl.environments.skyrl_gym import SkyRLGym, check_skyrl_gym
 from spmd_rl.environments.textarena import TextArena, check_textarena
 from spmd_rl.environments.tools.code_tools import CodeTools
@@ -39,6 +40,9 @@ def environment_maker(cfg: AgentConfig) -> Callable[[], Environment]:
         return lambda: SkyRLGym(cfg.name, cfg.args, cfg.max_turns)
     if cfg.kind == "textarena":
         return lambda: TextArena(cfg.name, cfg.args)
+    if cfg.kind == "openenv":
+        server, rules = openenv_parts(cfg.name, cfg.args)
+        return lambda: OpenEnv(server, rules)
     own = CodeTools if cfg.kind == "tools" else load_function("agent.name", cfg.name)
     return lambda: own(**cfg.args)
 
@@ -55,6 +59,8 @@ def check_agent(cfg: AgentConfig) -> None:
         _check_args(cfg.name, own, cfg.args)
     elif cfg.kind == "verifiers":
         check_verifiers()
+    elif cfg.kind == "openenv":
+        openenv_parts(cfg.name, cfg.args)
     elif cfg.kind == "function":
         load_agent_function(cfg.name)
     elif cfg.kind == "command":

@@ -39,6 +39,7 @@ HEAVY = {
     "omegaconf": "environments",
     "textarena": "environments",
     "verifiers": "environments",
+    "websockets": "environments",
     "megatron": "train",
     "transformer_engine": "train",
     "triton": "kernels",
