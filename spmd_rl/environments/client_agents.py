@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.failures import EpisodeFailure
+from spmd_rl.hooks.load import load_function
 from spmd_rl.hooks.program import Site
 from spmd_rl.hooks.results import BadResult, as_grade
 from spmd_rl.types.prompts import Prompt
@@ -40,13 +42,29 @@ def gateway_of(cfg: AgentConfig, site: Site) -> Gateway:
     Raises: ConfigError where its packages are missing.
     """
     try:
+        from spmd_rl.gateway.branches import Branches
         from spmd_rl.gateway.process import Gateway  # its packages are an extra
     except ImportError as error:
         raise ConfigError(
             f"agent.kind = {cfg.kind!r} needs the packages of the extra 'agents': "
             f"pip install -e '.[agents]' in the repository of spmd_rl ({error})"
         ) from error
-    return Gateway(cfg.gateway, site)
+    return Gateway(cfg.gateway, site, Branches(load_learn(cfg.learn)))
+
+
+def load_learn(learn: str) -> str | Callable[[Sample], bool]:
+    """Return what is learned of an episode: a word, or the function of `agent.learn`.
+
+    Raises: ConfigError for a function that cannot be used.
+    """
+    if ":" not in learn:
+        return learn
+    function = load_function("agent.learn", learn)
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ConfigError(f"agent.learn {learn!r}: expected learn(sample) ({error})") from error
+    return function
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:
@@ -82,7 +100,7 @@ def rewarded(samples: list[Sample], result: Any) -> list[Sample]:
     Raises: EpisodeFailure when the agent has drawn nothing, or for another result.
     """
     if not samples:
-        raise EpisodeFailure("agent", "the agent has ended without a call of the policy")
+        raise EpisodeFailure("agent", "the agent has ended without a call of the policy to learn")
     if result is None or isinstance(result, str):
         return samples
     if isinstance(result, Mapping) and "reward" not in result:

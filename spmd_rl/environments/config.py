@@ -50,6 +50,9 @@ class AgentConfig:
     deadline_s: float = 600.0
     # share of the episodes of a step, or of an evaluation's set, that may fail before the run ends
     max_failed: float = 0.5
+    # branches of a program's conversations that are learned: all; main, which is what led to the
+    # last reply; or a function learn(sample)
+    learn: str = "all"
     # where verifiers, functions and commands call the policy
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
 
@@ -64,6 +67,12 @@ class AgentConfig:
             raise ConfigError(f"agent.kind = {self.kind!r} needs agent.name")
         if self.kind == "function" and self.args:
             raise ConfigError("agent.args must be empty: a function reads task and its own files")
+
+        if self.learn not in ("all", "main") and ":" not in self.learn:
+            problem = "expected all, main or path/to/file.py:function"
+            raise ConfigError(f"agent.learn = {self.learn!r}: {problem}")
+        if self.learn != "all" and self.kind not in ("function", "command", "verifiers"):
+            raise ConfigError("agent.learn needs agent.kind = function, command or verifiers")
 
     @property
     def calls_over_http(self) -> bool:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from spmd_rl.environments.client_agents import load_learn
 from spmd_rl.environments.client_program import CommandAgent, command_words
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.environments.environment import Environment
@@ -49,6 +50,7 @@ def environment_maker(cfg: AgentConfig) -> Callable[[], Environment]:
 
 def check_agent(cfg: AgentConfig) -> None:
     """Import what a config names. Raises: ConfigError that says what is wrong with it."""
+    load_learn(cfg.learn)
     if cfg.kind == "skyrl_gym":
         check_skyrl_gym(cfg.name)
     elif cfg.kind == "textarena":

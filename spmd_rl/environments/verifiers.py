@@ -13,12 +13,12 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmd_rl.environments.client_agents import gateway_of, rewarded
+from spmd_rl.environments.client_agents import ClientSession, gateway_of, rewarded
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
@@ -26,7 +26,7 @@ from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure, FailureKind
 from spmd_rl.hooks.program import Site
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Sample
+from spmd_rl.types.samples import AGENT, Sample
 
 if TYPE_CHECKING:
     from spmd_rl.gateway.process import Gateway
@@ -62,15 +62,21 @@ class VerifiersProgram:
     async def play(self, ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> list[Sample]:
         """Play the task of a record. Raises: EpisodeFailure by the class of verifiers' error."""
         task = self._tasks.find(prompt.meta.get(TASK))
-        session = self._gateway.open(ctx, prompt, engine)
+        sessions: dict[str, ClientSession] = {}
+
+        def begun(trace: Any) -> None:
+            session = self._gateway.open(ctx, prompt, engine)
+            sessions[trace.id] = session
+            self._gateway.name(session, trace.id)
+
         try:
             (slot,) = self._env.slots(task)
-            episode = await self._env.run_slot(
-                slot, self._model, on_trace=lambda trace: self._gateway.name(session, trace.id)
-            )
-            return rewarded(session.samples(), reward_of(episode))
+            episode = await self._env.run_slot(slot, self._model, on_trace=begun)
+            refuse_errors(episode)
+            return samples_of_traces(episode.traces, sessions)
         finally:
-            session.close()
+            for session in sessions.values():
+                session.close()
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -145,20 +151,36 @@ def write_prompts(path: str | Path, name: str, args: Mapping[str, Any], num: int
     Path(path).write_text("".join(lines), encoding="utf-8")
 
 
-def reward_of(episode: Any) -> dict[str, float]:
-    """Return the reward of an episode and its parts.
+def samples_of_traces(traces: Sequence[Any], sessions: Mapping[str, ClientSession]) -> list[Sample]:
+    """Return the samples of an episode's agents, each with the reward of its trace.
 
-    Raises: EpisodeFailure for one that verifiers could not play to its end, and for one of several
-    agents.
+    Agents that verifiers does not train, such as a simulated user, are left out. Where agents have
+    several names, `metadata["agent"]` is that of each sample.
+    Raises: EpisodeFailure where nobody has drawn anything.
     """
+    samples = []
+    are_named = len({trace.agent.name for trace in traces}) > 1
+    for trace in traces:
+        if not trace.agent.trainable:
+            continue
+        named = {AGENT: trace.agent.name} if are_named else {}
+        drawn = sessions[trace.id].samples()
+        for one in rewarded(drawn, reward_of(trace)) if drawn else ():
+            samples.append(one.replace(metadata=one.metadata | named))
+    return rewarded(samples, None)
+
+
+def refuse_errors(episode: Any) -> None:
+    """Raise an EpisodeFailure for an episode that verifiers could not play to its end."""
     errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
     if errors:
         first = errors[0]
         kind = KINDS.get(first.type, "environment")
         raise EpisodeFailure(kind, f"{first.type}: {first.message}"[:1000])
-    if len(episode.traces) != 1:
-        raise EpisodeFailure("environment", f"{len(episode.traces)} agents: one can be trained")
-    (trace,) = episode.traces
+
+
+def reward_of(trace: Any) -> dict[str, float]:
+    """Return the reward of a trace and its parts."""
     parts = {name: one.value for name, one in trace.rewards.items() if one is not None}
     parts |= {name: value for name, value in trace.metrics.items() if value is not None}
     return {**parts, "reward": float(trace.reward)}

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.data.render.messages import Message
 from spmd_rl.errors import SpmdError
+from spmd_rl.gateway.branches import Branches
 from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.gateway.dialects.asked import Asked, Refused
 from spmd_rl.gateway.follow_template import HeldText, next_prompt
@@ -32,6 +33,7 @@ class SessionParts:
     texts: EpisodeTexts
     replies: ReplyFormat
     model: str
+    branches: Branches = field(default_factory=Branches)
     long_texts: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 

@@ -14,6 +14,7 @@ import uvicorn
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.gateway.app import make_app
+from spmd_rl.gateway.branches import Branches
 from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.gateway.dialects.asked import SamplingRules
 from spmd_rl.gateway.limits import guarded_by
@@ -35,11 +36,13 @@ class Gateway:
 
     An `EpisodeProgram` enters it in its `open`, outside of any episode, because what a call has
     started ends with the call. A process has one gateway.
+    `branches` chooses what is learned of an episode.
     Raises: ConfigError for settings that cannot be, when it is entered.
     """
 
-    def __init__(self, config: GatewayConfig, site: Site) -> None:
+    def __init__(self, config: GatewayConfig, site: Site, branches: Branches | None = None) -> None:
         self._config, self._site = config, site
+        self._branches = branches or Branches()
         self._sessions: Sessions
         self._server: _Server
         self._task: asyncio.Task[None]
@@ -48,7 +51,8 @@ class Gateway:
     async def __aenter__(self) -> Gateway:
         config, texts = self._config, self._site.texts
         replies = choose_format(config.response_template, texts.chat_template)
-        parts = SessionParts(config, texts, replies, Path(self._site.model).name or "policy")
+        model = Path(self._site.model).name or "policy"
+        parts = SessionParts(config, texts, replies, model, self._branches)
         self._sessions = Sessions(parts)
         listener = _listen(config.host)
         self._server = _Server(make_app(self._sessions), config)

@@ -14,7 +14,7 @@ from spmd_rl.gateway.drawing import Drawing
 from spmd_rl.gateway.message_tree import MessageTree, Reason, TokenTree
 from spmd_rl.gateway.plan import Plan, SessionParts, make_plan
 from spmd_rl.gateway.reply_call import ReplyCall
-from spmd_rl.gateway.turns import DrawnTurn, samples_of, transcript_after
+from spmd_rl.gateway.turns import DrawnTurn, transcript_after
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.transcript import Transcript, Turn
@@ -83,8 +83,11 @@ class Session:
         self._closed = False
 
     def samples(self) -> list[Sample]:
-        """Return what was drawn as samples, one for each leaf; every turn is learned once."""
-        return samples_of(self._prompt, self._turns, self._parts.texts.decode)
+        """Return what is learned as samples, one for each branch; every turn is learned once.
+
+        Raises: EpisodeFailure where the user's function that chooses branches fails.
+        """
+        return self._parts.branches.samples(self._prompt, self._turns, self._parts.texts.decode)
 
     def record(self) -> list[AgentCall]:
         """Return the calls that have ended, in the order of their ends."""
@@ -200,6 +203,8 @@ class Session:
         )
         self._turns.append(drawn)
         if plan.attach is not None:
+            if plan.before is None and plan.attach.node is not None:
+                drawn.after = plan.attach.node.held
             drawn.messages = [*(plan.attach.rest if plan.before else ()), drawing.message]
             self._tree.add(plan.attach, drawing.message, drawn)
         else:

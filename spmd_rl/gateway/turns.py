@@ -18,10 +18,11 @@ from spmd_rl.types.samples import MODEL, TURNS, Sample
 class DrawnTurn:
     """A turn that the policy drew, and the tokens that were observed before it.
 
-    A turn without `before` begins a context, which is then `observed`. `transcript` is the one in
-    which the engine may go on; None once another turn goes on in it, or it cannot. `raw` is the
-    drawn text with what the template has written of it, without the token that ended it, which is
-    `end`. `text` is that of all tokens which the turn adds.
+    A turn without `before` begins a context, which is then `observed`. `after` is the turn whose
+    messages such a context goes on from, where the template has rewritten them. `transcript` is the
+    one in which the engine may go on; None once another turn goes on in it, or it cannot. `raw` is
+    the drawn text with what the template has written of it, without the token that ended it, which
+    is `end`. `text` is that of all tokens which the turn adds.
 
     Shape: `observed` is [T].
     """
@@ -35,6 +36,7 @@ class DrawnTurn:
     raw: str
     end: str
     messages: list[Message] = field(default_factory=list)  # after the context
+    after: DrawnTurn | None = None
 
     def chain(self) -> list[DrawnTurn]:
         """Return the turns from the first of this context up to this one."""
@@ -80,21 +82,20 @@ def transcript_after(
 
 
 def samples_of(
-    prompt: Prompt, turns: Sequence[DrawnTurn], decode: Callable[[NDArray[np.int32]], str]
+    prompt: Prompt, ends: Sequence[DrawnTurn], decode: Callable[[NDArray[np.int32]], str]
 ) -> list[Sample]:
-    """Return the leaves as samples, in the order in which they were drawn.
+    """Return the branches that end with these turns as samples.
 
-    Every turn is learned once, in the first leaf that holds it. In others it is observed. Texts of
-    turns that came as token ids alone are decoded.
+    Every turn is learned once, in the first branch that holds it. In others it is observed. Texts
+    of turns that came as token ids alone are decoded.
     """
-    inner = {id(one.before) for one in turns if one.before is not None}
     learned: set[int] = set()
     samples = []
-    for leaf in (one for one in turns if id(one) not in inner):
-        chain = leaf.chain()
+    for end in ends:
+        chain = end.chain()
         first = chain[0].observed
         transcript = Transcript(prompt, None if np.array_equal(first, prompt.tokens) else first)
-        transcript.place = leaf.place
+        transcript.place = end.place
         messages: list[Message] = []
         for one in chain:
             if one.before is not None:

@@ -33,7 +33,9 @@ def tasksets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
-def played(replies: Any, *tasks: Any, name: str = TASKSET, **settings: Any) -> list[Any]:
+def played(
+    replies: Any, *tasks: Any, name: str = TASKSET, is_exact: bool = True, **settings: Any
+) -> list[Any]:
     """Return the samples of an episode for each task, or why it failed; all run at once."""
     pytest.importorskip("verifiers")
     pytest.importorskip("uvicorn")
@@ -60,7 +62,7 @@ def played(replies: Any, *tasks: Any, name: str = TASKSET, **settings: Any) -> l
 
     found = asyncio.run(main())
     for engine, samples in zip(engines, found, strict=True):
-        if isinstance(samples, list):
+        if isinstance(samples, list) and is_exact:
             check_exact(engine, samples)
     return found
 
@@ -73,8 +75,11 @@ def check_exact(engine: FakeEngine, samples: list[Sample]) -> None:
         starts = np.flatnonzero(np.diff(np.concatenate([[0], sample.mask.astype(int)])) == 1)
         for start in starts.tolist():
             at = len(sample.context) + start
-            drawn = next(ids for past, ids in engine.drawn if past == whole[:at])
-            assert whole[at : at + len(drawn)] == drawn
+            drawn = next(
+                ids
+                for past, ids in engine.drawn
+                if past == whole[:at] and ids == whole[at : at + len(ids)]
+            )
             learned.append(drawn)
     assert sorted(learned) == sorted(ids for _, ids in engine.drawn)
 
@@ -133,6 +138,29 @@ def test_a_game_of_textarena_has_several_turns(
     (sample,) = samples
     assert sum(turn["role"] == "assistant" for turn in sample.messages) == len(asked) >= 2
     assert 0 <= sample.reward <= 1
+
+
+def test_a_user_that_is_simulated_is_no_agent_to_learn() -> None:
+    """Both sides draw from the policy; verifiers says that the user's are not for training."""
+
+    def reply(prompt: str) -> str:
+        if "role-playing a USER" not in prompt:
+            return "3<|end|>"
+        return ("###DONE###" if "assistant\nsay it" in prompt else "say it") + "<|end|>"
+
+    (samples,) = played(reply, 3, args={"id": "user-sim"}, is_exact=False)
+    assert isinstance(samples, list), samples
+    (sample,) = samples
+    assert (sample.metadata["agent"], sample.reward) == ("assistant", 1.0)
+    assert sample.messages[-1]["content"] == "3"
+
+
+def test_attempts_at_a_task_have_rewards_of_their_own() -> None:
+    said = iter("313")
+    (samples,) = played(lambda _: f"{next(said)}<|end|>", 3, args={"id": "best-of-n", "n": 3})
+    assert isinstance(samples, list), samples
+    assert sorted(sample.reward for sample in samples) == [0.0, 1.0, 1.0]
+    assert {(sample.reward, sample.parts["best"]) for sample in samples} == {(1.0, 1.0), (0.0, 0.0)}
 
 
 def test_records_are_written_from_a_taskset(tmp_path: Path) -> None:

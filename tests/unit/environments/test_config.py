@@ -84,6 +84,8 @@ def test_a_recipe_that_knows_no_agent_refuses_both() -> None:
         ({"max_turns": 0}, "max_turns"),
         ({"max_failed": 1.5}, "max_failed"),
         ({"deadline_s": float("inf")}, "deadline_s"),
+        ({"kind": "function", "name": "a.py:f", "learn": "some"}, "expected all, main"),
+        ({"kind": "tools", "learn": "main"}, "agent.learn needs"),
     ],
 )
 def test_settings_without_sense_are_refused(values: dict[str, Any], problem: str) -> None:

@@ -10,15 +10,19 @@ import pytest
 
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.environments.make import check_agent
-from spmd_rl.environments.verifiers import reward_of
+from spmd_rl.environments.verifiers import refuse_errors, reward_of, samples_of_traces
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.failures import EpisodeFailure
+from spmd_rl.types.samples import AGENT
+from tests.unit.environments.test_clients import Session
 
 
-def trace(reward: float = 0.75, errors: Any = ()) -> Any:
+def trace(reward: float = 0.75, errors: Any = (), name: str = "agent") -> Any:
     rewards = {"right": SimpleNamespace(value=reward), "skipped": None}
     metrics = {"letters": 3.0, "unknown": None}
-    return SimpleNamespace(reward=reward, rewards=rewards, metrics=metrics, errors=list(errors))
+    values = {"rewards": rewards, "metrics": metrics, "errors": list(errors)}
+    agent = SimpleNamespace(name=name, trainable=name != "user")
+    return SimpleNamespace(id=name, reward=reward, agent=agent, **values)
 
 
 def episode(*traces: Any, errors: Any = ()) -> Any:
@@ -26,7 +30,7 @@ def episode(*traces: Any, errors: Any = ()) -> Any:
 
 
 def test_rewards_and_metrics_are_parts() -> None:
-    assert reward_of(episode(trace())) == {"right": 0.75, "letters": 3.0, "reward": 0.75}
+    assert reward_of(trace()) == {"right": 0.75, "letters": 3.0, "reward": 0.75}
 
 
 @pytest.mark.parametrize(
@@ -45,13 +49,24 @@ def test_an_error_is_no_reward_of_zero(name: str, kind: str) -> None:
     error = SimpleNamespace(type=name, message="it broke")
     for broken in (episode(trace(0.0, [error])), episode(errors=[error])):
         with pytest.raises(EpisodeFailure, match=f"{name}: it broke") as failure:
-            reward_of(broken)
+            refuse_errors(broken)
         assert failure.value.kind == kind
 
 
-def test_several_agents_are_refused() -> None:
-    with pytest.raises(EpisodeFailure, match="2 agents: one can be trained"):
-        reward_of(episode(trace(), trace()))
+def test_each_agent_has_the_samples_and_the_reward_of_its_trace() -> None:
+    traces = [trace(1.0, name="solver"), trace(0.25, name="judge"), trace(0.5, name="silent")]
+    traces.append(trace(name="user"))
+    sessions = {"solver": Session(2), "judge": Session(1), "silent": Session(0), "user": Session(1)}
+    samples = samples_of_traces(traces, sessions)
+    assert [(one.metadata[AGENT], one.reward) for one in samples] == [
+        ("solver", 1.0),
+        ("solver", 1.0),
+        ("judge", 0.25),
+    ]
+    (alone,) = samples_of_traces(traces[:1], {"solver": Session(1)})
+    assert AGENT not in alone.metadata
+    with pytest.raises(EpisodeFailure, match="without a call of the policy"):
+        samples_of_traces(traces[2:], sessions)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="it is installed")

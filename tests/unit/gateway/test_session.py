@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.data.logs.form import message
 from spmd_rl.errors import SpmdError
+from spmd_rl.gateway.branches import ALL, MAIN, Branches
 from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.gateway.dialects.asked import Asked, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.follow_template import TemplateExtras
@@ -21,6 +22,8 @@ from spmd_rl.gateway.replies import ReplyFormat
 from spmd_rl.gateway.session import NO_TURNS, REWRITTEN, Session
 from spmd_rl.gateway.sessions import Sessions, sampling_rules
 from spmd_rl.hooks.context import HookContext
+from spmd_rl.hooks.failures import EpisodeFailure
+from spmd_rl.types.samples import Sample
 from tests.unit.data.chat_templates import CHATML, QWEN
 from tests.unit.gateway.exact import check_exact
 from tests.unit.gateway.fakes import CALL_FORM, FakeEngine, FakeTexts, prompt_of
@@ -333,6 +336,51 @@ def test_a_call_beyond_the_last_turn_is_refused() -> None:
     run(play())
     assert session.is_over
     assert len(session.samples()) == 2
+
+
+def is_of_sub_agent(sample: Sample) -> bool:
+    return sample.messages[-1]["content"] == "sub"
+
+
+@pytest.mark.parametrize(
+    ("learn", "num_samples", "num_turns"), [(ALL, 5, 6), (MAIN, 3, 4), (is_of_sub_agent, 1, 1)]
+)
+def test_branches_that_are_not_chosen_claim_no_turn(
+    learn: Any, num_samples: int, num_turns: int
+) -> None:
+    """A sub-agent, an abandoned retry, and a past that the template rewrites."""
+    texts = FakeTexts(QWEN)
+    parts = SessionParts(GatewayConfig(), texts, ReplyFormat(CALL_FORM), "policy", Branches(learn))
+    thought = "<think>\nt\n</think>\n\n"
+    says = [f"{thought}one", "sub", "bad", f"{thought}two", "three", "four"]
+    engine: Any = FakeEngine(texts, [text + END for text in says])
+    session = Sessions(parts).open("", HookContext(), prompt_of(), engine)
+
+    async def play() -> None:
+        past = [user("a")]
+        past = [*past, said(await draw(session, past)), user("b")]
+        await draw(session, [user("be a sub-agent")])
+        await draw(session, [*past[:-1], user("c")])
+        past = [*past, said(await draw(session, past)), user("d")]
+        past = [*past, said(await draw(session, past)), user("e")]
+        await draw(session, past)
+
+    run(play())
+    samples = session.samples()
+    starts = [np.flatnonzero(np.diff(one.mask.astype(int), prepend=0) == 1) for one in samples]
+    assert len(samples) == num_samples
+    assert sum(map(len, starts)) == num_turns
+
+
+def test_a_function_that_chooses_no_branch_has_failed() -> None:
+    parts = SessionParts(
+        GatewayConfig(), FakeTexts(), ReplyFormat(None), "policy", Branches(lambda sample: None)
+    )
+    engine: Any = FakeEngine(parts.texts, ["x" + END])
+    session = Sessions(parts).open("", HookContext(), prompt_of(), engine)
+    run(draw(session, [user("a")]))
+    with pytest.raises(EpisodeFailure, match="agent.learn returned None"):
+        session.samples()
 
 
 def test_rules_come_from_the_recipe() -> None:
