@@ -26,6 +26,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
     given = {"messages": fields.take("messages", list, []), "tools": fields.take("tools", list, [])}
     if not given["messages"]:
         raise Refused("messages", "expected a list with at least one message")
+    _refuse_silent(given["messages"])
     row = read_messages(openai_chat.read, given)
     _neutral(fields, has_tools=bool(given["tools"]))
     fields.sampling(rules)
@@ -44,6 +45,14 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         return_token_ids=fields.take("return_token_ids", bool, False),
         ignored=fields.finish(),
     )
+
+
+def _refuse_silent(messages: list[Any]) -> None:
+    """Raise Refused for a message without content, which only the policy's replies may be."""
+    for number, one in enumerate(messages):
+        is_told = isinstance(one, dict) and one.get("role") not in (MODEL, None)
+        if is_told and one.get("content") is None:
+            raise Refused(f"messages[{number}].content", "expected a text, or a list of parts")
 
 
 def _neutral(fields: RequestFields, *, has_tools: bool) -> None:

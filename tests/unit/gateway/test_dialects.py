@@ -173,6 +173,8 @@ BAD_CALL = {"id": "i", "type": "function", "function": {"name": "f", "arguments"
 @pytest.mark.parametrize(
     ("dialect", "body", "field"),
     [
+        (chat, {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (chat, {"messages": [{"role": "tool", "content": None}]}, "messages[0].content"),
         (chat, CHAT | {"temperature": 0.5}, "temperature"),
         (chat, CHAT | {"top_p": 0.9}, "top_p"),
         (chat, CHAT | {"n": 2}, "n"),
