@@ -81,6 +81,7 @@ $(VENV)/.backends: $(VENV)/.dev setup.py
 
 $(VENV)/.agents: $(VENV)/.dev setup.py
 	@$(PIP) install --editable ".[agents,environments,verifiers,openenv]" "$(TORCH)" $(TRITON) --constraint constraints.txt
+	@$(PIP) install --no-deps trl==1.16.0 # its chat templates
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.demo Makefile
