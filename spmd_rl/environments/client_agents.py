@@ -52,7 +52,7 @@ def gateway_of(cfg: AgentConfig, site: Site) -> Gateway:
     return Gateway(cfg.gateway, site, Branches(load_learn(cfg.learn)))
 
 
-def load_learn(learn: str) -> str | Callable[[Sample], bool]:
+def load_learn(learn: str) -> str | Callable[[Sample], Any]:
     """Return what is learned of an episode: a word, or the function of `agent.learn`.
 
     Raises: ConfigError for a function that cannot be used.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ class Branches:
     because a template rewrote it. What is not chosen is left out, and claims no turn.
     """
 
-    def __init__(self, learn: str | Callable[[Sample], bool] = ALL) -> None:
+    def __init__(self, learn: str | Callable[[Sample], Any] = ALL) -> None:
         self._learn = learn
 
     def samples(self, prompt: Prompt, turns: Sequence[DrawnTurn], decode: Decode) -> list[Sample]:
