@@ -19,10 +19,10 @@ from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, Samplin
 from spmd_rl.gateway.dialects.fields import read_body
 from spmd_rl.gateway.keys import key_of
 from spmd_rl.gateway.limits import whole_body
+from spmd_rl.gateway.plan import SessionParts
 from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.reply_call import ReplyCall
 from spmd_rl.gateway.session import Session
-from spmd_rl.gateway.sessions import Sessions
 
 Headers = list[tuple[bytes, bytes]]
 Send = Callable[[Any], Any]
@@ -36,6 +36,17 @@ class EventStream(Protocol):
     def piece(self, piece: ReplyPiece) -> Iterable[bytes]: ...
     def end(self, drawn: Drawn) -> Iterable[bytes]: ...
     def failed(self, error: SpmdError) -> Iterable[bytes]: ...
+
+
+class SessionFinder(Protocol):
+    """Sessions by what a request brings."""
+
+    @property
+    def parts(self) -> SessionParts: ...
+
+    def find(self, key: str, name: str = "") -> Session:
+        """Return the session of a key and of the client's name for it. Raises: Refused."""
+        ...
 
 
 StreamOf = Callable[[Asked, Begun], EventStream]
@@ -61,7 +72,7 @@ DRAWN = {
 }
 
 
-def make_app(sessions: Sessions) -> Starlette:
+def make_app(sessions: SessionFinder) -> Starlette:
     """Return the app, in which each path also exists below `/s/KEY`."""
     ends: dict[str, Any] = {path: _Drawing(sessions, one) for path, one in DRAWN.items()}
     ends["/v1/messages/count_tokens"] = _Counting(sessions)
@@ -78,7 +89,7 @@ def make_app(sessions: Sessions) -> Starlette:
 class _Endpoint:
     """An endpoint that answers with JSON, and with an error in the form of its clients."""
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: SessionFinder) -> None:
         self.sessions = sessions
         self.config: GatewayConfig = sessions.parts.config
 
@@ -124,7 +135,7 @@ class _Counting(_Endpoint):
 class _Drawing(_Endpoint):
     """An endpoint at which the policy draws a reply."""
 
-    def __init__(self, sessions: Sessions, dialect: Dialect) -> None:
+    def __init__(self, sessions: SessionFinder, dialect: Dialect) -> None:
         super().__init__(sessions)
         self._dialect = dialect
 

@@ -14,8 +14,8 @@ from spmd_rl.gateway.drawing import Drawing
 from spmd_rl.gateway.message_tree import MessageTree, Reason, TokenTree
 from spmd_rl.gateway.plan import Plan, SessionParts, make_plan
 from spmd_rl.gateway.reply_call import ReplyCall
+from spmd_rl.gateway.turn_source import TurnSource
 from spmd_rl.gateway.turns import DrawnTurn, transcript_after
-from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.transcript import Transcript, Turn
 from spmd_rl.types.prompts import Prompt
@@ -57,7 +57,7 @@ class Session:
         root_url: str,
         ctx: HookContext,
         prompt: Prompt,
-        engine: EpisodeEngine,
+        source: TurnSource,
         rules: SamplingRules,
         max_turns: int,
         forget: Callable[[Session], None],
@@ -70,7 +70,7 @@ class Session:
         self.version = ctx.version
         self.is_over = False  # a call was refused because the episode has had all its turns
         self._max_turns = max_turns
-        self._parts, self._ctx, self._prompt, self._engine = parts, ctx, prompt, engine
+        self._parts, self._ctx, self._prompt, self._source = parts, ctx, prompt, source
         self._tree: MessageTree[DrawnTurn] = MessageTree()
         self._token_tree: TokenTree[DrawnTurn] = TokenTree()
         self._turns: list[DrawnTurn] = []
@@ -171,12 +171,11 @@ class Session:
         end: CallEnd = "failed"
         turn: Turn | None = None
         try:
-            turn = await self._engine.complete(
+            turn = await self._source.draw(
                 transcript,
+                asked,
                 _limit(asked.max_tokens, self._parts.texts.context_tokens - begun.num_prompt),
-                asked.stops or None,
-                stop_ids=asked.stop_ids,
-                on_tokens=(lambda ids: call.add(drawing.add(ids))) if asked.stream else None,
+                (lambda ids: call.add(drawing.add(ids))) if asked.stream else None,
             )
             end = "answered"
         except asyncio.CancelledError:

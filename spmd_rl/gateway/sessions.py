@@ -11,6 +11,7 @@ from spmd_rl.gateway.dialects.asked import Refused, SamplingRules
 from spmd_rl.gateway.keys import KeyTable, new_key
 from spmd_rl.gateway.plan import SessionParts
 from spmd_rl.gateway.session import Session
+from spmd_rl.gateway.turn_source import EpisodeTurnSource
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.types.prompts import Prompt
@@ -50,8 +51,8 @@ class Sessions:
             raise SpmdError(f"{most} sessions are open already: see agent.gateway.max_sessions")
         if rules is None:
             rules = SamplingRules() if ctx.evaluation else sampling_rules(ctx.config)
-        key, given = new_key(), (ctx, prompt, engine, rules, max_turns)
-        session = Session(self.parts, key, root_url, *given, self.forget)
+        given = ctx, prompt, EpisodeTurnSource(engine), rules, max_turns
+        session = Session(self.parts, new_key(), root_url, *given, self.forget)
         self._table.add(session.key, session)
         return session
 

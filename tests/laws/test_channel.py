@@ -47,7 +47,7 @@ LISTENERS = {
     "spmd_rl.controller.channel.router",
     "spmd_rl.controller.channel.zap",  # within the process
     "spmd_rl.controller.lifecycle.stack_server",
-    "spmd_rl.gateway.process",  # each session has a key of its own
+    "spmd_rl.gateway.http_server",  # the app asks for a key
 }
 # sockets of SGLang's own scheduler, which has no keys: files in a folder that no other user enters
 IPC_ONLY = {"spmd_rl.rollout.sglang.client"}

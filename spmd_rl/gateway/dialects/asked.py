@@ -41,7 +41,8 @@ class Refused(SpmdError):
 class SamplingRules:
     """Sampling of the recipe, of which every log-prob is. None: not known.
 
-    `stop_ids` end a turn besides the end-of-text ids.
+    `stop_ids` end a turn besides the end-of-text ids. With `free`, clients choose their own
+    sampling and seeds, as nothing learns from what they draw.
     """
 
     temperature: float | None = None
@@ -49,14 +50,26 @@ class SamplingRules:
     top_k: int | None = None
     min_p: float | None = None
     stop_ids: tuple[int, ...] = ()
+    free: bool = False
+
+
+@dataclass(frozen=True)
+class OwnSampling:
+    """What a client chose of the sampling; None leaves what the server has."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """A request for one reply: after `messages`, or after `token_ids` where there are any.
 
-    `ignored` names the fields that say nothing about the reply, such as a seed: draws are keyed by
-    the run.
+    `ignored` names the fields that say nothing about the reply. A seed is one of them where draws
+    are keyed by the run.
     """
 
     model: str
@@ -66,6 +79,7 @@ class Asked:
     max_tokens: int | None = None  # None: the recipe's limit
     stops: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
+    sampling: OwnSampling = OwnSampling()
     stream: bool = False
     stream_usage: bool = False
     logprobs: bool = False

@@ -28,8 +28,8 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         raise Refused("messages", "expected a list with at least one message")
     _refuse_silent(given["messages"])
     row = read_messages(openai_chat.read, given)
+    sampling = fields.sampling(rules)
     _neutral(fields, has_tools=bool(given["tools"]))
-    fields.sampling(rules)
     options = fields.take("stream_options", dict, {})
     limits = fields.number("max_completion_tokens"), fields.number("max_tokens")
     return Asked(
@@ -39,6 +39,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         max_tokens=limits[0] or limits[1],
         stops=fields.texts("stop"),
         stop_ids=tuple(fields.ids("stop_token_ids").tolist()),
+        sampling=sampling,
         stream=fields.take("stream", bool, False),
         stream_usage=options.get("include_usage") is True,
         logprobs=fields.take("logprobs", bool, False),

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from spmd_rl.data.logs.form import Json, check
 from spmd_rl.errors import DataError
-from spmd_rl.gateway.dialects.asked import Refused, SamplingRules
+from spmd_rl.gateway.dialects.asked import OwnSampling, Refused, SamplingRules
 from spmd_rl.gateway.follow_template import TemplateExtras
 from spmd_rl.types.samples import MODEL
 
 MAX_STOPS, MAX_STOP = 64, 256  # number of stops, and characters of one
 END_OF_IDS = 1 << 31
+END_OF_SEEDS = 1 << 63
 
 
 def read_body(body: bytes) -> Json:
@@ -86,8 +87,13 @@ class RequestFields:
             known = " or ".join(map(_shown, allowed)) or "no value"
             raise Refused(name, f"expected {known}, got {_shown(value)}: {because}")
 
-    def sampling(self, rules: SamplingRules) -> None:
-        """Take the fields of sampling. Raises: Refused for a value that is not the recipe's."""
+    def sampling(self, rules: SamplingRules) -> OwnSampling:
+        """Take the fields of sampling, and return those that the client may choose.
+
+        Raises: Refused for a value that is not the recipe's, unless the rules are free.
+        """
+        if rules.free:
+            return self._own_sampling()
         for name in ("temperature", "top_p", "top_k", "min_p"):
             value = self.take(name, (int, float))
             ours = getattr(rules, name)
@@ -102,6 +108,16 @@ class RequestFields:
                 + (f" = {ours:g}" if ours is not None else "")
                 + ": leave it out, or set the recipe",
             )
+        return OwnSampling()
+
+    def _own_sampling(self) -> OwnSampling:
+        numbers = {
+            name: self.take(name, (int, float)) for name in ("temperature", "top_p", "min_p")
+        }
+        top_k, seed = self.take("top_k", int), self.take("seed", int)
+        if seed is not None and not 0 <= seed < END_OF_SEEDS:
+            raise Refused("seed", f"expected 0 to {END_OF_SEEDS - 1}, got {seed}")
+        return OwnSampling(**numbers, top_k=0 if top_k == -1 else top_k, seed=seed)
 
     def ignore(self, *names: str) -> None:
         """Take fields that say nothing about the reply. The answer names them in a header."""

@@ -22,7 +22,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
     """Return what a body asks for. Raises: Refused."""
     fields = RequestFields(body)
     row = _conversation(fields)
-    fields.sampling(rules)
+    sampling = fields.sampling(rules)
     _neutral(fields)
     return Asked(
         model=fields.take("model", str, ""),
@@ -30,6 +30,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         extras=extras_of(row, fields.take("chat_template_kwargs", dict, {})),
         max_tokens=fields.number("max_tokens"),
         stops=fields.texts("stop_sequences"),
+        sampling=sampling,
         stream=fields.take("stream", bool, False),
         return_token_ids=fields.take("return_token_ids", bool, False),
         ignored=fields.finish(),

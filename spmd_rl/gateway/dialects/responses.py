@@ -41,7 +41,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
     fields.only("truncation", "disabled", "auto")
     if (form := fields.take("text", dict, {}).get("format")) not in (None, {"type": "text"}):
         raise Refused("text.format", f"expected text, got {form!r:.60}: {_NOT_LEARNED}")
-    fields.sampling(rules)
+    sampling = fields.sampling(rules)
     included = fields.take("include", list, [])
     if unknown := [one for one in included if one not in _INCLUDED]:
         raise Refused("include", f"this gateway does not know {unknown[0]!r:.60}")
@@ -55,6 +55,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         messages=row["messages"],
         extras=extras_of(row, fields.take("chat_template_kwargs", dict, {})),
         max_tokens=fields.number("max_output_tokens"),
+        sampling=sampling,
         stream=fields.take("stream", bool, False),
         logprobs=_LOGPROBS in included,
         return_token_ids=fields.take("return_token_ids", bool, False),

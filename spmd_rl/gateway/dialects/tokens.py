@@ -18,7 +18,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
     fields.ignore("cache_salt", "priority", "request_id")
     model, ignored = fields.take("model", str, ""), fields.finish()
     try:
-        given.sampling(rules)
+        sampling = given.sampling(rules)
         given.only("n", 1, because="a session draws one reply a call")
         given.only("logprobs", 0, 1, because="only the log-prob of the drawn token is known")
         given.only("skip_special_tokens", False, because="the answer is in token ids")
@@ -33,6 +33,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
             max_tokens=given.number("max_tokens"),
             stops=given.texts("stop"),
             stop_ids=tuple(given.ids("stop_token_ids").tolist()),
+            sampling=sampling,
             ignored=(*ignored, *given.finish()),
         )
     except Refused as error:

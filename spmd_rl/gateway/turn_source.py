@@ -1,0 +1,53 @@
+"""Turn sources: what draws the turns of a session. An episode asks its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from spmd_rl.gateway.dialects.asked import Asked
+from spmd_rl.hooks.child.episode_engine import EpisodeEngine
+from spmd_rl.hooks.transcript import Transcript, Turn
+
+
+class TurnSource(Protocol):
+    """Draws one turn after another, several at once."""
+
+    async def draw(
+        self,
+        transcript: Transcript,
+        asked: Asked,
+        max_tokens: int | None,
+        on_tokens: Callable[[list[int]], None] | None,
+    ) -> Turn:
+        """Draw what follows a transcript, to which the turn is appended, and return it.
+
+        `max_tokens` is the limit of `asked` as far as the context has room; None where the client
+        named none. `on_tokens` is called in the event loop with new token ids while they are drawn.
+        The transcript has a place afterwards.
+        Blocks: until the turn is drawn. When the waiting task is cancelled, drawing stops.
+        Raises: SpmdError with the reason when there is no turn.
+        """
+        ...
+
+
+class EpisodeTurnSource:
+    """Draws the turns of an episode from its engine, with the sampling of the recipe."""
+
+    def __init__(self, engine: EpisodeEngine) -> None:
+        self._engine = engine
+
+    async def draw(
+        self,
+        transcript: Transcript,
+        asked: Asked,
+        max_tokens: int | None,
+        on_tokens: Callable[[list[int]], None] | None,
+    ) -> Turn:
+        return await self._engine.complete(
+            transcript,
+            max_tokens,
+            asked.stops or None,
+            stop_ids=asked.stop_ids,
+            on_tokens=on_tokens,
+        )
