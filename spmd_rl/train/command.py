@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from spmd_rl.config.load import read_toml
-from spmd_rl.controller.run.checkpoints import Checkpoints
-from spmd_rl.controller.run.evaluations import best_of_run
 from spmd_rl.errors import ConfigError
-from spmd_rl.train.checkpoint.checkpoint_index import INDEX_FILE
 from spmd_rl.train.checkpoint.export import export_saved
+from spmd_rl.train.checkpoint.saved_run import checkpoint_of, model_of, trainer_of
 
 
 def main(words: list[str]) -> int:
@@ -23,8 +19,8 @@ def main(words: list[str]) -> int:
     if target.exists():
         raise ConfigError(f"{target} exists: name a folder that does not")
     run = Path(options.run)
-    folder = _trainer(_checkpoint(run, options.step), options.role)
-    export_saved(folder, _model(run, options.model), target, getattr(torch, options.dtype))
+    folder = trainer_of(checkpoint_of(run, options.step), options.role)
+    export_saved(folder, model_of(run, options.model), target, getattr(torch, options.dtype))
     print(f"{target} holds the weights of {folder}")
     return 0
 
@@ -44,44 +40,3 @@ def _options(words: list[str]) -> argparse.Namespace:
         "--model", help="where config and tokenizer come from (default: the model of the run)"
     )
     return parser.parse_args(words)
-
-
-def _checkpoint(run: Path, step: str | None) -> Path:
-    """The folder of a checkpoint, by default the newest. Raises: ConfigError where none is."""
-    saved = Checkpoints(run / "checkpoints", 1, 0).complete()
-    named = {str(record.next_step): path for path, record in saved.items()}
-    if best := best_of_run(run, saved):
-        named["best"] = best[0]
-    chosen = named.get(step) if step else next(reversed(saved), None)
-    if chosen is None:
-        raise ConfigError(
-            f"no checkpoint {step or ''} in {run}: there are {', '.join(named) or 'none'}"
-        )
-    return chosen
-
-
-def _trainer(checkpoint: Path, role: str | None) -> Path:
-    """The folder of a trainer. Raises: ConfigError where there is none, or more than one."""
-    trainers = {
-        file.parent.name: file.parent for file in sorted(checkpoint.glob(f"*/{INDEX_FILE}"))
-    }
-    if not role and len(trainers) == 1:
-        return next(iter(trainers.values()))
-    if role not in trainers:
-        raise ConfigError(
-            f"{checkpoint} holds the trainers {', '.join(trainers) or 'none'}: name one with --role"
-        )
-    return trainers[role]
-
-
-def _model(run: Path, given: str | None) -> Path:
-    """Where config and tokenizer come from. Raises: ConfigError where nothing says it."""
-    settings: dict[str, Any] = (
-        read_toml(run / "config.toml") if (run / "config.toml").is_file() else {}
-    )
-    model = given or settings.get("model")
-    if not model:
-        raise ConfigError(
-            f"{run}/config.toml does not name the model: name its folder with --model"
-        )
-    return Path(model)

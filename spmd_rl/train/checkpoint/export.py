@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,6 +31,32 @@ def export_saved(
     Config and tokenizer come from the folder `like`. Adapters make a PEFT folder.
     Raises: as `checkpoint.load`, and ConfigError where `like` is no model folder, or another's.
     """
+    with saved_weights(folder, like) as weights:
+        if weights.lora.rank:
+            save_adapters(target, like, weights.lora, weights.tensors, dtype)
+        else:
+            save_folder(target, like, weights.tensors, dtype, weights.head)
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Weights of a checkpoint: their version, and each tensor with its name, read when it is due.
+
+    With a rank in `lora`, they are adapters.
+    """
+
+    version: int
+    head: Head
+    lora: LoraConfig
+    tensors: Iterator[tuple[str, Tensor]]
+
+
+@contextmanager
+def saved_weights(folder: str | Path, like: str | Path) -> Iterator[SavedWeights]:
+    """Open the weights of a trainer's folder in a checkpoint, which fit the model folder `like`.
+
+    Raises: as `checkpoint.load`, and ConfigError where `like` is no model folder, or another's.
+    """
     path = Path(folder)
     index = read_index(path)
     weights = index.tensors[WEIGHTS]
@@ -42,10 +70,7 @@ def export_saved(
         )
     with ShardReader(path, index) as reader:
         tensors = ((name, reader.whole(WEIGHTS, name)) for name in shapes)
-        if lora.rank:
-            save_adapters(target, like, lora, tensors, dtype)
-        else:
-            save_folder(target, like, tensors, dtype, head)
+        yield SavedWeights(index.progress.version, head, lora, tensors)
 
 
 def _check_weight_files(folder: Path, index: Index) -> None:
