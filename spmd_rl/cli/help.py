@@ -38,6 +38,11 @@ COMMANDS = {
         "--model PATH --data FILE",
         "scores of a model or a checkpoint: `run evaluate`",
     ),
+    "serve": CommandEntry(
+        "spmd_rl.serve.command",
+        "MODEL_OR_RUN",
+        "answer OpenAI's and Anthropic's clients from a model or a checkpoint",
+    ),
     "check": CommandEntry(
         "spmd_rl.check.command", "[RECIPE ...]", "whether this host is fit for a run, and its input"
     ),

@@ -29,12 +29,15 @@ def first_lines(config: type) -> list[str]:
     return [*lines, "", f"--help-all lists {others}; those of shipped recipes are in {PAGE}."]
 
 
-def all_lines(config: type) -> list[str]:
-    """Return all settings with their types: those of the top level, then table by table."""
-    tables: dict[str, list[Key]] = {TOP_LEVEL: []}
+def all_lines(config: type, top: str = TOP_LEVEL) -> list[str]:
+    """Return all settings with their types: those of the top level, then table by table.
+
+    `top` is the title of the first.
+    """
+    tables: dict[str, list[Key]] = {top: []}
     for key in describe(config):
         table, dot, _ = key.name.partition(".")
-        tables.setdefault(table if dot else TOP_LEVEL, []).append(key)
+        tables.setdefault(table if dot else top, []).append(key)
     return [
         line
         for title, keys in tables.items()

@@ -18,7 +18,7 @@ FLOORS = (
     {"hooks"},
     {"train", "rollout", "gateway"},
     {"evaluation", "environments"},
-    {"cli", "recipes", "slurm", "check", "plan", "microscope", "report", "__main__", ""},
+    {"cli", "recipes", "slurm", "check", "plan", "microscope", "report", "serve", "__main__", ""},
 )
 HEIGHT = {room: height for height, floor in enumerate(FLOORS) for room in floor}
 

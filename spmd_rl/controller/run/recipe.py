@@ -68,7 +68,7 @@ class Invocation:
             nproc=flags.nproc,
             max_restarts=flags.max_restarts,
             verbose=flags.verbose,
-            overrides=_overrides(rest),
+            overrides=overrides_of(rest),
         )
 
 
@@ -88,9 +88,7 @@ class Recipe:
         file = invocation.config
         if file is not None and file.is_dir():  # the folder of a run
             file = file / "config.toml"
-        cfg = load(
-            self.config, file, invocation.overrides, getattr(self.config, "from_file", None)
-        )
+        cfg = load(self.config, file, invocation.overrides, getattr(self.config, "from_file", None))
         run = run_config(cfg)
         if run is not getattr(cfg, "run", None) or run.name:
             return cfg
@@ -200,7 +198,7 @@ def _exists(name: str) -> bool:
         return False
 
 
-def _overrides(words: list[str]) -> list[str]:
+def overrides_of(words: list[str]) -> list[str]:
     """Return `--a.b=c` and `--a.b c` as "a.b=c", and a flag without a value as "a.b=true"."""
     settings: list[str] = []
     for word in words:
