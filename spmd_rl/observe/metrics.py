@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spmd_rl.observe.age_metrics import AGE_METRICS
+from spmd_rl.observe.engine_metrics import ENGINE_METRICS
 from spmd_rl.observe.expert_metrics import EXPERT_METRICS
 from spmd_rl.observe.metric import Metric
 from spmd_rl.observe.recipe_metrics import RECIPE_METRICS
@@ -79,6 +80,7 @@ METRICS = (
         "Waiting samples",
         "samples that waited for a place in an engine when the step had taken its own",
     ),
+    *ENGINE_METRICS,
     Metric(
         "rollout/buffered",
         "groups",

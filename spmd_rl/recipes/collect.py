@@ -14,6 +14,7 @@ from spmd_rl.environments.config import AgentConfig, agree_with_agent
 from spmd_rl.environments.failures import refuse_failures
 from spmd_rl.environments.make import check_agent
 from spmd_rl.recipes.rejection_sampling import InferSplit
+from spmd_rl.rollout.engine_load import load_metrics
 
 
 @dataclass(frozen=True)
@@ -66,4 +67,4 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             asked = prompts.take(cfg.prompts_per_step)
             groups = rollout.generate.call(asked, cfg.sampling, step=step.index)
         refuse_failures(groups, cfg.agent)
-        step.log(groups)
+        step.log(groups, load_metrics(rollout.take_load.call()))

@@ -123,7 +123,9 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             continue
         with ctl.phase("train"):
             stats = run.update.step(groups, step.index)
-        step.log(groups, stats, *((sampler.failed_groups(), sampler.metrics()) if sampler else ()))
+        step.log(groups, stats, run.engine_metrics())
+        if sampler:
+            step.log(sampler.failed_groups(), sampler.metrics())
     run.finish()
 
 

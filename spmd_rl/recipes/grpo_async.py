@@ -43,5 +43,5 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         ahead.start(run.prompts.take(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train"):
             stats = run.update.step(groups, step.index)
-        step.log(groups, stats)
+        step.log(groups, stats, run.engine_metrics())
     run.finish()

@@ -53,5 +53,5 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             continue
         with ctl.phase("train"):
             stats = run.update.step(groups, step.index)
-        step.log(groups, sampler.failed_groups(), stats, sampler.metrics())
+        step.log(groups, sampler.failed_groups(), stats, sampler.metrics(), run.engine_metrics())
     run.finish(drain=False)

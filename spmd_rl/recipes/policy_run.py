@@ -16,6 +16,7 @@ from spmd_rl.recipes.num_steps import first_step, num_steps
 from spmd_rl.recipes.policy_update import PolicyUpdate
 from spmd_rl.recipes.protocols import PolicyRecipe
 from spmd_rl.recipes.rollout_settings import rollout_settings
+from spmd_rl.rollout.engine_load import load_metrics
 from spmd_rl.rollout.group_sampler import GroupSampler
 from spmd_rl.rollout.rollout import Rollout
 from spmd_rl.train.trainer import Trainer
@@ -84,6 +85,13 @@ class PolicyRun:
         start = self._ctl.resume(trainer=self.trainer, **parts, **self.update.savers)
         start = first_step(cfg, start, self.update.trainers, self.prompts, cfg.prompts_per_step)
         return self._ctl.steps(self.num_steps, start)
+
+    def engine_metrics(self) -> dict[str, float]:
+        """Return how busy the engines were since the last call, evaluations included.
+
+        Blocks: until every engine has told.
+        """
+        return load_metrics(self.rollout.take_load.call())
 
     def finish(self, *, drain: bool = True) -> None:
         """Export the model, and evaluate the last weights.

@@ -81,7 +81,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         with ctl.phase("train"):
             groups = grade(groups)
             stats = run.update.step(groups, step.index)
-        step.log(groups, stats)
+        step.log(groups, stats, run.engine_metrics())
     run.finish()
 
 

@@ -69,6 +69,15 @@ PANELS = (
         unit="groups",
     ),
     _panel("Samples that wait for an engine", Line("rollout/waiting", "waiting"), unit="samples"),
+    _panel(
+        "Requests in an engine",
+        Line("engine/running_mean", "running, mean"),
+        Line("engine/running_max", "running, most"),
+        Line("engine/waiting_mean", "waiting, mean"),
+        Line("engine/waiting_max", "waiting, most"),
+        unit="samples",
+    ),
+    _panel("Prefix cache of the engines", Line("engine/prefix_hits", "of tokens"), share=True),
     _panel("Entropy", Line("train/entropy", "per token", AMBER), unit="nats"),
     _panel("Clip fraction", Line("train/clip_frac", "of tokens")),
     _panel(

@@ -188,6 +188,11 @@ class Engine(Protocol):
         """Whether weights are being pushed: until the commit, `step` would raise."""
         ...
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests run now, and how many wait for a place."""
+        ...
+
     def submit(self, request: Request) -> None:
         """Queue one request.
 

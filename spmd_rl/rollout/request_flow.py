@@ -20,6 +20,7 @@ from spmd_rl.observe.request_times import RequestTimes
 from spmd_rl.observe.trace import Trace, now_ns
 from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
 from spmd_rl.rollout.episode_samples import ModelLimits
+from spmd_rl.rollout.engine_load import EngineLoad, LoadMeter
 from spmd_rl.rollout.episodes import Key, RunningEpisodes, with_turns
 from spmd_rl.rollout.grading import Grading
 from spmd_rl.rollout.open_group import OpenGroup
@@ -54,6 +55,7 @@ class RequestFlow:
         self._grading = grading
         self._episodes = episodes
         self._times = RequestTimes(trace or Trace())
+        self._meter = LoadMeter()
         self._drawing: dict[Key, OpenGroup] = {}  # by the request that the engine has
         self._open: dict[int, OpenGroup] = {}  # by identity
 
@@ -139,6 +141,8 @@ class RequestFlow:
         if self.can_step:
             began_ns = now_ns()
             output = self._engine.step()
+            num_running, num_waiting = self._engine.load
+            self._meter.add_step(num_running + len(output.finished), num_waiting)
             self._times.mark_step(began_ns, output.started, output.uids, output.indices)
             if self._episodes is not None:
                 self._episodes.show(output)
@@ -150,6 +154,10 @@ class RequestFlow:
         if self._episodes is not None:
             for task, turns in self._episodes.ended_rounds():
                 self._pause(self._episodes, task, turns)
+
+    def take_load(self) -> EngineLoad:
+        """Return the load of the engine since the last call."""
+        return self._meter.take(self._engine.stats())
 
     def snapshots(self) -> list[Group]:
         """Return all open groups as they are now; what runs goes on."""

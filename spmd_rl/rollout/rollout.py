@@ -37,6 +37,7 @@ from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import RoleSleep
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.rollout.engine import Engine, SamplingConfig
+from spmd_rl.rollout.engine_load import EngineLoad
 from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.episodes import RunningEpisodes
 from spmd_rl.rollout.grader_choice import GraderChoice, all_rewards
@@ -254,6 +255,12 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
     def stats(self) -> Sharded[list[dict[str, int]]]:
         """The engine's counts, one entry a rank."""
         return [self.engine.stats()]
+
+    @concurrent
+    @collective
+    def take_load(self) -> Sharded[list[EngineLoad]]:
+        """The load of the engine since the last call, one entry a rank."""
+        return [self._flow.take_load()]
 
     @collective
     def sleep(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:

@@ -60,7 +60,7 @@ MODES = {
     "warm-up": [str(EXAMPLE / "recipe.py"), "--nproc=1", "--warmup_steps=30", "--warmup_pairs=32"],
 }
 # prefixes of metrics that depend on a clock or on other processes
-TIMES = ("time/", "before/", "perf/", "rollout/tokens_per_s", "memory/", "unix_s")
+TIMES = ("time/", "engine/", "before/", "perf/", "rollout/tokens_per_s", "memory/", "unix_s")
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,10 @@ class NativeEngine:
     def has_work(self) -> bool:
         return self._stop_checker.num_requests > 0
 
+    @property
+    def load(self) -> tuple[int, int]:
+        return len(self.scheduler.running), len(self.scheduler.waiting)
+
     def submit(self, request: Request) -> None:
         self._validator.check(request)
         self._runner.record_if_asked(request.sampling)

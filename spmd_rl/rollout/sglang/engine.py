@@ -87,6 +87,11 @@ class SglangEngine(RankEngine):
     def has_work(self) -> bool:
         return bool(len(self._table) or self._answers.has_finished)
 
+    @property
+    def load(self) -> tuple[int, int]:
+        num_running = self._table.num_running
+        return num_running, len(self._table) - num_running
+
     def submit(self, request: Request) -> None:
         added = self._table.add(request)
         if self.state.can_generate:
@@ -178,13 +183,13 @@ class SglangEngine(RankEngine):
             self._start(self._table.waiting())
 
     def stats(self) -> dict[str, int]:
-        num_running = self._table.num_running
+        num_running, num_waiting = self.load
         return {
             "num_steps": self._num_steps,
             "num_generated_tokens": self._answers.num_tokens,
             "num_aborted": self._num_aborted,
             "num_running": num_running,
-            "num_waiting": len(self._table) - num_running,
+            "num_waiting": num_waiting,
         }
 
     def close(self) -> None:

@@ -117,6 +117,11 @@ class SglangFollower(RankEngine):
     def commit_push(self, version: int) -> None:
         self.state.end_push(version)
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """Return the load of an engine without requests."""
+        return 0, 0
+
     def stats(self) -> dict[str, int]:
         """Return the counts of an engine without requests."""
         names = ("num_steps", "num_generated_tokens", "num_aborted", "num_running", "num_waiting")

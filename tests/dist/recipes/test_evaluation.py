@@ -21,7 +21,7 @@ def length(prompt, sample):
     return len(sample.text) / 4
 """
 # of the machine and the time, and of pushes
-OTHER = ("time/", "perf/", "before/", "memory/", "rollout/tokens_per_s", "unix_s")
+OTHER = ("time/", "engine/", "perf/", "before/", "memory/", "rollout/tokens_per_s", "unix_s")
 
 
 def training(ended: Ended) -> list[dict[str, Any]]:

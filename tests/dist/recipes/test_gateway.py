@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn", reason="the extra 'agents' is not installed")
 
 pytestmark = pytest.mark.dist
 EPISODES = Path(__file__).with_name("over_http.py")
-CLOCKS = ("before/", "perf/", "time/", "rollout/tokens_per_s", "unix_s")
+CLOCKS = ("before/", "engine/", "perf/", "time/", "rollout/tokens_per_s", "unix_s")
 SAMPLES = ("tokens", "logprobs", "versions", "text", "reward", "status")
 
 

@@ -51,6 +51,10 @@ def test_split_and_colocated_draw_the_same_tokens(run: Any, seed: int) -> None:
         check_proof(ended, 3)
     assert drawn(alone, 3) == drawn(split, 3) == drawn(fanned, 3)
     assert drawn(alone, 3)[0] != drawn(alone, 3)[1]
+    for row in alone.metrics:
+        assert row["engine/running_max"] == 32
+        assert 0 < row["engine/running_mean"] <= 32
+        assert row["engine/prefix_hits"] > 0.5, "the samples of a prompt share it"
 
 
 def test_colocated_on_two_ranks(run: Any) -> None:

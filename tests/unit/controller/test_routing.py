@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spmd_rl.controller.routing import BLOCK_TOKENS, MAX_BLOCKS, Route, ShardBalancer
 
@@ -55,6 +57,37 @@ def test_all_load_is_given_back() -> None:
         balancer.release(asked, shard)
     assert balancer._cost == [0] * 4
     assert balancer._by_key == {}
+
+
+@given(
+    num_shards=st.integers(1, 5),
+    asked=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 400), st.booleans()),
+        max_size=40,
+    ),
+)
+def test_a_request_goes_to_one_shard_that_is_busier_by_no_more_than_its_prefix(
+    num_shards: int, asked: list[tuple[int, int, int, bool]]
+) -> None:
+    """An oracle of its own counts what is open on each shard."""
+    balancer = ShardBalancer(num_shards)
+    cost, homes, held = [0] * num_shards, {}, []
+    for key, prefix, length, ends in asked:
+        if ends and held:
+            one, shard = held.pop(0)
+            balancer.release(one, shard)
+            cost[shard] -= one.cost
+        open_keys = {one.key for one, _ in held}
+        one = route(key, prefix=1000 * prefix, length=length, cost=length + 50)
+        shard = balancer.acquire(one)
+        assert 0 <= shard < num_shards
+        if key in open_keys:
+            assert shard == homes[key]
+        else:
+            assert cost[shard] - min(cost) <= length // BLOCK_TOKENS * BLOCK_TOKENS
+        cost[shard] += one.cost
+        homes[key] = shard
+        held.append((one, shard))
 
 
 def test_memory_of_prefixes_is_bounded() -> None:
