@@ -6,6 +6,12 @@ from spmd_rl.observe.metric import Metric
 
 ENGINE_METRICS = (
     Metric(
+        "rollout/waiting",
+        "samples",
+        "Waiting samples",
+        "samples that waited for a place in an engine when the step had taken its own",
+    ),
+    Metric(
         "engine/running_mean",
         "samples",
         "Running samples, mean",

@@ -74,12 +74,6 @@ METRICS = (
         "Groups in generation",
         "groups that were still in generation when the step had taken its own",
     ),
-    Metric(
-        "rollout/waiting",
-        "samples",
-        "Waiting samples",
-        "samples that waited for a place in an engine when the step had taken its own",
-    ),
     *ENGINE_METRICS,
     Metric(
         "rollout/buffered",

@@ -110,6 +110,9 @@ def check_stop_ids(sampling: SamplingConfig, vocab_size: int) -> None:
         )
 
 
+# Priorities: somebody waits for the answer; the next push waits for an evaluation; all others.
+INTERACTIVE, EVALUATION, TRAINING = range(3)
+
 # Changing a copy of it takes less time than making a new one.
 _EMPTY_SAMPLE = Sample(0, 0, NO_TOKENS, NO_LOGPROBS, NO_TOKENS, "aborted")
 
@@ -117,8 +120,10 @@ _EMPTY_SAMPLE = Sample(0, 0, NO_TOKENS, NO_LOGPROBS, NO_TOKENS, "aborted")
 class Request(msgspec.Struct, frozen=True):
     """One sample to generate. Its draws depend on (seed, uid, index) alone.
 
-    `past` is its answer so far, if it was started before. It is a struct because two are made for
-    each sample, and a frozen dataclass takes six times as long.
+    `past` is its answer so far, if it was started before. Of the requests that wait, the native
+    engine begins those with the lowest `priority` number first; no bit depends on it.
+    It is a struct because two are made for each sample, and a frozen dataclass takes six times as
+    long.
     Shape: `prompt` [P].
     """
 
@@ -128,6 +133,7 @@ class Request(msgspec.Struct, frozen=True):
     sampling: SamplingConfig
     past: TokenData = NO_DATA
     seed: int = 0
+    priority: int = INTERACTIVE
 
     @property
     def num_tokens(self) -> int:
@@ -142,7 +148,8 @@ class Request(msgspec.Struct, frozen=True):
 
     def after(self, past: TokenData) -> Request:
         """Return the request with another answer so far."""
-        return Request(self.uid, self.index, self.prompt, self.sampling, past, self.seed)
+        same = self.uid, self.index, self.prompt, self.sampling
+        return Request(*same, past, self.seed, self.priority)
 
     def sample(self, status: SampleStatus) -> Sample:
         return _EMPTY_SAMPLE.with_data(

@@ -85,7 +85,7 @@ class RunningEpisodes:
             of_turn = sampling_of_round(of_turn, len(past), num_left)
         key = prompt.uid, index + call.transcript * sampling.num_samples
         self._turns[key] = call
-        return Request(*key, context, of_turn, past, group.seed)
+        return Request(*key, context, of_turn, past, group.seed, group.priority)
 
     def refuse(self, call: EngineCall, request: Request, problem: str) -> None:
         """Tell an episode why the engine did not take the request of its turn."""

@@ -9,7 +9,7 @@ from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.failures import FailureKind
 from spmd_rl.hooks.results import Grade
 from spmd_rl.observe.request_times import TIMES
-from spmd_rl.rollout.engine import SamplingConfig
+from spmd_rl.rollout.engine import EVALUATION, TRAINING, SamplingConfig
 from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import FAILURE, Sample
@@ -43,6 +43,11 @@ class OpenGroup:
     has_group_grades: bool = False
     first: tuple[int, int] = (0, 0)
     times: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def priority(self) -> int:
+        """Which of the requests that wait go first: those of an evaluation."""
+        return EVALUATION if self.info.evaluation else TRAINING
 
     @property
     def is_drawn_and_graded(self) -> bool:

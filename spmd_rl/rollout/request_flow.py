@@ -181,7 +181,8 @@ class RequestFlow:
         if group.round_tokens:
             num_past = 0 if partial is None else len(partial.tokens)
             sampling = sampling_of_round(sampling, num_past, group.round_tokens)
-        request = Request(prompt.uid, index, prompt.tokens, sampling, seed=group.seed)
+        key = prompt.uid, index, prompt.tokens
+        request = Request(*key, sampling, seed=group.seed, priority=group.priority)
         self._engine.submit(request if partial is None else request.resumed(partial))
         self._drawing[prompt.uid, index] = group
         group.drawing.add(index)

@@ -97,7 +97,8 @@ class ServedTurns:
             raise Refused("", str(error)) from error
         seed = asked.sampling.seed
         key = (next(self._uids), 0) if seed is None else (prompt_uid(tokens), seed)
-        return Request(*key, tokens, sampling, seed=self._seed)
+        priority = asked.sampling.priority
+        return Request(*key, tokens, sampling, seed=self._seed, priority=priority)
 
 
 def _sampling_of(base: SamplingConfig, asked: Asked, max_tokens: int) -> SamplingConfig:

@@ -55,13 +55,17 @@ class SamplingRules:
 
 @dataclass(frozen=True)
 class OwnSampling:
-    """What a client chose of the sampling; None leaves what the server has."""
+    """What a client chose of the sampling; None leaves what the server has.
+
+    Of the requests that wait, those with the lowest `priority` number begin first.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

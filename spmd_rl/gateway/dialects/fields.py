@@ -117,7 +117,8 @@ class RequestFields:
         top_k, seed = self.take("top_k", int), self.take("seed", int)
         if seed is not None and not 0 <= seed < END_OF_SEEDS:
             raise Refused("seed", f"expected 0 to {END_OF_SEEDS - 1}, got {seed}")
-        return OwnSampling(**numbers, top_k=0 if top_k == -1 else top_k, seed=seed)
+        top_k, priority = 0 if top_k == -1 else top_k, self.take("priority", int, 0)
+        return OwnSampling(**numbers, top_k=top_k, seed=seed, priority=priority)
 
     def ignore(self, *names: str) -> None:
         """Take fields that say nothing about the reply. The answer names them in a header."""

@@ -10,7 +10,6 @@ With recorded decoding steps nobody forks: such a step computes a last token for
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from spmd_rl.rollout.native.prefix_sharing import PrefixKeys, PrefixSharing
 from spmd_rl.rollout.native.sequence_table import SHARED_PAGE, Fork, SequenceTable
 from spmd_rl.rollout.native.step_budget import StepBudget
 from spmd_rl.rollout.native.step_plan import StepPlan
+from spmd_rl.rollout.native.waiting_queue import WaitingQueue
 
 
 class _Allocation(NamedTuple):
@@ -61,7 +61,7 @@ class Admission:
 
     def __init__(
         self,
-        waiting: deque[Request],
+        waiting: WaitingQueue,
         running: list[int],
         table: SequenceTable,
         pool: PagePool,
@@ -218,7 +218,7 @@ class Admission:
         max_siblings = min(max_by_pages, self._table.num_free - num_kept)
         siblings: list[Request] = []
         while len(siblings) < max_siblings and self._waiting:
-            if not _are_siblings(self._waiting[0], request):
+            if not _are_siblings(self._waiting.first, request):
                 break
             siblings.append(self._waiting.popleft())
         return siblings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ class NativeEngine:
 
     @property
     def load(self) -> tuple[int, int]:
-        return len(self.scheduler.running), len(self.scheduler.waiting)
+        return self.scheduler.load
 
     def submit(self, request: Request) -> None:
         self._validator.check(request)
@@ -172,13 +172,10 @@ class NativeEngine:
         return {
             "num_steps": self._num_steps,
             "num_generated_tokens": self._num_generated,
-            "num_running": len(self.scheduler.running),
-            "num_waiting": len(self.scheduler.waiting),
             "num_pages": self.sizes.num_pages,
-            "num_evictions": self.scheduler.pool.num_evictions,
             "num_graphs": self._runner.num_graphs,
             "kv_bytes": self._runner.cache.num_bytes if self._memory.has_pages else 0,
-            **asdict(self.scheduler.counters),
+            **self.scheduler.stats(),
         }
 
     def _weights(self, pushed: bool) -> LocalTensors:

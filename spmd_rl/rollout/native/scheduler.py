@@ -14,9 +14,8 @@ all prefill or all decoding, and prompts wait until some rows are free. Prefill 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +28,7 @@ from spmd_rl.rollout.native.prefix_sharing import PrefixSharing
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.native.step_budget import PrefillBound, StepBudget, share_budget
 from spmd_rl.rollout.native.step_plan import StepPlan
+from spmd_rl.rollout.native.waiting_queue import WaitingQueue
 
 REFILL_SHARE = 16  # a separate prefill step runs once one row in this many is free
 
@@ -52,7 +52,7 @@ class Scheduler:
         self.pool = pool
         self.max_step_tokens = max_step_tokens
         self.separate_prefill = separate_prefill
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[int] = []
         self.counters = SchedulerCounters()
         self._prefill_bound = prefill_bound or PrefillBound()
@@ -72,6 +72,21 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.counters.num_submitted += 1
         self.waiting.append(request)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests run, and how many wait."""
+        return len(self.running), len(self.waiting)
+
+    def stats(self) -> dict[str, int]:
+        """Return what runs and waits now, and counts since the start."""
+        num_running, num_waiting = self.load
+        return {
+            "num_running": num_running,
+            "num_waiting": num_waiting,
+            "num_evictions": self.pool.num_evictions,
+            **asdict(self.counters),
+        }
 
     def schedule(self) -> StepPlan:
         """Return the plan of the next step.
@@ -133,8 +148,7 @@ class Scheduler:
         kept: list[Request] = []
         for request in self.waiting:
             (aborted if matches(request) else kept).append(request)
-        self.waiting.clear()
-        self.waiting.extend(kept)
+        self.waiting.replace(kept)
         self.counters.num_aborts += len(aborted)
         return aborted
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import spmd_rl.kernels.attention.blocked as attention
 import spmd_rl.kernels.attention.paged as paged_attention
@@ -78,6 +79,7 @@ class Schedule:
     aborts: dict[int, int]  # step -> request to abort and submit again
     retracts: set[int]  # steps before which all K/V is dropped
     cfg: dict[str, object]
+    priorities: tuple[int, ...] = (0,)  # of the requests, in turn
 
 
 TIGHT = Schedule(
@@ -127,11 +129,14 @@ def schedules(draw) -> Schedule:
             "num_pages": draw(st.one_of(st.just(0), st.integers(least, 3 * least))),
             "prefix_cache": draw(st.booleans()),
         },
+        priorities=draw(st.lists(st.integers(0, 2), min_size=1, max_size=10).map(tuple)),
     )
 
 
 def play(engine, schedule: Schedule) -> dict:
     requests, samples, step = workload(), {}, 0
+    numbers = [schedule.priorities[i % len(schedule.priorities)] for i in range(len(requests))]
+    requests = [replace(one, priority=n) for one, n in zip(requests, numbers, strict=True)]
     queue = [requests[i] for i in schedule.order]
     while queue or engine.has_work:
         for _ in range(schedule.arrivals[step] if step < len(schedule.arrivals) else len(queue)):

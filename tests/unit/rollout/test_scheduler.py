@@ -78,12 +78,22 @@ class FakeRunner:
         self.done: dict[int, list[int]] = {}
 
     def submit(
-        self, uid: int, prompt: list[int], max_tokens: int, stop_after: int = MAX_TOKENS
+        self,
+        uid: int,
+        prompt: list[int],
+        max_tokens: int,
+        stop_after: int = MAX_TOKENS,
+        priority: int = 0,
     ) -> None:
-        self.submit_all([uid], prompt, max_tokens, stop_after)
+        self.submit_all([uid], prompt, max_tokens, stop_after, priority)
 
     def submit_all(
-        self, uids: list[int], prompt: list[int], max_tokens: int, stop_after: int = MAX_TOKENS
+        self,
+        uids: list[int],
+        prompt: list[int],
+        max_tokens: int,
+        stop_after: int = MAX_TOKENS,
+        priority: int = 0,
     ) -> None:
         """Samples of one prompt; each has a uid of its own here, which the tokens drawn for it
         depend on.
@@ -91,7 +101,7 @@ class FakeRunner:
         tokens, sampling = np.array(prompt, dtype=np.int32), SamplingConfig(max_tokens=max_tokens)
         for uid in uids:
             self.stops[uid] = stop_after
-            self.scheduler.add(Request(uid, 0, tokens, sampling))
+            self.scheduler.add(Request(uid, 0, tokens, sampling, priority=priority))
 
     def step(self) -> StepPlan:
         can_decode = (self.missing(self.unfinished()) == 1).any()
@@ -226,6 +236,22 @@ def test_requests_that_are_retracted_go_on_in_the_order_they_came():
     assert [one.uid for one in runner.scheduler.waiting] == [0, 1, 2, 3, 4]
 
 
+def test_a_lower_priority_number_is_admitted_first():
+    runner = FakeRunner(max_batch=2)
+    for uid, priority in enumerate([2, 1, 2, 0, 1, 0]):
+        runner.submit(uid, [uid], max_tokens=6, priority=priority)
+    assert [one.uid for one in runner.scheduler.waiting] == [3, 5, 1, 4, 0, 2]
+    runner.step()
+    assert [runner.table.uid[row] for row in runner.scheduler.running] == [3, 5]
+    assert [one.uid for one in runner.scheduler.waiting] == [1, 4, 0, 2]
+    runner.submit(6, [6], max_tokens=6, priority=0)
+    runner.scheduler.retract_all()
+    assert [one.uid for one in runner.scheduler.waiting] == [3, 5, 6, 1, 4, 0, 2]
+    runner.scheduler.abort(4, None)
+    assert [one.uid for one in runner.scheduler.waiting] == [3, 5, 6, 1, 0, 2]
+    runner.run()
+
+
 def test_any_load_finishes_with_every_page_back():
     seen: Counter[str] = Counter()
 
@@ -308,7 +334,7 @@ def test_preemption_takes_the_newest_and_puts_it_back_in_front_with_its_tokens()
     running = [int(runner.table.uid[row]) for row in runner.scheduler.running]
     waiting = [request.uid for request in runner.scheduler.waiting]
     assert running + waiting == [0, 1, 2, 3], "the order of arrival is kept"
-    assert len(runner.scheduler.waiting[0].past) > 0
+    assert len(runner.scheduler.waiting.first.past) > 0
     runner.run()
     assert runner.done[2] == [2 + 6 + i for i in range(20)]
 
