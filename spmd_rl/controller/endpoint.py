@@ -47,6 +47,14 @@ class Role:
         self.cfg = cfg
         self.context = context
 
+    def live_counts(self) -> Mapping[str, int]:
+        """Return what this rank counts now, for whoever watches the run, by name.
+
+        Ranks: one. It is called once a second, in another thread than all else, and neither waits
+        nor raises.
+        """
+        return {}
+
 
 class BoundEndpoint(Generic[P, R]):
     """An endpoint of one role: a method on a worker; on a handle, `call` and `start` reach all

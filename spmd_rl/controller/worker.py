@@ -37,6 +37,7 @@ from spmd_rl.controller.deferred import Deferred
 from spmd_rl.controller.lifecycle.controller_process import ControllerProcess
 from spmd_rl.controller.lifecycle.error_messages import failure_of
 from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
+from spmd_rl.controller.live_counts import sum_counts
 from spmd_rl.controller.local_endpoint import LocalEndpoint, bind
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.controller.running_calls import DeferredCall, RunningCalls
@@ -69,12 +70,17 @@ class Worker:
         self._shared: SharedArrays | None = None
         self._shard: ShardTurns[ReceivedCommand] | None = None  # of a role, if it has several ranks
 
+    def _live_counts(self) -> dict[str, int]:
+        """Return what the roles count. The thread that answers pings calls it."""
+        return sum_counts(role.live_counts() for role in list(self._roles.values()))
+
     def serve(self, lifecycle: WorkerLifecycle) -> None:
         """Run commands until the controller says stop, and pump roles that have work between them.
 
         Blocks: between commands, on the controller; the process ends if the controller is lost.
         """
         lifecycle.on_idle = lambda: self._trace.flush()
+        lifecycle.counts = self._live_counts
         dealer = lifecycle.dealer
         while True:
             for received in self._next_turn(dealer):

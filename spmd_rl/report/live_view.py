@@ -19,6 +19,7 @@ from spmd_rl.report.progress import (
     Metrics,
     RunProgress,
     duration,
+    episodes_text,
     evaluation_text,
     number,
     sparkline,
@@ -113,6 +114,7 @@ class LiveView:
         rows.add_column(overflow="fold")
         for label, text in (
             ("now", _phase(progress)),
+            ("episodes", Text(episodes_text(progress.counts))),
             ("step time", _time_bar(progress.metrics, width)),
             ("reward", _reward(progress, width)),
             ("eval", _evaluation(progress)),

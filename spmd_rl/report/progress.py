@@ -14,6 +14,8 @@ Metrics = Mapping[str, float]
 
 _BARS = "▁▂▃▄▅▆▇█"
 LARGE = 1e6
+EPISODES = "episodes/"  # begins the names of what ranks count of their episodes
+EPISODE_STATES = {"drawing": "draw", "outside": "outside", "done": "done"}
 _RECENT = 20  # steps from which the remaining time is estimated
 
 
@@ -37,6 +39,7 @@ class RunProgress:
     compared_tokens: float = 0
     drawn_tokens: float = 0  # by engines
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
+    counts: Mapping[str, int] = field(default_factory=dict)  # of all ranks, now
     phase: str = ""
     phase_since: float = 0.0
 
@@ -92,6 +95,25 @@ class RunProgress:
         if self.num_warmup and not self.num_steps:
             return "warm-up", self.num_warmup + self.index, self.num_warmup
         return "step", self.index, self.num_steps
+
+
+def episodes_text(counts: Mapping[str, int]) -> str:
+    """Return where the episodes are; "" where none was played.
+
+    Such as `3 draw  29 outside  32 done  1 failed: tool 1`.
+    """
+    found = {
+        name.removeprefix(EPISODES): value
+        for name, value in counts.items()
+        if name.startswith(EPISODES)
+    }
+    if not any(found.values()):
+        return ""
+    parts = [f"{found.get(name, 0)} {told}" for name, told in EPISODE_STATES.items()]
+    kinds = [(name.removeprefix("failed/"), n) for name, n in found.items() if "/" in name]
+    if failed := sum(n for _, n in kinds):
+        parts.append(f"{failed} failed: " + ", ".join(f"{name} {n}" for name, n in kinds))
+    return "  ".join(parts)
 
 
 def number(value: float, spec: str) -> str:

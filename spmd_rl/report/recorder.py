@@ -165,6 +165,10 @@ class Recorder:
                 print(warning, file=sys.stderr, flush=True)
         return metrics
 
+    def on_counts(self, counts: Mapping[str, int]) -> None:
+        if self._monitor is not None:
+            self._monitor.on_counts(counts)
+
     def on_early_end(self, sentence: str) -> None:
         self._steps_left, self._early_end = 0, sentence
         self._facts["early_end"] = sentence

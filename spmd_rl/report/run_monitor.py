@@ -104,6 +104,10 @@ class RunMonitor:
         self._progress.end_phase()
         self._phases_s[name] = self._phases_s.get(name, 0.0) + seconds
 
+    def on_counts(self, counts: Mapping[str, int]) -> None:
+        """Show what all ranks count now. Another thread may call it."""
+        self._progress.counts = counts
+
     def on_step(
         self,
         index: int,

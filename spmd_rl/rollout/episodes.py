@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -22,6 +23,7 @@ from spmd_rl.types.token_data import NO_LOGPROBS, NO_TOKENS, TokenData
 
 Key = tuple[int, int]  # uid and index of an engine request
 PROGRESS = "progress"  # key of an aborted sample's metadata
+DONE, UNKNOWN = "done", "error"  # an episode that is over, and a failure of no kind
 OBSERVED = "tool"  # the role of tokens that the policy did not draw
 
 
@@ -40,6 +42,7 @@ class RunningEpisodes:
         self._turns: dict[Key, EngineCall] = {}  # by the request that the engine has
         self._left: dict[int, int] = {}  # tokens that a task may still draw in its round
         self._ended_rounds: dict[int, list[Sample]] = {}  # by task, its turns that were cut
+        self._ended: Counter[str] = Counter()  # since an episode began while none ran
 
     def start(self, group: OpenGroup, index: int, partial: Sample | None = None) -> None:
         """Begin the episode that makes sample `index`, or go on with an unfinished one."""
@@ -53,6 +56,8 @@ class RunningEpisodes:
             group.info,
             progress,
         )
+        if not self._running:
+            self._ended = Counter()
         task_id = self._pool.submit(task)
         self._running[task_id] = group, index
         if group.round_tokens:
@@ -166,6 +171,17 @@ class RunningEpisodes:
         call = self._turns.get((sample.prompt_uid, sample.index))
         return sample.tokens[len(call.past) if call else 0 :].tolist()
 
+    def live_counts(self) -> dict[str, int]:
+        """Return how many episodes wait for the engine, are at their own programs, and have ended.
+
+        Those that have ended count from when the first of those beside them began. Any thread may
+        call it.
+        """
+        drawing = len({call.task_id for call in list(self._turns.values())})
+        outside = max(len(self._running) - drawing, 0)
+        counts = {"drawing": drawing, "outside": outside, **dict(self._ended)}
+        return {f"episodes/{name}": number for name, number in counts.items()}
+
     def owns(self, task_id: int) -> bool:
         return task_id in self._running
 
@@ -179,7 +195,9 @@ class RunningEpisodes:
         group.drawing.discard(index)
         left = self._turns_of(event.task_id)
         if isinstance(event, EpisodeEnded):
+            self._ended[DONE] += 1
             return group, self._fitted(group, event), left
+        self._ended[f"failed/{event.kind or UNKNOWN}"] += 1
         if self._raises and not event.is_spared:
             raise DataError(event.where, event.problem)
         group.fail(unstarted(group, index), event.error, event.kind)

@@ -159,6 +159,10 @@ class RequestFlow:
         """Return the load of the engine since the last call."""
         return self._meter.take(self._engine.stats())
 
+    def live_counts(self) -> dict[str, int]:
+        """Return where the episodes are, if there are some. Any thread may call it."""
+        return {} if self._episodes is None else self._episodes.live_counts()
+
     def snapshots(self) -> list[Group]:
         """Return all open groups as they are now; what runs goes on."""
         drawing: dict[int, list[Sample]] = {}

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from spmd_rl.weights.ends import WeightSink
 
 T = TypeVar("T")
-
 DEFAULT_HOOKS = HookConfig()
 
 # of an engine that has none; a run with run.exact refuses the pair with any trainer
@@ -245,6 +244,10 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         except BaseException:
             self._flow.clear()
             raise
+
+    def live_counts(self) -> dict[str, int]:
+        """Return where the episodes of this rank are."""
+        return self._flow.live_counts()
 
     def watched(self) -> Sequence[int]:
         """Return file descriptors that are readable when there is work again."""

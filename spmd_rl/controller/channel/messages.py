@@ -8,7 +8,7 @@ exceeds the limits, and counts it under a `Refusal`. docs/wire.md has the tables
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import final
+from typing import Annotated, final
 
 import msgspec
 
@@ -16,6 +16,8 @@ from spmd_rl.errors import ContractError
 from spmd_rl.mesh.split import Placement
 
 MAX_HEADER_BYTES = 256 << 20
+MAX_COUNTS = 32
+CountName = Annotated[str, msgspec.Meta(max_length=60)]
 
 
 class Refusal(StrEnum):
@@ -60,7 +62,9 @@ class Failure(ChannelMessage, frozen=True):
 
 
 class Pong(ChannelMessage, frozen=True):
-    pass
+    """The answer to a ping. `counts` is what the roles of this worker count now, by name."""
+
+    counts: Annotated[dict[CountName, int], msgspec.Meta(max_length=MAX_COUNTS)] = {}
 
 
 class Stacks(ChannelMessage, frozen=True):

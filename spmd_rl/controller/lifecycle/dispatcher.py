@@ -16,6 +16,7 @@ from spmd_rl.controller.channel.messages import (
     Failure,
     Hello,
     Ping,
+    Pong,
     Signalled,
     Stacks,
     ToController,
@@ -30,6 +31,7 @@ from spmd_rl.controller.lifecycle.process_tree import parent_of
 from spmd_rl.controller.lifecycle.roster import Roster
 from spmd_rl.controller.lifecycle.snapshots import Snapshots
 from spmd_rl.controller.lifecycle.world_shutdown import WorldShutdown
+from spmd_rl.controller.live_counts import sum_counts
 from spmd_rl.errors import DeadlineError, LostRankError, RemoteError, SpmdError
 from spmd_rl.observe.trace import Trace, now_ns
 
@@ -68,6 +70,8 @@ class Dispatcher:
         self.roster = Roster(world_size, run.lost_after_s)
         self._run = run
         self._snapshots = Snapshots(self.roster)
+        self._counts: dict[int, dict[str, int]] = {}  # by rank
+        self.on_counts: Callable[[dict[str, int]], None] = lambda counts: None
         self._next_ping = 0.0
         self._ping = Ping(run.lost_after_s, str(run.path.absolute() / "checkpoints"))
         self._router = Router(address, keys, generation, world_size, self, lifeline)
@@ -180,6 +184,9 @@ class Dispatcher:
     def _note(self, rank: int, message: ToController, value: Packed, now: float) -> None:
         """Act on what a worker tells about itself."""
         match message:
+            case Pong(counts):
+                self._counts[rank] = counts
+                self.on_counts(sum_counts(self._counts.values()))
             case Stacks():
                 self._snapshots.store(rank, message, value[1])
             case Signalled(name):

@@ -33,7 +33,7 @@ class WorkerLifecycle:
 
     It says Hello through a Dealer of its own, `dealer`. `abandon` is called when the controller has
     been given up, before the process ends. `on_idle` is called a few times a second, between two
-    messages.
+    messages. `counts` returns what the roles count, once a second.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class WorkerLifecycle:
         self.final_message = FinalMessage()
         self.checkpoints = ""  # the folder of the run's checkpoints, once the controller sent it
         self.on_idle: Callable[[], None] = lambda: None
+        self.counts: Callable[[], dict[str, int]] = dict
         self._hello = hello
         self._endpoint = endpoint
         self._abandon = abandon
@@ -71,7 +72,7 @@ class WorkerLifecycle:
             case Ping(lost_after_s, checkpoints):
                 self.checkpoints = checkpoints
                 self._watchdog.pinged(lost_after_s, time.monotonic())
-                self.dealer.post(Pong())
+                self.dealer.post(Pong(self.counts()))
             case StackRequest():
                 self._post_stacks()
             case Stop(sentence, exit_code, lost):

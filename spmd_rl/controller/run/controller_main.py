@@ -66,6 +66,7 @@ def run_controller(
         world_size = dispatcher.roster.world_size
         observer = make_observer(run, cfg, world_size)
         dispatcher.final_message.leave_screen = observer.leave_screen
+        dispatcher.on_counts = observer.on_counts
         planned = plan_settings(cfg, world_size)
         policy, sentences = decide_start(cfg, world_size)
         for sentence in sentences:

@@ -37,6 +37,9 @@ class RunObserver(Protocol):
         `groups` are the samples of each set by its name.
         """
 
+    def on_counts(self, counts: Mapping[str, int]) -> None:
+        """Note what all ranks count now, by name. Another thread than the recipe's calls it."""
+
     def on_early_end(self, sentence: str) -> None:
         """Note that the steps end before the last of them; `sentence` says why."""
 

@@ -209,6 +209,17 @@ def test_the_words_of_a_model_do_not_command_the_terminal(command: str) -> None:
     assert "A" in text
 
 
+def test_the_live_view_shows_where_episodes_are() -> None:
+    state = progress()
+    assert "outside" not in rendered(state, group())
+    state.counts = {"episodes/drawing": 0, "episodes/outside": 0}
+    assert "outside" not in rendered(state, group())
+    state.counts = {"episodes/drawing": 3, "episodes/outside": 29, "episodes/done": 32}
+    assert "3 draw  29 outside  32 done" in rendered(state, group())
+    state.counts |= {"episodes/failed/tool": 2, "episodes/failed/timeout": 1}
+    assert "32 done  3 failed: tool 2, timeout 1" in rendered(state, group())
+
+
 def test_the_live_view_leaves_the_terminal_to_last_words() -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True, legacy_windows=False)
     view = LiveView(progress(), "runs/demo", console)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 from spmd_rl.errors import DataError
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.rank.pool import HookPool
-from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeEnded
+from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeEnded, Failed
 from spmd_rl.hooks.results import BadResult
+from spmd_rl.hooks.transcript import TurnLimits
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.episodes import RunningEpisodes
@@ -116,3 +118,28 @@ def test_an_episode_is_told_of_ids_that_the_engine_has_not(begun: Any) -> None:
     call = EngineCall(5, 1, 0, TokenData(tokens, nothing, versions), None, None)
     assert episodes.request_of(call) is None
     assert pool.refused == ["the transcript has token ids outside the model's vocabulary of 10"]
+
+
+def test_where_the_episodes_are_is_counted() -> None:
+    ids = iter(range(9))
+    pool = SimpleNamespace(submit=lambda task: next(ids), reply=lambda *told: None)
+    episodes = RunningEpisodes(cast(HookPool, pool), LIMITS, raises=False)
+    group = OpenGroup(PROMPT, SamplingConfig(num_samples=4, max_tokens=4), 0, CallInfo(), print)
+    zeros = {"episodes/drawing": 0, "episodes/outside": 0}
+    assert episodes.live_counts() == zeros
+    for index in range(4):
+        episodes.start(group, index)
+    assert episodes.live_counts() == zeros | {"episodes/outside": 4}
+    for transcript in range(2):  # two agents of one episode draw at once
+        asked = EngineCall(0, transcript, transcript, TokenData(), TurnLimits(), None)
+        assert episodes.request_of(asked) is not None
+    assert episodes.live_counts() == {"episodes/drawing": 1, "episodes/outside": 3}
+    episodes.take(Failed(1, "play", "broke", kind="tool"))
+    episodes.take(Failed(2, "play", "broke"))
+    episodes.take(EpisodeEnded(0, [made([DRAWN])], 0.1, "play"))
+    ended = {"episodes/failed/tool": 1, "episodes/failed/error": 1, "episodes/done": 1}
+    assert episodes.live_counts() == {"episodes/drawing": 0, "episodes/outside": 1} | ended
+    episodes.take(EpisodeEnded(3, [made([DRAWN], index=3)], 0.1, "play"))
+    assert episodes.live_counts() == zeros | ended | {"episodes/done": 2}
+    episodes.start(group, 0)
+    assert episodes.live_counts() == zeros | {"episodes/outside": 1}, "the next batch has begun"

@@ -53,6 +53,12 @@ def test_unknown_fields_are_refused() -> None:
         decode_at_controller(msgspec.msgpack.encode({"type": "Pong", "extra": 1}))
 
 
+def test_counts_are_few_and_have_short_names() -> None:
+    for counts in ({"x" * 61: 1}, {str(number): 1 for number in range(33)}):
+        with pytest.raises(msgspec.ValidationError):
+            decode_at_controller(encode(messages.Pong(counts)))
+
+
 def test_oversize_is_refused_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "MAX_HEADER_BYTES", 64)
     with pytest.raises(ContractError, match="exceeds the wire's limit"):

@@ -15,7 +15,7 @@ import pytest
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel.codec import NOTHING
-from spmd_rl.controller.channel.messages import Bye, Hello, Ping, StackRequest, Stacks, Stop
+from spmd_rl.controller.channel.messages import Bye, Hello, Ping, Pong, StackRequest, Stacks, Stop
 from spmd_rl.controller.channel.router import Router
 from spmd_rl.controller.channel.secret import derive_keys
 from spmd_rl.controller.lifecycle import dispatcher, exit_message, snapshots
@@ -112,6 +112,23 @@ def test_an_answer_that_comes_while_stacks_are_gathered_counts(
         assert late.collect(record, deadline_s=0.1)[0][0] == b"\xc0"
         late.on_message(0, Bye(), NOTHING, 0)
         late.stop(None)
+
+
+def test_counts_of_all_ranks_are_summed(tmp_path: Path) -> None:
+    told: list[dict[str, int]] = []
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        counting = board(tmp_path, ours)
+        counting.on_counts = told.append
+        for rank in range(2):
+            assert not counting.on_message(rank, Pong({"a": 9}), NOTHING, 0), "nobody is there"
+            counting.on_message(rank, Hello(rank, "host", 2**22), NOTHING, 0)
+        for rank, counts in ((0, {"a": 1}), (1, {"a": 2, "b": 0}), (0, {"a": 5})):
+            counting.on_message(rank, Pong(counts), NOTHING, 0)
+        assert told == [{"a": 1}, {"a": 3, "b": 0}, {"a": 7, "b": 0}]
+        for rank in range(2):
+            counting.on_message(rank, Bye(), NOTHING, 0)
+        counting.stop(None)
 
 
 def test_who_comes_while_the_world_ends_is_told_and_not_killed(

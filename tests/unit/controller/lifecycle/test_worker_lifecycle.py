@@ -82,6 +82,12 @@ def test_a_worker_whose_controller_is_lost_says_where_the_run_resumes(
     assert exits.posted == [Pong(), Dying("lost the controller")]
 
 
+def test_a_worker_tells_what_its_roles_count(worker: WorkerLifecycle, exits: Exits) -> None:
+    worker.counts = lambda: {"episodes/done": 3}
+    worker.on_message(Ping(20.0, ""))
+    assert exits.posted == [Pong({"episodes/done": 3})]
+
+
 def test_a_worker_without_its_launcher_does_not_abandon_the_controller(
     worker: WorkerLifecycle, exits: Exits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
