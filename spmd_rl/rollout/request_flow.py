@@ -19,8 +19,8 @@ from spmd_rl.hooks.rank.tasks import (
 from spmd_rl.observe.request_times import RequestTimes
 from spmd_rl.observe.trace import Trace, now_ns
 from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
-from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.engine_load import EngineLoad, LoadMeter
+from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.episodes import Key, RunningEpisodes, with_turns
 from spmd_rl.rollout.grading import Grading
 from spmd_rl.rollout.open_group import OpenGroup

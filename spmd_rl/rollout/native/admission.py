@@ -22,7 +22,7 @@ from spmd_rl.rollout.native.prefix_sharing import PrefixKeys, PrefixSharing
 from spmd_rl.rollout.native.sequence_table import SHARED_PAGE, Fork, SequenceTable
 from spmd_rl.rollout.native.step_budget import StepBudget
 from spmd_rl.rollout.native.step_plan import StepPlan
-from spmd_rl.rollout.native.waiting_queue import WaitingQueue
+from spmd_rl.rollout.waiting_queue import WaitingQueue
 
 
 class _Allocation(NamedTuple):

@@ -100,8 +100,7 @@ class NativeEngine:
         self._sampler = sampler
         self._stop_checker = StopChecker(self.table, decode)
         self._validator = RequestValidator(spec, max_kv_tokens=sizes.num_pages * sizes.page_size)
-        self._num_steps = 0
-        self._num_generated = 0
+        self._num_steps = self._num_generated = 0
         self._in_flight: InFlightStep | None = None
         self._base_fact: dict[str, str | int] = {}  # of weights that are never pushed
         self._runner = self._new_runner()

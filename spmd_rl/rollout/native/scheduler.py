@@ -28,7 +28,7 @@ from spmd_rl.rollout.native.prefix_sharing import PrefixSharing
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.native.step_budget import PrefillBound, StepBudget, share_budget
 from spmd_rl.rollout.native.step_plan import StepPlan
-from spmd_rl.rollout.native.waiting_queue import WaitingQueue
+from spmd_rl.rollout.waiting_queue import WaitingQueue
 
 REFILL_SHARE = 16  # a separate prefill step runs once one row in this many is free
 
