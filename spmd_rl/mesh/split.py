@@ -62,9 +62,7 @@ class PolicySplit(Split):
 
     OPTIONAL: ClassVar[tuple[str, ...]] = ("reference", "critic")
 
-    reference: RoleSplit = field(
-        default_factory=lambda: RoleSplit(ranks=""), metadata=OF_DATA_ROLE
-    )
+    reference: RoleSplit = field(default_factory=lambda: RoleSplit(ranks=""), metadata=OF_DATA_ROLE)
     critic: RoleSplit = field(default_factory=lambda: RoleSplit(ranks=""), metadata=OF_DATA_ROLE)
 
 

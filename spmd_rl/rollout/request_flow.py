@@ -19,7 +19,7 @@ from spmd_rl.hooks.rank.tasks import (
 from spmd_rl.observe.request_times import RequestTimes
 from spmd_rl.observe.trace import Trace, now_ns
 from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
-from spmd_rl.rollout.engine_load import EngineLoad, LoadMeter
+from spmd_rl.rollout.engine_load import LoadMeter
 from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.episodes import Key, RunningEpisodes, with_turns
 from spmd_rl.rollout.grading import Grading
@@ -35,7 +35,8 @@ class RequestFlow:
 
     `text_of` decodes a sample's tokens, and `limits` are those of the model. `grading` is None
     where there is no reward, and `episodes` where the engine makes each sample in one turn; both
-    use `pool`. With a `trace` that is on, groups get the times of their requests.
+    use `pool`. With a `trace` that is on, groups get the times of their requests. `meter` measures
+    the load of the engine.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class RequestFlow:
         self._grading = grading
         self._episodes = episodes
         self._times = RequestTimes(trace or Trace())
-        self._meter = LoadMeter()
+        self.meter = LoadMeter()
         self._drawing: dict[Key, OpenGroup] = {}  # by the request that the engine has
         self._open: dict[int, OpenGroup] = {}  # by identity
 
@@ -128,11 +129,6 @@ class RequestFlow:
             self.abort(group)
         self._engine.abort()
 
-    def close(self) -> None:
-        """End the processes of the hooks."""
-        if self._pool is not None:
-            self._pool.close()
-
     def step(self) -> None:
         """Take the engine one step further, and what is finished to the hooks and back.
 
@@ -142,7 +138,7 @@ class RequestFlow:
             began_ns = now_ns()
             output = self._engine.step()
             num_running, num_waiting = self._engine.load
-            self._meter.add_step(num_running + len(output.finished), num_waiting)
+            self.meter.add_step(num_running + len(output.finished), num_waiting)
             self._times.mark_step(began_ns, output.started, output.uids, output.indices)
             if self._episodes is not None:
                 self._episodes.show(output)
@@ -154,14 +150,6 @@ class RequestFlow:
         if self._episodes is not None:
             for task, turns in self._episodes.ended_rounds():
                 self._pause(self._episodes, task, turns)
-
-    def take_load(self) -> EngineLoad:
-        """Return the load of the engine since the last call."""
-        return self._meter.take(self._engine.stats())
-
-    def live_counts(self) -> dict[str, int]:
-        """Return where the episodes are, if there are some. Any thread may call it."""
-        return {} if self._episodes is None else self._episodes.live_counts()
 
     def snapshots(self) -> list[Group]:
         """Return all open groups as they are now; what runs goes on."""

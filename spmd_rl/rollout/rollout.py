@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from spmd_rl.config.rules import require
 from spmd_rl.controller.capabilities import (
@@ -42,9 +42,9 @@ from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.episodes import RunningEpisodes
 from spmd_rl.rollout.grader_choice import GraderChoice, all_rewards
 from spmd_rl.rollout.grading import Grading
+from spmd_rl.rollout.group_call import GroupCall, GroupRequest
 from spmd_rl.rollout.kinds import EngineConfig, EngineSite
 from spmd_rl.rollout.memory import engine_memory
-from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.rollout.request_flow import RequestFlow
 from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
@@ -58,16 +58,6 @@ DEFAULT_HOOKS = HookConfig()
 
 # of an engine that has none; a run with run.exact refuses the pair with any trainer
 UNPROMISED_CONTRACT: dict[str, str | int] = {"engine": "no promise of the trainer's bits"}
-
-
-@dataclass(frozen=True)
-class GroupRequest:
-    """The samples of one prompt that a call asks for."""
-
-    prompt: Prompt
-    first_index: int = 0
-    partial: Sequence[Sample] = ()
-    round_tokens: int = 0
 
 
 def route_of(prompt: Prompt, sampling: SamplingConfig, *rest: object) -> Route:
@@ -109,14 +99,8 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         super().__init__(cfg, context)
         self.seed = seed
         spec, raises = read_spec(model), hooks.on_error == "raise"
-        # the first rank of a shard runs the hooks for all
-        is_first = context.shard_rank == 0
-        weights = reward_weights(reward) if is_first else {}
-        rewards = all_rewards(weights, hooks.extra_rewards) if is_first else []
-        pool = None
-        if rewards or (hooks.generate and is_first):
-            # its processes import the hooks while this one loads
-            pool = HookPool(hooks, rewards, settings, context.rank, model)
+        # its processes import the hooks while this one loads
+        hooked = _open_hooks(hooks, reward, settings, context, model)
         self.tokenizer = load_tokenizer(model)
         from spmd_rl.offload.role_memory import RoleMemory
         from spmd_rl.rollout.build import build_engine
@@ -136,14 +120,16 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
             ),
         )
         self._pushes_all = lora is None
-        grading = episodes = None
-        if pool is not None and rewards:
-            grading = Grading(pool, GraderChoice(rewards, weights), raises=raises)
+        grading = self._episodes = None
+        self._pool = pool = hooked.pool
+        if pool is not None and hooked.rewards:
+            choice = GraderChoice(hooked.rewards, hooked.weights)
+            grading = Grading(pool, choice, raises=raises)
         limits = ModelLimits.of(spec)
         if pool is not None and hooks.generate:
-            episodes = RunningEpisodes(pool, limits, raises=raises)
+            self._episodes = RunningEpisodes(pool, limits, raises=raises)
         self._flow = RequestFlow(
-            self.engine, self._text_of, limits, pool, grading, episodes, context.trace
+            self.engine, self._text_of, limits, pool, grading, self._episodes, context.trace
         )
         known = self.tokenizer.config_eos_ids
         self._more_ends = tuple(
@@ -231,7 +217,8 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
 
     def close(self) -> None:
         """End the processes of the hooks; they would end with this one."""
-        self._flow.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def has_work(self) -> bool:
         """Whether the engine can take a step now."""
@@ -246,8 +233,8 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
             raise
 
     def live_counts(self) -> dict[str, int]:
-        """Return where the episodes of this rank are."""
-        return self._flow.live_counts()
+        """Return where the episodes of this rank are, if there are some. Any thread may call it."""
+        return {} if self._episodes is None else self._episodes.live_counts()
 
     def watched(self) -> Sequence[int]:
         """Return file descriptors that are readable when there is work again."""
@@ -263,7 +250,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
     @collective
     def take_load(self) -> Sharded[list[EngineLoad]]:
         """The load of the engine since the last call, one entry a rank."""
-        return [self._flow.take_load()]
+        return [self._flow.meter.take(self.engine.stats())]
 
     @collective
     def sleep(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
@@ -299,7 +286,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         """Begin groups; the answer is `value_of` all of them, in this order."""
         if self._more_ends and not sampling.ignore_eos:
             sampling = replace(sampling, stop_ids=sampling.stop_ids + self._more_ends)
-        call = _GroupCall(self._flow, len(requests), value_of)
+        call = GroupCall(self._flow, len(requests), value_of)
         try:
             for number, request in enumerate(requests):
                 call.opened[number] = self._flow.add(
@@ -329,39 +316,26 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-class _GroupCall(Generic[T]):
-    """The groups of one call: answered once all are there."""
+class _Hooks(NamedTuple):
+    """The rewards of a rank with their weights, and the processes of its hooks if it has some."""
 
-    def __init__(
-        self, flow: RequestFlow, num_groups: int, value_of: Callable[[list[Group]], T]
-    ) -> None:
-        self.answer = Deferred[T](self._abort)
-        self.opened: dict[int, OpenGroup] = {}
-        self._flow = flow
-        self._num_groups = num_groups
-        self._value_of = value_of
-        self._groups: dict[int, Group] = {}
-        self._has_begun = False
+    pool: HookPool | None
+    rewards: list[str]
+    weights: dict[str, float]
 
-    def on_done(self, number: int, group: Group) -> None:
-        self._groups[number] = group
-        if self._has_begun:
-            self.answer_if_whole()
 
-    def answer_if_whole(self) -> None:
-        """Answer if all groups are there. Called once they have all begun, and as they end."""
-        self._has_begun = True
-        if len(self._groups) == self._num_groups:
-            self.answer.resolve(
-                self._value_of([self._groups[number] for number in range(self._num_groups)])
-            )
-
-    def abort_all(self) -> None:
-        """End the groups that are not whole, and keep what there is of them."""
-        for number, group in self.opened.items():
-            if number not in self._groups:
-                self._groups[number] = self._flow.abort(group)
-
-    def _abort(self) -> None:
-        self.abort_all()
-        self.answer_if_whole()
+def _open_hooks(
+    hooks: HookConfig,
+    reward: str | dict[str, float],
+    settings: dict[str, Any] | None,
+    context: RoleContext,
+    model: str,
+) -> _Hooks:
+    """Start the processes of the hooks; the first rank of a shard runs them for all."""
+    if context.shard_rank:
+        return _Hooks(None, [], {})
+    weights = reward_weights(reward)
+    rewards = all_rewards(weights, hooks.extra_rewards)
+    has_some = bool(rewards or hooks.generate)
+    pool = HookPool(hooks, rewards, settings, context.rank, model) if has_some else None
+    return _Hooks(pool, rewards, weights)

@@ -150,7 +150,8 @@ class ServedSessions:
             prompt,
             self._turns,
             self._rules,
-            lambda session: None,
+            max_turns=0,
+            forget=lambda session: None,
         )
 
 

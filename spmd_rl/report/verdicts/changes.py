@@ -69,9 +69,7 @@ def what_changed(rows: Sequence[Row], setup: Setup) -> list[dict[str, Any]]:
 
 
 def _evaluations(rows: Sequence[Row], setup: Setup) -> Iterator[Finding]:
-    names = {
-        name: match for row in rows for name in row if (match := SCORE_OF_SET.fullmatch(name))
-    }
+    names = {name: match for row in rows for name in row if (match := SCORE_OF_SET.fullmatch(name))}
     for name, match in names.items():
         found = [row for row in rows if is_number(row.get(name))]
         if len(found) < 2:
