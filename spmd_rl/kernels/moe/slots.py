@@ -44,6 +44,13 @@ def to_experts(x: Tensor, order: SlotOrder) -> Tensor:
     return out
 
 
+def by_row(values: Tensor, order: SlotOrder) -> Tensor:
+    """Return the value of each row's slot. Shape: values [T, K]; returns [S]."""
+    column = values.reshape(-1, 1)
+    out: Tensor = call(_ToExperts, column, order.slots, order.rows.reshape(-1, 1))
+    return out.squeeze(1)
+
+
 def from_experts(y: Tensor, order: SlotOrder) -> Tensor:
     """Return each token's sum over its slots: in slot order, in fp32, rounded once.
 

@@ -32,9 +32,12 @@ from spmd_rl.model.layers.mlp import PROJECTIONS
 from spmd_rl.model.layers.mlp_module import GatedMlp
 from spmd_rl.model.layers.route_replay import RouteReplay
 from spmd_rl.model.layers.sigmoid_router import CORRECTION, SigmoidRouter
+from spmd_rl.model.layers.split_experts import SplitExperts
 from spmd_rl.model.linear import Linear
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from spmd_rl.kernels.moe.adapted_experts import Projection
 
 
@@ -72,6 +75,7 @@ class MoeMlp(nn.Module):
             if sigmoid
             else Linear(hidden_size, num_experts, bias=False)
         )
+        self.num_experts = num_experts
         self.experts = nn.ModuleList(
             GatedMlp(hidden_size, expert_size, bias=False) for _ in range(num_experts)
         )
@@ -99,13 +103,15 @@ class MoeMlp(nn.Module):
 
         routes = self._watched(self.routes_at_once(logits))
         routes = self._taken(logits, routes, self.weighted_at_once)
+        if isinstance(self.experts, SplitExperts):
+            return self._with_shared(x, self.experts(x, routes))
         projections = [self._projection(name) for name in PROJECTIONS]
         if all(one.a is None for one in projections):
             weights = ExpertWeights(*(one.weights for one in projections))
             routed = experts_output(x, routes, weights, self._kept)
         else:
             routed = adapted_output(x, routes, AdaptedExperts(*projections), self._kept)
-        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+        return self._with_shared(x, routed)
 
     def routes_at_once(self, logits: Tensor) -> ExpertRoutes:
         """Choose experts on a GPU and hash the routes; padding goes to none. Shape: [T, E]."""
@@ -130,6 +136,8 @@ class MoeMlp(nn.Module):
 
         Shape: x [T, C]; returns [T, C].
         """
+        if isinstance(self.experts, SplitExperts):
+            return self._with_shared(x, self.experts(x, routes))
         order = by_expert(routes.ids, len(self.experts))
         weights = routes.weights.flatten()[order.slots].split(order.counts)
         rows = to_experts(x, order).split(order.counts)
@@ -140,6 +148,14 @@ class MoeMlp(nn.Module):
             if len(of_expert) or torch.is_grad_enabled()
         ]
         routed = from_experts(torch.cat([_weighted(*one) for one in some]), order)
+        return self._with_shared(x, routed)
+
+    def split(self, group: ProcessGroup) -> None:
+        """Keep this rank's block of the experts, which the ranks of `group` share."""
+        self.experts = SplitExperts(self.experts, group)
+
+    def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
+        """Add what every token takes."""
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
     def _taken(
@@ -168,7 +184,7 @@ class MoeMlp(nn.Module):
     @property
     def takes_all(self) -> bool:
         """Whether every token takes every expert."""
-        return self.experts_per_token == len(self.experts)
+        return self.experts_per_token == self.num_experts
 
     def _route(self, logits: Tensor) -> ExpertRoutes:
         """Choose experts. Shape: logits [T, E] fp32."""

@@ -1,0 +1,117 @@
+"""Experts of a mixture over several ranks, each of which has a block of them.
+
+A weight's gradient has one chain for the rows of each source rank, in the order of their tokens, as
+if that rank had the expert. These gradients are added in float32, neighbours first
+(`neighbour_sums.py`). So it has the same bits for any power of two of ranks that share experts, as
+long as data is split over the same number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from spmd_rl.kernels import is_exact, linear, linear_fp32, pad_rows, silu_mul, unpad_rows
+from spmd_rl.kernels.moe.dispatcher import Dispatched, EpDispatcher
+from spmd_rl.kernels.moe.expert_addresses import KeptAddresses
+from spmd_rl.kernels.moe.router import ExpertRoutes
+from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
+from spmd_rl.model.layers.mlp import PROJECTIONS
+
+Copies = Sequence[Sequence[Tensor]]  # for each source rank, the weight of each own expert
+
+
+class SplitExperts(nn.ModuleList):
+    """The experts of a layer that this rank has, under the numbers that they have among all.
+
+    All ranks of `group` call it together, each with its own tokens.
+    """
+
+    def __init__(self, experts: nn.ModuleList, group: ProcessGroup) -> None:
+        super().__init__()
+        self.dispatcher = EpDispatcher(group, len(experts))
+        for number in self.dispatcher.own:
+            self.add_module(str(number), experts[number])
+        self._kept = KeptAddresses()
+
+    def forward(self, x: Tensor, routes: ExpertRoutes) -> Tensor:
+        """Return the sum of what each token's experts give it, whatever ranks have them.
+
+        Shape: x [T, C]; returns [T, C].
+        """
+        sent = self.dispatcher.dispatch(x, routes)
+        projections = [self._copies(name, x.dtype) for name in PROJECTIONS]
+        if is_exact(x):
+            y = _at_once(sent, projections, self._kept)
+        else:
+            y = _one_by_one(sent, projections)
+        return self.dispatcher.combine(y, sent)
+
+    def _copies(self, name: str, dtype: torch.dtype) -> Copies:
+        """Return a projection's weights in `dtype`, once for each source rank."""
+        weights: list[Tensor] = [getattr(expert, name).weight for expert in self]
+        if not torch.is_grad_enabled():
+            return [[weight.to(dtype) for weight in weights]] * self.dispatcher.num_ranks
+        num_ranks = self.dispatcher.num_ranks
+        return list(zip(*(_ForSources.apply(w, num_ranks, dtype) for w in weights), strict=True))
+
+
+class _ForSources(torch.autograd.Function):
+    """A weight for the rows of each source rank. Its gradient is the sum over them, in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, num_sources: int, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        rounded = weight.to(dtype)
+        return tuple(rounded.detach() for _ in range(num_sources))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        parts = (
+            torch.stack(grads).float() if grads[0].dtype != torch.float32 else torch.stack(grads)
+        )
+        return sum_neighbours(parts.unbind()), None, None
+
+
+def _one_by_one(sent: Dispatched, projections: Sequence[Copies]) -> Tensor:
+    """Return what experts give their rows, one after the other. Shape: [R, C]."""
+    counts = list(chain.from_iterable(sent.counts))
+    of_groups = (chain.from_iterable(copies) for copies in projections)
+    groups = zip(sent.rows.split(counts), sent.weights.split(counts), *of_groups, strict=True)
+    # An expert without rows has gradients too, as it may have rows on another rank.
+    given = [_weighted(*one) for one in groups if len(one[0]) or torch.is_grad_enabled()]
+    return torch.cat([sent.rows[:0], *given])
+
+
+def _weighted(x: Tensor, weight: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Return what an expert gives its rows, times their weights. Shape: x [M, C], weight [M]."""
+    tall = x if is_exact(x) else pad_rows(x)
+    product = linear_fp32(silu_mul(linear(tall, gate), linear(tall, up)), down)
+    return (unpad_rows(product, len(x)) * weight.unsqueeze(1)).to(x.dtype)
+
+
+def _at_once(sent: Dispatched, projections: Sequence[Copies], kept: KeptAddresses) -> Tensor:
+    """Return what experts give their rows, in kernels for all of them. Shape: [R, C].
+
+    The rows of an expert that came from one rank are those of one weight in the kernels' table.
+    """
+    from spmd_rl.kernels.moe.experts import ExpertWeights, experts_output
+
+    counts = torch.tensor(list(chain.from_iterable(sent.counts)))
+    ids = torch.arange(len(counts)).repeat_interleave(counts).to(sent.rows.device)
+    x, weights = sent.rows, sent.weights
+    if not len(x):  # kernels have at least one row; here it is one of no expert
+        x, weights = (
+            torch.cat([x, x.new_zeros(1, x.shape[1])]),
+            torch.cat([weights, weights.new_zeros(1)]),
+        )
+        ids = ids.new_full((1,), len(counts))
+    routes = ExpertRoutes(ids.unsqueeze(1), weights.unsqueeze(1))
+    flat = (list(chain.from_iterable(copies)) for copies in projections)
+    return experts_output(x, routes, ExpertWeights(*flat), kept)[: len(sent.rows)]

@@ -1,0 +1,159 @@
+"""Run under torchrun by test_dispatcher.py: `dispatcher_ranks.py OUT.json`, on four ranks.
+
+A mixture gives its outputs and gradients where 1, 2 and 4 ranks share its experts, in several
+cases. The report has the SHA-256 of each, and of two controls: sums of slots that each rank rounds,
+and gradients that are summed rank by rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spmd_rl.kernels.moe.dispatcher import EpDispatcher
+from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
+from spmd_rl.mesh.world import World, join, open_store
+from spmd_rl.model.layers.moe import Moe
+from spmd_rl.model.layers.moe_module import MoeMlp
+from spmd_rl.model.layers.split_experts import SplitExperts
+
+HIDDEN, INNER, EXPERTS, CHOSEN = 36, 27, 8, 3
+CASES = {  # tokens of each rank, and the first column of the router for some experts
+    "even": ((40, 33, 48, 29), {}),
+    "a rank with one token": ((40, 1, 17, 64), {}),
+    "all to the last rank's experts": ((19, 24, 1, 30), {5: 50.0, 6: 50.0, 7: 50.0}),
+}
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
+def mixture(dtype: torch.dtype, bias: dict[int, float]) -> MoeMlp:
+    """The same on every rank. Experts have float32 weights, which are rounded in a pass."""
+    module = Moe(HIDDEN, EXPERTS, CHOSEN, INNER, shared_size=10).module(0)
+    assert isinstance(module, MoeMlp)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in module.named_parameters():
+        nn.init.normal_(parameter, std=0.5, generator=generator)
+        if not name.startswith("experts."):
+            parameter.data = parameter.data.to(dtype)
+    with torch.no_grad():
+        for expert, amount in bias.items():
+            module.gate.weight[expert, 0] = amount
+    return module
+
+
+def tokens_of(rank: int, number: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows of a rank, and the gradient of what the mixture gives them."""
+    generator = torch.Generator().manual_seed(10 + rank)
+    x, pull = torch.randn(2, number, HIDDEN, generator=generator).to(dtype)
+    x[:, 0] = x[:, 0].abs() + 1
+    return x, pull
+
+
+def results(module: MoeMlp, ep: int, x: Tensor, pull: Tensor, rank: int) -> dict[str, Tensor]:
+    """Outputs, and gradients: those of experts are summed over the ranks as FSDP does."""
+    x = x.clone().requires_grad_()
+    out = module(x)
+    out.backward(pull)
+    found = {"out": out, "x": x.grad}
+    with torch.no_grad():
+        found["out without gradients"] = module(x)
+    for name, parameter in module.named_parameters():
+        if not name.startswith("experts."):
+            found[name] = parameter.grad
+    own = {n: p.grad.float() for n, p in module.named_parameters() if n.startswith("experts.")}
+    found |= {name: sum_neighbours(parts) for name, parts in over_copies(own, ep, rank)}
+    if ep == 1:
+        ordered = (
+            (f"rank by rank, {name}", sum(parts[1:], parts[0]))
+            for name, parts in over_copies(own, ep, rank)
+        )
+        found |= dict(ordered)
+    return found
+
+
+def over_copies(own: dict[str, Tensor], ep: int, rank: int) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield the gradients that each copy of an expert has, where this rank has one."""
+    every: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, own)
+    for name in own:
+        yield name, [of_rank[name].clone() for of_rank in every[rank % ep :: ep]]
+
+
+def partial_sums(module: MoeMlp, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A control: each of two ranks sums and rounds what its experts give, and these are added."""
+    whole = EpDispatcher(group, EXPERTS)
+    routes = module._route(x @ module.gate.weight.T)
+    total = torch.zeros_like(x)
+    for first in range(0, EXPERTS, whole.num_own):
+        is_own = (routes.ids >= first) & (routes.ids < first + whole.num_own)
+        weights = torch.where(is_own, routes.weights, 0.0)
+        total += module.one_by_one(x, routes._replace(weights=weights))
+    return total
+
+
+def exact(module: MoeMlp, x: Tensor) -> Tensor:
+    return module.one_by_one(x, module._route(x @ module.gate.weight.T))
+
+
+def main(out: Path) -> None:
+    world = World.from_env()
+    join(world, open_store(world))
+    rank = world.rank
+    groups = {ep: own_group(ep, world) for ep in (2, 4)}
+    report: dict[str, dict[str, str]] = {}
+    for case, (numbers, bias) in CASES.items():
+        for dtype in DTYPES:
+            x, pull = tokens_of(rank, numbers[rank], dtype)
+            for ep in (1, 2, 4):
+                module = mixture(dtype, bias)
+                if ep > 1:
+                    module.split(groups[ep])
+                    assert isinstance(module.experts, SplitExperts)
+                    assert len(module.experts) == EXPERTS // ep
+                else:
+                    module.experts.to(dtype)
+                found = results(module, ep, x, pull, rank)
+                report[f"{case}, {dtype}, ep {ep}"] = {k: digest(v) for k, v in found.items()}
+    module = mixture(torch.float32, {})
+    module.shared_experts = None
+    x, _ = tokens_of(rank, 64, torch.float32)
+    with torch.no_grad():
+        control = {"partial": partial_sums(copy.deepcopy(module), x, groups[2])}
+        control["exact"] = exact(module, x)
+    report["control"] = {name: digest(one) for name, one in control.items()}
+    report["refused"] = {"sentence": refused(groups[4])}
+    every: list[dict[str, dict[str, str]]] = [{} for _ in range(world.size)]
+    dist.all_gather_object(every, report)
+    if rank == 0:
+        out.write_text(json.dumps(every))
+    dist.destroy_process_group()
+
+
+def own_group(ep: int, world: World) -> dist.ProcessGroup:
+    """Make all groups of `ep` neighbours, and return this rank's."""
+    groups = [dist.new_group(list(range(first, first + ep))) for first in range(0, world.size, ep)]
+    return groups[world.rank // ep]
+
+
+def refused(group: dist.ProcessGroup) -> str:
+    try:
+        EpDispatcher(group, 6)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
