@@ -103,6 +103,16 @@ class RoleContext:
             )
         return self._axis_groups[ranks]
 
+    def axis_mesh(self, along: Sequence[str]) -> DeviceMesh:
+        """Return the ranks that `axis_group` has, as a mesh of one axis.
+
+        Ranks: all of the role, in the same order. Blocks: no.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+
+        group = self.axis_group(along)
+        return DeviceMesh.from_group(group, self.world.device, mesh_dim_names=("_".join(along),))
+
     def broadcast_in_shard(self, blob: bytes) -> bytes:
         """Return the `blob` of the shard's first rank.
 

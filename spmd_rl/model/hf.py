@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,11 @@ def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def model_weights(
-    folder: str | Path, shapes: Mapping[str, Sequence[int]]
+    folder: str | Path, shapes: Mapping[str, Sequence[int]], held: Container[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of a model with these `shapes`, in the folder's order and dtype.
 
-    A value head that the folder lacks is zero.
+    With `held`, others are checked and not read. A value head that the folder lacks is zero.
     Raises: as `stored_weights`, before the first; ConfigError if a tied head differs from the
     embedding.
     """
@@ -53,7 +53,9 @@ def model_weights(
                 "set it to false, or remove that weight"
             )
         del stored[HEAD]
-    yield from read_stored(stored)
+    yield from read_stored(
+        {name: one for name, one in stored.items() if held is None or name in held}
+    )
     if VALUE_HEAD in shapes and VALUE_HEAD not in stored:
         yield VALUE_HEAD, torch.zeros(tuple(shapes[VALUE_HEAD]))
 
@@ -83,9 +85,12 @@ def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
         wanted[name].copy_(tensor)
 
 
-def random_weights(spec: ModelSpec, seed: int, head: Head = "lm") -> Iterator[tuple[str, Tensor]]:
+def random_weights(
+    spec: ModelSpec, seed: int, head: Head = "lm", held: Container[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's initial weights in fp32, each a function of the seed and its name.
 
+    With `held`, others are left out.
     Matrices are normal, biases and a value head zero, norms one. Those that write to the residual
     stream are scaled down by the depth.
     Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3.
@@ -95,7 +100,7 @@ def random_weights(spec: ModelSpec, seed: int, head: Head = "lm") -> Iterator[tu
     if head == "value":
         yield VALUE_HEAD, torch.zeros(spec.parameter_shapes(head)[VALUE_HEAD])
     for order, one in enumerate(sorted(spec.parameters(), key=lambda tensor: tensor.name)):
-        if one.name == HEAD and head == "value":
+        if (one.name == HEAD and head == "value") or (held is not None and one.name not in held):
             continue
         generator.manual_seed(((seed << 20) + order) % (1 << 63))
         if len(one.shape) == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 
 import torch
@@ -21,6 +21,8 @@ from spmd_rl.model.value_head import ValueModel, ValueScorer
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.fsdp2.backend import Fsdp2
+from spmd_rl.train.fsdp2.expert_axis import check_expert_axis
+from spmd_rl.train.fsdp2.expert_shards import ExpertShards
 from spmd_rl.train.fsdp2.sharded_model import ShardedModel
 from spmd_rl.train.learner import Learner
 
@@ -41,12 +43,13 @@ def build_fsdp2(
     Ranks: all of the role. Raises: ConfigError if the model folder does not serve.
     """
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
-    context.placement.require_data_axes_alone("FSDP2")
     spec = _spec(folder)
+    check_expert_axis(cfg, context.placement, spec)
     if cfg.lora.rank and head == "value":
         raise ConfigError(NO_VALUE_HEAD)
-    backend = Fsdp2(spec, context.mesh, cfg, context.device, head, memory)
-    backend.fill(first_weights(cfg, folder, head))
+    experts = ExpertShards(context) if context.placement.axes.get("ep", 1) > 1 else None
+    backend = Fsdp2(spec, context.mesh, cfg, context.device, head, memory, experts)
+    backend.fill(first_weights(cfg, folder, head, backend.local))
     if cfg.lora.rank:
         backend.fill(_first_adapters(cfg, spec))
         backend.note_base(context)
@@ -82,13 +85,16 @@ def build_frozen(
 
 
 def first_weights(
-    cfg: TrainerConfig | FrozenConfig, folder: str, head: Head
+    cfg: TrainerConfig | FrozenConfig, folder: str, head: Head, held: Container[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole weights that a model begins with, by name. Raises: as `model_weights`."""
+    """Yield the whole weights that a model begins with, by name; with `held`, those of these names.
+
+    Raises: as `model_weights`.
+    """
     spec = read_spec(folder)
     if cfg.init == "random":
-        return random_weights(spec, cfg.seed, head)
-    return model_weights(folder, spec.parameter_shapes(head))
+        return random_weights(spec, cfg.seed, head, held)
+    return model_weights(folder, spec.parameter_shapes(head), held)
 
 
 def _first_adapters(cfg: TrainerConfig, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:

@@ -45,6 +45,25 @@ def write_model_folder(folder: Path) -> Path:
     return folder
 
 
+def write_mixture_folder(folder: Path, num_experts: int = 8) -> Path:
+    """The same model with experts in place of its MLPs.
+
+    All shards of experts are multiples of 32 elements, as AdamW on a CPU rounds a rest otherwise.
+    """
+    path = write_model_folder(folder) / "config.json"
+    mixture = {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": num_experts,
+        "num_experts_per_tok": 3,
+        "hidden_size": 32,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | mixture))
+    return folder
+
+
 def local_weights(trainer: Trainer) -> dict[str, LocalTensor]:
     """The trainer's own memory of its weights on this rank."""
     return dict(trainer.backend.state()["weights"])

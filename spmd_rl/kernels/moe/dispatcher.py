@@ -67,33 +67,32 @@ class EpDispatcher:
     def dispatch(self, x: Tensor, routes: ExpertRoutes) -> Dispatched:
         """Send each slot's row to the rank of its expert. Shape: x [T, C]."""
         order = by_expert(routes.ids, self.num_experts)
-        counts = self._exchanged_counts(order.counts)
+        counts = self._exchanged_counts(order.counts, x.device)
         sent = [sum(order.counts[first : first + self.num_own]) for first in self._firsts()]
         received = [sum(of_rank) for of_rank in counts]
         ways = sent, received, self._group
-        rows = call(_Exchange, to_experts(x, order), *ways)
-        weights = call(_Exchange, by_row(routes.weights, order), *ways)
+        rows = call(_AllToAll, to_experts(x, order), *ways)
+        weights = call(_AllToAll, by_row(routes.weights, order), *ways)
         return Dispatched(rows, weights, counts, order, sent)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Return to each token the sum over its slots. Shape: y [R, C]; returns [T, C]."""
         ways = dispatched.received, dispatched.sent, self._group
-        return from_experts(call(_Exchange, y, *ways), dispatched.order)
+        return from_experts(call(_AllToAll, y, *ways), dispatched.order)
 
     def _firsts(self) -> range:
         """Return the first expert of each rank."""
         return range(0, self.num_experts, self.num_own)
 
-    def _exchanged_counts(self, own: list[int]) -> list[list[int]]:
+    def _exchanged_counts(self, own: list[int], device: torch.device) -> list[list[int]]:
         """Return how many rows come from each rank for each expert of this one."""
-        device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
         sent = torch.tensor(own, dtype=torch.int64, device=device)
         found = torch.empty_like(sent)
         dist.all_to_all_single(found, sent, group=self._group)
         return found.view(self.num_ranks, self.num_own).tolist()
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """An all-to-all of rows; that of their gradients is the other way."""
 
     @staticmethod

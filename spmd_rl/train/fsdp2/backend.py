@@ -5,7 +5,7 @@ The optimizer works on the local shards as plain tensors (optimizers.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, Literal, cast
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -36,10 +37,11 @@ from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 from spmd_rl.train.cost.flops import train_flops
 from spmd_rl.train.fsdp2.activation_offload import ActivationOffload
 from spmd_rl.train.fsdp2.determinism import SumInRankOrder, require_deterministic
+from spmd_rl.train.fsdp2.exact_norm import exact_square_norm
+from spmd_rl.train.fsdp2.expert_shards import ExpertShards
 from spmd_rl.train.fsdp2.merged_source import MergedSource
 from spmd_rl.train.fsdp2.sharded_model import ShardedModel
 from spmd_rl.train.microbatch import MicroBatch
-from spmd_rl.train.optimizer.host_stack import Reserve
 from spmd_rl.train.optimizer.optimizers import ShardOptimizer, build_optimizer
 from spmd_rl.train.optimizer.parameter_groups import UpdateRule, update_rules
 from spmd_rl.weights.ends import WeightSource
@@ -63,6 +65,7 @@ class Fsdp2(ShardedModel):
         device: torch.device,
         head: Head = "lm",
         memory: RoleMemory | None = None,
+        experts: ExpertShards | None = None,
     ) -> None:
         dtype = getattr(torch, cfg.dtype)
         if cfg.deterministic:
@@ -91,12 +94,19 @@ class Fsdp2(ShardedModel):
             reshard,
             base,
             partial(self._allocating, cfg),
+            experts,
         )
-        for is_base, names in ((False, self.names()), (True, sorted(self.base))):
-            memory.hold(_tag(cfg, is_base), partial(self._locals, names))
+        self._hold(cfg)
         _sum_gradients(self.units, cfg.deterministic)
-        build = partial(build_optimizer, self.local_weights(), rules, cfg, mesh.get_group("fsdp"))
-        self.optimizer = self._built(build, memory)
+        group = mesh.get_group("fsdp")
+        # with experts, gradients have the same norm however many ranks share these
+        self._exact_norm_group = group if cfg.deterministic and spec.num_experts else None
+        self.optimizer = self._built(cfg, rules, group)
+
+    def _hold(self, cfg: TrainerConfig) -> None:
+        """Say which tensors lie in which region of the memory."""
+        for is_base, names in ((False, list(self.local_weights())), (True, sorted(self.base))):
+            self._memory.hold(_tag(cfg, is_base), partial(self._locals, names))
 
     def _allocating(
         self, cfg: TrainerConfig, is_base: bool, sizes: list[int]
@@ -107,15 +117,18 @@ class Fsdp2(ShardedModel):
         return [self.local[name] for name in names]
 
     def _built(
-        self, build: Callable[[Reserve | None], ShardOptimizer], memory: RoleMemory
+        self, cfg: TrainerConfig, rules: Mapping[str, UpdateRule], group: ProcessGroup
     ) -> ShardOptimizer:
         """Return the optimizer, with its state in host memory or in a region of its own."""
+        own = {name: rule for name, rule in rules.items() if name in self.local}
+        build = partial(build_optimizer, self.local_weights(), own, cfg, group)
+        memory = self._memory
         if self._offload != "none":
-            optimizer = build(memory.reserve)
+            optimizer = build(reserve=memory.reserve)
             self.host_kinds = frozenset(optimizer.state())
             return optimizer
         with memory.allocating("moments", self._moment_sizes()):
-            optimizer = build(None)
+            optimizer = build()
         memory.hold("moments", optimizer.tensors)
         return optimizer
 
@@ -192,12 +205,25 @@ class Fsdp2(ShardedModel):
         for name, parameter in self.parameters.items():
             # An empty shard, of fewer rows than ranks, has nothing to update.
             if parameter.grad is not None and self.local[name].numel():
-                self.local[name].grad = cast(DTensor, parameter.grad).to_local()
-        return float(nn.utils.get_total_norm(self._gradients())) ** 2 / self.num_replicas
+                grad = parameter.grad
+                self.local[name].grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        if self._exact_norm_group is not None:
+            group, most = self._exact_norm_group, self.scorer.model.spec.num_parameters
+            exact = exact_square_norm(self._gradients(), most, group)
+            if exact is not None:
+                return exact if group.rank() == 0 else 0.0
+        own = frozenset[str]() if self._experts is None else self._experts.own
+        of_experts = self._gradients(own)
+        others = self._gradients(self.local.keys() - own)
+        return _square_norm(of_experts) + _square_norm(others) / self.num_replicas
 
-    def _gradients(self) -> list[Tensor]:
-        shards = self.local.values()
-        return [shard.grad for shard in shards if shard.grad is not None]
+    def _gradients(self, names: Container[str] | None = None) -> list[Tensor]:
+        named = self.local.items()
+        return [
+            one.grad
+            for name, one in named
+            if one.grad is not None and (names is None or name in names)
+        ]
 
     def step(self, lr: float, grad_scale: float) -> None:
         self._memory.require("an optimizer step", "moments")
@@ -217,6 +243,10 @@ class Fsdp2(ShardedModel):
 
     def on_loaded(self, optimizer_steps: int) -> None:
         self.optimizer.on_loaded(optimizer_steps)
+
+
+def _square_norm(gradients: Sequence[Tensor]) -> float:
+    return float(nn.utils.get_total_norm(gradients)) ** 2
 
 
 def _require_one_shard(offload: str, num_shards: int) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
+from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 # with any other workspace, cuBLAS may choose another GEMM beside other streams
@@ -72,9 +73,10 @@ def deterministic(enabled: bool = True) -> Iterator[None]:
 
 
 class SumInRankOrder:
-    """FSDP's reduce-scatter as an all-to-all and a sum on every rank, in the order of ranks.
+    """FSDP's reduce-scatter as an all-to-all and a sum on every rank, neighbours first.
 
-    It moves as many bytes as NCCL's.
+    So experts that some neighbours share have the sums of those that each rank has. It moves as
+    many bytes as NCCL's.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -91,4 +93,4 @@ class SumInRankOrder:
         """Sum over the ranks, which is the only `op` that fsdp2.py asks for."""
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
-        torch.sum(parts.view(group.size(), -1), dim=0, out=output_tensor)
+        output_tensor.copy_(sum_neighbours(parts.view(group.size(), -1).unbind()))

@@ -37,6 +37,7 @@ from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.value_head import ValueScorer
 from spmd_rl.train.backend import Outputs, State, Visit, VisitTop
+from spmd_rl.train.fsdp2.expert_shards import ExpertShards
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.ends import WeightSource
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
@@ -54,7 +55,7 @@ class ShardedModel:
     `state`, `source` and `names` leave them out. FSDP leaves them alone where there is one shard,
     for it would hold them twice. Every rank has the fixed parameters whole. `allocating` is entered
     to allocate the base, and to allocate the rest; its arguments say which, and how many bytes each
-    tensor takes.
+    tensor takes. With `experts`, a rank has its own of these alone.
     """
 
     gradients = "fsdp2"
@@ -71,6 +72,7 @@ class ShardedModel:
         reshard_after_forward: bool | None = None,
         base: Collection[str] = (),
         allocating: Allocating = lambda is_base, sizes: nullcontext(),
+        experts: ExpertShards | None = None,
     ) -> None:
         spec = scorer.model.spec
         backend_of(spec, dtype, device, scorer.attention_split)  # refuses what cannot run
@@ -83,13 +85,12 @@ class ShardedModel:
         self.scorer = scorer
         self.base = frozenset(base)
         self.base_fact: dict[str, str | int] = {}
-        named = dict(scorer.model.named_parameters())
         self._fixed = spec.fixed_names()
-        whole = {named[name] for name in self._whole_names()}
-        num_bytes = sum(one.nbytes for one in scorer.parameters() if one not in whole)
-        modules = _units(scorer, gathers_whole(num_bytes))
-        policy = _mixed_precision((one for one in named.values() if one not in whole), dtype)
-        self.units = _shard(modules, mesh, policy, reshard_after_forward, whole)
+        self._experts = experts
+        self._shapes = {name: tuple(one.shape) for name, one in scorer.model.named_parameters()}
+        if experts is not None:
+            experts.split(scorer.model)
+        self.units = self._make_units(mesh, gathers_whole, reshard_after_forward)
         if isinstance(scorer, Scorer):
             register_fsdp_forward_method(scorer, "top_logprobs")
         self._materialise(allocating)
@@ -98,6 +99,22 @@ class ShardedModel:
             name: nn.Parameter(_own(parameter).detach(), parameter.requires_grad)
             for name, parameter in self.parameters.items()
         }
+
+    def _make_units(
+        self, mesh: DeviceMesh, gathers_whole: Callable[[int], bool], reshard: bool | None
+    ) -> list[FSDPModule]:
+        """Have FSDP shard the model; the experts of each layer are a unit if ranks share them."""
+        named, experts = dict(self.scorer.model.named_parameters()), self._experts
+        whole = {named[name] for name in self._whole_names()}
+        units: list[FSDPModule] = []
+        if experts is not None and experts.num_shards > 1:
+            policy = _mixed_precision((), torch.float32)
+            units = _shard(experts.modules, experts.mesh, policy, reshard, set())
+        num_bytes = sum(one.nbytes for one in self.scorer.parameters() if one not in whole)
+        modules = _units(self.scorer, experts is None and gathers_whole(num_bytes))
+        policy = _mixed_precision((one for one in named.values() if one not in whole), self._dtype)
+        axes = mesh if mesh.size(0) > 1 else mesh["fsdp"]
+        return units + _shard(modules, axes, policy, reshard, whole)
 
     def _materialise(self, allocating: Allocating) -> None:
         """Give all parameters memory: of the base, and of the rest, inside one context each.
@@ -115,9 +132,11 @@ class ShardedModel:
                     self.scorer._apply(memory.__getitem__)
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the weights from whole tensors by name, of which each rank keeps its rows."""
+        """Set the weights from whole tensors by name, of which each rank keeps its part."""
         with torch.no_grad():
             for name, whole in weights:
+                if name not in self.local:
+                    continue
                 rows = self._box(name, tuple(whole.shape))
                 self.local[name].copy_(whole.narrow(0, rows.offset[0], rows.extent[0]))
 
@@ -219,16 +238,20 @@ class ShardedModel:
         return TensorSource(self.local_weights().items(), on_open)
 
     def names(self) -> list[str]:
-        return [name for name in self.parameters if name not in self.base]
+        return [name for name in self._shapes if name not in self.base]
 
     def gather(self, name: str) -> Tensor:
         """Return one whole parameter, on every rank."""
-        parameter = self.parameters[name]
-        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        parameter = self.parameters.get(name)
+        own = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if self._experts is not None and name in self._experts.names:
+            return self._experts.whole(name, own, self._shapes[name], self.device)
+        assert own is not None
+        return own
 
     def local_weights(self) -> LocalTensors:
         """Return this rank's shards of the weights."""
-        return self.shards_of(self.names())
+        return self.shards_of(name for name in self.names() if name in self.local)
 
     def note_base(self, context: RoleContext) -> None:
         """Have the contract name the base weights, which are set. Ranks: all of the role."""
@@ -244,7 +267,7 @@ class ShardedModel:
         """Return this rank's shards of these parameters."""
         shards = {}
         for name in names:
-            shape = tuple(self.parameters[name].shape)
+            shape = self._shapes[name]
             shards[name] = LocalTensor(shape, self._box(name, shape), self.local[name])
         return LocalTensors(shards)
 
@@ -253,11 +276,16 @@ class ShardedModel:
         return [one for one in self.scorer.modules() if isinstance(one, MoeMlp)]
 
     def _whole_names(self) -> frozenset[str]:
-        """Return the parameters that FSDP leaves alone."""
-        return self._fixed | (self.base if self.num_shards == 1 else frozenset())
+        """Return the parameters of this rank that FSDP leaves alone."""
+        alone = self._fixed | (self.base if self.num_shards == 1 else frozenset())
+        if self._experts is not None and self._experts.num_shards == 1:
+            alone |= self._experts.own
+        return alone
 
     def _box(self, name: str, shape: Dims) -> Box:
         """Return this rank's part of a parameter."""
+        if self._experts is not None and name in self._experts.names:
+            return self._experts.box(shape)
         return chunk_box(shape, *((0, 1) if name in self._fixed else (self.shard, self.num_shards)))
 
 
@@ -272,7 +300,7 @@ def _units(scorer: Scorer | ValueScorer, gathers_whole: bool) -> list[nn.Module]
 
 
 def _shard(
-    modules: list[nn.Module],
+    modules: Sequence[nn.Module],
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | None,
@@ -282,7 +310,7 @@ def _shard(
     for module in modules:
         fully_shard(
             module,
-            mesh=mesh if mesh.size(0) > 1 else mesh["fsdp"],
+            mesh=mesh,
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
             ignored_params=whole or None,

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 MIXTURES = {
     "qwen3_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 7,
+        "num_experts": 8,
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 40,
         "norm_topk_prob": True,
@@ -42,6 +42,11 @@ MIXTURES = {
 SPLITS = {
     "on one rank": (1, ()),
     "sharded over two ranks": (2, ()),
+    "two ranks share experts": (2, ("--split.train.ep=2",)),
+    "two of three ranks share experts": (
+        3,
+        ("--split.train.ranks=0-1", "--split.train.ep=2", "--split.infer.ranks=2-2"),
+    ),
     "a rank for each role": (2, ("--split.train.ranks=1", "--split.infer.ranks=1")),
     "routes replayed": (1, ("--sampling.replay_routes=true",)),
 }

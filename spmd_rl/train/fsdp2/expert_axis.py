@@ -1,0 +1,45 @@
+"""The axis ep of FSDP2: what goes with it, before a run. No torch.
+
+Its ranks share the experts of each mixture, and each has a block of them, one after the other. The
+ranks that have the same block are those along `edp`. They shard it.
+"""
+
+from __future__ import annotations
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.mesh.axes import DATA
+from spmd_rl.mesh.split import Placement
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.train.config import TrainerConfig, fsdp2_settings
+
+AXES = (*DATA, "ep")
+ADVICE = 'a trainer with trainer.backend.kind = "megatron" has this one too'
+
+
+def check_expert_axis(cfg: TrainerConfig, placement: Placement, spec: ModelSpec | None) -> None:
+    """Raise a ConfigError or PlanError for axes that FSDP2 does not have with these settings.
+
+    `spec` is None where the model is not known.
+    """
+    placement.require_axes("FSDP2", AXES, ADVICE)
+    ep = placement.axes.get("ep", 1)
+    if ep == 1:
+        return
+    at = f"split.{placement.name}.ep = {ep}"
+    for layer in () if spec is None else spec.distinct_blocks():
+        numbers = {one.expert for one in layer.parameters() if one.expert is not None}
+        if len(numbers) % ep:
+            raise ConfigError(f"{at} does not divide the {len(numbers)} experts of a layer")
+    if spec is not None and not spec.num_experts:
+        raise ConfigError(f"{at}: the model has no experts to share; set it to 1")
+    settings = fsdp2_settings(cfg)
+    refused = {
+        "lora.rank": (cfg.lora.rank, 0, "ranks that share experts have no adapters"),
+        "optimizer.kind": (cfg.optimizer.kind, "adamw", "other optimizers need whole layers"),
+        "backend.wrap": (settings.wrap == "model", False, "experts are units of their own"),
+        "backend.offload": (settings.offload == "master", False, "master weights stay awake"),
+    }
+    for key, (found, allowed, reason) in refused.items():
+        if found != allowed:
+            value = getattr(settings, key.removeprefix("backend."), found)
+            raise ConfigError(f"{at} does not go with trainer.{key} = {value!r}: {reason}")

@@ -1,0 +1,57 @@
+"""ExpertShards: the experts of a rank of FSDP2 where several ranks share them (axis ep)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.model.layers.moe_module import MoeMlp
+from spmd_rl.model.layers.split_experts import SplitExperts
+from spmd_rl.weights.plan.layout import Box, Dims, chunk_box
+
+
+class ExpertShards:
+    """Which experts this rank has, and which rows of them.
+
+    The ranks along `edp` have the same experts, and shard them. Gradients of experts stay float32
+    until they are summed over all ranks, so these weights are gathered in float32.
+    """
+
+    def __init__(self, context: RoleContext) -> None:
+        self.group = context.axis_group(("ep",))
+        self.mesh = context.axis_mesh(("edp",))
+        self.num_shards, self.shard = self.mesh.size(), self.mesh.get_local_rank()
+        self.names: frozenset[str] = frozenset()  # of the parameters of all experts
+        self.own: frozenset[str] = frozenset()
+        self.modules: list[SplitExperts] = []
+        self._owners: dict[str, int] = {}  # of each parameter, its rank along ep
+
+    def split(self, model: nn.Module) -> None:
+        """Have the mixtures of a model keep the experts of this rank."""
+        layers = {name: one for name, one in model.named_modules() if isinstance(one, MoeMlp)}
+        for prefix, layer in layers.items():
+            per_rank = layer.num_experts // self.group.size()
+            for number, expert in enumerate(layer.experts):
+                for name, _ in expert.named_parameters():
+                    self._owners[f"{prefix}.experts.{number}.{name}"] = number // per_rank
+            layer.split(self.group)
+            assert isinstance(layer.experts, SplitExperts)
+            self.modules.append(layer.experts)
+        self.names = frozenset(self._owners)
+        own = self.group.rank()
+        self.own = frozenset(name for name, owner in self._owners.items() if owner == own)
+
+    def box(self, shape: Dims) -> Box:
+        """Return this rank's part of a parameter of its experts."""
+        return chunk_box(shape, self.shard, self.num_shards)
+
+    def whole(self, name: str, own: Tensor | None, shape: Dims, device: torch.device) -> Tensor:
+        """Return a parameter of any expert on every rank. `own` is it, on ranks that have it.
+
+        Ranks: all of the role. Blocks: until each has called.
+        """
+        found = torch.empty(shape, device=device) if own is None else own.detach().contiguous()
+        dist.broadcast(found, group=self.group, group_src=self._owners[name])
+        return found

@@ -1,0 +1,54 @@
+"""The axis ep of FSDP2 before a run: what it does not go with is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.mesh.split import RoleSplit, plan_split
+from spmd_rl.model.lora import LoraConfig
+from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, TrainerConfig
+from spmd_rl.train.fsdp2.expert_axis import check_expert_axis
+from tests.specs import dense_spec, with_experts
+
+DENSE = dense_spec("qwen3", vocab=50, hidden=32, inner=20, layers=2, heads=(4, 2, 8), positions=64)
+MIXTURE = with_experts(DENSE, 6, 2, 20)
+
+
+def check(cfg: TrainerConfig, spec: Any = MIXTURE, world: int = 4, **axes: int) -> None:
+    placement = plan_split({"train": RoleSplit(**axes)}, world).train
+    check_expert_axis(cfg, placement, spec)
+
+
+def test_experts_are_shared_beside_shards_and_copies() -> None:
+    for axes in ({"ep": 2}, {"dp": 2, "ep": 2}, {"dp": 4}, {}):
+        check(TrainerConfig(deterministic="dp" not in axes), **axes)
+    check(TrainerConfig(), DENSE)
+    check(TrainerConfig(), None, ep=4)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "sentence"),
+    [
+        ({"lora": LoraConfig(rank=2)}, "trainer.lora.rank = 2: ranks that share experts have no"),
+        ({"optimizer": OptimizerConfig(kind="muon")}, "trainer.optimizer.kind = 'muon'"),
+        ({"optimizer": OptimizerConfig(kind="adamw8bit")}, "trainer.optimizer.kind = 'adamw8bit'"),
+        ({"backend": Fsdp2Config(wrap="model")}, "trainer.backend.wrap = 'model': experts are"),
+        ({"backend": Fsdp2Config(offload="master")}, "trainer.backend.offload = 'master'"),
+    ],
+)
+def test_a_setting_that_does_not_go_with_it_is_named(cfg: dict[str, Any], sentence: str) -> None:
+    check(TrainerConfig(**cfg))
+    with pytest.raises(ConfigError, match=f"split.train.ep = 2 does not go with {sentence}"):
+        check(TrainerConfig(**cfg), ep=2)
+
+
+def test_experts_that_cannot_be_shared_are_named() -> None:
+    with pytest.raises(ConfigError, match="ep = 4 does not divide the 6 experts of a layer"):
+        check(TrainerConfig(), ep=4)
+    with pytest.raises(ConfigError, match="ep = 2: the model has no experts to share"):
+        check(TrainerConfig(), DENSE, ep=2)
+    with pytest.raises(PlanError, match="tp = 2: FSDP2 has the axes dp, fsdp and ep alone"):
+        check(TrainerConfig(), tp=2)
