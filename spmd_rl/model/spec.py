@@ -112,6 +112,20 @@ class ModelSpec:
             for name in fixed[block]
         )
 
+    def expert_parts(self, num_parts: int) -> dict[str, int]:
+        """Return of each parameter of an expert the part that has it, by name.
+
+        Each of `num_parts` parts has equally many experts of a layer, one after the other.
+        """
+        found = {}
+        for number, block in enumerate(self.blocks):
+            of_experts = [one for one in block.parameters() if one.expert is not None]
+            count = len({one.expert for one in of_experts})
+            for one in of_experts:
+                assert one.expert is not None
+                found[block_prefix(number) + one.name] = one.expert * num_parts // count
+        return found
+
     def trainable_shapes(self, head: Head = "lm") -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter that an optimizer may change, by name."""
         fixed = self.fixed_names()

@@ -22,7 +22,7 @@ from spmd_rl.plan.concurrency import Queue, num_asked, running
 from spmd_rl.plan.memory import MemoryModel, kv_sized
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole, planned_roles, uncounted
-from spmd_rl.plan.routes import Routes, push_routes, whole
+from spmd_rl.plan.routes import Routes, push_routes, routes_of_experts, whole
 from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, everything
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
 from spmd_rl.rollout.sglang.tensor_parallel import shard_boxes
@@ -247,12 +247,15 @@ def _push_routes(
     if train is None or infer is None or trainer is None or engine is None:
         return Routes.none(world_size)
     shapes, tp = trainer.lora.of_engine.trained_shapes(spec), infer.axes["tp"]
+    dtype, ep = dtype_on_gpu(engine), train.axes.get("ep", 1)
+    if ep > 1 and train.size == train.data_size:
+        return routes_of_experts(train, infer, spec, dtype, world_size)
     tensors = Counter(map(whole, shapes.values()))
     if tp > 1:
         ranks = [shard_boxes(spec, rank, tp) for rank in range(tp)]
         wanted = {name: tuple(boxes[name] for boxes in ranks) for name in shapes}
         tensors = Counter((shape, wanted[name]) for name, shape in shapes.items())
-    return push_routes(train, infer, tensors, dtype_on_gpu(engine), world_size)
+    return push_routes(train, infer, tensors, dtype, world_size)
 
 
 def _axis_groups(placement: Placement) -> list[tuple[str, tuple[int, ...]]]:

@@ -6,13 +6,15 @@ one by one, which grow with the square of the world; here a destination's shards
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.mesh.split import Placement
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.weights.plan.layout import ITEM_BYTES, Box, Dims, chunk_box
 from spmd_rl.weights.plan.moves import ROUNDS_AT_ONCE, bucket_bytes
 
@@ -35,6 +37,10 @@ class Routes:
     def none(world_size: int) -> Routes:
         """Return the routes of a run that pushes nothing."""
         return Routes(np.zeros((world_size, world_size), np.int64), bucket_bytes=0)
+
+    def __add__(self, other: Routes) -> Routes:
+        """Return the routes of both, in one push."""
+        return Routes(self.sizes + other.sizes, max(self.bucket_bytes, other.bucket_bytes))
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.sizes))
@@ -72,15 +78,23 @@ class Routes:
 
 
 def push_routes(
-    train: Placement, infer: Placement, tensors: Mapping[Wanted, int], dtype: str, world_size: int
+    train: Placement,
+    infer: Placement,
+    tensors: Mapping[Wanted, int],
+    dtype: str,
+    world_size: int,
+    owners: Sequence[int] = (),
 ) -> Routes:
     """Return the routes of a push to engines in `dtype`.
 
-    `tensors` is the number of tensors of each kind: one of each is planned, and multiplied.
+    `tensors` is the number of tensors of each kind: one of each is planned, and multiplied. They
+    are sharded among `owners`, if given, as experts are.
     """
     holders = np.array(train.ranks).reshape(-1, train.axes["fsdp"])
     if train.size > train.data_size:  # a model cut along tp or pp, copied along the data axes
         holders = np.array(train.shards)
+    if owners:
+        holders = np.array([owners])
     num_shards = holders.shape[1]
     sizes = np.zeros((world_size, world_size), np.int64)
     for (shape, boxes), count in tensors.items():
@@ -90,6 +104,21 @@ def push_routes(
         for index, (rank, sources) in enumerate(_sources(holders, infer.ranks)):
             sizes[sources, rank] += num_bytes[index % len(boxes)]
     return Routes(sizes, bucket_bytes(train.size, infer.size))
+
+
+def routes_of_experts(
+    train: Placement, infer: Placement, spec: ModelSpec, dtype: str, world_size: int
+) -> Routes:
+    """Return the routes from a trainer whose ranks share experts."""
+    shapes, ep = spec.parameter_shapes(), train.axes["ep"]
+    parts = spec.expert_parts(ep)
+    others = Counter(whole(shape) for name, shape in shapes.items() if name not in parts)
+    routes = push_routes(train, infer, others, dtype, world_size)
+    for part in range(ep):
+        own = Counter(whole(shapes[name]) for name, number in parts.items() if number == part)
+        owners = train.ranks_along(train.ranks[part], ("edp",))
+        routes += push_routes(train, infer, own, dtype, world_size, owners)
+    return routes
 
 
 def whole(shape: Dims) -> Wanted:

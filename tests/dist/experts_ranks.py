@@ -68,12 +68,13 @@ def of_run(trainer: Trainer, count: int = STEPS) -> dict[str, Any]:
     }
 
 
-def held(trainer: Trainer) -> list[list[str]]:
-    """The names of the weights of which each rank has some rows."""
+def held(trainer: Trainer) -> list[tuple[list[str], int]]:
+    """The weights of which each rank has some rows, and the bytes of all its rows."""
     weights = trainer.backend.state()["weights"]
     own = sorted(name for name, one in weights if one.local.numel())
-    blobs = trainer.context.all_gather_bytes(msgspec.msgpack.encode(own))
-    return [msgspec.msgpack.decode(blob, type=list[str]) for blob in blobs]
+    num_bytes = sum(one.local.nbytes for _, one in weights)
+    blobs = trainer.context.all_gather_bytes(msgspec.msgpack.encode((own, num_bytes)))
+    return [msgspec.msgpack.decode(blob, type=tuple[list[str], int]) for blob in blobs]
 
 
 def gathered(trainer: Trainer) -> dict[str, str]:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from spmd_rl.mesh.split import plan_split
 from spmd_rl.model.read import read_spec
-from tests.dist.experts_ranks import STEPS
+from spmd_rl.train.cost.memory import step_sizes
+from tests.dist.experts_ranks import CONFIG, SPLITS, STEPS
 from tests.dist.torchrun import torchrun
 from tests.dist.train_case import write_mixture_folder
 
@@ -44,7 +46,7 @@ def test_steps_do_not_depend_on_how_many_ranks_share_experts(
 @pytest.mark.parametrize(("split", "num_own"), [("ep 1", 8), ("ep 2", 4), ("ep 4", 2)])
 def test_a_rank_holds_its_own_experts_alone(split: str, num_own: int, report: Report) -> None:
     holders: Counter[str] = Counter()
-    for names in report["held"][split]:
+    for names, _ in report["held"][split]:
         experts = {name for name in names if ".experts." in name}
         numbers = {int(name.split(".experts.")[1].split(".")[0]) for name in experts}
         assert sorted(numbers) == list(range(min(numbers), min(numbers) + num_own))
@@ -52,6 +54,16 @@ def test_a_rank_holds_its_own_experts_alone(split: str, num_own: int, report: Re
         holders.update(experts)
     assert len(holders) == 3 * 3 * 8
     assert set(holders.values()) == {4 * num_own // 8}
+
+
+@pytest.mark.parametrize("split", ["ep 1", "ep 2", "ep 4"])
+def test_the_plan_knows_what_a_rank_holds(split: str, work: Path, report: Report) -> None:
+    placement = plan_split({"train": SPLITS[split]}, 4).train
+    planned = step_sizes(read_spec(work), CONFIG, placement)
+    largest = max(num_bytes for _, num_bytes in report["held"][split])
+    # the plan cuts the sum, and ranks cut each tensor
+    assert planned.master <= largest <= 1.05 * planned.master
+    assert planned.moments == 2 * planned.master
 
 
 @pytest.mark.parametrize("split", ["ep 1", "ep 4"])

@@ -5,6 +5,7 @@ It is computed without torch, for the plan and for the decision what sleeps. Uni
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from spmd_rl.train.cost.activation_memory import (
     forward_bytes,
 )
 from spmd_rl.train.cost.adapter_memory import adapter_sizes, merge_bytes, num_adapted
+from spmd_rl.train.cost.expert_memory import split_step_sizes
 from spmd_rl.train.cost.step_memory import StepSizes, step_memory
 from spmd_rl.train.optimizer.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from spmd_rl.train.optimizer.parameter_groups import FP32_BYTES, moment_bytes, update_rules
@@ -74,6 +76,8 @@ def step_sizes(
     element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
     if cfg.lora.rank:
         return _adapter_step_sizes(spec, cfg, placement)
+    if placement.axes.get("ep", 1) > 1:
+        return _split_step_sizes(spec, cfg, placement, head)
     shapes = spec.trainable_shapes(head)
     rules = update_rules(shapes, cfg, num_shards)
     layer, layers, rest = _unit_sizes(spec, head)
@@ -102,6 +106,15 @@ def step_sizes(
         unit_copies=_copies(unit, num_shards),
         chunks=NUM_SLOTS * NUM_MOMENTS * CHUNK_ELEMENTS * FP32_BYTES,
     )
+
+
+def _split_step_sizes(
+    spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head
+) -> StepSizes:
+    """Return the sizes of a trainer whose ranks share experts."""
+    kept, element_bytes = _activations(spec, cfg, head), ITEM_BYTES[dtype_on_gpu(cfg)]
+    sizes = split_step_sizes(spec, cfg, placement, kept, element_bytes, head)
+    return replace(sizes, chunks=NUM_SLOTS * NUM_MOMENTS * CHUNK_ELEMENTS * FP32_BYTES)
 
 
 def _adapter_step_sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -> StepSizes:

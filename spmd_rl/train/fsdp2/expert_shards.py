@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.layers.moe_module import MoeMlp
 from spmd_rl.model.layers.split_experts import SplitExperts
+from spmd_rl.model.network import CausalLM
 from spmd_rl.weights.plan.layout import Box, Dims, chunk_box
 
 
@@ -28,14 +29,10 @@ class ExpertShards:
         self.modules: list[SplitExperts] = []
         self._owners: dict[str, int] = {}  # of each parameter, its rank along ep
 
-    def split(self, model: nn.Module) -> None:
+    def split(self, model: CausalLM) -> None:
         """Have the mixtures of a model keep the experts of this rank."""
-        layers = {name: one for name, one in model.named_modules() if isinstance(one, MoeMlp)}
-        for prefix, layer in layers.items():
-            per_rank = layer.num_experts // self.group.size()
-            for number, expert in enumerate(layer.experts):
-                for name, _ in expert.named_parameters():
-                    self._owners[f"{prefix}.experts.{number}.{name}"] = number // per_rank
+        self._owners = model.spec.expert_parts(self.group.size())
+        for layer in [one for one in model.modules() if isinstance(one, MoeMlp)]:
             layer.split(self.group)
             assert isinstance(layer.experts, SplitExperts)
             self.modules.append(layer.experts)

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.mesh.split import Placement
-from spmd_rl.plan.routes import Wanted, push_routes, whole
+from spmd_rl.mesh.split import Placement, RoleSplit, plan_split
+from spmd_rl.plan.routes import Wanted, push_routes, routes_of_experts, whole
 from spmd_rl.weights.plan.layout import Box, Dims, Layout, Piece, chunk_box
 from spmd_rl.weights.plan.moves import bucket_bytes, plan_moves
+from tests.specs import dense_spec, with_experts
 
 Pairs = Counter[tuple[int, int]]
 Case = tuple[int, Placement, Placement, dict[Dims, int]]
@@ -109,6 +110,40 @@ def test_routes_are_those_of_the_plan(case: Case) -> None:
         size for (source, target), size in expected.items() if source == target
     )
     assert found.within_bytes + found.between_bytes == expected.total()
+
+
+@pytest.mark.parametrize(("dp", "ep"), [(1, 2), (1, 4), (2, 2), (4, 2)])
+@pytest.mark.parametrize("ranks", ["0-3", "4-6", "2-5"])
+def test_experts_come_from_the_ranks_that_have_them(dp: int, ep: int, ranks: str) -> None:
+    dense = dense_spec(
+        "qwen3", vocab=50, hidden=32, inner=20, layers=2, heads=(4, 2, 8), positions=64
+    )
+    spec = with_experts(dense, 8, 2, 21)
+    split = {"train": RoleSplit("0-3", dp=dp, ep=ep), "infer": RoleSplit(ranks)}
+    train, infer = plan_split(split, 7).values()
+    found = routes_of_experts(train, infer, spec, "bfloat16", 7)
+    shapes, parts = spec.parameter_shapes(), spec.expert_parts(ep)
+    wanted = tuple(
+        Piece(name, shape, "bfloat16", Box((0,) * len(shape), shape))
+        for name, shape in shapes.items()
+    )
+    source = []
+    for seat, rank in enumerate(train.ranks):
+        own = [name for name in shapes if parts.get(name, seat % ep) == seat % ep]
+        of_expert, of_other = (seat // ep, 4 // ep), (seat % (4 // dp), 4 // dp)
+        boxes = {
+            name: chunk_box(shapes[name], *(of_expert if name in parts else of_other))
+            for name in own
+        }
+        pieces = (Piece(name, shapes[name], "float32", box) for name, box in boxes.items())
+        source.append(Layout(rank, tuple(pieces)))
+    destination = [Layout(rank, wanted) for rank in infer.ranks]
+    moved: Pairs = Counter()
+    for rank in infer.ranks:
+        for move in plan_moves(source, destination, None, rank).moves:
+            if move.dst == rank:
+                moved[move.src, rank] += move.num_bytes
+    assert {pair: found[pair] for pair in found} == moved
 
 
 @given(cases(), st.integers(1, 10**8))
