@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.kernels.moe import (
@@ -14,16 +15,22 @@ from spmd_rl.kernels.moe import (
     grouped_tiles,
     order_triton,
 )
+from spmd_rl.kernels.moe.dispatcher import Dispatched
+from spmd_rl.kernels.moe.expert_addresses import KeptAddresses
 from spmd_rl.kernels.moe.grouped_tiles import GradTile, GroupedTile, Tiles
 from spmd_rl.kernels.moe.route_hash import RouteHash, hashed_routes
 from spmd_rl.kernels.moe.route_triton import route_on_gpu, weights_on_gpu
 from spmd_rl.kernels.moe.rows_in_use import using_rows
+from spmd_rl.kernels.moe.slots import by_expert
+from spmd_rl.model.layers import split_experts
+from spmd_rl.model.layers.mlp import PROJECTIONS
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.layers.moe_module import MoeMlp
 from spmd_rl.model.layers.sigmoid_router import SigmoidRouter
 from spmd_rl.model.lora import LoraConfig
 
 assert adapted_experts is not None
+NO_IDS = torch.empty(0, 1, dtype=torch.int64)
 TILE = GroupedTile(16, 16, 16, 4, 2)
 
 
@@ -76,6 +83,36 @@ def forward_and_gradients(
         alone = module.all_at_once(x, x @ module.gate.weight.t())
     found = {name: one.grad for name, one in module.named_parameters() if one.requires_grad}
     return {"x": x.grad, "out": out.detach(), "alone": alone, "hash": hashed.state, **found}
+
+
+def shared_experts(
+    sizes: tuple[int, ...], state: dict[str, Tensor], x: Tensor, pull: Tensor
+) -> tuple[dict[str, Any], ...]:
+    """Return outputs and gradients of a mixture, and of one whose ranks share its experts: one
+    rank, of which no row comes in the last output.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    split_experts.is_exact = torch.is_tensor  # type: ignore[attr-defined]
+    found = []
+    for is_split in (False, True):
+        module, given = mixture(sizes, True, state), x.clone().requires_grad_()
+        if is_split:
+            module.split(dist.group.WORLD)
+        out = module.all_at_once(given, given @ module.gate.weight.t())
+        out.backward(pull)
+        with torch.no_grad():
+            alone = module.all_at_once(given, given @ module.gate.weight.t())
+        named = module.named_parameters()
+        gradients = {name: one.grad for name, one in named if one.requires_grad}
+        found.append({"out": out.detach(), "alone": alone, "x": given.grad, **gradients})
+    rows = x.new_empty(0, x.shape[1]).requires_grad_()
+    sent = Dispatched(rows, x.new_empty(0), [[0] * sizes[1]], by_expert(NO_IDS, sizes[1]), [0])
+    weights = [[[one.detach() for one in module.weights(name)]] for name in PROJECTIONS]
+    none = split_experts._at_once(sent, weights, KeptAddresses())
+    none.sum().backward()
+    found[0]["none"], found[1]["none"] = rows.detach(), none.detach()
+    return tuple(found)
 
 
 def routes(

@@ -171,3 +171,16 @@ def test_not_a_number_gives_ids_within_bounds(tmp_path: Path) -> None:
     ((ids, _),) = results(Calls(CALLS, "routes", {}, [(logits, 2, True, used)]), tmp_path)
     assert ((ids >= 0) & (ids < 6)).all()
     assert (ids.diff(dim=1) > 0).all()
+
+
+def test_experts_that_ranks_share_have_the_bits_of_all_at_once(tmp_path: Path) -> None:
+    calls = []
+    for sizes, tokens in (((20, 5, 2, 12), 17), ((32, 8, 2, 16), 3)):
+        state = {
+            name: one.detach().clone() for name, one in mixture(sizes, True).named_parameters()
+        }
+        calls.append((sizes, state, drawn(tokens, sizes[0]), drawn(tokens, sizes[0], seed=1)))
+    for whole, split in results(Calls(CALLS, "shared_experts", {}, calls), tmp_path):
+        assert whole.keys() == split.keys()
+        for name, value in whole.items():
+            assert torch.equal(split[name], value), name
