@@ -129,8 +129,8 @@ async def _serve(
     try:
         await asyncio.wait([ended, thread.failure], return_when=asyncio.FIRST_COMPLETED)
     finally:
+        await thread.close()  # so that no stream holds the server up
         await server.close()
-        await thread.close()
     if thread.failure.done():
         thread.failure.result()
 

@@ -16,6 +16,7 @@ from spmd_rl.types.samples import Sample
 OnTokens = Callable[[list[int]], None]
 RequestKey = tuple[int, int]  # uid and index
 ENDED = "the engine has failed, and draws nothing more"
+CLOSED = "the server ends, and draws nothing more"
 
 
 class _Submit(NamedTuple):
@@ -53,6 +54,7 @@ class EngineThread:
         self._by_key: dict[RequestKey, int] = {}
         self._at_engine: dict[RequestKey, tuple[int, bool]] = {}  # the thread's own
         self.failure: asyncio.Future[None] = self._loop.create_future()  # of the engine, if any
+        self._is_closed = False
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -69,10 +71,10 @@ class EngineThread:
         Raises: DataError where the request can never fit; what has ended the engine.
         """
         key = request.uid, request.index
-        if self.failure.done():
-            raise SpmdError(ENDED)
         while (other := self._by_key.get(key)) is not None:
             await asyncio.wait([self._open[other].sample])
+        if self._is_closed or self.failure.done():
+            raise SpmdError(CLOSED if self._is_closed else ENDED)
         ticket = next(self._tickets)
         opened = _OpenRequest(self._loop.create_future(), on_tokens)
         self._open[ticket], self._by_key[key] = opened, ticket
@@ -86,9 +88,12 @@ class EngineThread:
             del self._open[ticket], self._by_key[key]
 
     async def close(self) -> None:
-        """End the thread. Blocks: until the step that runs has ended."""
+        """End the thread, and refuse what is open. Blocks: until the step that runs has ended."""
+        self._is_closed = True
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
+        for ticket in list(self._open):
+            self._refuse(ticket, SpmdError(CLOSED))
 
     def _run(self) -> None:
         try:
