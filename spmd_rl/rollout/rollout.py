@@ -248,9 +248,14 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
 
     @concurrent
     @collective
-    def take_load(self) -> Sharded[list[EngineLoad]]:
-        """The load of the engine since the last call, one entry a rank."""
-        return [self._flow.meter.take(self.engine.stats())]
+    def take_load(self) -> Deferred[Sharded[list[EngineLoad]]]:
+        """Return the load of each engine since the last call, as a shard's first rank saw it.
+
+        It answers at once. It is deferred because the ranks of a shard count steps each by itself.
+        """
+        answer = Deferred[list[EngineLoad]]()
+        answer.resolve([self._flow.meter.take(self.engine.stats())])
+        return answer
 
     @collective
     def sleep(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
