@@ -131,7 +131,6 @@ PANELS = (
         "Routes that replay changed",
         Line("experts/rerouted", "mean of layers"),
         Line("experts/rerouted_worst", "worst layer", AMBER),
-        unit="share",
         share=True,
     ),
     _panel("Balance loss of experts", Line("experts/balance_loss", "loss")),

@@ -179,6 +179,7 @@ def test_what_no_sample_has_does_not_cross() -> None:
     optional = columns.samples.OPTIONAL
     assert [len(getattr(columns.samples, name)) for name in optional] == [0] * len(optional)
     assert [len(getattr(columns[:1].samples, name)) for name in optional] == [0] * len(optional)
+    others[0].samples[1] = others[0].samples[1].replace(prompt_routes=b"routes")
     joined = GroupColumns.join([columns, Group.to_columns(others), columns])
     assert [plain(group) for group in joined.rows()] == [
         plain(group) for group in plain_ones + others + plain_ones
