@@ -22,6 +22,13 @@ class Deferred(Generic[R]):
         self.value: R | None = None
         self.error: BaseException | None = None
 
+    @classmethod
+    def of(cls, value: R) -> Deferred[R]:
+        """Return one that is answered already."""
+        answered = cls()
+        answered.resolve(value)
+        return answered
+
     @property
     def is_answered(self) -> bool:
         return self._is_answered

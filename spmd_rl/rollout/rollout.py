@@ -211,9 +211,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
 
         It answers at once. It is deferred because of a shard only the first rank hears of rewards.
         """
-        answer = Deferred[list[Group]]()
-        answer.resolve(self._flow.snapshots())
-        return answer
+        return Deferred.of(self._flow.snapshots())
 
     def close(self) -> None:
         """End the processes of the hooks; they would end with this one."""
@@ -253,9 +251,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
 
         It answers at once. It is deferred because the ranks of a shard count steps each by itself.
         """
-        answer = Deferred[list[EngineLoad]]()
-        answer.resolve([self._flow.meter.take(self.engine.stats())])
-        return answer
+        return Deferred.of([self._flow.meter.take(self.engine.stats())])
 
     @collective
     def sleep(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
