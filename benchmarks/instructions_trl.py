@@ -2,7 +2,8 @@
 
     python -m benchmarks.instructions_trl ENGINE CURVE LIMIT_S MICRO [--KEY=VALUE ...]
 
-ENGINE generates: "transformers" or "vllm". MICRO is the most samples of a micro-batch.
+ENGINE generates: "transformers", "batching" (transformers' continuous one) or "vllm". MICRO is the
+most samples of a micro-batch.
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ def config(cfg: Config, engine: str, micro: int, folder: str) -> GRPOConfig:
         max_completion_length=cfg.sampling.max_tokens,
         temperature=cfg.sampling.temperature,
         use_vllm=engine == "vllm",
+        use_transformers_continuous_batching=engine == "batching",
         shuffle_dataset=False,  # the rows are in the order of our run
         loss_type="dapo",  # the mean over tokens
         scale_rewards="group",

@@ -9,7 +9,8 @@ are read from gpu.toml, which --KEY=VALUE changes as for spmd-rl. Each seed has 
 and draws of its own. A curve is kept in CURVES for each side and seed, so that several calls can
 take place at once, each with its CUDA_VISIBLE_DEVICES. TRL needs trl==1.16.0, datasets and
 accelerate, in an interpreter of its own or on PYTHONPATH, beside what spmd_rl needs. It generates
-with transformers and, where its interpreter can import vllm, in a third run with vLLM.
+with transformers, in another run with their continuous batching and, where its interpreter can
+import vllm, in one with vLLM.
 
 What differs: TRL computes with autocast to bfloat16 over fp32 weights, in micro-batches of padded
 samples; ours are packed. Its engine's log-probs are not those of its trainer. Its fp32 reference
@@ -39,8 +40,13 @@ from benchmarks.record import MACHINE, compared, finish, gpu, gpu_machine, measu
 from benchmarks.table import Row
 
 OURS = "ours"
-TRL = {"trl": "transformers", "trl-vllm": "vllm"}  # engines of TRL's runs
-PEERS = {"trl": "TRL with transformers", "trl-vllm": "TRL with vLLM"}
+# Engines of TRL's runs.
+TRL = {"trl": "transformers", "trl-batching": "batching", "trl-vllm": "vllm"}
+PEERS = {
+    "trl": "TRL with transformers",
+    "trl-batching": "TRL with continuous batching",
+    "trl-vllm": "TRL with vLLM",
+}
 EVAL = "examples/instructions/eval.jsonl"
 GOOD = 0.9
 WARM_STEPS = 2
@@ -116,12 +122,13 @@ def run(command: list[str], log: Path, limit_s: float) -> bool:
 
 
 def sides_of(options: argparse.Namespace) -> list[str]:
-    trl = ["trl"]
-    if options.side != OURS:
-        program = [options.python, "-c", "import vllm"]
-        if not subprocess.run(program, capture_output=True, check=False).returncode:
-            trl.append("trl-vllm")
-    return {OURS: [OURS], "trl": trl, "both": [OURS, *trl]}[options.side]
+    if options.side != "all":
+        return [options.side]
+    sides = [OURS, "trl", "trl-batching"]
+    program = [options.python, "-c", "import vllm"]
+    if not subprocess.run(program, capture_output=True, check=False).returncode:
+        sides.append("trl-vllm")
+    return sides
 
 
 def measure(options: argparse.Namespace, changes: list[str]) -> bool:
@@ -212,7 +219,7 @@ def main() -> int:
     parser.add_argument("--data", default="runs/instructions_data/train.jsonl")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--side", choices=(OURS, "trl", "both"), default="both")
+    parser.add_argument("--side", choices=(OURS, *TRL, "all"), default="all")
     parser.add_argument("--python", default=sys.executable, help="of the environment with TRL")
     parser.add_argument("--limit-s", type=float, default=1e6, help="of each side and seed")
     parser.add_argument("--micro", type=int, default=64, help="samples of TRL's micro-batches")

@@ -1,6 +1,6 @@
 """Count of files that have changed since the last results of tests/gpu; `make test` ends with it.
 
-    python -m benchmarks.since_gpu_tests
+python -m benchmarks.since_gpu_tests
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def collapsed(run: Found) -> bool:
 def groups(runs: Runs) -> Iterator[tuple[str, float, str, Runs]]:
     """Yield task, rate, variant, and its runs of all seeds."""
     for task, facts in TASKS.items():
-        for lr in facts.rates:
+        for lr in sorted(facts.rates):
             for variant in VARIANTS:
                 if found := of(runs, task=task, lr=lr, variant=variant):
                     yield task, lr, variant, found
@@ -147,7 +147,7 @@ def columns(runs: Runs, column: str, label: str, *, log: bool = False) -> Callab
 
     def draw(places: Any) -> None:
         for row, (task, facts) in zip(places, TASKS.items(), strict=True):
-            for axes, lr in zip(row, facts.rates, strict=True):
+            for axes, lr in zip(row, sorted(facts.rates), strict=True):
                 bands(axes, of(runs, task=task, lr=lr), column)
                 axes.set_title(f"{task}, rate {lr:g}", fontsize=9)
                 axes.set_ylabel(label)

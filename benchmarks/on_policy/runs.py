@@ -75,7 +75,7 @@ VARIANTS = {
 
 
 class Task(NamedTuple):
-    """Settings of a task, its recipe by variant, and its learning rates, the usual one first."""
+    """Settings of a task, its recipe by variant, and its rates: the usual one, high, between."""
 
     words: list[str]
     recipe: str
@@ -98,13 +98,13 @@ TASKS = {
             "one-ahead": "grpo_async",
             "asynchronous": "grpo_fully_async",
         },
-        (3e-5, 1e-4, 3e-4),
+        (3e-5, 3e-4, 1e-4),
     ),
     "arithmetic": Task(
         ["--config=examples/arithmetic/gpu.toml", *SMALL],
         "examples/arithmetic/recipe.py",
         {PLANTED: "benchmarks.on_policy.planted_arithmetic"},
-        (1e-4, 3e-4, 1e-3),
+        (1e-4, 1e-3, 3e-4),
     ),
 }
 
@@ -122,8 +122,8 @@ class Run(NamedTuple):
 
 def planned(tasks: Sequence[str], variants: Sequence[str], seeds: Sequence[int]) -> Iterator[Run]:
     """Yield all runs, so that those which are cut off leave whole comparisons behind."""
-    for seed in seeds:
-        for number in range(3):
+    for number in range(3):
+        for seed in seeds:
             for task in tasks:
                 for variant in variants:
                     if task == "instructions" or variant not in ASYNC:
