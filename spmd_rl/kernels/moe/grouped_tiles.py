@@ -26,7 +26,10 @@ class GroupedTile(NamedTuple):
 
 
 class GradTile(NamedTuple):
-    """Sizes of a program of a weight's gradient: [m, n] of it, `k` rows of an expert in a step."""
+    """Sizes of a program of a weight's gradient: [m, n] of it, `k` rows of an expert in a step.
+
+    `stages` counts those that hold rows. Rows that are loaded by index have another for the index.
+    """
 
     m: int
     n: int
@@ -79,7 +82,7 @@ TILES: dict[int, Tiles] = {
         GroupedTile(128, 256, 64, 8, 3),
     ),
 }
-OUTER = GradTile(128, 256, 64, 8, 5)  # rows are loaded by index, which takes a stage of its own
+OUTER = GradTile(128, 256, 64, 8, 4)
 REFERENCE = GroupedTile(128, 128, 64, 8, 3)
 
 

@@ -102,7 +102,8 @@ def grouped_outer(
     _outer[(order.num_experts * per_expert,)](
         grad, x, out, order.slots, order.starts, n, k, grad.stride(0), x.stride(0),
         order.experts_per_token, gathers_grad, gathers_x, n % tile.m == 0, k % tile.n == 0,
-        tile.m, tile.n, tile.k, tile.group, num_warps=tile.warps, num_stages=tile.stages,
+        tile.m, tile.n, tile.k, tile.group, num_warps=tile.warps,
+        num_stages=tile.stages + (gathers_grad or gathers_x),
     )  # fmt: skip
     return out
 
