@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -100,12 +101,18 @@ def routes_of(module: MoeMlp, x: Tensor) -> ExpertRoutes:
 def sglang_experts() -> Callable[[Tensor, Layer, ExpertRoutes], Tensor] | None:
     """Return SGLang's fused experts, or None where the package is not there or does not run."""
     try:
+        from sglang.srt.distributed import parallel_state
         from sglang.srt.layers.moe import MoeRunnerConfig
         from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts
         from sglang.srt.layers.moe.topk import StandardTopKOutput
         from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
         set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
+        with tempfile.TemporaryDirectory() as folder:
+            parallel_state.init_distributed_environment(
+                1, 0, distributed_init_method=f"file://{folder}/store", local_rank=0
+            )
+        parallel_state.initialize_model_parallel()
         config = MoeRunnerConfig(EXPERTS, EXPERTS, inplace=False)
     except Exception:  # noqa: BLE001 (whatever a version of the peer raises, ours is measured)
         print(f"SGLang is not measured:\n{traceback.format_exc()}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A fake SGLang 0.5.16: its structs and sockets, and a scheduler that draws tokens by hashing.
+"""A fake SGLang 0.5.16 or 0.5.17: its structs, its sockets, and tokens that it draws by hashing.
 
 `write_site` makes a folder of packages, which `engine.python` may name, and in which this file is
 `sglang.srt.server_args`. The child's own program then runs as it does with the real SGLang. A token
@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import time
 from array import array
 from collections import deque
@@ -25,6 +26,7 @@ import msgspec
 import zmq
 
 VERSION = "0.5.16"
+IS_LATER = getattr(sys.modules.get("sglang"), "__version__", VERSION) == "0.5.17"
 FORCED_INTERVAL = 50  # tokens between messages of a request that is not streamed
 
 
@@ -75,19 +77,36 @@ class BaseReq(msgspec.Struct, tag=True, kw_only=True, array_like=True):
     http_worker_ipc: str | None = None
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=not IS_LATER, array_like=IS_LATER):
     max_new_tokens: int | None = 128
-    stop: list[str] | None = None
+    stop: str | list[str] | None = None
     stop_token_ids: set[int] | None = None
+    stop_regex: str | list[str] | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 1 << 30
     min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    n: int = 1
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
     stream_interval: int | None = None
+    logit_bias: dict[str, float] | None = None
     sampling_seed: int | None = None
-    stop_strs: list[str] | None = None
-    stop_regex_strs: list[str] | None = None
+    custom_params: dict[str, Any] | None = None
+    stop_strs: str | list[str] | None = None
+    stop_regex_strs: str | list[str] | None = None
+    stop_str_max_len: int = 0
+    stop_regex_max_len: int = 0
     is_normalized: bool = False
 
 

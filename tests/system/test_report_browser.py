@@ -124,9 +124,7 @@ def warmed(folder: Path) -> Path:
 
 
 def ticks(browser: Browser, metric: str) -> list[float]:
-    return [
-        float(text) for text in browser.each(f"[data-metrics~='{metric}'] text.tick")
-    ]
+    return [float(text) for text in browser.each(f"[data-metrics~='{metric}'] text.tick")]
 
 
 def test_the_charts_have_steps_minutes_or_tokens_across(browser: Browser, tmp_path: Path) -> None:
@@ -263,9 +261,7 @@ return [...document.body.querySelectorAll('*')]
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_phone_shows_the_whole_width(
-    browser: Browser, tmp_path: Path, several: bool
-) -> None:
+def test_a_phone_shows_the_whole_width(browser: Browser, tmp_path: Path, several: bool) -> None:
     runs = [troubled(tmp_path / "a_run_with_quite_a_long_name")]
     runs += [troubled(tmp_path / "another_run_with_a_longer_name_still")] if several else []
     page = opened(browser, *runs)

@@ -112,6 +112,7 @@ def build(
         dtype=dtype,
         device=device,
         max_kv_tokens=ready.max_num_tokens,
+        version=ready.version,
         decode=decode,
         start_seconds=ready.seconds,
         returns_routes=records_routes,

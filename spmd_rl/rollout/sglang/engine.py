@@ -52,14 +52,15 @@ class SglangEngine(RankEngine):
         dtype: str,
         device: torch.device,
         max_kv_tokens: int,
+        version: str,
         decode: Callable[[tuple[int, ...]], str] | None = None,
         start_seconds: Mapping[str, float] | None = None,
         returns_routes: bool = False,
     ) -> None:
         """`child` is ready. `boxes` are its parts of the weights, which a push brings in `dtype`.
 
-        `start_seconds` says how long each part of the child's start took. Requests may ask for
-        routes if the child `returns_routes`.
+        `version` is SGLang's. `start_seconds` says how long each part of the child's start took.
+        Requests may ask for routes if the child `returns_routes`.
         """
         super().__init__(child, cfg)
         self.start_seconds = dict(start_seconds or {})
@@ -77,7 +78,9 @@ class SglangEngine(RankEngine):
             slab_bytes=cfg.slab_bytes,
             deadline_s=cfg.answer_deadline_s,
         )
-        self._table = RequestTable(spec, max_kv_tokens, decode, returns_routes)
+        self._table = RequestTable(
+            spec, max_kv_tokens, decode, version=version, returns_routes=returns_routes
+        )
         self._answers = AnswerCollector(self._table, self._abort)
         self._last_heard_s = time.monotonic()
         self._num_steps = 0

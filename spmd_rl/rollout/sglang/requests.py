@@ -27,6 +27,7 @@ from spmd_rl.rollout.sglang.structs import (
     RoutedGenerateReqInput,
     SamplingParams,
     TokenizedGenerateReqInput,
+    sampling_params_type,
     token_array,
 )
 from spmd_rl.types.prompts import prompt_name
@@ -110,10 +111,13 @@ class RequestTable:
         spec: ModelSpec,
         max_kv_tokens: int,
         decode: Callable[[tuple[int, ...]], str] | None,
+        *,
+        version: str,
         returns_routes: bool = False,
     ) -> None:
-        """`decode` turns tokens into text; without it, requests may not have stop strings."""
+        """`version` is SGLang's. `decode` turns tokens into text, which stop strings need."""
         self.spec = spec
+        self._params_type = sampling_params_type(version)
         self._returns_routes = returns_routes
         self._validator = RequestValidator(spec, max_kv_tokens)
         self._decode = decode
@@ -214,7 +218,7 @@ class RequestTable:
     def _sampling_params(self, one: OpenRequest) -> SamplingParams:
         request, sampling = one.request, one.request.sampling
         is_greedy = sampling.temperature == 0
-        return SamplingParams(
+        return self._params_type(
             max_new_tokens=self._max_length(request) - request.num_tokens,
             stop_token_ids=sorted(self._ends(request)) or None,
             temperature=sampling.scored_temperature,

@@ -32,20 +32,49 @@ class _BatchOutput(msgspec.Struct, tag=True, array_like=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How the scheduler draws the tokens of a request; a map in msgpack, unlike the others."""
+    """How the scheduler draws the tokens of a request; 0.5.16 reads it as a map.
+
+    Its fields are in the order of 0.5.17. Those that are nil here are never set.
+    """
 
     max_new_tokens: int = 128
+    stop: None = None
     stop_token_ids: list[int] | None = None
+    stop_regex: None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = ALL_TOKENS
     min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    n: int = 1
+    json_schema: None = None
+    regex: None = None
+    ebnf: None = None
+    structural_tag: None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
     stream_interval: int | None = None
+    logit_bias: None = None
     sampling_seed: int | None = None
+    custom_params: None = None
     stop_strs: list[str] | None = None
     stop_regex_strs: list[str] | None = None
+    stop_str_max_len: int = 0
+    stop_regex_max_len: int = 0
     is_normalized: bool = False
+
+
+class ArraySamplingParams(SamplingParams, array_like=True, kw_only=True):
+    """The same as 0.5.17 reads it: an array without a name."""
+
+
+def sampling_params_type(version: str) -> type[SamplingParams]:
+    return SamplingParams if version == "0.5.16" else ArraySamplingParams
 
 
 class TokenizedGenerateReqInput(_Request, kw_only=True):

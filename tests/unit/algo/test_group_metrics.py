@@ -26,7 +26,7 @@ def test_by_hand(make_group) -> None:
         "rollout/truncated": pytest.approx(1 / 6),
         "version/lag_mean": pytest.approx((7 * 0 + 3 * 2 + 8 * 1) / 18),
         "version/lag_max": 2.0,
-            "version/older_share": pytest.approx((3 + 8) / 18),
+        "version/older_share": pytest.approx((3 + 8) / 18),
     }
 
 

@@ -173,7 +173,7 @@ def test_a_step_takes_whole_groups_and_waits_for_one_that_is_due() -> None:
         ({"max_lag": 0}, "max_lag = 0: expected 1 or more with round_tokens"),
         ({"oversample": 1.0}, "oversample = 1.0: expected more than 1, and at most 2"),
         ({"oversample": 2.5}, "oversample = 2.5: expected more than 1, and at most 2"),
-        ({"tail": "abort"}, 'tail = \'abort\': expected "keep" with round_tokens'),
+        ({"tail": "abort"}, "tail = 'abort': expected \"keep\" with round_tokens"),
         ({"round_tokens": -1}, "round_tokens = -1: expected 0 or more"),
     ],
 )

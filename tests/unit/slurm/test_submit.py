@@ -73,9 +73,7 @@ def test_ranks_a_node(words: list[str], nproc: str, capsys: pytest.CaptureFixtur
     assert f"\nnproc={nproc}\n" in capsys.readouterr().out
 
 
-def test_a_folder_with_a_run_is_told(
-    elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_a_run_is_told(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, data = EXAMPLE / "model", EXAMPLE / "train.jsonl"
     words = ["grpo", f"--model={model}", f"--data={data}", "--trainer.init=random", "--dry-run"]
     assert main([*words, "--steps=3"]) == 0

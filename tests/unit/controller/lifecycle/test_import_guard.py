@@ -29,9 +29,7 @@ STUBBORN = "while True:\n    try:\n        while True: pass\n    except BaseExce
 
 @pytest.mark.parametrize("text", [NEVER, STUBBORN, "print('x' * 5_000_000)\n" + NEVER])
 @pytest.mark.parametrize("kind", ["reward", "recipe"])
-def test_an_import_that_does_not_end_ends_the_process(
-    tmp_path: Path, kind: str, text: str
-) -> None:
+def test_an_import_that_does_not_end_ends_the_process(tmp_path: Path, kind: str, text: str) -> None:
     file = tmp_path / "mine_of_import_guard.py"
     file.write_text(text)
     name = str(file) if kind == "recipe" else f"{file}:grade"
