@@ -78,8 +78,9 @@ def table(runs: Runs) -> str:
     lines = ["| " + " | ".join(head) + " |", "| --- | --: | --- |" + " --: |" * (len(head) - 3)]
     for task, lr, variant, found in groups(runs):
         steps = [run["steps"] for run in found]
-        tokens = sum(sum(column["tokens"]) for column in steps)
-        unequal = sum(sum(column["unequal"]) for column in steps)
+        tokens, unequal = (
+            sum(np.nansum(column[name]) for column in steps) for name in ("tokens", "unequal")
+        )
         cells = [
             task, f"{lr:g}", variant, str(len(found)),
             spread([final(run) for run in found]),
@@ -90,7 +91,7 @@ def table(runs: Runs) -> str:
             short(max(max(column["clip_frac"]) for column in steps)),
             short(statistics.mean(chain.from_iterable(one["mean_abs_dlogp"] for one in steps))),
             short(max(max(column["max_abs_dlogp"]) for column in steps)),
-            f"{unequal / tokens:.2%}" if unequal else "0",
+            (f"{unequal / tokens:.2%}" if unequal else "0") if tokens else "-",
             f"{sum(map(collapsed, found))}",
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")

@@ -75,7 +75,7 @@ VARIANTS = {
 
 
 class Task(NamedTuple):
-    """Settings of a task, its recipe by variant, and its rates: the usual one, high, between."""
+    """Settings of a task, its recipe by variant, and its rates, the usual one first."""
 
     words: list[str]
     recipe: str
@@ -98,7 +98,7 @@ TASKS = {
             "one-ahead": "grpo_async",
             "asynchronous": "grpo_fully_async",
         },
-        (3e-5, 3e-4, 1e-4),
+        (3e-5, 3e-4, 1e-3),
     ),
     "arithmetic": Task(
         ["--config=examples/arithmetic/gpu.toml", *SMALL],
