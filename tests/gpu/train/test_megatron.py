@@ -23,16 +23,20 @@ pytestmark = pytest.mark.skipif(
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 SP = {"sequence_parallel": True}
 ENGINE = {"layers": "transformer_engine"}
+MIXTURE = "qwen3_moe"
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 
 class Case(NamedTuple):
     backend: dict[str, Any] | None  # None: FSDP2
     num_ranks: int = 1
     split: dict[str, int] = {}  # noqa: RUF012 - nobody changes it
+    family: str = "qwen3"
 
 
 CASES = {
     "fsdp2": Case(None),
+    "experts, fsdp2": Case(None, family=MIXTURE),
     "local": Case({}),
     "whole optimizer": Case({"distributed_optimizer": False}),
     "moments on the host": Case({"offload": "moments"}),
@@ -46,7 +50,12 @@ CASES = {
     "engine, pp 2": Case(ENGINE, 2, {"pp": 2}),
     "engine, cp 2": Case(ENGINE, 2, {"cp": 2}),
     "engine, tp 2 x pp 2": Case(SP | ENGINE, 4, {"tp": 2, "pp": 2}),
+    "experts": Case({}, family=MIXTURE),
+    "experts, engine": Case(ENGINE, family=MIXTURE),
+    "experts, ep 2": Case({}, 2, {"ep": 2}, MIXTURE),
+    "experts, engine, ep 2": Case(ENGINE, 2, {"ep": 2}, MIXTURE),
 }
+REFERENCES = {"qwen3": "fsdp2", MIXTURE: "experts, fsdp2"}
 Found = tuple[dict[str, Any], dict[str, dict[str, Tensor]]]
 
 
@@ -54,13 +63,17 @@ Found = tuple[dict[str, Any], dict[str, dict[str, Tensor]]]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
     """Return the report of two steps of a case, and its tensors by kind and name."""
     work = tmp_path_factory.mktemp("megatron")
-    model = write_model(work / "model", "qwen3", std=0.04, **SIZES)
+    models = {
+        "qwen3": write_model(work / "model", "qwen3", std=0.04, **SIZES),
+        MIXTURE: write_model(work / "mixture", MIXTURE, std=0.04, **SIZES, **EXPERTS),
+    }
 
     @cache
     def found(name: str) -> Found:
         case = CASES[name]
         trainer = {"lr": 1e-4, "max_tokens": 400, "dtype": "bfloat16"}
-        settings = {"split": case.split, "trainer": trainer, "model": str(model), "seeds": [0, 1]}
+        settings = {"split": case.split, "trainer": trainer, "seeds": [0, 1]}
+        settings["model"] = str(models[case.family])
         if case.backend is not None:
             settings["backend"] = case.backend
         file, out = work / "case.json", work / "out.json"
@@ -77,13 +90,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "fsdp2"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.backend is not None])
 def test_steps_are_close_to_those_of_fsdp2(run: Callable[[str], Found], name: str) -> None:
-    if name.startswith("engine") and find_spec("transformer_engine") is None:
+    if "engine" in name and find_spec("transformer_engine") is None:
         pytest.skip("transformer-engine is not installed: pip install -e '.[te]'")
     if CASES[name].num_ranks > torch.cuda.device_count():
         pytest.skip(f"needs {CASES[name].num_ranks} GPUs")
-    (report, tensors), (expected, expected_tensors) = run(name), run("fsdp2")
+    (report, tensors), (expected, expected_tensors) = run(name), run(REFERENCES[CASES[name].family])
     mask = torch.from_numpy(make_batch(0).mask)
     own, other = (torch.tensor(one["scores"][0])[mask] for one in (report, expected))
     difference = (own - other).abs()

@@ -1,0 +1,76 @@
+"""Push of a mixture into SGLang on one GPU, beside SGLang's own update from tensors.
+
+    python -m benchmarks.sglang_experts_push --python /tmp/sgl [--layers 8] [--save]
+
+The shape is that of Qwen3-30B-A3B with fewer layers. Bytes and names of a layer are those of the
+whole model, so the ratio is, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.record import finish, gpu, gpu_machine, measured
+from benchmarks.sglang_engine import TOKENIZER_OF, push_rows
+from benchmarks.shapes import config, random_weights, write_config
+from spmd_rl.model.read import read_spec
+from spmd_rl.rollout.sglang.build import build
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
+from spmd_rl.rollout.sglang.options import ask_site
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--python", default="", help="as engine.python")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--save", action="store_true", help="write the result")
+    words = parser.parse_args()
+    options = {"attention_backend": "triton", "cuda_graph_max_bs_decode": 8}
+    cfg = SglangEngineConfig(python=words.python, options=options, max_batch=8)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        write_config("8B", folder, TOKENIZER_OF)
+        sizes = config("8B") | EXPERTS | {"num_hidden_layers": words.layers}
+        (folder / "config.json").write_text(json.dumps(sizes))
+        weights = {
+            key: tensor.to(torch.bfloat16) for key, tensor in random_weights(read_spec(folder))
+        }
+        engine = build(cfg, str(folder), torch.device("cuda", 0))
+        try:
+            rows = [
+                measured("layers of Qwen3-30B-A3B", words.layers, ""),
+                measured("bytes", sum(one.nbytes for one in weights.values()) / 2**30, "GiB"),
+                *push_rows(engine, weights),
+            ]
+        finally:
+            engine.close()
+    version = ask_site(cfg.python).version
+    return finish(
+        __file__, ("torch",), rows, save=words.save, machine=gpu_machine(), sglang=version, **gpu()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
