@@ -18,27 +18,11 @@ import torch
 
 from benchmarks.record import finish, gpu, gpu_machine, measured
 from benchmarks.sglang_engine import TOKENIZER_OF, push_rows
-from benchmarks.shapes import config, random_weights, write_config
+from benchmarks.shapes import MIXTURE, config, random_weights, write_config
 from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.sglang.build import build
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.options import ask_site
-
-EXPERTS = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "tie_word_embeddings": False,
-}
 
 
 def main() -> int:
@@ -51,8 +35,8 @@ def main() -> int:
     cfg = SglangEngineConfig(python=words.python, options=options, max_batch=8)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        write_config("8B", folder, TOKENIZER_OF)
-        sizes = config("8B") | EXPERTS | {"num_hidden_layers": words.layers}
+        write_config(MIXTURE, folder, TOKENIZER_OF)
+        sizes = config(MIXTURE) | {"num_hidden_layers": words.layers}
         (folder / "config.json").write_text(json.dumps(sizes))
         weights = {
             key: tensor.to(torch.bfloat16) for key, tensor in random_weights(read_spec(folder))

@@ -29,13 +29,26 @@ QWEN3 = {
     "4B": (2560, 9728, 36, 32, 8, True),
     "8B": (4096, 12288, 36, 32, 8, False),
 }
+MIXTURE = "30B-A3B"
+MIXTURE_SIZES = (2048, 6144, 48, 32, 4, False)
+# what its config.json has beside or in place of what a dense model's has
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 MEASURED_FLOPS_PER_S = 788e12  # an 8192^3 bf16 product of random data, measured on an H200
 
 
 def config(name: str) -> dict[str, object]:
     """Return the config.json of a Qwen3 of this size."""
-    hidden, inner, layers, heads, kv_heads, tied = QWEN3[name]
-    return {
+    hidden, inner, layers, heads, kv_heads, tied = MIXTURE_SIZES if name == MIXTURE else QWEN3[name]
+    dense = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "hidden_size": hidden,
@@ -59,6 +72,7 @@ def config(name: str) -> dict[str, object]:
         "eos_token_id": 151645,
         "torch_dtype": "bfloat16",
     }
+    return dense | (EXPERTS if name == MIXTURE else {})
 
 
 def write_config(name: str, folder: Path, tokenizer_of: Path | None = None) -> ModelSpec:

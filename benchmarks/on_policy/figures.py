@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rcParams
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.on_policy.runs import RUNS, TASKS, VARIANTS
@@ -114,14 +113,12 @@ def short(value: float) -> str:
 
 def drawn(name: str, shape: tuple[int, int], draw: Callable[[Any], None]) -> None:
     """Write a picture whose bytes depend on nothing but the runs."""
-    rcParams["svg.hashsalt"] = name
-    rcParams["svg.fonttype"] = "none"
     figure = Figure(figsize=(4.2 * shape[1], 2.9 * shape[0]), layout="constrained")
-    FigureCanvasSVG(figure)
+    FigureCanvasAgg(figure)
     draw(figure.subplots(*shape, squeeze=False))
     folder = PAGE.with_suffix("")
     folder.mkdir(exist_ok=True)
-    figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    figure.savefig(folder / f"{name}.png", dpi=72, metadata={"Software": None})
 
 
 def bands(axes: Axes, runs: Runs, column: str, variants: Iterable[str] = VARIANTS) -> None:
