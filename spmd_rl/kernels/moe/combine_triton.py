@@ -31,8 +31,9 @@ def sum_slots(y: Tensor, order: DeviceOrder) -> Tensor:
     out = y.new_empty(num_tokens, columns)
     block = min(triton.next_power_of_2(columns), BLOCK)
     _sum_slots[(num_tokens, triton.cdiv(columns, block))](
-        y, order.rows, out, columns, per_token, block, enable_fp_fusion=False, **overlapping()
-    )
+        y, order.rows, out, columns, order.num_experts, per_token, order.is_one_token, block,
+        enable_fp_fusion=False, **overlapping(),
+    )  # fmt: skip
     return out
 
 
@@ -70,7 +71,8 @@ def gated_gradients(
 
 @triton.jit
 def _sum_slots(
-    y, rows, out, columns, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
+    y, rows, out, columns, num_experts,
+    PER_TOKEN: tl.constexpr, ONE_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -79,6 +81,8 @@ def _sum_slots(
     total = tl.zeros((BLOCK,), tl.float32)
     for number in tl.static_range(PER_TOKEN):
         row = tl.load(rows + token * PER_TOKEN + number)
+        if ONE_TOKEN:
+            row = tl.where(row < num_experts, number, -1)
         own = tl.load(y + row.to(tl.int64) * columns + column, mask=inside & (row >= 0), other=0.0)
         total = own.to(tl.float32) if number == 0 else total + own.to(tl.float32)
     tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=inside)

@@ -24,7 +24,7 @@ from spmd_rl.kernels.moe.grouped_triton import (
     grouped_outer,
     rows_to_experts,
 )
-from spmd_rl.kernels.moe.order_triton import DeviceOrder, order_on_device
+from spmd_rl.kernels.moe.order_triton import DeviceOrder, order_of_token, order_on_device
 from spmd_rl.kernels.moe.router import ExpertRoutes
 from spmd_rl.kernels.rowwise.activation_triton import silu_mul_forward
 from spmd_rl.kernels.runtime.differentiable import call
@@ -44,6 +44,8 @@ class ExpertWeights(NamedTuple):
 def order_slots(routes: ExpertRoutes, num_experts: int) -> DeviceOrder:
     """Order the slots by expert, with tiles for as many rows. The host does not wait."""
     tiles = choose_tiles(routes.ids.numel(), num_experts)
+    if len(routes.ids) == 1 and not torch.is_grad_enabled():
+        return order_of_token(routes.ids, num_experts, tiles.m)
     return order_on_device(routes.ids, num_experts, tiles.m)
 
 

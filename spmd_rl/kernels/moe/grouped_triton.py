@@ -49,7 +49,7 @@ def grouped_matmul(
         out if scales is None else scales, k, n, x.stride(0), order.max_tiles, weights.num_experts,
         1 if gated else parts, 1, order.experts_per_token, gathers, scales is not None, gated,
         False, weights.is_aligned, n % tile.n == 0, k % tile.k == 0, tile.swap,
-        tile.m, tile.n, tile.k, tile.group,
+        order.is_one_token, tile.m, tile.n, tile.k, tile.group,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
     return out
@@ -76,7 +76,7 @@ def grouped_matmul_turned(
         n, k, grad.stride(0), order.max_tiles, weights.num_experts,
         1, parts, order.experts_per_token, gathers, False, False, True,
         weights.is_aligned, k % tile.n == 0, n % tile.k == 0, False,
-        tile.m, tile.n, tile.k, tile.group,
+        order.is_one_token, tile.m, tile.n, tile.k, tile.group,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -127,18 +127,30 @@ def _grouped(
     OUT_PARTS: tl.constexpr, SUM_PARTS: tl.constexpr, PER_TOKEN: tl.constexpr,
     GATHERS: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr, TURNED: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
     columns = tl.cdiv(n, TILE_N) * OUT_PARTS
     wait()
-    tile, column_tile = _place_of(tl.program_id(0), tl.load(tiles), columns, GROUP)
+    num_tiles = max_tiles if ONE_TOKEN else tl.load(tiles)
+    tile, column_tile = _place_of(tl.program_id(0), num_tiles, columns, GROUP)
     if column_tile >= columns:
         return
-    part, expert = column_tile // tl.cdiv(n, TILE_N), tl.load(tiles + 1 + tile)
+    part, expert = (
+        column_tile // tl.cdiv(n, TILE_N),
+        tl.load(tiles + (0 if ONE_TOKEN else 1) + tile),
+    )
+    if expert >= num_experts:
+        return
     column = column_tile % tl.cdiv(n, TILE_N) * TILE_N + tl.arange(0, TILE_N)
-    row = tl.load(tiles + 1 + max_tiles + tile) + tl.arange(0, TILE_M)
-    is_row = row < tl.load(starts + expert + 1)
-    slot = tl.load(slots + row, mask=is_row, other=0)
+    if ONE_TOKEN:
+        row = tile + tl.arange(0, TILE_M)
+        is_row = row == tile
+        slot = tl.where(is_row, row, 0)
+    else:
+        row = tl.load(tiles + 1 + max_tiles + tile) + tl.arange(0, TILE_M)
+        is_row = row < tl.load(starts + expert + 1)
+        slot = tl.load(slots + row, mask=is_row, other=0)
     source = slot // PER_TOKEN if GATHERS else tl.where(is_row, row, 0)
     x_at = x + source.to(tl.int64)[:, None] * x_stride
     total = tl.zeros((TILE_N, TILE_M) if SWAP else (TILE_M, TILE_N), tl.float32)

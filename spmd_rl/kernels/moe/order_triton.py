@@ -30,6 +30,8 @@ class DeviceOrder:
     Shape: int32; `slots` [S]: the slot of each row; `rows` [T, K]: the row of each slot, -1 for a
     slot of no expert; `starts` [E + 1]: the first row of each expert, and the end of the last;
     `tiles` [1 + 2 max_tiles]: the number of tiles, the expert of each, and its first row.
+    The slots of one token are in order already, and each is a tile. Then kernels read all of it
+    from the token's `ids`, which every list is, and no launch makes an order.
     """
 
     slots: Tensor
@@ -37,14 +39,12 @@ class DeviceOrder:
     starts: Tensor
     tiles: Tensor
     tile_rows: int
+    num_experts: int
+    is_one_token: bool = False
 
     @property
     def num_slots(self) -> int:
         return len(self.slots)
-
-    @property
-    def num_experts(self) -> int:
-        return len(self.starts) - 1
 
     @property
     def experts_per_token(self) -> int:
@@ -52,7 +52,7 @@ class DeviceOrder:
 
     @property
     def max_tiles(self) -> int:
-        return len(self.tiles) // 2
+        return self.num_slots if self.is_one_token else len(self.tiles) // 2
 
 
 def most_tiles(num_slots: int, num_experts: int, tile_rows: int) -> int:
@@ -80,7 +80,16 @@ def order_on_device(ids: Tensor, num_experts: int, tile_rows: int) -> DeviceOrde
         chunks > 1, bins, chunk, tile_rows, TILE_BLOCK, num_warps=8 if chunk > LEAST_CHUNK else 4,
         **overlapping(),
     )  # fmt: skip
-    return DeviceOrder(slots, rows.view(ids.shape), starts, tiles, tile_rows)
+    return DeviceOrder(slots, rows.view(ids.shape), starts, tiles, tile_rows, num_experts)
+
+
+def order_of_token(ids: Tensor, num_experts: int, tile_rows: int) -> DeviceOrder:
+    """Return the order of a single token's slots, for kernels without gradients.
+
+    Shape: ids [1, K] int64, ascending.
+    """
+    slots = ids.view(-1)
+    return DeviceOrder(slots, ids, slots, slots, tile_rows, num_experts, is_one_token=True)
 
 
 @triton.jit

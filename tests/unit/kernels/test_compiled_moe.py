@@ -42,7 +42,7 @@ def order(tile_rows: int) -> DeviceOrder:
     sizes = slots, slots, EXPERTS + 1, 1 + 2 * most_tiles(slots, EXPERTS, tile_rows)
     found = [torch.zeros(size, dtype=torch.int32) for size in sizes]
     found[1] = found[1].view(TOKENS, CHOSEN)
-    return DeviceOrder(*found, tile_rows)
+    return DeviceOrder(*found, tile_rows, EXPERTS)
 
 
 def table(parts: int, n: int, k: int) -> Addresses:

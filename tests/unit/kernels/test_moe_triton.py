@@ -25,6 +25,7 @@ LAYERS = [
     ((20, 5, 2, 12), 17, 0, 0, True),  # tiles that end inside a matrix
     ((40, 6, 3, 24), 26, 0, 0, False),  # several tiles along every axis, several chunks of slots
     ((32, 8, 2, 16), 3, 0, 0, True),  # experts without tokens
+    ((32, 8, 3, 16), 1, 0, 0, True),  # one token, whose order is that of its experts
     ((24, 4, 2, 16), 12, 3, 0, True),
     ((24, 6, 2, 16), 9, 0, 20, True),  # a router of sigmoids, and a shared expert
 ]
@@ -74,9 +75,13 @@ def test_a_rows_bits_depend_on_no_other_row(tmp_path: Path) -> None:
     state = {name: one.detach() for name, one in mixture(sizes, True).named_parameters()}
     x, used = drawn(21, 24), torch.arange(21) % 3 - 1
     x[used < 0] = float("nan")
-    ((whole, some),) = results(Calls(CALLS, "padded", {}, [(sizes, state, x, used)]), tmp_path)
+    one, unused = x[1:2], torch.tensor([-1])
+    calls = [(sizes, state, x, used), (sizes, state, one, unused), (sizes, state, one, used[1:2])]
+    (whole, some), (none, _), (alone, _) = results(Calls(CALLS, "padded", {}, calls), tmp_path)
     assert torch.equal(whole[used >= 0], some)
     assert not whole[used < 0].any()
+    assert not none.any()
+    torch.testing.assert_close(alone, whole[1:2])  # torch's product of one row has other bits here
 
 
 ORDERS = [(5, 6, 2, 16, 64), (40, 9, 3, 16, 64), (70, 128, 8, 16, 256), (64, 3, 3, 32, 64)]
