@@ -9,7 +9,6 @@ whole model, so the ratio is, too.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -18,8 +17,7 @@ import torch
 
 from benchmarks.record import finish, gpu, gpu_machine, measured
 from benchmarks.sglang_engine import TOKENIZER_OF, push_rows
-from benchmarks.shapes import MIXTURE, config, random_weights, write_config
-from spmd_rl.model.read import read_spec
+from benchmarks.shapes import MIXTURE, random_weights, write_config
 from spmd_rl.rollout.sglang.build import build
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.options import ask_site
@@ -35,12 +33,8 @@ def main() -> int:
     cfg = SglangEngineConfig(python=words.python, options=options, max_batch=8)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        write_config(MIXTURE, folder, TOKENIZER_OF)
-        sizes = config(MIXTURE) | {"num_hidden_layers": words.layers}
-        (folder / "config.json").write_text(json.dumps(sizes))
-        weights = {
-            key: tensor.to(torch.bfloat16) for key, tensor in random_weights(read_spec(folder))
-        }
+        spec = write_config(f"{MIXTURE}@{words.layers}", folder, TOKENIZER_OF)
+        weights = {key: tensor.to(torch.bfloat16) for key, tensor in random_weights(spec)}
         engine = build(cfg, str(folder), torch.device("cuda", 0))
         try:
             rows = [

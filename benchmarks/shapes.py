@@ -46,14 +46,15 @@ MEASURED_FLOPS_PER_S = 788e12  # an 8192^3 bf16 product of random data, measured
 
 
 def config(name: str) -> dict[str, object]:
-    """Return the config.json of a Qwen3 of this size."""
+    """Return the config.json of a Qwen3 of this size; "SIZE@N" has N layers."""
+    name, _, few = name.partition("@")
     hidden, inner, layers, heads, kv_heads, tied = MIXTURE_SIZES if name == MIXTURE else QWEN3[name]
     dense = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "hidden_size": hidden,
         "intermediate_size": inner,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": int(few or layers),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": HEAD_DIM,
