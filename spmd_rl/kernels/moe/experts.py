@@ -60,17 +60,27 @@ def experts_output(
 
     Shape: x [T, C] bf16; returns [T, C].
     """
-    x, order = dense(x), order_slots(routes, len(weights.gate))
     if not torch.is_grad_enabled():
-        tiles = _tiles_of(order)
-        gate_up = kept.of("gate, up", [weights.gate, weights.up])
-        hidden = grouped_matmul(x, gate_up, order, tiles.gated, gathers=True, gated=True)
-        down = kept.of("down", [weights.down])
-        y = grouped_matmul(hidden, down, order, tiles.down, scales=routes.weights)
-        return sum_slots(y, order)
+        return sum_slots(*slots_output(x, routes, weights, kept))
+    order = order_slots(routes, len(weights.gate))
     flat = (one for part in weights for one in part)
-    out: Tensor = _Experts.apply(x, routes.weights, order, *flat)
+    out: Tensor = _Experts.apply(dense(x), routes.weights, order, *flat)
     return out
+
+
+def slots_output(
+    x: Tensor, routes: ExpertRoutes, weights: ExpertWeights, kept: KeptAddresses
+) -> tuple[Tensor, DeviceOrder]:
+    """Return what each slot's expert gives it, by row, and the order of rows. No gradients.
+
+    Rows that no expert has are not set. Shape: x [T, C] bf16; returns [S, C].
+    """
+    order = order_slots(routes, len(weights.gate))
+    tiles = _tiles_of(order)
+    gate_up = kept.of("gate, up", [weights.gate, weights.up])
+    hidden = grouped_matmul(dense(x), gate_up, order, tiles.gated, gathers=True, gated=True)
+    down = kept.of("down", [weights.down])
+    return grouped_matmul(hidden, down, order, tiles.down, scales=routes.weights), order
 
 
 class _Experts(torch.autograd.Function):

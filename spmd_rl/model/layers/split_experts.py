@@ -19,17 +19,21 @@ from torch.distributed import ProcessGroup
 from spmd_rl.kernels import is_exact, linear, linear_fp32, pad_rows, silu_mul, unpad_rows
 from spmd_rl.kernels.moe.dispatcher import Dispatched, EpDispatcher
 from spmd_rl.kernels.moe.expert_addresses import KeptAddresses
+from spmd_rl.kernels.moe.expert_gather import ExpertGather, SlotRows
 from spmd_rl.kernels.moe.router import ExpertRoutes
+from spmd_rl.kernels.moe.slots import by_expert, to_experts
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 from spmd_rl.model.layers.mlp import PROJECTIONS
 
 Copies = Sequence[Sequence[Tensor]]  # for each source rank, the weight of each own expert
+Weights = Sequence[Sequence[Tensor]]  # for each projection, the weight of each own expert
 
 
 class SplitExperts(nn.ModuleList):
     """The experts of a layer that this rank has, under the numbers that they have among all.
 
-    All ranks of `group` call it together, each with its own tokens.
+    All ranks of `group` call it together, each with its own tokens. An engine sets `gather`: passes
+    of at most its rows then take it, and have equally many rows on every rank.
     """
 
     def __init__(self, experts: nn.ModuleList, group: ProcessGroup) -> None:
@@ -37,13 +41,17 @@ class SplitExperts(nn.ModuleList):
         self.dispatcher = EpDispatcher(group, len(experts))
         for number in self.dispatcher.own:
             self.add_module(str(number), experts[number])
-        self._kept = KeptAddresses()
+        self.gather: ExpertGather | None = None
+        self._kept, self._kept_of_gather = KeptAddresses(), KeptAddresses()
 
     def forward(self, x: Tensor, routes: ExpertRoutes) -> Tensor:
         """Return the sum of what each token's experts give it, whatever ranks have them.
 
         Shape: x [T, C]; returns [T, C].
         """
+        gather = self.gather
+        if gather is not None and not torch.is_grad_enabled() and len(x) <= gather.max_rows:
+            return gather.run(x, routes, self._own_slots)
         sent = self.dispatcher.dispatch(x, routes)
         projections = [self._copies(name, x.dtype) for name in PROJECTIONS]
         if is_exact(x):
@@ -51,6 +59,18 @@ class SplitExperts(nn.ModuleList):
         else:
             y = _one_by_one(sent, projections)
         return self.dispatcher.combine(y, sent)
+
+    def _own_slots(self, x: Tensor, routes: ExpertRoutes) -> SlotRows:
+        """Return what this rank's experts give the rows of all ranks (`expert_gather`)."""
+        weights = [
+            [getattr(expert, name).weight.to(x.dtype) for expert in self] for name in PROJECTIONS
+        ]
+        if not is_exact(x):
+            return _slots_one_by_one(x, routes, weights)
+        from spmd_rl.kernels.moe.experts import ExpertWeights, slots_output
+
+        y, order = slots_output(x, routes, ExpertWeights(*weights), self._kept_of_gather)
+        return SlotRows(y, order.rows)
 
     def _copies(self, name: str, dtype: torch.dtype) -> Copies:
         """Return a projection's weights in `dtype`, once for each source rank."""
@@ -87,6 +107,17 @@ def _one_by_one(sent: Dispatched, projections: Sequence[Copies]) -> Tensor:
     # An expert without rows has gradients too, as it may have rows on another rank.
     given = [_weighted(*one) for one in groups if len(one[0]) or torch.is_grad_enabled()]
     return torch.cat([sent.rows[:0], *given])
+
+
+def _slots_one_by_one(x: Tensor, routes: ExpertRoutes, weights: Weights) -> SlotRows:
+    """Return what experts give the slots that are theirs, one after the other."""
+    num_own = len(weights[0])
+    order = by_expert(routes.ids, num_own + 1)
+    scales = routes.weights.flatten()[order.slots].split(order.counts)
+    rows = to_experts(x, order).split(order.counts)
+    groups = zip(rows, scales, *weights, strict=False)  # the last rows are of no own expert
+    y = torch.cat([x[:0], *(_weighted(*one) for one in groups if len(one[0]))])
+    return SlotRows(y, torch.where(routes.ids < num_own, order.rows, -1))
 
 
 def _weighted(x: Tensor, weight: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -1,0 +1,120 @@
+"""Run under torchrun by test_gather.py: `gather_ranks.py OUT.json`, on four ranks.
+
+The experts of a mixture give their sums where 2 and 4 ranks gather the rows of all, among rows of
+padding. The report has the SHA-256 of the used rows, and of one rank that has all experts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmd_rl.kernels.moe.expert_gather import OwnExperts, TorchGather
+from spmd_rl.kernels.moe.router import ExpertRoutes
+from spmd_rl.mesh.world import World, join, open_store
+from spmd_rl.model.layers.moe_module import MoeMlp
+from spmd_rl.model.layers.split_experts import SplitExperts
+from tests.dist.dispatcher_ranks import (
+    CHOSEN,
+    DTYPES,
+    EXPERTS,
+    HIDDEN,
+    digest,
+    mixture,
+    own_group,
+    tokens_of,
+)
+
+ROWS = 64  # of a rank, padding included
+CASES = {  # rows of each rank that are used, and the first column of the router for some experts
+    "even": ((40, 33, 48, 29), {}),
+    "ranks with one row and none": ((64, 1, 0, 5), {}),
+    "all to the last rank's experts": ((19, 24, 1, 30), {5: 50.0, 6: 50.0, 7: 50.0}),
+    "padding alone": ((0, 0, 0, 0), {}),
+}
+
+
+class CountedGather(TorchGather):
+    """A gather that knows how many passes took it."""
+
+    passes = 0
+
+    def run(self, x: Tensor, routes: ExpertRoutes, experts: OwnExperts) -> Tensor:
+        self.passes += 1
+        return super().run(x, routes, experts)
+
+
+def routes_of(module: MoeMlp, x: Tensor, used: int) -> ExpertRoutes:
+    """The routes of the used rows; those behind them go to no expert."""
+    routes = module._route((x @ module.gate.weight.T).float())
+    routes.ids[used:] = EXPERTS
+    return routes
+
+
+def alone(module: MoeMlp, x: Tensor, routes: ExpertRoutes) -> Tensor:
+    """What one rank gives that has all experts."""
+    return module.one_by_one(x, routes) if len(x) else x
+
+
+@torch.no_grad()
+def sums(dtype: torch.dtype, used: int, bias: dict[int, float], world: World, groups: Any) -> Any:
+    x = torch.zeros(ROWS, HIDDEN, dtype=dtype)
+    x[:used] = tokens_of(world.rank, max(used, 1), dtype)[0][:used]
+    module = mixture(dtype, bias)
+    module.shared_experts = None
+    module.experts.to(dtype)
+    routes = routes_of(module, x, used)
+    of_used = ExpertRoutes(routes.ids[:used], routes.weights[:used])
+    found = {"alone": digest(alone(module, x[:used], of_used))}
+    for ep, group in groups.items():
+        shared = mixture(dtype, bias)
+        shared.split(group)
+        experts = shared.experts
+        assert isinstance(experts, SplitExperts)
+        experts.gather = gather = CountedGather(group, EXPERTS, ROWS)
+        given = experts(x, routes)
+        assert gather.passes == 1
+        assert not given[used:].any()
+        found[f"ep {ep}"] = digest(given[:used])
+        gather.max_rows = ROWS - 1
+        experts(*dispatched(x, routes))
+        assert gather.passes == 1, "a pass with more rows is no gather's"
+    return found
+
+
+def dispatched(x: Tensor, routes: ExpertRoutes) -> tuple[Tensor, ExpertRoutes]:
+    """The same rows with experts for padding too, as an all-to-all needs them."""
+    return x, routes._replace(ids=routes.ids.clamp(max=EXPERTS - 1).sort(1).values)
+
+
+def main(out: Path) -> None:
+    world = World.from_env()
+    join(world, open_store(world))
+    groups = {ep: own_group(ep, world) for ep in (2, 4)}
+    report = {
+        f"{case}, {dtype}": sums(dtype, numbers[world.rank], bias, world, groups)
+        for case, (numbers, bias) in CASES.items()
+        for dtype in DTYPES
+    }
+    none = torch.zeros(0, HIDDEN), ExpertRoutes(torch.zeros(0, CHOSEN).long(), torch.zeros(0, 3))
+    module = mixture(torch.float32, {})
+    module.split(groups[4])
+    assert isinstance(module.experts, SplitExperts)
+    module.experts.gather = TorchGather(groups[4], EXPERTS, ROWS)
+    with torch.no_grad():
+        report["no rows"] = {"shape": list(module.experts(*none).shape)}
+    every: list[Any] = [None] * world.size
+    dist.all_gather_object(every, report)
+    if world.rank == 0:
+        out.write_text(json.dumps(every))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
