@@ -19,7 +19,7 @@ from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.model.value_head import ValueModel, ValueScorer
 from spmd_rl.offload.role_memory import RoleMemory
-from spmd_rl.train.config import FrozenConfig, TrainerConfig
+from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
 from spmd_rl.train.fsdp2.backend import Fsdp2
 from spmd_rl.train.fsdp2.expert_axis import check_expert_axis
 from spmd_rl.train.fsdp2.expert_shards import ExpertShards
@@ -47,7 +47,9 @@ def build_fsdp2(
     check_expert_axis(cfg, context.placement, spec)
     if cfg.lora.rank and head == "value":
         raise ConfigError(NO_VALUE_HEAD)
-    experts = ExpertShards(context) if context.placement.axes.get("ep", 1) > 1 else None
+    experts = None
+    if context.placement.axes.get("ep", 1) > 1:
+        experts = ExpertShards(context, fsdp2_settings(cfg).ep_dispatcher)
     backend = Fsdp2(spec, context.mesh, cfg, context.device, head, memory, experts)
     backend.fill(first_weights(cfg, folder, head, backend.local))
     if cfg.lora.rank:

@@ -18,6 +18,7 @@ from spmd_rl.train.megatron.config import MegatronConfig
 WHOLE_MODEL_BYTES = 4 << 30
 Wrap = Literal["auto", "layer", "model"]
 OptimizerKind = Literal["adamw", "muon", "adamw8bit"]
+EpDispatcherKind = Literal["torch", "deep_ep"]
 KIND_TO_OFFLOAD = (
     "'adamw' with backend.offload: its update is elementwise, so it can be streamed in chunks, "
     "whereas Muon updates whole matrices, and moments in 8 bits belong to torchao"
@@ -51,6 +52,9 @@ class Fsdp2Config:
     offload: Literal["none", "moments", "master"] = "none"
     # whether what layers keep for the backward pass waits in host memory
     offload_activations: bool = False
+    # what brings rows to the ranks that share experts (split.train.ep); deep_ep: DeepEP, on the
+    # GPUs of one host (docs/experts.md)
+    ep_dispatcher: EpDispatcherKind = "torch"
 
     def __post_init__(self) -> None:
         if self.offload_activations:

@@ -1,8 +1,8 @@
 """Run under torchrun by test_dispatcher.py: `dispatcher_ranks.py OUT.json`, on four ranks.
 
 A mixture gives its outputs and gradients where 1, 2 and 4 ranks share its experts, in several
-cases. The report has the SHA-256 of each, and of two controls: sums of slots that each rank rounds,
-and gradients that are summed rank by rank.
+cases and with each dispatcher. DeepEP is a fake. The report has the SHA-256 of each, and of two
+controls: sums of slots that each rank rounds, and gradients that are summed rank by rank.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spmd_rl.kernels.moe import deep_ep_buffer, deep_ep_dispatcher
+from spmd_rl.kernels.moe.deep_ep_dispatcher import DeepEpDispatcher
 from spmd_rl.kernels.moe.dispatcher import EpDispatcher
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.layers.moe_module import MoeMlp
 from spmd_rl.model.layers.split_experts import SplitExperts
+from tests.fakes import deep_ep
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 36, 27, 8, 3
 CASES = {  # tokens of each rank, and the first column of the router for some experts
@@ -32,6 +35,8 @@ CASES = {  # tokens of each rank, and the first column of the router for some ex
     "all to the last rank's experts": ((19, 24, 1, 30), {5: 50.0, 6: 50.0, 7: 50.0}),
 }
 DTYPES = (torch.float32, torch.bfloat16)
+KINDS = {"torch": EpDispatcher, "deep_ep": DeepEpDispatcher}
+SHARED = [(ep, kind) for ep in (2, 4) for kind in KINDS]
 
 
 def digest(tensor: Tensor) -> str:
@@ -110,22 +115,28 @@ def exact(module: MoeMlp, x: Tensor) -> Tensor:
 def main(out: Path) -> None:
     world = World.from_env()
     join(world, open_store(world))
+    use_fake_deep_ep()
     rank = world.rank
     groups = {ep: own_group(ep, world) for ep in (2, 4)}
     report: dict[str, dict[str, str]] = {}
     for case, (numbers, bias) in CASES.items():
         for dtype in DTYPES:
             x, pull = tokens_of(rank, numbers[rank], dtype)
-            for ep in (1, 2, 4):
+            for ep, kind in [(1, "torch"), *SHARED]:
                 module = mixture(dtype, bias)
                 if ep > 1:
-                    module.split(groups[ep])
+                    module.split(groups[ep], KINDS[kind](groups[ep], EXPERTS))
                     assert isinstance(module.experts, SplitExperts)
                     assert len(module.experts) == EXPERTS // ep
+                    deep_ep.GROUPS[:] = [groups[ep]]
                 else:
                     module.experts.to(dtype)
                 found = results(module, ep, x, pull, rank)
-                report[f"{case}, {dtype}, ep {ep}"] = {k: digest(v) for k, v in found.items()}
+                name = f"{case}, {dtype}, ep {ep}, {kind}"
+                report[name] = {k: digest(v) for k, v in found.items()}
+                # a pass with gradients: there, back, and both again
+                assert deep_ep.calls[:4] == ["first", "first", "again", "again"] * (kind != "torch")
+                deep_ep.calls.clear()
     module = mixture(torch.float32, {})
     module.shared_experts = None
     x, _ = tokens_of(rank, 64, torch.float32)
@@ -139,6 +150,13 @@ def main(out: Path) -> None:
     if rank == 0:
         out.write_text(json.dumps(every))
     dist.destroy_process_group()
+
+
+def use_fake_deep_ep() -> None:
+    sys.modules["deep_ep"] = deep_ep
+    deep_ep_buffer.check_deep_ep = deep_ep_dispatcher.check_deep_ep = lambda num_ranks: None
+    deep_ep_buffer.ALIGN_BYTES = 1
+    Tensor.cuda = lambda self: self  # type: ignore[method-assign, assignment]
 
 
 def own_group(ep: int, world: World) -> dist.ProcessGroup:

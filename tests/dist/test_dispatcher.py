@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
-from tests.dist.dispatcher_ranks import CASES, DTYPES, EXPERTS
+from tests.dist.dispatcher_ranks import CASES, DTYPES, EXPERTS, KINDS
 from tests.dist.torchrun import torchrun
 
 pytestmark = pytest.mark.dist
@@ -25,13 +25,15 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return torchrun("dispatcher_ranks.py", 4, out, str(out))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("case", "dtype", "ep"), list(product(CASES, DTYPES, (2, 4))))
 def test_bits_do_not_depend_on_how_many_ranks_share_experts(
-    case: str, dtype: torch.dtype, ep: int, report: Report
+    case: str, dtype: torch.dtype, ep: int, kind: str, report: Report
 ) -> None:
     compared = set()
     for of_rank in report:
-        alone, shared = (of_rank[f"{case}, {dtype}, ep {one}"] for one in (1, ep))
+        alone = of_rank[f"{case}, {dtype}, ep 1, torch"]
+        shared = of_rank[f"{case}, {dtype}, ep {ep}, {kind}"]
         own = [name for name in shared if name.startswith("experts.")]
         assert len(own) == 3 * EXPERTS // ep
         assert shared == {name: alone[name] for name in shared}
@@ -46,7 +48,7 @@ def test_sums_that_each_rank_rounds_have_other_bits(report: Report) -> None:
 
 
 def test_gradients_that_are_summed_rank_by_rank_have_other_bits(report: Report) -> None:
-    found = report[0]["even, torch.float32, ep 1"]
+    found = report[0]["even, torch.float32, ep 1, torch"]
     names = [name for name in found if name.startswith("experts.")]
     assert any(found[name] != found[f"rank by rank, {name}"] for name in names)
 

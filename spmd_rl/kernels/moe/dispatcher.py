@@ -27,7 +27,7 @@ class Dispatched(NamedTuple):
 
     `counts` has for each source rank how many rows each of this rank's experts has of it.
     `order` and `sent` are of this rank's own slots: their order, and how many went to each rank.
-    Shape: rows [R, C], weights [R] fp32.
+    `ways` is what a dispatcher keeps for the way back. Shape: rows [R, C], weights [R] fp32.
     """
 
     rows: Tensor
@@ -35,6 +35,7 @@ class Dispatched(NamedTuple):
     counts: list[list[int]]
     order: SlotOrder
     sent: list[int]
+    ways: Any = None
 
     @property
     def received(self) -> list[int]:
@@ -70,15 +71,22 @@ class EpDispatcher:
         counts = self._exchanged_counts(order.counts, x.device)
         sent = [sum(order.counts[first : first + self.num_own]) for first in self._firsts()]
         received = [sum(of_rank) for of_rank in counts]
-        ways = sent, received, self._group
-        rows = call(_AllToAll, to_experts(x, order), *ways)
-        weights = call(_AllToAll, by_row(routes.weights, order), *ways)
+        rows = call(_AllToAll, to_experts(x, order), sent, received, self._group)
+        weights = self._exchanged_weights(routes.weights, order, sent, received)
         return Dispatched(rows, weights, counts, order, sent)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Return to each token the sum over its slots. Shape: y [R, C]; returns [T, C]."""
         ways = dispatched.received, dispatched.sent, self._group
         return from_experts(call(_AllToAll, y, *ways), dispatched.order)
+
+    def _exchanged_weights(
+        self, weights: Tensor, order: SlotOrder, sent: list[int], received: list[int]
+    ) -> Tensor:
+        """Return the weight of each row that comes. Shape: weights [T, K]; returns [R]."""
+        ways = sent, received, self._group
+        found: Tensor = call(_AllToAll, by_row(weights, order), *ways)
+        return found
 
     def _firsts(self) -> range:
         """Return the first expert of each rank."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels import is_exact, linear_fp32, pad_rows, unpad_rows
+from spmd_rl.kernels.moe.dispatcher import EpDispatcher
 from spmd_rl.kernels.moe.expert_addresses import KeptAddresses
 from spmd_rl.kernels.moe.kept_routes import keep_routes
 from spmd_rl.kernels.moe.route_hash import note_routes
@@ -150,9 +151,13 @@ class MoeMlp(nn.Module):
         routed = from_experts(torch.cat([_weighted(*one) for one in some]), order)
         return self._with_shared(x, routed)
 
-    def split(self, group: ProcessGroup) -> None:
-        """Keep this rank's block of the experts, which the ranks of `group` share."""
-        self.experts = SplitExperts(self.experts, group)
+    def split(self, group: ProcessGroup, dispatcher: EpDispatcher | None = None) -> None:
+        """Keep this rank's block of the experts, which the ranks of `group` share.
+
+        Rows take the ways of `dispatcher`, or else torch's collectives.
+        """
+        ways = dispatcher or EpDispatcher(group, self.num_experts)
+        self.experts = SplitExperts(self.experts, ways)
 
     def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
         """Add what every token takes."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from spmd_rl.kernels import is_exact, linear, linear_fp32, pad_rows, silu_mul, unpad_rows
 from spmd_rl.kernels.moe.dispatcher import Dispatched, EpDispatcher
@@ -32,13 +31,13 @@ Weights = Sequence[Sequence[Tensor]]  # for each projection, the weight of each 
 class SplitExperts(nn.ModuleList):
     """The experts of a layer that this rank has, under the numbers that they have among all.
 
-    All ranks of `group` call it together, each with its own tokens. An engine sets `gather`: passes
-    of at most its rows then take it, and have equally many rows on every rank.
+    The ranks of the dispatcher call it together, each with its own tokens. An engine sets
+    `gather`: passes of at most its rows then take it, and have equally many rows on every rank.
     """
 
-    def __init__(self, experts: nn.ModuleList, group: ProcessGroup) -> None:
+    def __init__(self, experts: nn.ModuleList, dispatcher: EpDispatcher) -> None:
         super().__init__()
-        self.dispatcher = EpDispatcher(group, len(experts))
+        self.dispatcher = dispatcher
         for number in self.dispatcher.own:
             self.add_module(str(number), experts[number])
         self.gather: ExpertGather | None = None

@@ -13,6 +13,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 
 AXES = (*DATA, "ep")
+DEEP_EP_SIZES = (2, 4, 8)  # ranks of a host between which DeepEP has kernels
 ADVICE = 'a trainer with trainer.backend.kind = "megatron" has this one too'
 
 
@@ -33,6 +34,9 @@ def check_expert_axis(cfg: TrainerConfig, placement: Placement, spec: ModelSpec 
     if spec is not None and not spec.num_experts:
         raise ConfigError(f"{at}: the model has no experts to share; set it to 1")
     settings = fsdp2_settings(cfg)
+    if settings.ep_dispatcher == "deep_ep" and ep not in DEEP_EP_SIZES:
+        sizes = ", ".join(map(str, DEEP_EP_SIZES))
+        raise ConfigError(f'{at}: trainer.backend.ep_dispatcher = "deep_ep" is for {sizes} ranks')
     refused = {
         "lora.rank": (cfg.lora.rank, 0, "ranks that share experts have no adapters"),
         "optimizer.kind": (cfg.optimizer.kind, "adamw", "other optimizers need whole layers"),

@@ -6,10 +6,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.errors import ConfigError
+from spmd_rl.kernels.moe.deep_ep_buffer import check_deep_ep
+from spmd_rl.kernels.moe.deep_ep_dispatcher import DeepEpDispatcher
+from spmd_rl.kernels.moe.dispatcher import EpDispatcher
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.layers.moe_module import MoeMlp
 from spmd_rl.model.layers.split_experts import SplitExperts
 from spmd_rl.model.network import CausalLM
+from spmd_rl.train.config import EpDispatcherKind
 from spmd_rl.weights.plan.layout import Box, Dims, chunk_box
 
 
@@ -20,7 +25,9 @@ class ExpertShards:
     until they are summed over all ranks, so these weights are gathered in float32.
     """
 
-    def __init__(self, context: RoleContext) -> None:
+    def __init__(self, context: RoleContext, kind: EpDispatcherKind) -> None:
+        """Raises: ConfigError where a dispatcher of this kind cannot run."""
+        self._new_dispatcher = _dispatcher_class(kind, context)
         self.group = context.axis_group(("ep",))
         self.mesh = context.axis_mesh(("edp",))
         self.num_shards, self.shard = self.mesh.size(), self.mesh.get_local_rank()
@@ -32,8 +39,12 @@ class ExpertShards:
     def split(self, model: CausalLM) -> None:
         """Have the mixtures of a model keep the experts of this rank."""
         self._owners = model.spec.expert_parts(self.group.size())
+        dispatchers: dict[int, EpDispatcher] = {}  # by number of experts; layers share them
         for layer in [one for one in model.modules() if isinstance(one, MoeMlp)]:
-            layer.split(self.group)
+            if layer.num_experts not in dispatchers:
+                made = self._new_dispatcher(self.group, layer.num_experts)
+                dispatchers[layer.num_experts] = made
+            layer.split(self.group, dispatchers[layer.num_experts])
             assert isinstance(layer.experts, SplitExperts)
             self.modules.append(layer.experts)
         self.names = frozenset(self._owners)
@@ -52,3 +63,16 @@ class ExpertShards:
         found = torch.empty(shape, device=device) if own is None else own.detach().contiguous()
         dist.broadcast(found, group=self.group, group_src=self._owners[name])
         return found
+
+
+def _dispatcher_class(kind: EpDispatcherKind, context: RoleContext) -> type[EpDispatcher]:
+    if kind == "torch":
+        return EpDispatcher
+    ep, of_host = context.axis_group(("ep",)).size(), context.world.local_size
+    check_deep_ep(ep)
+    if of_host % ep:
+        raise ConfigError(
+            f'trainer.backend.ep_dispatcher = "deep_ep" is for ranks of one host: {of_host} ranks '
+            f"of this one cannot be parted by {ep}"
+        )
+    return DeepEpDispatcher

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.kernels.moe import deep_ep_buffer
+from spmd_rl.kernels.moe.deep_ep_buffer import VERSION, check_deep_ep
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, TrainerConfig
@@ -52,3 +54,27 @@ def test_experts_that_cannot_be_shared_are_named() -> None:
         check(TrainerConfig(), DENSE, ep=2)
     with pytest.raises(PlanError, match="tp = 2: FSDP2 has the axes dp, fsdp and ep alone"):
         check(TrainerConfig(), tp=2)
+
+
+def test_deep_ep_between_other_numbers_of_ranks_is_refused() -> None:
+    cfg = TrainerConfig(backend=Fsdp2Config(ep_dispatcher="deep_ep"))
+    check(cfg, ep=2)
+    with pytest.raises(ConfigError, match='ep = 3: .*"deep_ep" is for 2, 4, 8 ranks'):
+        check(cfg, world=3, ep=3)
+    check(TrainerConfig(), world=3, ep=3)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "version", "sentence"),
+    [
+        (3, VERSION, "is for 2, 4, 8 ranks that share experts, not 3"),
+        (2, None, f"needs tokenspeed-deepep {VERSION}, not None"),
+        (2, "0.1", f"needs tokenspeed-deepep {VERSION}, not 0.1"),
+    ],
+)
+def test_what_deep_ep_needs_is_named(
+    num_ranks: int, version: str | None, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deep_ep_buffer, "installed", lambda package: version)
+    with pytest.raises(ConfigError, match=sentence):
+        check_deep_ep(num_ranks)
