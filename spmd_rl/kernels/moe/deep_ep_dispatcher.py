@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.kernels.moe.deep_ep_buffer import (
+    ArrivedRows,
     DeepEpBuffer,
     RankWants,
-    ArrivedRows,
     Way,
     check_deep_ep,
 )
