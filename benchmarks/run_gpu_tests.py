@@ -57,6 +57,7 @@ NEEDS = {
     "rollout/test_sglang.py": Needs(alone=True),
     "recipes/test_sglang.py": Needs(4, alone=True),
     "train/test_megatron.py": Needs(4),
+    "train/test_expert_ranks.py": Needs(4),
     "train/test_optimizers.py": Needs(2),
 }
 

@@ -35,7 +35,7 @@ def digests(trainer: Trainer) -> dict[str, str]:
                 name,
                 list(one.shape),
                 [list(one.box.offset), list(one.box.extent)],
-                one.local.detach().numpy().tobytes(),
+                one.local.detach().cpu().numpy().tobytes(),
             )
             for name, one in pieces
         ]

@@ -101,15 +101,17 @@ class Launched:
     def communicate(self, timeout: float) -> tuple[str, str]:
         """Return the rest of stdout and stderr.
 
-        Blocks: until both are closed. Raises: TimeoutError, after it has ended the run.
+        Blocks: until both are closed. Raises: TimeoutError with what it said, after it has ended
+        the run.
         """
         with ThreadPoolExecutor(2) as pool:
             reads = [pool.submit(stream.read) for stream in (self.stdout, self.stderr)]
             try:
                 out, err = (read.result(timeout) for read in reads)
-            except TimeoutError:
+            except TimeoutError as error:
                 os.killpg(self.pid, signal.SIGKILL)
-                raise
+                said = "".join(read.result() for read in reads)
+                raise TimeoutError(f"it ran for {timeout} s, and said:\n{said}") from error
         self._process.join()
         return out, err
 

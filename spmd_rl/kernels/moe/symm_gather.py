@@ -11,6 +11,7 @@ were read before the barrier behind its experts, and the slots are written behin
 from __future__ import annotations
 
 import math
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from spmd_rl.kernels.moe.expert_gather import OwnExperts, blocks_of
 from spmd_rl.kernels.moe.router import ExpertRoutes
 
 ALIGN_BYTES = 256
+MULTICAST_ENV = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # torch would set it up though nobody uses it
 
 
 class RowSizes(NamedTuple):
@@ -43,6 +45,7 @@ class SymmGather:
         Ranks: all of the group. Blocks: until each has called.
         Raises: ValueError where the ranks cannot have equally many experts.
         """
+        os.environ.setdefault(MULTICAST_ENV, "1")
         from torch.distributed import _symmetric_memory as symmetric
 
         from spmd_rl.kernels.moe.peer_triton import PeerTables
