@@ -197,14 +197,15 @@ def two_layers(experts: SplitExperts, x: Tensor, routes: ExpertRoutes) -> Tensor
 def of_gathers(world: World) -> dict[str, Any]:
     """The used rows of each case: alone, by torch, by peers' memory, and from a recorded graph."""
     groups = {ep: own_group(ep, world) for ep in (2, 4) if ep <= world.size}
-    whole, report = mixture(SMALL, {}, BF16), {}
+    whole = mixture(SMALL, {}, BF16)
+    report: dict[str, Any] = {}
     assert isinstance(whole.experts, nn.ModuleList)
     inputs = {case: padded(whole, world.rank, used[world.rank]) for case, used in GATHERS.items()}
     for case, (x, routes) in inputs.items():
         used = GATHERS[case][world.rank]
         taken = ExpertRoutes(routes.ids[: max(used, 1)], routes.weights[: max(used, 1)])
-        given = whole.one_by_one(x[: max(used, 1)], taken) if used else x
-        report[f"{case}, alone"] = digest(given[:used])
+        alone = whole.one_by_one(x[: max(used, 1)], taken) if used else x
+        report[f"{case}, alone"] = digest(alone[:used])
     for ep, group in groups.items():
         module = mixture(SMALL, {}, BF16)
         module.split(group)
@@ -223,8 +224,8 @@ def of_gathers(world: World) -> dict[str, Any]:
         eager = {case: two_layers(experts, *given) for case, given in inputs.items()}
         for _ in range(20):
             for case, (one, routes) in inputs.items():
-                for static, given in zip((x, ids, weights), (one, *routes), strict=True):
-                    static.copy_(given)
+                for static, new in zip((x, ids, weights), (one, *routes), strict=True):
+                    static.copy_(new)
                 graph.replay()
                 if not torch.equal(out, eager[case]):
                     report[f"{case}, ep {ep}, graph"] = "differs"
