@@ -38,11 +38,19 @@ PLACES = {
     # this rank's part of the checkpoint is written, and the index of all parts is not
     "save": ("spmd_rl.train.checkpoint.checkpoint", "write_shards"),
 }
+# the same in a trainer whose ranks share experts
+PLACES_OF_EXPERTS = {
+    # it is known how many rows go where, and none has gone
+    "dispatch": ("spmd_rl.kernels.moe.dispatcher", "EpDispatcher._exchanged_counts"),
+    # rows have come to their experts, and what these give does not go back
+    "combine": ("spmd_rl.kernels.moe.dispatcher", "EpDispatcher.dispatch"),
+}
+Phase = Literal["", "sync", "rollout", "train", "sleep", "wake", "save", "dispatch", "combine"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(grpo.Config):
-    dies_in: Literal["", "sync", "rollout", "train", "sleep", "wake", "save"] = ""
+    dies_in: Phase = ""
     victim: int = 0  # the rank that dies
 
 
@@ -53,7 +61,7 @@ class Mortal(rl.Trainer):
     def arm(self, phase: str, victim: int, struck: str) -> None:
         """Have the rank `victim` write the file `struck` and die, once it is in `phase`."""
         if self.context.world.rank == victim:
-            die_after(*PLACES[phase], Path(struck))
+            die_after(*(PLACES | PLACES_OF_EXPERTS)[phase], Path(struck))
 
 
 def die_after(module: str, name: str, struck: Path) -> None:

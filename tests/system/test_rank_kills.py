@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
+import shutil
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from pathlib import Path
@@ -11,16 +14,26 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from tests.system.kill_resume import SMALL, Outcome, Run, differences
-from tests.system.mortal_recipe import PLACES, STRUCK, Config
+from tests.system.kill_resume import EXAMPLE, SMALL, Outcome, Run, differences
+from tests.system.mortal_recipe import PLACES, PLACES_OF_EXPERTS, STRUCK, Config
 
 WORDS = ["tests.system.mortal_recipe", "--nproc=2", "--offload.sleep=always", *SMALL]
 NUM_PAGES = "--engine.num_pages=256"
 
 
-def killed(folder: Path, phase: str, rank: int) -> Outcome:
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
+
+
+def killed(folder: Path, phase: str, rank: int, more: Sequence[str] = ()) -> Outcome:
     """Have a rank killed in a phase, and return what the same command then ends with."""
-    words = [*WORDS, NUM_PAGES, f"--dies_in={phase}", f"--victim={rank}"]
+    words = [*WORDS, NUM_PAGES, *more, f"--dies_in={phase}", f"--victim={rank}"]
     run = Run(folder, words, name=phase)
     code = run.start()
     assert (code, (run.folder / STRUCK).exists()) == (1, True), run.output
@@ -41,8 +54,21 @@ def test_a_rank_killed_in_any_phase_is_named_and_changes_no_bit(tmp_path: Path) 
         assert [differences(whole.result(), one.result()) for one in ended] == [[]] * len(PLACES)
 
 
-@pytest.mark.parametrize("phase", PLACES)
+@pytest.mark.system
+def test_a_rank_killed_among_its_experts_rows_is_named_and_changes_no_bit(tmp_path: Path) -> None:
+    """The other rank waits for rows that never come, and is ended."""
+    model = tmp_path / "mixture"
+    shutil.copytree(EXAMPLE / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | EXPERTS))
+    more = [f"--model={model}", "--split.train.ep=2", "--engine.load_weights=false"]
+    whole = Run(tmp_path, [*WORDS, NUM_PAGES, *more], name="whole").finish()
+    for number, phase in enumerate(PLACES_OF_EXPERTS):
+        assert differences(whole, killed(tmp_path, phase, number, more)) == []
+
+
+@pytest.mark.parametrize("phase", PLACES | PLACES_OF_EXPERTS)
 def test_there_is_a_place_to_die_in_each_phase(phase: str) -> None:
-    module, name = PLACES[phase]
+    module, name = (PLACES | PLACES_OF_EXPERTS)[phase]
     assert callable(attrgetter(name)(importlib.import_module(module)))
-    assert {*get_args(get_type_hints(Config)["dies_in"])} == {"", *PLACES}
+    assert {*get_args(get_type_hints(Config)["dies_in"])} == {"", *PLACES, *PLACES_OF_EXPERTS}
