@@ -69,7 +69,8 @@ class SymmGather:
             for first, (number, kind) in zip(firsts, parts, strict=False)
         ]
         tables = [[at + first for at in self._handle.buffer_ptrs] for first in firsts[:-1]]
-        self._peers = PeerTables(*torch.tensor(tables, dtype=torch.int64, device=device).unbind())
+        table = torch.tensor(tables, dtype=torch.int64, device=memory.device)
+        self._peers = PeerTables(*table.unbind())
 
     def run(self, x: Tensor, routes: ExpertRoutes, experts: OwnExperts) -> Tensor:
         """Do what `ExpertGather.run` says. The host does not wait.

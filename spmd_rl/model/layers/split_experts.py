@@ -68,6 +68,7 @@ class SplitExperts(nn.ModuleList):
             return _slots_one_by_one(x, routes, weights)
         from spmd_rl.kernels.moe.experts import ExpertWeights, slots_output
 
+        # x has a row of each of several ranks, so it is no single token, whose order has no rows
         y, order = slots_output(x, routes, ExpertWeights(*weights), self._kept_of_gather)
         return SlotRows(y, order.rows)
 

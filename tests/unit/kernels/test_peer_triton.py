@@ -93,3 +93,17 @@ def test_ranks_that_cannot_share_experts_evenly_are_refused() -> None:
 
     with pytest.raises(ValueError, match="3 ranks cannot share 8 experts evenly"):
         blocks_of(Three(), EXPERTS)  # type: ignore[arg-type]
+
+
+def test_layers_in_the_memory_of_peers_have_the_bits_of_one_rank(tmp_path: Path) -> None:
+    """Three layers in the same memory, with ranks that come to their barriers in any order."""
+    x, ids = torch.randn(RANKS, ROWS, COLUMNS).half(), drawn_ids()
+    weights, experts = torch.rand(RANKS, ROWS, CHOSEN), torch.randn(EXPERTS, COLUMNS)
+    calls = Calls("tests.unit.kernels.symm_calls", "gathered", {}, [(x, ids, weights, experts, 3)])
+    (found,) = results(calls, tmp_path)
+    wanted, of_slots = x, experts[ids.clamp(max=EXPERTS - 1)] * weights.unsqueeze(-1)
+    for _ in range(3):
+        slots = (wanted.unsqueeze(2).float() * of_slots).half()
+        slots = torch.where((ids < EXPERTS).unsqueeze(-1), slots, 0)
+        wanted = in_slot_order(slots.flatten(0, 1).float()).half().view_as(x)
+    assert torch.equal(found, wanted)
