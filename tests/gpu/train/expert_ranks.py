@@ -1,7 +1,8 @@
 """Run under torchrun by test_expert_ranks.py: `expert_ranks.py WHAT MODEL OUT.json`.
 
-WHAT is layers, gathers or steps. Experts lie on 1, 2 and 4 GPUs, with each dispatcher that is
-installed. Everything is told as bits, and so is a control: sums of slots that each rank rounds.
+WHAT is layers, gathers, steps, or "lose WAY PLACE". Experts lie on 1, 2 and 4 GPUs, with each
+dispatcher that is installed. Everything is told as bits, and so is a control: sums of slots that
+each rank rounds.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import faulthandler
 import hashlib
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -268,10 +271,40 @@ def of_steps(world: World, model: Path) -> dict[str, Any]:
     return report
 
 
+def lose_a_rank(world: World, way: str, place: str, struck: Path) -> None:
+    """Have the last rank die where the others then wait for it: on the host, or on the device."""
+    group = own_group(world.size, world)
+    module = mixture(SMALL, {}, BF16)
+    module.split(group, DISPATCHERS.get(way, EpDispatcher)(group, SMALL.experts))
+    experts, x = module.experts, tokens_of(world.rank, ROWS, SMALL.hidden)[0]
+    assert isinstance(experts, SplitExperts)
+    if way == "symm":
+        sizes = RowSizes(SMALL.hidden, SMALL.chosen, BF16)
+        experts.gather = SymmGather(group, SMALL.experts, ROWS, sizes)
+    routes = module.routes_at_once(linear_fp32(x, module.gate.weight))
+    with torch.no_grad():
+        experts(x, routes)
+        sent = experts.dispatcher.dispatch(x, routes) if place == "combine" else None
+        torch.cuda.synchronize()
+        dist.barrier()
+        if world.rank == world.size - 1:
+            struck.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sent is None:
+            experts(x, routes)
+        else:
+            experts.dispatcher.combine(sent.rows, sent)
+        torch.cuda.synchronize()
+
+
 def main(what: str, model: Path, out: Path) -> None:
     faulthandler.dump_traceback_later(STACKS_S, repeat=True)
     world = World.from_env()
     join(world, open_store(world))
+    if what.startswith("lose "):
+        _, way, place = what.split()
+        lose_a_rank(world, way, place, out)
+        return
     if what == "steps":
         report: Any = of_steps(world, model)
     else:

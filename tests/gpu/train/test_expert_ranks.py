@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ import torch
 
 from spmd_rl.kernels.moe.deep_ep_buffer import PACKAGE
 from spmd_rl.kernels.runtime.versions import installed
-from tests.dist.torchrun import torchrun
+from tests.dist.launched import Launched, run_script
+from tests.dist.torchrun import ROOT, torchrun
 from tests.dist.train_case import write_model_folder
 from tests.gpu.train.conftest import SIZES
 from tests.gpu.train.test_experts import EXPERTS
@@ -22,6 +26,9 @@ from tests.gpu.train.expert_ranks import CASES, GATHERS
 
 NUM_GPUS = torch.cuda.device_count()
 KINDS = ["torch", "deep_ep"]
+LOSSES = [f"{kind} {place}" for kind in KINDS for place in ("dispatch", "combine")]
+LOSSES += ["symm gather"]
+LOST_S = 90.0  # start-up included
 Report = Any
 
 pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
@@ -134,6 +141,27 @@ def test_steps_do_not_depend_on_how_many_gpus_share_experts(
             assert trained[name][what] == alone[what], (name, what)
     if not trained["deterministic"]:
         pytest.skip("only the first log-probs were compared: it needs FlashAttention-4")
+
+
+@pytest.mark.parametrize("num_gpus", SIZES_HERE)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_lost_rank_ends_those_that_wait_for_its_rows(
+    loss: str, num_gpus: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Long before DeepEP's own limit of 100 seconds."""
+    needs(loss.split()[0])
+    struck = tmp_path / "struck"
+    script = Path(__file__).with_name("expert_ranks.py")
+    words = [str(num_gpus), str(script), f"lose {loss}", str(tmp_path), str(struck)]
+    search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    process = Launched(words, ROOT, os.environ | {"PYTHONPATH": search}, run_script)
+    try:
+        said = "".join(process.communicate(LOST_S))
+    finally:
+        process.end()
+    assert struck.exists(), said
+    assert process.returncode != 0
+    record_property("seconds", time.time() - struck.stat().st_mtime)
 
 
 def test_control_steps_with_rounded_sums_differ(trained: Report) -> None:
