@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+topk_idx_t = torch.int64
 GROUPS: list[dist.ProcessGroup] = []  # of each buffer that is made, in their order
 calls: list[str] = []  # which kind of dispatch each was
 

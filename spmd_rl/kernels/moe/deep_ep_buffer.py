@@ -69,8 +69,9 @@ class DeepEpBuffer:
                 f"deep_ep: a row has {row_bytes} bytes, but must have a multiple of {ALIGN_BYTES} "
                 f'and at most {MOST_BYTES}; set trainer.backend.ep_dispatcher = "torch"'
             )
-        from deep_ep import Buffer
+        from deep_ep import Buffer, topk_idx_t
 
+        self._id_dtype: torch.dtype = topk_idx_t
         size, self._rank = group.size(), group.rank()
         configs = Buffer.get_dispatch_config(size), Buffer.get_combine_config(size)
         num_bytes = max(one.get_nvl_buffer_size_hint(row_bytes, size) for one in configs)
@@ -82,7 +83,9 @@ class DeepEpBuffer:
 
     def layout(self, ids: Tensor, num_experts: int) -> RankWants:
         """Return which ranks the experts of each row are on. Shape: ids [T, K] int64."""
-        per_rank, _, per_expert, wants, _ = self.buffer.get_dispatch_layout(ids, num_experts)
+        per_rank, _, per_expert, wants, _ = self.buffer.get_dispatch_layout(
+            ids.to(self._id_dtype).contiguous(), num_experts
+        )
         return RankWants(per_rank, per_expert, wants)
 
     def send(self, x: Tensor, ids: Tensor, layout: RankWants, num_rows: int) -> ArrivedRows:
@@ -95,14 +98,14 @@ class DeepEpBuffer:
             num_tokens_per_rank=layout.per_rank,
             is_token_in_rank=layout.wants,
             num_tokens_per_expert=layout.per_expert,
-            topk_idx=ids.contiguous(),
+            topk_idx=ids.to(self._id_dtype).contiguous(),
             topk_weights=torch.ones(ids.shape, device=ids.device),
             num_worst_tokens=max(num_rows, 1),  # without it, it waits on the host
         )
         ends = handle[0][:, self._rank].contiguous()  # rows of all ranks up to each one
         places = torch.arange(num_rows, dtype=ends.dtype, device=ends.device)
         sources = torch.searchsorted(ends, places, right=True)
-        return ArrivedRows(rows[:num_rows], own[:num_rows], sources, Way(num_rows, handle))
+        return ArrivedRows(rows[:num_rows], own[:num_rows].long(), sources, Way(num_rows, handle))
 
     def send_again(self, x: Tensor, way: Way) -> Tensor:
         """Send other rows the same way. Shape: x [T, C]; returns [N, C]."""
