@@ -170,6 +170,7 @@ def of_layers(world: World) -> dict[str, Any]:
                 digests_of = {name: digest(one) for name, one in found.items()}
                 report[f"{case}, ep {ep}, {kind}"] = digests_of
                 del module, found
+    report |= without_rows(world, groups)
     x, _ = tokens_of(world.rank, 400, SMALL.hidden)
     module = mixture(SMALL, {})
     module.split(groups[2])
@@ -179,6 +180,22 @@ def of_layers(world: World) -> dict[str, Any]:
             control = module(x)
     report["control"] = float((exact != control).float().mean())
     return report
+
+
+@torch.no_grad()
+def without_rows(world: World, groups: dict[int, dist.ProcessGroup]) -> dict[str, str]:
+    """A pass in which the first rank has no rows: digests of all ranks' sums."""
+    whole, number = mixture(SMALL, {}, BF16), 37 * (world.rank > 0)
+    x = tokens_of(world.rank, 37, SMALL.hidden)[0]
+    routes = whole.routes_at_once(linear_fp32(x, whole.gate.weight))
+    found = {"no rows, alone": digest(whole.one_by_one(x, routes)[:number])}
+    x, routes = x[:number], ExpertRoutes(routes.ids[:number], routes.weights[:number])
+    for ep, group in groups.items():
+        for kind, dispatcher in DISPATCHERS.items():
+            module = mixture(SMALL, {}, BF16)
+            module.split(group, dispatcher(group, SMALL.experts))
+            found[f"no rows, ep {ep}, {kind}"] = digest(module.experts(x, routes))
+    return found
 
 
 def padded(module: MoeMlp, rank: int, used: int) -> tuple[Tensor, ExpertRoutes]:

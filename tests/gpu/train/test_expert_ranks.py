@@ -102,6 +102,14 @@ def test_a_large_layer_has_the_bits_of_one_rank(kind: str, num_ranks: int, layer
                 assert found[name] == alone[name], (ep, name)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_without_rows_takes_part(kind: str, num_ranks: int, layers: Report) -> None:
+    needs(kind)
+    for of_rank in layers:
+        for ep in (2, 4)[: num_ranks // 2]:
+            assert of_rank[f"no rows, ep {ep}, {kind}"] == of_rank["no rows, alone"]
+
+
 def test_sums_that_each_rank_rounds_have_other_bits(layers: Report) -> None:
     for of_rank in layers:
         assert of_rank["control"] > 0.01
