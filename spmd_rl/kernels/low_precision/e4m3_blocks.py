@@ -1,0 +1,115 @@
+"""Weights as e4m3 codes, with a scale for each block of 128 x 128.
+
+Scales are powers of two. So code times scale is exactly a bfloat16 number, and a product with
+decoded weights is an ordinary product of bfloat16. A scale depends on its block alone, and a code
+on its own value and its scale. So any rows of a weight can be encoded alone, once the scales are
+known.
+
+Shape letters: N and K rows and columns of a weight; a weight has [ceil(N/128), ceil(K/128)] scales.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128  # rows and columns of a block
+CODE = torch.float8_e4m3fn
+# The least and the largest exponent of a scale. All of 448 * 2^k and 2^-9 * 2^k are then normal
+# numbers of bfloat16.
+LEAST_EXPONENT, MOST_EXPONENT = -117, 119
+_MANTISSA_OF_MOST = 0x600000  # of 448 = 1.75 * 2^8, as float32 has it
+_BIAS = 127  # of float32's exponent
+
+
+class BlockCodes(NamedTuple):
+    """A weight in 8 bits. Shape: codes [N, K] e4m3, scales [ceil(N/128), ceil(K/128)] fp32."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def num_blocks(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return how many blocks a weight of this shape has in each dim."""
+    rows, columns = shape
+    return -(-rows // BLOCK), -(-columns // BLOCK)
+
+
+def block_maxima(values: Tensor, num_rows: int, first_row: int = 0) -> Tensor:
+    """Return the largest magnitude in each block of a weight, as far as `values` have its rows.
+
+    It is 0 where they have none. `values` are rows from `first_row` on of a weight of `num_rows`
+    rows.
+    Shape: values [n, K] fp32; returns [ceil(N/128), ceil(K/128)] fp32.
+    """
+    num_held, num_columns = values.shape
+    maxima = values.new_zeros(num_blocks((num_rows, num_columns)))
+    if num_held == 0:
+        return maxima
+    whole = num_columns // BLOCK * BLOCK
+    parts = [values[:, :whole].unflatten(1, (-1, BLOCK))] if whole else []
+    if whole < num_columns:
+        parts.append(values[:, whole:].unsqueeze(1))
+    of_rows = torch.cat([_magnitude(part, -1) for part in parts], 1)
+    before = first_row % BLOCK
+    after = -(before + num_held) % BLOCK
+    blocks = _magnitude(F.pad(of_rows, (0, 0, before, after)).unflatten(0, (-1, BLOCK)), 1)
+    maxima[first_row // BLOCK :][: len(blocks)] = blocks
+    return maxima
+
+
+def block_scales(maxima: Tensor) -> Tensor:
+    """Return the least power of two for each block whose multiple 448 is not below the maximum.
+
+    Exponents are kept within the range that bfloat16 can hold. A maximum that is not finite gives
+    NaN, and so does all of its block.
+    Shape: any, fp32; returns the same.
+    """
+    bits = maxima.contiguous().view(torch.int32)
+    exponent = (bits >> 23) - (_BIAS + 8)
+    exponent += (bits & 0x7FFFFF) > _MANTISSA_OF_MOST
+    exponent.clamp_(LEAST_EXPONENT, MOST_EXPONENT)
+    scales = ((exponent + _BIAS) << 23).view(torch.float32)
+    return scales.masked_fill_(~maxima.isfinite(), torch.nan)
+
+
+def encode(values: Tensor, scales: Tensor, first_row: int = 0) -> Tensor:
+    """Return the codes of some rows of a weight, from `first_row` on, rounded to nearest even.
+
+    Shape: values [n, K] fp32, scales of the whole weight; returns [n, K] e4m3.
+    """
+    inverse = scales.reciprocal()  # exact, as scales are powers of two
+    return _times(values.float(), inverse, first_row).to(CODE)
+
+
+def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype, first_row: int = 0) -> Tensor:
+    """Return the numbers that some rows of a weight stand for, which bfloat16 and fp32 hold.
+
+    Shape: codes [n, K] e4m3, scales of the whole weight; returns [n, K] of `dtype`.
+    """
+    return _times(codes.float(), scales, first_row).to(dtype)
+
+
+def quantised(weight: Tensor) -> BlockCodes:
+    """Return a whole weight in 8 bits. Shape: weight [N, K]."""
+    values = weight.float()
+    scales = block_scales(block_maxima(values, len(values)))
+    return BlockCodes(encode(values, scales), scales)
+
+
+def _magnitude(values: Tensor, dim: int) -> Tensor:
+    least, most = torch.aminmax(values, dim=dim)
+    return torch.maximum(most, least.neg_())
+
+
+def _times(values: Tensor, factors: Tensor, first_row: int) -> Tensor:
+    """Return rows from `first_row` on, each element times the factor of its block."""
+    num_rows, num_columns = values.shape
+    rows = torch.arange(first_row, first_row + num_rows, device=values.device) // BLOCK
+    of_rows = factors.index_select(0, rows)
+    if num_columns % BLOCK == 0:
+        return (values.unflatten(1, (-1, BLOCK)) * of_rows.unsqueeze(2)).flatten(1)
+    return values * of_rows.repeat_interleave(BLOCK, 1)[:, :num_columns]
