@@ -14,8 +14,8 @@ def check_engine(
     """Check an engine that runs outside of this package, and what `trainer` pushes to an engine.
 
     Raises: ConfigError where the run asks for equal bits, which neither SGLang nor a merged push
-    promises; for an option that SGLang does not have, or that a run may not set; without a version
-    that serves.
+    promises; for two formats of weights; for an option that SGLang does not have, or that a run may
+    not set; without a version that serves.
     """
     if run.exact and not engine.promises_bits:
         raise ConfigError(
@@ -28,7 +28,24 @@ def check_engine(
             "than the trainer's: set run.exact = false, and the mismatch is measured on every "
             "step, or trainer.lora.merged_push = false"
         )
+    if trainer is not None:
+        _check_weights(engine, trainer)
     kind_of(engine).check_options(engine)
+
+
+def _check_weights(engine: EngineConfig, trainer: TrainerConfig) -> None:
+    """Raise a ConfigError where trainer and engine compute with other formats of weights."""
+    if engine.weights == trainer.weights:
+        return
+    if engine.kind == "sglang":
+        raise ConfigError(
+            f'trainer.weights = "{trainer.weights}" is for engine.kind = "native": SGLang gets its '
+            'weights in bfloat16 here; set trainer.weights = "full"'
+        )
+    raise ConfigError(
+        f'engine.weights = "{engine.weights}" and trainer.weights = "{trainer.weights}" are '
+        "different formats, whose log-probs differ: set both alike"
+    )
 
 
 def announce_correction(

@@ -267,7 +267,8 @@ def forward_pass(
     """
     if name == "transformers":
         return ReferencePass(model, dtype, device)
-    network = load_model(model, dtype, device)
+    weights = settings.get("engine" if name == "engine" else "trainer", {}).get("weights", "full")
+    network = load_model(model, dtype, device, weights)
     if name == "engine":
         return EnginePass(network, _engine_config(settings.get("engine", {}), share_prompts))
     trainer = settings.get("trainer", {})

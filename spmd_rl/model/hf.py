@@ -19,6 +19,9 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.model.companion_files import MODEL_FILES, copy_files
 from spmd_rl.model.families import FAMILIES
 from spmd_rl.model.lora import B
+from spmd_rl.model.low_precision.coded_tensors import as_codes, as_rounded, holds_codes
+from spmd_rl.model.low_precision.coded_weights import WeightFormat
+from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import VALUE_ARCHITECTURE, read_spec
 from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD, Head, ModelSpec
 from spmd_rl.model.weight_files import StoredTensor, stored_tensors, stored_weights, unused_tensors
@@ -68,13 +71,17 @@ def read_stored(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tenso
                 yield name, file.get_tensor(one.key)
 
 
-def load_weights(model: nn.Module, folder: str | Path) -> None:
+def load_weights(model: CausalLM, folder: str | Path, weights: WeightFormat = "full") -> None:
     """Fill the parameters of `model` from the folder, cast to their dtype.
+
+    With "e4m3", the weights that are in 8 bits become codes where the model holds codes. Elsewhere
+    they become what their codes stand for.
 
     Raises: as `model_weights`.
     """
-    shapes = {name: one.shape for name, one in model.named_parameters()}
-    fill(model, model_weights(folder, shapes))
+    tensors = model_weights(folder, model.spec.parameter_shapes())
+    convert = as_codes if holds_codes(model) else as_rounded
+    fill(model, convert(tensors, model.spec, weights))
 
 
 @torch.no_grad()

@@ -9,11 +9,18 @@ from torch import Tensor, nn
 
 from spmd_rl.kernels import linear
 from spmd_rl.kernels.linear.adapters import add_adapters
+from spmd_rl.kernels.low_precision.e4m3_blocks import CODE, BlockCodes, num_blocks
+from spmd_rl.kernels.low_precision.products import coded_linear
 from spmd_rl.model.lora import LoraConfig
 
 
 class Linear(nn.Linear):
-    """A linear layer with the contract's product; `adapt` gives it an adapter."""
+    """A linear layer with the contract's product.
+
+    `adapt` gives it an adapter, and `hold_codes` a weight in 8 bits.
+    """
+
+    weight_scale_inv: nn.Parameter | None  # of codes
 
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__(in_features, out_features, bias)
@@ -21,6 +28,15 @@ class Linear(nn.Linear):
         self.lora_B: Linear | None = None
         self.is_switched_off = False  # whether the adapter is left out
         self.scale = 1.0
+        self.register_parameter("weight_scale_inv", None)
+
+    def hold_codes(self) -> None:
+        """Have codes and scales in place of the weight, unset. No gradient can be taken."""
+        codes = torch.empty_like(self.weight, dtype=CODE)
+        shape = num_blocks((self.out_features, self.in_features))
+        scales = torch.empty(shape, dtype=torch.float32, device=codes.device)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
 
     def adapt(self, lora: LoraConfig) -> None:
         """Add an adapter, whose weights are unset."""
@@ -40,6 +56,8 @@ class Linear(nn.Linear):
         return self.lora_A.weight, self.lora_B.weight
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's name)
+        if self.weight_scale_inv is not None:
+            return coded_linear(input, BlockCodes(self.weight, self.weight_scale_inv), self.bias)
         adapter = self.adapter
         if adapter is None:
             return linear(input, self.weight, self.bias)

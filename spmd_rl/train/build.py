@@ -12,6 +12,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import model_weights, random_adapters, random_weights
+from spmd_rl.model.low_precision.coded_tensors import as_rounded
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.peft_folder import read_adapters
 from spmd_rl.model.read import head_of, read_spec
@@ -82,7 +83,8 @@ def build_frozen(
         allocating=lambda is_base, sizes: memory.allocating("weights", sizes),
     )
     memory.hold("weights", lambda: backend.local.values())
-    backend.fill(first_weights(cfg, folder, head_of(folder)))
+    spec = scorer.model.spec
+    backend.fill(as_rounded(first_weights(cfg, folder, head_of(folder)), spec, cfg.weights))
     return backend
 
 

@@ -11,6 +11,7 @@ from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.layers.layer import Recompute
 from spmd_rl.model.lora import AdaptedBase, LoraConfig
+from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.train.megatron.config import MegatronConfig
 
 # Largest weights, as they are stored, that `wrap = "auto"` gathers as one unit. Layer by layer, a
@@ -26,6 +27,8 @@ KIND_TO_OFFLOAD = (
 KIND_OF_LORA = "'adamw' with lora.rank: other optimizers are not for adapters"
 BACKEND_OF_LORA = "'fsdp2' with lora.rank: Megatron-core is not given adapters here"
 OFFLOAD_OF_LORA = "'none' with lora.rank: the moments of adapters are small"
+BACKEND_OF_CODES = "'fsdp2' with weights = 'e4m3': Megatron-core does not compute with their codes"
+LORA_OF_CODES = "0 with weights = 'e4m3': the codes of a weight hold no adapter"
 BACKEND_OF_BALANCE = "'fsdp2' with router_aux_loss_coef: Megatron-core is not given that loss"
 FREEZE_OF_LORA = "() with lora.rank: lora.targets says what is trained"
 RECOMPUTE_TO_OFFLOAD = (
@@ -143,6 +146,9 @@ class TrainerConfig:
     logit_rows: int = 2048  # rows of logits that exist at once
     # dtype of the forward pass; auto: bfloat16 on GPUs; master weights are float32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # the weights of layers that the forward pass computes with, as in the engine: as they are, or
+    # rounded to 8 bits (docs/low-precision.md)
+    weights: WeightFormat = "full"
     # tokens whose keys are attended to at once, as in the engine; 0: all (docs/numerics.md)
     attention_split: int = 0
     # whether checkpoints hold the optimizer's state; without AdamW's they take a third of the room
@@ -172,6 +178,10 @@ class TrainerConfig:
         require(are_betas, "betas", self.betas, "two numbers in [0, 1)")
         _require_split(self.attention_split)
         self._check_lora()
+        if self.weights == "e4m3":
+            backend = self.backend.kind
+            require(backend == "fsdp2", "backend.kind", backend, BACKEND_OF_CODES)
+            require(self.lora.rank == 0, "lora.rank", self.lora.rank, LORA_OF_CODES)
         self.backend.check_beside(self.optimizer.kind, self.freeze, self.attention_split)
         if self.backend.offload != "none":
             kind = self.optimizer.kind
@@ -231,6 +241,7 @@ class FrozenConfig:
     logit_rows: int = 2048  # rows of logits that exist at once
     # dtype of weights and forward pass; auto: bfloat16 on GPUs
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    weights: WeightFormat = "full"  # of layers, as in the engine (docs/low-precision.md)
     # tokens whose keys are attended to at once, as in the engine; 0: all (docs/numerics.md)
     attention_split: int = 0
     # the unit whose weights are gathered at once; auto: the model while it is small, else a layer
@@ -242,7 +253,7 @@ class FrozenConfig:
 
         With random weights they are the trainer's first ones.
         """
-        names = ("init", "seed", "max_tokens", "logit_rows", "dtype", "attention_split")
+        names = ("init", "seed", "max_tokens", "logit_rows", "dtype", "weights", "attention_split")
         same: dict[str, Any] = {name: getattr(trainer, name) for name in names}
         return FrozenConfig(**same, wrap=trainer.backend.wrap)
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 BLOCK = 128  # rows and columns of a block
 CODE = torch.float8_e4m3fn
-# The least and the largest exponent of a scale. All of 448 * 2^k and 2^-9 * 2^k are then normal
-# numbers of bfloat16.
-LEAST_EXPONENT, MOST_EXPONENT = -117, 119
+# The least and the largest exponent of a scale. Of the least, every code is a normal number of
+# bfloat16. Of the largest, bfloat16 still holds 2^120 times the scale, which kernels multiply by.
+LEAST_EXPONENT, MOST_EXPONENT = -117, 7
 _MANTISSA_OF_MOST = 0x600000  # of 448 = 1.75 * 2^8, as float32 has it
 _BIAS = 127  # of float32's exponent
 
@@ -64,16 +64,17 @@ def block_maxima(values: Tensor, num_rows: int, first_row: int = 0) -> Tensor:
 def block_scales(maxima: Tensor) -> Tensor:
     """Return the least power of two for each block whose multiple 448 is not below the maximum.
 
-    Exponents are kept within the range that bfloat16 can hold. A maximum that is not finite gives
-    NaN, and so does all of its block.
+    Exponents are kept within their range. A maximum that is too large for it, above 57,344 or not
+    finite, gives NaN, and so does all of its block.
     Shape: any, fp32; returns the same.
     """
     bits = maxima.contiguous().view(torch.int32)
     exponent = (bits >> 23) - (_BIAS + 8)
     exponent += (bits & 0x7FFFFF) > _MANTISSA_OF_MOST
+    is_too_large = exponent > MOST_EXPONENT  # NaN and infinity too
     exponent.clamp_(LEAST_EXPONENT, MOST_EXPONENT)
     scales = ((exponent + _BIAS) << 23).view(torch.float32)
-    return scales.masked_fill_(~maxima.isfinite(), torch.nan)
+    return scales.masked_fill_(is_too_large, torch.nan)
 
 
 def encode(values: Tensor, scales: Tensor, first_row: int = 0) -> Tensor:
@@ -91,6 +92,14 @@ def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype, first_row: int = 0
     Shape: codes [n, K] e4m3, scales of the whole weight; returns [n, K] of `dtype`.
     """
     return _times(codes.float(), scales, first_row).to(dtype)
+
+
+def rounded(values: Tensor, scales: Tensor, dtype: torch.dtype, first_row: int = 0) -> Tensor:
+    """Return what the codes of some rows of a weight stand for.
+
+    Shape: values [n, K] fp32, scales of the whole weight; returns [n, K] of `dtype`.
+    """
+    return decode(encode(values, scales, first_row), scales, dtype, first_row)
 
 
 def quantised(weight: Tensor) -> BlockCodes:

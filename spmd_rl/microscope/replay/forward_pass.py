@@ -22,6 +22,7 @@ from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Tap
 from spmd_rl.model.hf import load_weights
 from spmd_rl.model.hf_reference import attention_through, reference_model
+from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.scorer import Scorer
@@ -57,15 +58,17 @@ class ForwardPass(Protocol):
     def run(self, case: ReplayCase, tap: Tap) -> None: ...
 
 
-def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Return the shared network with the folder's weights.
+def load_model(
+    folder: str | Path, dtype: torch.dtype, device: torch.device, weights: WeightFormat = "full"
+) -> CausalLM:
+    """Return the shared network with the folder's weights, rounded where `weights` says so.
 
     Raises: ConfigError if the folder does not serve.
     """
     with torch.device("meta"):
         model = CausalLM(read_spec(folder))
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
-    load_weights(model, folder)
+    load_weights(model, folder, weights)
     return model
 
 

@@ -10,6 +10,7 @@ from spmd_rl.errors import ResidencyError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.model.hf import fill, load_weights, model_weights, random_weights
 from spmd_rl.model.lora import NO_LORA, AdaptedBase, LoraConfig
+from spmd_rl.model.low_precision.coded_tensors import hold_codes
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.slab_parameters import fill_slab
@@ -40,7 +41,7 @@ def build(
     """
     memory = memory or RoleMemory(None, device)
     lora = adapted.lora if adapted else NO_LORA
-    model = _model(folder, lora, getattr(torch, dtype_of(cfg.dtype, device)), device, memory)
+    model = _model(folder, lora, cfg, device, memory)
     try:
         engine = NativeEngine(
             model, cfg, device, decode=decode, reserved_bytes=reserved_bytes, memory=memory
@@ -55,19 +56,25 @@ def build(
         shapes = spec.parameter_shapes()
         fill(model, model_weights(folder, shapes) if seed is None else random_weights(spec, seed))
     elif cfg.load_weights and has_weights(folder):
-        load_weights(model, folder)
+        load_weights(model, folder, cfg.weights)
         engine.sink().commit(FOLDER_VERSION)
     return engine
 
 
 def _model(
-    folder: str, lora: LoraConfig, dtype: torch.dtype, device: torch.device, memory: RoleMemory
+    folder: str,
+    lora: LoraConfig,
+    cfg: NativeEngineConfig,
+    device: torch.device,
+    memory: RoleMemory,
 ) -> CausalLM:
     """The model of the folder's config with parameters in unset memory: weights come by
     `load_weights` or a push. Adapters are not in the slab: they are small, and never sleep.
     """
+    dtype, spec = getattr(torch, dtype_of(cfg.dtype, device)), read_spec(folder)
     with torch.device("meta"):
-        model = CausalLM(read_spec(folder), lora).to(dtype).requires_grad_(False)
+        model = CausalLM(spec, lora).to(dtype).requires_grad_(False)
+        hold_codes(model, spec, cfg.weights)
         if memory.sleeps:
             model.pack_projections()
     if not memory.sleeps:

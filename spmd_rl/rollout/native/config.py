@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spmd_rl.config.rules import require
+from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.offload.ledger import TagBytes
 
 GPU_PAGE_SIZE = 128  # tokens: what FlashAttention's copies of keys and values take whole
@@ -39,6 +40,8 @@ class NativeEngineConfig:
     # where FlashAttention runs: record decoding steps, and launch each before the last is read
     cuda_graphs: bool = True
     dtype: str = "auto"  # bfloat16 on GPUs, float32 on CPUs
+    # of layers, as in the trainer: in `dtype`, or codes of 8 bits (docs/low-precision.md)
+    weights: WeightFormat = "full"
     # tokens whose keys are attended to at once, as in the trainer; 0: all (docs/numerics.md)
     attention_split: int = 0
     load_weights: bool = True  # false leaves the parameters to the first push

@@ -14,6 +14,7 @@ from spmd_rl.errors import ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
 from spmd_rl.model.attention import backend_of, fits_cuda_graphs
 from spmd_rl.model.lora import is_adapter
+from spmd_rl.model.low_precision.coded_weights import weights_fact
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.offload.role_memory import RoleMemory
@@ -165,7 +166,7 @@ class NativeEngine:
         facts = self.model.contract(self.device, self.sizes.dtype, self.cfg.attention_split)
         if self.model.lora.rank and not self._base_fact:
             self._base_fact = base_fact(digest(self._weights(pushed=False)))
-        return facts | self._base_fact
+        return facts | self._base_fact | weights_fact(self.cfg.weights)
 
     def stats(self) -> dict[str, int]:
         return {

@@ -5,7 +5,7 @@ The optimizer works on the local shards as plain tensors (optimizers.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, Literal, cast
@@ -26,6 +26,7 @@ from spmd_rl.kernels import recomputing
 from spmd_rl.model.attention import head_size
 from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.lora import is_adapter
+from spmd_rl.model.low_precision.coded_weights import coded_shapes, weights_fact
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec
@@ -36,7 +37,9 @@ from spmd_rl.train.balance import has_balance
 from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 from spmd_rl.train.cost.flops import train_flops
 from spmd_rl.train.fsdp2.activation_offload import ActivationOffload
-from spmd_rl.train.fsdp2.determinism import SumInRankOrder, require_deterministic
+from spmd_rl.train.fsdp2.coded_masters import CodedMasters
+from spmd_rl.train.fsdp2.coded_source import CodedSource
+from spmd_rl.train.fsdp2.determinism import require_deterministic, sum_gradients
 from spmd_rl.train.fsdp2.exact_norm import exact_square_norm
 from spmd_rl.train.fsdp2.expert_shards import ExpertShards
 from spmd_rl.train.fsdp2.merged_source import MergedSource
@@ -97,11 +100,18 @@ class Fsdp2(ShardedModel):
             experts,
         )
         self._hold(cfg)
-        _sum_gradients(self.units, cfg.deterministic)
+        sum_gradients(self.units, cfg.deterministic)
         group = mesh.get_group("fsdp")
         # with experts, gradients have the same norm however many ranks share these
         self._exact_norm_group = group if cfg.deterministic and spec.num_experts else None
         self.optimizer = self._built(cfg, rules, group)
+        self._weights = cfg.weights
+        self._coded = self._with_codes(spec, group)
+
+    def _with_codes(self, spec: ModelSpec, group: ProcessGroup) -> CodedMasters | None:
+        """Have the weights that are in 8 bits gathered rounded, if there are some."""
+        shards = self.shards_of(coded_shapes(spec, self._weights))
+        return CodedMasters(shards, group, self.parameters, self._dtype) if shards else None
 
     def _hold(self, cfg: TrainerConfig) -> None:
         """Say which tensors lie in which region of the memory."""
@@ -137,7 +147,21 @@ class Fsdp2(ShardedModel):
         trained = [one.nbytes for one in self.local.values() if one.requires_grad]
         return 2 * trained if self._is_adamw else []
 
+    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        super().fill(weights)
+        self._update_codes()
+
+    def _update_codes(self) -> None:
+        """Note that the master weights are others now. Ranks: all that share them."""
+        if self._coded is not None:
+            self._coded.update()
+
+    def contract(self) -> dict[str, str | int]:
+        return super().contract() | weights_fact(self._weights)
+
     def source(self, on_open: Callable[[], None] = do_nothing) -> WeightSource:
+        if self._coded is not None:
+            return CodedSource(self.local_weights(), self._coded, on_open)
         lora = self.scorer.model.lora
         if not lora.merged_push:
             return super().source(on_open)
@@ -230,6 +254,7 @@ class Fsdp2(ShardedModel):
         if grad_scale != 1.0:
             torch._foreach_mul_(self._gradients(), grad_scale)
         self.optimizer.step(lr)
+        self._update_codes()
         self._memory.note_change("master")
         self.discard()
 
@@ -243,6 +268,7 @@ class Fsdp2(ShardedModel):
 
     def on_loaded(self, optimizer_steps: int) -> None:
         self.optimizer.on_loaded(optimizer_steps)
+        self._update_codes()
 
 
 def _square_norm(gradients: Sequence[Tensor]) -> float:
@@ -319,12 +345,3 @@ def _discard_unreduced(units: Sequence[FSDPModule]) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):  # it was gathered before
                 parameter._unsharded_param.grad = None
-
-
-def _sum_gradients(units: Sequence[FSDPModule], deterministic: bool) -> None:
-    """Have gradients summed and not averaged: losses are divided by the batch's denominator."""
-    for unit in units:
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-        if deterministic:
-            unit.set_custom_reduce_scatter(cast(Any, SumInRankOrder()))

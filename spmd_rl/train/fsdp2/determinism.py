@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.backend import attention_backend
@@ -94,3 +95,12 @@ class SumInRankOrder:
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         output_tensor.copy_(sum_neighbours(parts.view(group.size(), -1).unbind()))
+
+
+def sum_gradients(units: Sequence[FSDPModule], deterministic: bool) -> None:
+    """Have gradients summed and not averaged: losses are divided by the batch's denominator."""
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        if deterministic:
+            unit.set_custom_reduce_scatter(cast(Any, SumInRankOrder()))

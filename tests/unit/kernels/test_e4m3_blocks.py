@@ -38,8 +38,8 @@ def is_exact(scale: float) -> bool:
 
 
 def oracle_exponent(maximum: float) -> int:
-    """Return the least exponent whose 448-fold reaches the maximum, within bounds."""
-    return next((k for k in EXPONENTS if 448.0 * 2.0**k >= maximum), MOST_EXPONENT)
+    """Return the least exponent whose 448-fold reaches the maximum."""
+    return next(k for k in EXPONENTS if 448.0 * 2.0**k >= maximum)
 
 
 def oracle_code(value: float, scale: float) -> int:
@@ -53,7 +53,7 @@ def oracle_code(value: float, scale: float) -> int:
 def weights(seed: int, rows: int, columns: int) -> Tensor:
     """Return a weight whose blocks have magnitudes far apart."""
     generator = torch.Generator().manual_seed(seed)
-    spread = torch.randint(-60, 60, num_blocks((rows, columns)), generator=generator)
+    spread = torch.randint(-60, 13, num_blocks((rows, columns)), generator=generator)
     factors = spread.double().exp2().float().repeat_interleave(BLOCK, 0)[:rows]
     factors = factors.repeat_interleave(BLOCK, 1)[:, :columns]
     return torch.randn(rows, columns, generator=generator) * factors
@@ -79,21 +79,21 @@ def test_a_scale_that_is_no_power_of_two_is_found(scale: float) -> None:
     assert not is_exact(float(np.float32(scale)))
 
 
-@given(st.floats(0, 2.0**127, width=32))
+@given(st.floats(0, 57344, width=32))
 @settings(deadline=None)
 def test_the_scale_is_the_least_that_holds_the_maximum(maximum: float) -> None:
     scale = float(block_scales(torch.tensor([[maximum]], dtype=torch.float32)))
     assert scale == 2.0 ** oracle_exponent(maximum)
 
 
-@pytest.mark.parametrize("k", [-100, -1, 0, 7, 110])
+@pytest.mark.parametrize("k", [-117, -100, -1, 0, 6])
 def test_the_scale_changes_just_above_448(k: int) -> None:
     edge = torch.tensor(448.0 * 2.0**k)
     above = torch.nextafter(edge, torch.tensor(torch.inf))
     assert block_scales(torch.stack([edge, above])).tolist() == [2.0**k, 2.0 ** (k + 1)]
 
 
-@given(st.lists(st.floats(-(2.0**90), 2.0**90, width=32), min_size=1, max_size=40))
+@given(st.lists(st.floats(-57344, 57344, width=32), min_size=1, max_size=40))
 @settings(deadline=None)
 def test_codes_are_the_nearest(values: list[float]) -> None:
     weight = torch.tensor([values])
@@ -152,8 +152,8 @@ def test_errors_are_at_most_half_a_step() -> None:
     assert bool(((back - weight).abs() <= allowed).all())
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_seen(bad: float) -> None:
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 57345.0])
+def test_what_codes_cannot_hold_is_seen(bad: float) -> None:
     weight = torch.ones(3, 3)
     weight[1, 1] = bad
     assert bool(decode(*quantised(weight), torch.bfloat16)[1, 1].isnan())

@@ -1,0 +1,16 @@
+"""Linear layers whose weight is in 8 bits; they have the bits of the weight that it stands for."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from spmd_rl.kernels.linear.linear import linear
+from spmd_rl.kernels.low_precision.e4m3_blocks import BlockCodes, decode
+
+
+def coded_linear(x: Tensor, weight: BlockCodes, bias: Tensor | None = None) -> Tensor:
+    """Return what `linear` does with the decoded weight, without a gradient.
+
+    Shape: x [T, K], weight [N, K], bias [N]; returns [T, N].
+    """
+    return linear(x, decode(weight.codes, weight.scales, x.dtype), bias)

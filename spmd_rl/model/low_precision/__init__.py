@@ -1,0 +1,1 @@
+"""Models whose weights are in 8 bits."""

@@ -1,0 +1,49 @@
+"""Weights of a model that are in 8 bits with `weights = "e4m3"`, and their names in a push.
+
+They are the matrices of the blocks. A push gives the codes the name of the weight, and the scales
+the name that Hugging Face folders use.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.model.spec import ModelSpec, block_prefix
+
+WeightFormat = Literal["full", "e4m3"]
+CODE_DTYPE = "float8_e4m3fn"
+E4M3_RULE = (
+    "e4m3 codes in blocks of 128 x 128 with power-of-two scales; "
+    "as they are: embeddings, head, norms, routers, biases"
+)
+
+
+def scale_name(weight: str) -> str:
+    """Return the name of the scales of a weight."""
+    return f"{weight}_scale_inv"
+
+
+def coded_shapes(spec: ModelSpec, weights: WeightFormat) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the weights that are in 8 bits, by name: none with "full".
+
+    Raises: ConfigError for a mixture of experts.
+    """
+    if weights == "full":
+        return {}
+    if spec.num_experts:
+        raise ConfigError(
+            'weights = "e4m3" is for dense models, and this one is a mixture of experts: set '
+            'engine.weights and trainer.weights to "full"'
+        )
+    return {
+        block_prefix(number) + one.name: (one.shape[0], one.shape[1])
+        for number, block in enumerate(spec.blocks)
+        for one in block.parameters()
+        if len(one.shape) == 2
+    }
+
+
+def weights_fact(weights: WeightFormat) -> dict[str, str | int]:
+    """Return what a numeric contract says of the format of weights: nothing with "full"."""
+    return {"weights": E4M3_RULE} if weights == "e4m3" else {}

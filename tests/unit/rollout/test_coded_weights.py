@@ -1,0 +1,125 @@
+"""An engine whose weights are in 8 bits: the bits of an engine with what its codes stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from spmd_rl.check.engine import check_engine
+from spmd_rl.config.run import RunConfig
+from spmd_rl.errors import ConfigError
+from spmd_rl.model.hf import fill, random_weights
+from spmd_rl.model.low_precision.coded_tensors import as_codes, as_rounded, hold_codes
+from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.rollout.engine import Request, SamplingConfig
+from spmd_rl.rollout.native.config import NativeEngineConfig
+from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.weights.ends import WeightSink
+from tests.specs import dense_spec, with_experts
+
+Weights = Iterable[tuple[str, Tensor]]
+SPEC = dense_spec(
+    "qwen2",
+    vocab=37,
+    hidden=160,
+    inner=200,
+    layers=2,
+    heads=(4, 2, 8),
+    positions=192,
+    tie_embeddings=False,
+    qkv_bias=True,
+    eos_ids=(1,),
+    init_std=0.3,
+)
+
+
+def engine_of(weights: str, tensors: Weights) -> NativeEngine:
+    model = CausalLM(SPEC).requires_grad_(False)
+    cfg = replace(NativeEngineConfig(), weights=weights)
+    hold_codes(model, SPEC, cfg.weights)
+    fill(model, tensors)
+    engine = NativeEngine(model, cfg, torch.device("cpu"))
+    engine.sink().commit(1)
+    return engine
+
+
+def drawn(engine: NativeEngine) -> list[bytes]:
+    """Return tokens and log-probs of a few samples."""
+    for index in range(3):
+        prompt = np.arange(2, 9 + 5 * index, dtype=np.int32)
+        sampling = SamplingConfig(max_tokens=12, ignore_eos=True)
+        engine.submit(Request(1, index, prompt, sampling, seed=3))
+    found = {}
+    while engine.has_work:
+        found |= {one.index: one for one in engine.step().finished}
+    return [found[n].tokens.tobytes() + found[n].logprobs.tobytes() for n in sorted(found)]
+
+
+def unchanged(tensors: Weights, spec: ModelSpec, weights: str) -> Weights:
+    return tensors
+
+
+Convert = Callable[[Weights, ModelSpec, str], Weights]
+
+
+def converted(convert: Convert) -> Weights:
+    return convert(random_weights(SPEC, 0), SPEC, "e4m3")
+
+
+def test_codes_draw_the_bits_of_what_they_stand_for() -> None:
+    codes = drawn(engine_of("e4m3", converted(as_codes)))
+    assert codes == drawn(engine_of("full", converted(as_rounded)))
+    assert codes != drawn(engine_of("full", converted(unchanged)))
+
+
+def test_the_engine_holds_codes_and_scales_alone() -> None:
+    model = CausalLM(SPEC).requires_grad_(False)
+    hold_codes(model, SPEC, "e4m3")
+    held = dict(model.named_parameters())
+    shapes = coded_shapes(SPEC, "e4m3")
+    assert held.keys() == SPEC.parameter_shapes().keys() | set(map(scale_name, shapes))
+    for name, one in held.items():
+        expected = torch.float8_e4m3fn if name in shapes else torch.float32
+        assert one.dtype == expected, name
+    assert "lm_head.weight" not in shapes and "model.embed_tokens.weight" not in shapes
+
+
+def flip_a_code(sink: WeightSink) -> None:
+    """Flip the lowest bit of one code where a push has put it."""
+    name = next(iter(coded_shapes(SPEC, "e4m3")))
+    piece = next(one for one in sink.layout(0).pieces if one.name == name)
+    slot = sink.slot(name, piece.box)
+    assert slot is not None
+    slot.view(torch.uint8)[3, 5] ^= 1
+
+
+def test_the_digest_sees_one_code_that_differs() -> None:
+    engine = engine_of("e4m3", converted(as_codes))
+    sink = engine.sink()
+    before = sink.digest()
+    assert sink.digest() == before
+    flip_a_code(sink)
+    changed = {key for key, value in sink.digest().items() if value != before[key]}
+    assert len(changed) == 1
+
+
+def test_a_mixture_is_refused() -> None:
+    with pytest.raises(ConfigError, match="mixture"):
+        coded_shapes(with_experts(SPEC, 8, 2, 24), "e4m3")
+
+
+@pytest.mark.parametrize("kind", [NativeEngineConfig, SglangEngineConfig])
+def test_formats_that_differ_are_refused(kind: type) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.weights"):
+        check_engine(kind(), RunConfig(exact=False), TrainerConfig(weights="e4m3"))
+    with pytest.raises(ConfigError, match=r"trainer\.weights"):
+        check_engine(NativeEngineConfig(weights="e4m3"), RunConfig(), TrainerConfig())

@@ -1,0 +1,169 @@
+"""Training with weights in 8 bits: its forward pass, its gradients and the source of its pushes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spmd_rl.algo.losses import grpo_loss
+from spmd_rl.errors import ConfigError
+from spmd_rl.kernels.low_precision.e4m3_blocks import BlockCodes, decode, quantised
+from spmd_rl.model.lora import LoraConfig
+from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
+from spmd_rl.train.config import FrozenConfig, TrainerConfig
+from spmd_rl.train.megatron.config import MegatronConfig
+from spmd_rl.train.trainer import Trainer
+from spmd_rl.types.batch import Batch
+from spmd_rl.weights.plan.layout import Box
+from tests.dist.train_case import make_batch
+
+NewTrainer = Callable[..., Trainer]
+
+
+def coded_names(trainer: Trainer) -> set[str]:
+    return set(coded_shapes(trainer.backend.scorer.model.spec, "e4m3"))
+
+
+def rounded_masters(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the weights that the forward pass should compute with, from the whole masters."""
+    coded = coded_names(trainer)
+    found = {name: trainer.backend.gather(name).detach() for name in trainer.backend.names()}
+    return {
+        name: decode(*quantised(one), torch.float32) if name in coded else one.clone()
+        for name, one in found.items()
+    }
+
+
+def scores_of(trainer: Trainer, batch: Batch) -> NDArray[np.float32]:
+    """Return the log-prob of every scored token."""
+    return trainer.score(batch).values
+
+
+def masters(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: trainer.backend.gather(name).detach().clone() for name in trainer.backend.names()}
+
+
+def pushed(trainer: Trainer) -> dict[str, Tensor]:
+    """Return what a push brings, by name, each in the dtype that its layout names."""
+    source, found = trainer.weight_source(), dict[str, Tensor]()
+    source.open()
+    for piece in source.layout(0).pieces:
+        found[piece.name] = torch.empty(piece.shape, dtype=getattr(torch, piece.dtype))
+        source.read(piece.name, piece.box, found[piece.name])
+    return found
+
+
+@pytest.mark.parametrize("wrap", ["layer", "model"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_version_computes_with_what_its_codes_stand_for(
+    new_trainer: NewTrainer, dtype: str, wrap: str
+) -> None:
+    coded = new_trainer(weights="e4m3", dtype=dtype, wrap=wrap)
+    plain = new_trainer(dtype=dtype, wrap=wrap)
+    for seed in range(3):
+        plain.backend.fill(rounded_masters(coded).items())
+        batch = make_batch(seed)
+        scores = scores_of(coded, batch)
+        assert np.array_equal(scores, scores_of(plain, batch))
+        plain.backend.fill(masters(coded).items())
+        assert not np.array_equal(scores, scores_of(plain, batch))
+        coded.train_step(batch, grpo_loss)
+
+
+def test_gradients_reach_the_masters_as_if_nothing_were_rounded(new_trainer: NewTrainer) -> None:
+    coded, plain = new_trainer(weights="e4m3"), new_trainer()
+    plain.backend.fill(rounded_masters(coded).items())
+    before = masters(coded)
+    metrics = [one.train_step(make_batch(0), grpo_loss) for one in (coded, plain)]
+    for name in ("train/loss", "train/grad_norm"):
+        assert metrics[0][name] == metrics[1][name]
+    # Adam's first step depends on the gradient alone, and each master takes it from where it is
+    for name, after in masters(plain).items():
+        step = after - rounded_of(before, coded)[name]
+        assert torch.allclose(masters(coded)[name] - before[name], step, atol=1e-6)
+
+
+def rounded_of(weights: dict[str, Tensor], trainer: Trainer) -> dict[str, Tensor]:
+    coded = coded_names(trainer)
+    return {
+        name: decode(*quantised(one), torch.float32) if name in coded else one
+        for name, one in weights.items()
+    }
+
+
+def test_masters_keep_what_their_codes_do_not_show(new_trainer: NewTrainer) -> None:
+    trainer = new_trainer(weights="e4m3", lr=1e-6)
+    before, codes = masters(trainer), pushed(trainer)
+    trainer.train_step(make_batch(0), grpo_loss)
+    name = sorted(coded_names(trainer))[0]
+    assert not torch.equal(masters(trainer)[name], before[name])
+    assert torch.equal(pushed(trainer)[name].view(torch.uint8), codes[name].view(torch.uint8))
+
+
+def test_a_push_brings_codes_and_scales_of_the_weights_as_they_are(new_trainer: NewTrainer) -> None:
+    trainer = new_trainer(weights="e4m3")
+    trainer.train_step(make_batch(0), grpo_loss)
+    found, whole = pushed(trainer), masters(trainer)
+    coded = coded_names(trainer)
+    assert found.keys() == whole.keys() | set(map(scale_name, coded))
+    for name, weight in whole.items():
+        if name in coded:
+            expected = quantised(weight)
+            held = BlockCodes(found[name], found[scale_name(name)])
+            assert torch.equal(held.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            assert torch.equal(held.scales, expected.scales)
+        else:
+            assert torch.equal(found[name], weight)
+
+
+def test_any_part_of_a_push_has_the_bits_of_the_whole(new_trainer: NewTrainer) -> None:
+    trainer = new_trainer(weights="e4m3")
+    source, whole = trainer.weight_source(), pushed(trainer)
+    name = sorted(coded_names(trainer))[-1]
+    piece = next(one for one in source.layout(0).pieces if one.name == name)
+    box = Box((3, 5), (piece.shape[0] - 4, piece.shape[1] - 7))
+    part = torch.empty(box.extent, dtype=torch.float8_e4m3fn)
+    source.read(name, box, part)
+    expected = whole[name][box.within(piece.box)]
+    assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_a_resumed_trainer_has_the_same_codes(new_trainer: NewTrainer, tmp_path: Path) -> None:
+    first = new_trainer(weights="e4m3")
+    first.train_step(make_batch(0), grpo_loss)
+    first.save(str(tmp_path / "saved"))
+    first.wait_until_saved()
+    second = new_trainer(weights="e4m3")
+    second.load(str(tmp_path / "saved"))
+    batch = make_batch(1)
+    assert np.array_equal(scores_of(first, batch), scores_of(second, batch))
+    metrics = [one.train_step(make_batch(1), grpo_loss) for one in (first, second)]
+    assert metrics[0]["train/loss"] == metrics[1]["train/loss"]
+    assert all(
+        torch.equal(one.view(torch.uint8), pushed(second)[name].view(torch.uint8))
+        for name, one in pushed(first).items()
+    )
+
+
+def test_the_contract_names_the_format(new_trainer: NewTrainer) -> None:
+    assert "power" in str(new_trainer(weights="e4m3").numeric_contract()["weights"])
+    assert "weights" not in new_trainer().numeric_contract()
+
+
+def test_a_reference_like_the_trainer_has_its_weights() -> None:
+    assert FrozenConfig.like(TrainerConfig(weights="e4m3")).weights == "e4m3"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"backend": MegatronConfig()}, "Megatron"), ({"lora": LoraConfig(rank=2)}, "adapter")],
+)
+def test_what_does_not_know_codes_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainerConfig(weights="e4m3", **options)  # type: ignore[arg-type]
