@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from spmd_rl.kernels import linear, silu_mul, silu_mul_linear
 from spmd_rl.kernels.linear.adapters import add_adapters
 from spmd_rl.kernels.linear.swiglu import is_one_kernel
+from spmd_rl.kernels.low_precision.block_codes import BLOCK, BlockCodes
+from spmd_rl.kernels.low_precision.products import coded_linear
 from spmd_rl.model.linear import Linear
 
 
@@ -33,18 +35,26 @@ class JoinedAdapters(NamedTuple):
 
 @dataclass
 class FusedProjections:
-    """Projections as one product. Shape: weight [N, K] and bias [N] of all of them together."""
+    """Projections as one product.
+
+    With `scales`, the weight is codes.
+    Shape: weight [N, K] and bias [N] of all of them together.
+    """
 
     weight: Tensor
     bias: Tensor | None
     widths: list[int]
     adapters: JoinedAdapters | None = None
+    scales: Tensor | None = None
 
     def product(self, x: Tensor) -> Sequence[Tensor]:
         """Return each projection of x [T, K], a view of the product's columns.
 
         What the joined adapters make of x is in it.
         """
+        if self.scales is not None:
+            weight = BlockCodes(self.weight, self.scales)
+            return coded_linear(x, weight, self.bias).split(self.widths, dim=-1)
         whole = linear(x, self.weight, self.bias)
         if self.adapters is not None:
             down, up, scale = self.adapters
@@ -53,10 +63,11 @@ class FusedProjections:
 
     def fuses(self, x: Tensor) -> bool:
         """Return whether `gated` of x is a single kernel, whose product nobody can see."""
-        return self.bias is None and is_one_kernel(x, self.weight)
+        is_plain = self.bias is None and self.scales is None
+        return is_plain and is_one_kernel(x, self.weight)
 
     def gated(self, x: Tensor) -> Tensor:
-        """Return `silu_mul` of two projections without bias."""
+        """Return `silu_mul` of two projections for which `fuses` says yes."""
         return silu_mul_linear(x, self.weight)
 
 
@@ -99,7 +110,10 @@ def lay_out(projections: Sequence[Linear]) -> None:
     for parameters in [*_columns(projections), *_adapter_columns(projections)]:
         if _are_adjacent(parameters):
             continue
-        whole = torch.cat([parameter.data for parameter in parameters])
+        # torch joins bytes on every device, but not codes
+        dtype = parameters[0].dtype if parameters[0].itemsize > 1 else torch.uint8
+        whole = torch.cat([parameter.data.view(dtype) for parameter in parameters])
+        whole = whole.view(parameters[0].dtype)
         for parameter, part in zip(
             parameters, whole.split([len(p) for p in parameters]), strict=True
         ):
@@ -107,16 +121,24 @@ def lay_out(projections: Sequence[Linear]) -> None:
 
 
 def join(projections: Sequence[Linear]) -> FusedProjections | None:
-    """Return the projections as one, or None if their parameters are not next to each other."""
+    """Return the projections as one, or None if their parameters are not next to each other.
+
+    Codes are joined if each block of rows is of one projection.
+    """
     columns = _columns(projections)
     if not all(map(_are_adjacent, columns)):
         return None
-    weight, *biases = map(_whole, columns)
+    weight, *others = map(_whole, columns)
+    has_codes = projections[0].has_codes
+    if has_codes and any(one.out_features % BLOCK for one in projections[:-1]):
+        return None
+    scales = others.pop() if has_codes else None
     return FusedProjections(
         weight,
-        biases[0] if biases else None,
+        others[0] if others else None,
         [len(one.weight) for one in projections],
         _joined_adapters(projections),
+        scales,
     )
 
 
@@ -150,10 +172,12 @@ def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
 
 
 def _columns(projections: Sequence[Linear]) -> list[list[Tensor]]:
-    """Return all weights, then all biases if there are any."""
+    """Return all weights, then all biases and all scales of codes, if there are any."""
     columns: list[list[Tensor]] = [[one.weight for one in projections]]
     if projections[0].bias is not None:
         columns.append([one.bias for one in projections])
+    if projections[0].has_codes:
+        columns.append([one.codes.scales for one in projections])
     return columns
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from spmd_rl.kernels import linear
 from spmd_rl.kernels.linear.adapters import add_adapters
-from spmd_rl.kernels.low_precision.e4m3_blocks import CODE, BlockCodes, num_blocks
+from spmd_rl.kernels.low_precision.block_codes import CODE, BlockCodes, num_blocks
 from spmd_rl.kernels.low_precision.products import coded_linear
 from spmd_rl.model.lora import LoraConfig
 
@@ -28,6 +28,7 @@ class Linear(nn.Linear):
         self.lora_B: Linear | None = None
         self.is_switched_off = False  # whether the adapter is left out
         self.scale = 1.0
+        self.has_codes = False  # in place of the weight
         self.register_parameter("weight_scale_inv", None)
 
     def hold_codes(self) -> None:
@@ -37,12 +38,19 @@ class Linear(nn.Linear):
         scales = torch.empty(shape, dtype=torch.float32, device=codes.device)
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
+        self.has_codes = True
 
     def adapt(self, lora: LoraConfig) -> None:
         """Add an adapter, whose weights are unset."""
         self.lora_A = Linear(self.in_features, lora.rank, bias=False)
         self.lora_B = Linear(lora.rank, self.out_features, bias=False)
         self.scale = lora.scale
+
+    @property
+    def codes(self) -> BlockCodes:
+        """The weight in 8 bits of a layer that holds codes."""
+        assert self.weight_scale_inv is not None
+        return BlockCodes(self.weight, self.weight_scale_inv)
 
     @property
     def is_adapted(self) -> bool:
@@ -56,8 +64,8 @@ class Linear(nn.Linear):
         return self.lora_A.weight, self.lora_B.weight
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's name)
-        if self.weight_scale_inv is not None:
-            return coded_linear(input, BlockCodes(self.weight, self.weight_scale_inv), self.bias)
+        if self.has_codes:
+            return coded_linear(input, self.codes, self.bias)
         adapter = self.adapter
         if adapter is None:
             return linear(input, self.weight, self.bias)

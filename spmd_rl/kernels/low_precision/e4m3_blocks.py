@@ -1,41 +1,26 @@
-"""Weights as e4m3 codes, with a scale for each block of 128 x 128.
+"""Rounding of weights to e4m3 codes with power-of-two scales, and back.
 
-Scales are powers of two. So code times scale is exactly a bfloat16 number, and a product with
-decoded weights is an ordinary product of bfloat16. A scale depends on its block alone, and a code
-on its own value and its scale. So any rows of a weight can be encoded alone, once the scales are
-known.
+Code times scale is exactly a bfloat16 number, so a product with decoded weights is an ordinary
+product of bfloat16. A scale depends on its block alone, and a code on its own value and its scale.
+So any rows of a weight can be encoded alone, once the scales are known.
 
 Shape letters: N and K rows and columns of a weight; a weight has [ceil(N/128), ceil(K/128)] scales.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 128  # rows and columns of a block
-CODE = torch.float8_e4m3fn
+from spmd_rl.kernels.low_precision.block_codes import BLOCK, CODE, BlockCodes, num_blocks
+
 # The least and the largest exponent of a scale. Of the least, every code is a normal number of
 # bfloat16. Of the largest, bfloat16 still holds 2^120 times the scale, which kernels multiply by.
 LEAST_EXPONENT, MOST_EXPONENT = -117, 7
 _MANTISSA_OF_MOST = 0x600000  # of 448 = 1.75 * 2^8, as float32 has it
 _BIAS = 127  # of float32's exponent
-
-
-class BlockCodes(NamedTuple):
-    """A weight in 8 bits. Shape: codes [N, K] e4m3, scales [ceil(N/128), ceil(K/128)] fp32."""
-
-    codes: Tensor
-    scales: Tensor
-
-
-def num_blocks(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return how many blocks a weight of this shape has in each dim."""
-    rows, columns = shape
-    return -(-rows // BLOCK), -(-columns // BLOCK)
+_LEAST_CAPABILITY = (8, 9)  # of GPUs that round to e4m3
 
 
 def block_maxima(values: Tensor, num_rows: int, first_row: int = 0) -> Tensor:
@@ -82,6 +67,10 @@ def encode(values: Tensor, scales: Tensor, first_row: int = 0) -> Tensor:
 
     Shape: values [n, K] fp32, scales of the whole weight; returns [n, K] e4m3.
     """
+    if _has_kernels(values):
+        from spmd_rl.kernels.low_precision.rounding_triton import encode_on_gpu
+
+        return encode_on_gpu(values, scales, first_row)
     inverse = scales.reciprocal()  # exact, as scales are powers of two
     return _times(values.float(), inverse, first_row).to(CODE)
 
@@ -99,6 +88,10 @@ def rounded(values: Tensor, scales: Tensor, dtype: torch.dtype, first_row: int =
 
     Shape: values [n, K] fp32, scales of the whole weight; returns [n, K] of `dtype`.
     """
+    if _has_kernels(values):
+        from spmd_rl.kernels.low_precision.rounding_triton import rounded_on_gpu
+
+        return rounded_on_gpu(values, scales, dtype, first_row)
     return decode(encode(values, scales, first_row), scales, dtype, first_row)
 
 
@@ -107,6 +100,13 @@ def quantised(weight: Tensor) -> BlockCodes:
     values = weight.float()
     scales = block_scales(block_maxima(values, len(values)))
     return BlockCodes(encode(values, scales), scales)
+
+
+def _has_kernels(values: Tensor) -> bool:
+    """Return whether values are float32 rows on a GPU whose instructions know e4m3."""
+    if not values.is_cuda or values.dtype != torch.float32 or values.stride(-1) != 1:
+        return False
+    return torch.cuda.get_device_capability(values.device) >= _LEAST_CAPABILITY
 
 
 def _magnitude(values: Tensor, dim: int) -> Tensor:

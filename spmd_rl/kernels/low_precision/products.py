@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from spmd_rl.kernels.linear.linear import linear
-from spmd_rl.kernels.low_precision.e4m3_blocks import BlockCodes, decode
+from spmd_rl.kernels.linear.linear import is_exact, linear
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes
+from spmd_rl.kernels.low_precision.e4m3_blocks import decode
 
 
 def coded_linear(x: Tensor, weight: BlockCodes, bias: Tensor | None = None) -> Tensor:
@@ -13,4 +14,8 @@ def coded_linear(x: Tensor, weight: BlockCodes, bias: Tensor | None = None) -> T
 
     Shape: x [T, K], weight [N, K], bias [N]; returns [T, N].
     """
+    if is_exact(x):
+        from spmd_rl.kernels.low_precision.coded_dispatch import coded_matmul
+
+        return coded_matmul(x, weight, bias)
     return linear(x, decode(weight.codes, weight.scales, x.dtype), bias)

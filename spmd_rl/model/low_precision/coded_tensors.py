@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from spmd_rl.kernels.low_precision.e4m3_blocks import CODE, decode, quantised
+from spmd_rl.kernels.low_precision.block_codes import CODE
+from spmd_rl.kernels.low_precision.e4m3_blocks import decode, quantised
 from spmd_rl.model.linear import Linear
 from spmd_rl.model.low_precision.coded_weights import WeightFormat, coded_shapes, scale_name
 from spmd_rl.model.spec import ModelSpec

@@ -44,6 +44,16 @@ def coded_shapes(spec: ModelSpec, weights: WeightFormat) -> dict[str, tuple[int,
     }
 
 
+def num_coded(spec: ModelSpec, weights: WeightFormat) -> int:
+    """Return how many elements of the weights are codes of a byte."""
+    return sum(rows * columns for rows, columns in coded_shapes(spec, weights).values())
+
+
+def weights_sentence(weights: WeightFormat) -> str:
+    """Return what to say of the format of weights, in a plan and at the start of a run."""
+    return "" if weights == "full" else f"of trainer, push and engine: {E4M3_RULE}"
+
+
 def weights_fact(weights: WeightFormat) -> dict[str, str | int]:
     """Return what a numeric contract says of the format of weights: nothing with "full"."""
     return {"weights": E4M3_RULE} if weights == "e4m3" else {}

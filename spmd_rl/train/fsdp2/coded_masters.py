@@ -18,12 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.kernels.low_precision.e4m3_blocks import (
-    block_maxima,
-    block_scales,
-    num_blocks,
-    rounded,
-)
+from spmd_rl.kernels.low_precision.block_codes import num_blocks
+from spmd_rl.kernels.low_precision.e4m3_blocks import block_maxima, block_scales, rounded
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 
 Gathered = tuple[tuple[Tensor, ...], None]

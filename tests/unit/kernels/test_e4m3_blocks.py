@@ -9,15 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from spmd_rl.kernels.low_precision.block_codes import BLOCK, num_blocks
 from spmd_rl.kernels.low_precision.e4m3_blocks import (
-    BLOCK,
     LEAST_EXPONENT,
     MOST_EXPONENT,
     block_maxima,
     block_scales,
     decode,
     encode,
-    num_blocks,
     quantised,
 )
 

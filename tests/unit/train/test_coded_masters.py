@@ -13,14 +13,24 @@ from torch import Tensor
 
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.low_precision.e4m3_blocks import BlockCodes, decode, quantised
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes
+from spmd_rl.kernels.low_precision.e4m3_blocks import decode, quantised
 from spmd_rl.model.lora import LoraConfig
+from spmd_rl.model.low_precision.coded_tensors import hold_codes
 from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
+from spmd_rl.model.network import CausalLM
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.batch import Batch
+from spmd_rl.weights.ends import LocalEnds
+from spmd_rl.weights.executors import execute
+from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.plan.layout_rules import compressed
+from spmd_rl.weights.plan.moves import plan_moves
+from spmd_rl.weights.proof.verification import Verifier
+from spmd_rl.weights.tensor_ends import CopyingSink, do_nothing
 from tests.dist.train_case import make_batch
 
 NewTrainer = Callable[..., Trainer]
@@ -167,3 +177,28 @@ def test_a_reference_like_the_trainer_has_its_weights() -> None:
 def test_what_does_not_know_codes_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainerConfig(weights="e4m3", **options)  # type: ignore[arg-type]
+
+
+def test_one_code_that_differs_after_a_push_is_found_and_named(new_trainer: NewTrainer) -> None:
+    trainer = new_trainer(weights="e4m3")
+    spec = trainer.backend.scorer.model.spec
+    engine = CausalLM(spec).requires_grad_(False)
+    hold_codes(engine, spec, "e4m3")
+    held = LocalTensors.whole(dict(engine.named_parameters()))
+    source = trainer.weight_source()
+    sink = CopyingSink(held.items(), do_nothing, lambda version: None)
+    ends = LocalEnds(0, source, sink, torch.device("cpu"))
+    layouts = [[compressed(end.layout(0))] for end in (source, sink)]
+    plan = plan_moves(*layouts, {0: 0}, 0)
+    traffic = execute(plan.moves, ends, None)
+    verifier = Verifier(plan.moves, (), ends)
+    proof = verifier.compare(None)
+    assert (proof.num_equal, proof.num_unequal, proof.num_unknown) == (len(held), 0, 0)
+    coded, total = coded_shapes(spec, "e4m3"), spec.num_parameters
+    num_codes = sum(rows * columns for rows, columns in coded.values())
+    scales = sum(held[scale_name(name)].local.nbytes for name in coded)
+    assert traffic.copied_bytes == num_codes + scales + 4 * (total - num_codes)
+    name = sorted(coded)[0]
+    held[name].local.view(torch.uint8)[3, 5] ^= 1
+    proof = verifier.compare(None)
+    assert (proof.num_unequal, [one.name for one in proof.mismatches]) == (1, [name])

@@ -1,0 +1,116 @@
+"""GEMM in Triton whose weight is in 8 bits, for few rows of x on NVIDIA Hopper.
+
+Codes are decoded in registers, so that they alone move through memory. The tensor cores get the
+bfloat16 numbers that codes stand for, in one ascending chain over K, as in `linear/triton_gemm.py`.
+So the bits are those of a product with the decoded weight. The decoded tile is the first operand,
+which wgmma takes from registers.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from spmd_rl.kernels.low_precision.block_codes import BLOCK, BlockCodes
+from spmd_rl.kernels.runtime.pdl import overlapping, wait
+
+COPY_UNIT = 16  # columns: the copy engine moves rows of whole units of 16 bytes
+# The bits of a code, moved to where bfloat16 has exponent and mantissa, are 2^-120 times the code.
+_SHIFT = 2.0**120
+SHIFT = tl.constexpr(_SHIFT)
+
+
+class CodedTile(NamedTuple):
+    """Sizes of a program: `m` rows of x, `n` rows of the weight and `k` of K in a step.
+
+    `n` and `k` divide a block, so that a step has one scale.
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+def coded_matmul_into(
+    out: Tensor, x: Tensor, weight: BlockCodes, bias: Tensor | None, tile: CodedTile
+) -> None:
+    """Write x @ decoded weight.T + bias to `out`, accumulated in fp32 and rounded once.
+
+    Shape: out [M, N] bf16 with contiguous rows, x [M, K] bf16, bias [N]. K is a multiple of
+    `COPY_UNIT`.
+    """
+    (m, k), n = x.shape, out.shape[1]
+    codes = weight.codes.view(torch.uint8)
+    _coded_matmul[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
+        TensorDescriptor.from_tensor(x, [tile.m, tile.k]),
+        TensorDescriptor.from_tensor(codes, [tile.n, tile.k]),
+        weight.scales, out if bias is None else bias, out, m, n, k, out.stride(0),
+        bias is not None, tile.m, tile.n, tile.k, BLOCK,
+        num_warps=tile.warps, num_stages=tile.stages, **overlapping(),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["m"])
+def _coded_matmul(
+    x, codes, scales, bias, out, m, n, k, out_stride, HAS_BIAS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    tiles_m = tl.cdiv(m, TILE_M)
+    first_row = (tl.program_id(0) % tiles_m) * TILE_M
+    first_column = (tl.program_id(0) // tiles_m) * TILE_N
+    blocks = tl.cdiv(k, BLOCK)
+    row_scales = scales + first_column // BLOCK * blocks
+    wait()
+    total = tl.zeros((TILE_N, TILE_M), tl.float32)
+    scale = tl.load(row_scales)
+    for start in range(0, k, TILE_K):
+        # the scale of the next step is on its way while this one multiplies
+        following = min((start + TILE_K) // BLOCK, blocks - 1)
+        next_scale = tl.load(row_scales + following)
+        values = _decoded(codes.load([first_column, start]), scale)
+        total = tl.dot(values, tl.trans(x.load([first_row, start])), total)
+        scale = next_scale
+    column, row = first_column + tl.arange(0, TILE_N), first_row + tl.arange(0, TILE_M)
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[:, None]
+    at = out + row.to(tl.int64)[None, :] * out_stride + column[:, None]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(row < m)[None, :] & (column < n)[:, None])
+
+
+@triton.jit
+def _decoded(codes, scale) -> tl.tensor:
+    """Return the numbers that codes stand for, four at a time, each times a power of two once."""
+    factor = (scale * SHIFT).to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+    factors = tl.zeros(codes.shape, tl.int32) + (factor | (factor << 16))
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, sign, size;
+        prmt.b32 low, $2, 0, 0x1404;
+        prmt.b32 high, $2, 0, 0x3424;
+        and.b32 sign, low, 0x80008000;
+        shr.b32 size, low, 4;
+        and.b32 size, size, 0x07f007f0;
+        or.b32 low, size, sign;
+        and.b32 sign, high, 0x80008000;
+        shr.b32 size, high, 4;
+        and.b32 size, size, 0x07f007f0;
+        or.b32 high, size, sign;
+        mul.rn.bf16x2 $0, low, $3;
+        mul.rn.bf16x2 $1, high, $3;
+        }
+        """,
+        "=r,=r,r,r,r,r,r",
+        [codes, factors],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )

@@ -1,0 +1,68 @@
+"""Products of weights in 8 bits, compiled for Hopper: one chain of wgmma over ascending K."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from spmd_rl.kernels.low_precision import coded_gemm_triton, rounding_triton
+from spmd_rl.kernels.low_precision.block_codes import BLOCK
+from spmd_rl.kernels.low_precision.coded_dispatch import TILES, WIDE, choose_coded_tile
+from spmd_rl.kernels.low_precision.coded_gemm_triton import CodedTile
+from spmd_rl.kernels.low_precision.e4m3_blocks import quantised
+from tests.unit.kernels.compiled import instructions, ptx_of
+
+WGMMA_ROWS, WGMMA_K = 64, 16
+ALL_TILES = sorted({tile for pair in TILES.values() for tile in pair})
+
+
+def product_ptx(tile: CodedTile) -> str:
+    n, k = 256, 1024
+    x = torch.zeros(8, k, dtype=torch.bfloat16)
+    weight, out = quantised(torch.randn(n, k)), torch.zeros(8, n, dtype=torch.bfloat16)
+    return ptx_of(
+        coded_gemm_triton._coded_matmul,
+        lambda: coded_gemm_triton.coded_matmul_into(out, x, weight, None, tile),
+    )
+
+
+@pytest.mark.parametrize("tile", ALL_TILES, ids=str)
+def test_a_step_is_one_chain_of_wgmma(tile: CodedTile) -> None:
+    """mma.sync would take its steps of K from codes in another order."""
+    found = instructions(ptx := product_ptx(tile))
+    chains = re.findall(r"wgmma\.mma_async\S*k16\.f32\.bf16\.bf16", ptx)
+    height = tile.n if tile.warps == 4 else tile.n // 2  # of a group of four warps
+    each = max(height // WGMMA_ROWS, 1)
+    assert len(chains) == tile.k // WGMMA_K * each
+    assert not any(name.startswith("mma.sync") for name in found)
+    assert not any(name.startswith(("add.f32", "add.rn.f32", "fma.rn.f32")) for name in found)
+
+
+@pytest.mark.parametrize("tile", ALL_TILES, ids=str)
+def test_a_step_has_one_scale_and_one_multiplication_for_two_codes(tile: CodedTile) -> None:
+    assert BLOCK % tile.n == 0 and BLOCK % tile.k == 0
+    found = instructions(product_ptx(tile))
+    of_thread = tile.n * tile.k // (32 * tile.warps)
+    assert found["mul.rn.bf16x2"] == of_thread // 2
+
+
+def test_codes_are_rounded_to_nearest_by_one_instruction() -> None:
+    values = torch.randn(64, 128)
+    scales = quantised(values).scales
+    found = instructions(
+        ptx_of(rounding_triton._round, lambda: rounding_triton.encode_on_gpu(values, scales, 0))
+    )
+    assert found["cvt.rn.satfinite.e4m3x2.f32"] > 0
+    assert found["div.rn.f32"] > 0, "the inverse of a scale is exact"
+
+
+def test_many_rows_and_none_have_no_tile() -> None:
+    assert choose_coded_tile(0, WIDE) is None
+    assert choose_coded_tile(max(TILES) + 1, WIDE) is None
+    for m in range(1, max(TILES) + 1):
+        tile = choose_coded_tile(m, 1024)
+        assert tile is not None and tile.m == min(rows for rows in TILES if m <= rows)
