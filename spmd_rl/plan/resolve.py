@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.axes import MODEL, groups_along
 from spmd_rl.mesh.split import Placement, Placements, disjoint, plan_split
+from spmd_rl.model.low_precision.coded_weights import CODE_DTYPE, WeightFormat, coded_shapes
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import Ledger, as_size
@@ -45,6 +46,7 @@ class RunPlan:
     memory: MemoryModel | None = None
     sleep: SleepDecision = field(default_factory=lambda: SleepDecision({}))
     uncounted: tuple[str, ...] = ()
+    weights: WeightFormat = "full"
     queue: Queue | None = None
 
     @property
@@ -161,7 +163,8 @@ def resolve(
     sequences = running(needs, engine, infer, spec)
     num_held = page_bytes // sequence_kv_bytes(spec, engine, sequences.num_tokens, tp)
     queue = Queue(num_asked(needs, engine, infer), sequences, num_held)
-    return replace(plan, ledgers=kv_sized(ledgers, page_bytes), queue=queue)
+    ledgers = kv_sized(ledgers, page_bytes)
+    return replace(plan, ledgers=ledgers, queue=queue, weights=engine.weights)
 
 
 def _decide(
@@ -250,6 +253,12 @@ def _push_routes(
     dtype, ep = dtype_on_gpu(engine), train.axes.get("ep", 1)
     if ep > 1 and train.size == train.data_size:
         return routes_of_experts(train, infer, spec, dtype, world_size)
+    coded = coded_shapes(spec, engine.weights)
+    if coded:  # their scales are too small to count
+        others = Counter(whole(shape) for name, shape in shapes.items() if name not in coded)
+        codes = Counter(map(whole, coded.values()))
+        routes = push_routes(train, infer, codes, CODE_DTYPE, world_size)
+        return routes + push_routes(train, infer, others, dtype, world_size)
     tensors = Counter(map(whole, shapes.values()))
     if tp > 1:
         ranks = [shard_boxes(spec, rank, tp) for rank in range(tp)]

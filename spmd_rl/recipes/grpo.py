@@ -17,7 +17,7 @@ from spmd_rl.algo.algorithm import Algorithm
 from spmd_rl.algo.make import make_algorithm
 from spmd_rl.environments.config import AgentConfig, agree_with_agent
 from spmd_rl.environments.make import check_agent
-from spmd_rl.recipes.policy_update import check_adapters, extra_roles_of
+from spmd_rl.recipes.policy_update import check_adapters, check_coded_weights, extra_roles_of
 from spmd_rl.rollout.engine import refuse_greedy
 from spmd_rl.rollout.sampler_config import refuse_lag
 
@@ -60,6 +60,7 @@ class Config(rl.PolicyConfig):
             refuse_lag(self.sampler)
             refuse_uncorrected_rounds(self)
         check_adapters(self)
+        check_coded_weights(self)
         _ = self.made_algorithm  # refuses settings that do not fit
 
     @cached_property

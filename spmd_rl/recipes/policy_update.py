@@ -52,6 +52,13 @@ def check_adapters(cfg: PolicyRecipe) -> None:
     require(cfg.kl.refresh_every == 0, "kl.refresh_every", cfg.kl.refresh_every, expected)
 
 
+def check_coded_weights(cfg: PolicyRecipe) -> None:
+    """Raise a ConfigError for a reference that would take weights in 8 bits by a push."""
+    if cfg.trainer.weights == "e4m3":
+        expected = '0 with trainer.weights = "e4m3": a push to the reference brings no codes'
+        require(cfg.kl.refresh_every == 0, "kl.refresh_every", cfg.kl.refresh_every, expected)
+
+
 def extra_roles_of(cfg: PolicyRecipe) -> list[ExtraRole]:
     """Return the roles that a recipe's algorithm needs besides its trainer and its engine."""
     needs, roles = cfg.made_algorithm.needs, list[ExtraRole]()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from math import prod
 
 from spmd_rl.model.lora import NO_LORA, LoraConfig
+from spmd_rl.model.low_precision.coded_weights import num_coded
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.rollout.kinds import EngineConfig
@@ -29,7 +30,9 @@ def engine_memory(
     weights are split over `tp` ranks.
     """
     item_bytes = ITEM_BYTES[_dtype(cfg)]
-    weights = spec.num_parameters * item_bytes // tp
+    # scales are too small to count
+    num_codes = num_coded(spec, cfg.weights)
+    weights = ((spec.num_parameters - num_codes) * item_bytes + num_codes) // tp
     memory = [
         TagBytes("weights", weights, "drop" if cfg.sleep_weights else "fixed"),
         TagBytes(KV, 0, "drop"),
