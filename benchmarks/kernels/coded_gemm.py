@@ -1,0 +1,112 @@
+"""Products of decoding with weights in 8 bits, beside our own with weights in bfloat16.
+
+Each number is the median over replays of a graph, as in decode_gemm.py. The two take turns, and the
+weights are cold in L2. The bits of both are compared first, with the decoded weight.
+
+    python -m benchmarks.kernels.coded_gemm [--tiles] [--save]
+
+With --tiles, all tiles that could serve are timed instead, and the fastest is printed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.decode_gemm import ROWS, cold_weights, shapes
+from benchmarks.kernels.timing import in_turns
+from benchmarks.record import compared, counted, finish, gpu
+from benchmarks.table import Row
+from spmd_rl.kernels import linear
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes
+from spmd_rl.kernels.low_precision.coded_gemm_triton import CodedTile, coded_matmul_into
+from spmd_rl.kernels.low_precision.e4m3_blocks import decode, quantised
+from spmd_rl.kernels.low_precision.products import coded_linear
+
+FUSED = ("qkv", "o", "gate_up", "down")  # products of an engine
+SHARED_BYTES = 220 << 10
+
+
+def products() -> dict[str, tuple[int, int]]:
+    return {
+        name: (n, k) for name, (n, k, _) in shapes().items() if name.rpartition(" ")[2] in FUSED
+    }
+
+
+def cold_codes(n: int, k: int) -> list[BlockCodes]:
+    """Return twice as many weights as of bf16, as each has half of its bytes."""
+    return [quantised(weight) for weight in (*cold_weights(n, k), *cold_weights(n, k))]
+
+
+def differing(x: Tensor, weight: BlockCodes) -> int:
+    expected = linear(x, decode(weight.codes, weight.scales, torch.bfloat16))
+    return int((coded_linear(x, weight) != expected).sum())
+
+
+@torch.no_grad()
+def measure(name: str, n: int, k: int) -> list[Row]:
+    plain, coded = cold_weights(n, k), cold_codes(n, k)
+    # inputs of both ops have one number, so that they take turns: pairs of weights
+    pairs = list(zip(itertools.cycle(plain), coded, strict=False))
+    found = []
+    for m in ROWS:
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        ours, bf16 = in_turns(
+            [lambda pair, x=x: coded_linear(x, pair[1]), lambda pair, x=x: linear(x, pair[0])],
+            pairs,
+            rounds=4,
+        )
+        what = f"{name} {n}x{k}, {m} rows"
+        found.append(compared(what, ours, "us", peer="bf16", peer_value=bf16))
+        print(f"{what}: {ours:.2f} us, bf16 {bf16:.2f} us, {bf16 / ours:.2f}x", flush=True)
+        found.append(counted(f"{what}, equal bits", [differing(x, coded[0]) == 0]))
+    return found
+
+
+def possible_tiles(m: int) -> list[CodedTile]:
+    """Return tiles for m rows of x that fit into shared memory."""
+    heights = [height for height in (16, 32, 64, 128) if height >= min(m, 128)][:2]
+    found = []
+    for height, width, step, warps in itertools.product(heights, (64, 128), (64, 128), (4, 8)):
+        bytes_of_stage = width * step + 2 * height * step
+        for stages in (3, 4, 6, 8, 12):
+            rest = 2 * width * step  # the decoded tile
+            if stages * bytes_of_stage + rest <= SHARED_BYTES:
+                found.append(CodedTile(height, width, step, warps, stages))
+    return found
+
+
+@torch.no_grad()
+def tune(name: str, n: int, k: int) -> None:
+    """Print the fastest tiles for a product, beside bf16."""
+    plain, coded = cold_weights(n, k), cold_codes(n, k)
+    for m in ROWS:
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        out = x.new_empty(m, n)
+        tiles = possible_tiles(m)
+        ways = [
+            lambda weight, tile=tile: coded_matmul_into(out, x, weight, None, tile)  # noqa: B023
+            for tile in tiles
+        ]
+        times = in_turns(ways, coded, rounds=2, turns=7)
+        (bf16,) = in_turns([lambda weight: linear(x, weight)], plain, rounds=4)  # noqa: B023
+        best = sorted(zip(times, tiles, strict=True))[:4]
+        listed = "; ".join(f"{us:.2f} {tuple(tile)}" for us, tile in best)
+        print(f"{name} {n}x{k}, {m} rows: bf16 {bf16:.2f} us; {listed}", flush=True)
+
+
+def main() -> int:
+    if "--tiles" in sys.argv:
+        for name, shape in products().items():
+            tune(name, *shape)
+        return 0
+    rows = [row for name, shape in products().items() for row in measure(name, *shape)]
+    packages = ("torch", "triton")
+    return finish(__file__, packages, rows, save="--save" in sys.argv, machine="h200", **gpu())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
