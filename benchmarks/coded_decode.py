@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.record import compared, counted, finish, gpu
+from benchmarks.record import compared, counted, finish, gpu, gpu_machine
 from benchmarks.shapes import QWEN3, random_weights, write_config
 from benchmarks.table import Row
 from spmd_rl.model.hf import fill
@@ -91,7 +91,9 @@ def main() -> int:
     names = [name for name in QWEN3 if name in sys.argv] or list(QWEN3)
     rows = [row for name in names for row in compare(name)]
     packages = ("torch", "triton")
-    return finish(__file__, packages, rows, save="--save" in sys.argv, machine="h200", **gpu())
+    return finish(
+        __file__, packages, rows, save="--save" in sys.argv, machine=gpu_machine(), **gpu()
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.kernels.decode_gemm import ROWS, cold_weights, shapes
 from benchmarks.kernels.timing import in_turns
-from benchmarks.record import compared, counted, finish, gpu
+from benchmarks.record import compared, counted, finish, gpu, gpu_machine
 from benchmarks.table import Row
 from spmd_rl.kernels import linear
 from spmd_rl.kernels.low_precision.block_codes import BlockCodes
@@ -105,7 +105,9 @@ def main() -> int:
         return 0
     rows = [row for name, shape in products().items() for row in measure(name, *shape)]
     packages = ("torch", "triton")
-    return finish(__file__, packages, rows, save="--save" in sys.argv, machine="h200", **gpu())
+    return finish(
+        __file__, packages, rows, save="--save" in sys.argv, machine=gpu_machine(), **gpu()
+    )
 
 
 if __name__ == "__main__":
