@@ -58,6 +58,10 @@ class ServerArgs:
     fake_death_in_push: bool = False  # the child is killed when it is told to receive weights
 
 
+def set_global_server_args_for_scheduler(server_args: ServerArgs) -> None:
+    assert server_args.model_path
+
+
 @dataclasses.dataclass
 class PortArgs:
     tokenizer_ipc_name: str

@@ -136,21 +136,11 @@ def _grouped(
     tile, column_tile = _place_of(tl.program_id(0), num_tiles, columns, GROUP)
     if column_tile >= columns:
         return
-    part, expert = (
-        column_tile // tl.cdiv(n, TILE_N),
-        tl.load(tiles + (0 if ONE_TOKEN else 1) + tile),
-    )
+    expert, row, is_row, slot = _rows_in(tile, slots, starts, tiles, max_tiles, ONE_TOKEN, TILE_M)
     if expert >= num_experts:
         return
+    part = column_tile // tl.cdiv(n, TILE_N)
     column = column_tile % tl.cdiv(n, TILE_N) * TILE_N + tl.arange(0, TILE_N)
-    if ONE_TOKEN:
-        row = tile + tl.arange(0, TILE_M)
-        is_row = row == tile
-        slot = tl.where(is_row, row, 0)
-    else:
-        row = tl.load(tiles + 1 + max_tiles + tile) + tl.arange(0, TILE_M)
-        is_row = row < tl.load(starts + expert + 1)
-        slot = tl.load(slots + row, mask=is_row, other=0)
     source = slot // PER_TOKEN if GATHERS else tl.where(is_row, row, 0)
     x_at = x + source.to(tl.int64)[:, None] * x_stride
     total = tl.zeros((TILE_N, TILE_M) if SWAP else (TILE_M, TILE_N), tl.float32)
@@ -174,6 +164,28 @@ def _grouped(
         total = total * tl.load(scales + slot, mask=is_row, other=0.0)[:, None]
     out_at = out + row.to(tl.int64)[:, None] * (n * OUT_PARTS) + part * n
     _store(out_at, column, total, n, is_row, EVEN_N)
+
+
+@triton.jit
+def _rows_in(
+    tile, slots, starts, tiles, max_tiles,
+    ONE_TOKEN: tl.constexpr, TILE_M: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Return the expert of a tile, its rows, which of them it has, and the slots of these.
+
+    A single token's tile t is slot t, and its expert may be none (`num_experts`).
+    """
+    if ONE_TOKEN:
+        expert = tl.load(tiles + tile)
+        row = tile + tl.arange(0, TILE_M)
+        is_row = row == tile
+        slot = tl.where(is_row, row, 0)
+    else:
+        expert = tl.load(tiles + 1 + tile)
+        row = tl.load(tiles + 1 + max_tiles + tile) + tl.arange(0, TILE_M)
+        is_row = row < tl.load(starts + expert + 1)
+        slot = tl.load(slots + row, mask=is_row, other=0)
+    return expert, row, is_row, slot
 
 
 @triton.jit

@@ -106,15 +106,13 @@ def build(
     return SglangEngine(
         child,
         started.client,
+        ready,
         cfg,
         spec,
         boxes,
         dtype=dtype,
         device=device,
-        max_kv_tokens=ready.max_num_tokens,
-        version=ready.version,
         decode=decode,
-        start_seconds=ready.seconds,
         returns_routes=records_routes,
     )
 

@@ -39,7 +39,11 @@ def run(socket: PeerSocket, began_s: float) -> None:
     import sglang
     from sglang.srt.managers import io_struct
     from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
-    from sglang.srt.server_args import PortArgs, ServerArgs
+    from sglang.srt.server_args import (
+        PortArgs,
+        ServerArgs,
+        set_global_server_args_for_scheduler,
+    )
 
     seconds["imports"], mark = time.monotonic() - mark, time.monotonic()
     version: str = sglang.__version__
@@ -49,6 +53,7 @@ def run(socket: PeerSocket, began_s: float) -> None:
     seconds["options"], mark = time.monotonic() - mark, time.monotonic()
     ranks = (spec.gpu_id, spec.tp_rank, *OTHER_RANKS)
     configure_scheduler_process(server_args, *ranks)
+    set_global_server_args_for_scheduler(server_args)  # 0.5.17's scheduler reads them
     with_calls = scheduler_class(Scheduler, socket, tells_end=spec.tp_rank > 0)
     scheduler = with_calls(server_args, port_args, *ranks)
     seconds["scheduler"] = time.monotonic() - mark

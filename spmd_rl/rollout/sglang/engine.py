@@ -20,6 +20,7 @@ from spmd_rl.rollout.sglang.child_calls import SETTLE
 from spmd_rl.rollout.sglang.client import SchedulerClient
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.launch import Child
+from spmd_rl.rollout.sglang.messages import ChildReady
 from spmd_rl.rollout.sglang.rank_engine import RankEngine
 from spmd_rl.rollout.sglang.requests import OpenRequest, RequestTable
 from spmd_rl.rollout.sglang.sink import SglangSink
@@ -45,26 +46,22 @@ class SglangEngine(RankEngine):
         self,
         child: Child,
         client: SchedulerClient,
+        ready: ChildReady,
         cfg: SglangEngineConfig,
         spec: ModelSpec,
         boxes: Mapping[str, Box],
         *,
         dtype: str,
         device: torch.device,
-        max_kv_tokens: int,
-        version: str,
         decode: Callable[[tuple[int, ...]], str] | None = None,
-        start_seconds: Mapping[str, float] | None = None,
         returns_routes: bool = False,
     ) -> None:
-        """`child` is ready. `boxes` are its parts of the weights, which a push brings in `dtype`.
-
-        `version` is SGLang's. `start_seconds` says how long each part of the child's start took.
-        Requests may ask for routes if the child `returns_routes`.
+        """`ready` is what `child` said. `boxes` are its parts of the weights, which a push brings
+        in `dtype`. Requests may ask for routes if the child `returns_routes`.
         """
         super().__init__(child, cfg)
-        self.start_seconds = dict(start_seconds or {})
-        self.max_kv_tokens = max_kv_tokens
+        self.start_seconds = ready.seconds
+        self.max_kv_tokens = ready.max_num_tokens
         self.client = client
         self.spec = spec
         self._sink = SglangSink(
@@ -79,7 +76,11 @@ class SglangEngine(RankEngine):
             deadline_s=cfg.answer_deadline_s,
         )
         self._table = RequestTable(
-            spec, max_kv_tokens, decode, version=version, returns_routes=returns_routes
+            spec,
+            ready.max_num_tokens,
+            decode,
+            version=ready.version,
+            returns_routes=returns_routes,
         )
         self._answers = AnswerCollector(self._table, self._abort)
         self._last_heard_s = time.monotonic()
