@@ -23,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from benchmarks.record import gpu
 
 RUNS = Path(__file__).parent / "runs.json"
@@ -105,6 +107,12 @@ TASKS = {
         "examples/arithmetic/recipe.py",
         {PLANTED: "benchmarks.on_policy.planted_arithmetic"},
         (1e-4, 1e-3, 3e-4),
+    ),
+    "demo": Task(
+        ["--config=examples/arithmetic/demo.toml", "--trainer.max_tokens=2048"],
+        "examples/arithmetic/recipe.py",
+        {PLANTED: "benchmarks.on_policy.planted_arithmetic"},
+        (2e-3, 6e-3, 2e-2),
     ),
 }
 
@@ -211,7 +219,8 @@ def execute(run: Run, gpus: Sequence[int], end: float, options: argparse.Namespa
     if code:
         print(f"{run.name}: exit code {code}", flush=True)
         return
-    found = reduced(run, folder / run.name / "metrics.jsonl") | {"machine": gpu()}
+    machine = gpu() if torch.cuda.is_available() else {"gpu": "none"}
+    found = reduced(run, folder / run.name / "metrics.jsonl") | {"machine": machine}
     (options.out / f"{run.name}.json").write_text(json.dumps(found))
     rewards = found["steps"]["reward"]
     print(f"{run.name}: reward {rewards[0]} -> {rewards[-1]}, {found['held_out']}", flush=True)

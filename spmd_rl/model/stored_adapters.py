@@ -45,8 +45,7 @@ def stored_adapters(lora: LoraConfig, spec: ModelSpec) -> dict[str, StoredTensor
     weights = path.parent / ADAPTER_WEIGHTS
     if not weights.is_file():
         raise ConfigError(f"{lora.folder} holds no {ADAPTER_WEIGHTS}")
-    stored = tensors_in([weights])
-    found = {key.removeprefix(PREFIX): one for key, one in stored.items()}
+    found = {key.removeprefix(PREFIX): one for key, one in tensors_in([weights]).items()}
     _require_settings(config, lora, found)
     _require_shapes(lora, found, spec)
     return found

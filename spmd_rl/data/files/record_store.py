@@ -54,7 +54,7 @@ def open_store(path: str, records: Records, preparer: Preparer[T], source: str) 
     Raises: DataError or ConfigError, which names the first thing to correct.
     """
     is_small = records.num_bytes <= SMALL_BYTES and len(records) <= SMALL_RECORDS
-    first = records.read(range(len(records) if is_small else min(len(records), FIRST)))
+    first = records.read(range(len(records))[: None if is_small else FIRST])
     prepared = preparer.make(first, source)
     kept = [one for one in prepared if one is not None]
     preparer.report(path, first, kept)
