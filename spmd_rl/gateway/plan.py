@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,10 +67,16 @@ def make_plan(
     texts, replies = parts.texts, parts.replies
     if texts.chat_template is None:
         raise Refused("messages", "this model has no chat template: send token ids")
-    if not _shows_texts(texts):
+    if not _is_shown(lambda: texts.shows_texts):
         raise Refused(
             "messages",
             "the chat template of this model leaves out texts: it wants the content in parts",
+        )
+    if asked.extras.tools and not _is_shown(lambda: texts.shows_tools):
+        raise Refused(
+            "tools",
+            "the chat template of this model leaves out tools: give its folder a template with "
+            "them, or describe them in a message and read calls from the text",
         )
     if asked.extras.tools and not replies.reads_calls:
         raise Refused(
@@ -87,10 +94,10 @@ def make_plan(
     return Plan(before, np.array(made.ids, np.int32), made.text, attach)
 
 
-def _shows_texts(texts: EpisodeTexts) -> bool:
-    """Whether the chat template shows texts. What it refuses, it refuses of each request."""
+def _is_shown(asked: Callable[[], bool]) -> bool:
+    """Whether the chat template shows something. What it refuses, it refuses of each request."""
     try:
-        return texts.shows_texts
+        return asked()
     except SpmdError:
         return True
 

@@ -16,6 +16,15 @@ from spmd_rl.errors import SpmdError
 from spmd_rl.model.tokenizer import FolderTokenizer, load_tokenizer
 
 _MARK = "content\u2060"  # no template has it
+_TOOL_NAME = "a_tool_that_no_template_names"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _TOOL_NAME,
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
+}
 
 
 class EpisodeTexts:
@@ -45,6 +54,14 @@ class EpisodeTexts:
         Raises: SpmdError with what the template says, when it refuses it.
         """
         return _MARK in self.render([{"role": "user", "content": _MARK}])
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the chat template tells the model which tools there are.
+
+        Raises: SpmdError with what the template says, when it refuses them.
+        """
+        return _TOOL_NAME in self.render([{"role": "user", "content": _MARK}], [_TOOL])
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:

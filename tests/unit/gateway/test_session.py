@@ -310,6 +310,16 @@ def test_tools_need_a_known_form() -> None:
         run(draw(session, [user("a")], extras=TemplateExtras(TOOLS, {})))
 
 
+def test_tools_need_a_template_that_shows_them() -> None:
+    texts = FakeTexts(QWEN)
+    parts = SessionParts(GatewayConfig(), texts, ReplyFormat(CALL_FORM), "policy")
+    engine: Any = FakeEngine(texts, ["x"])
+    session = Sessions(parts).open("", HookContext(), prompt_of(), engine)
+    with pytest.raises(Refused, match="chat template of this model leaves out tools"):
+        run(draw(session, [user("a")], extras=TemplateExtras(TOOLS, {})))
+    run(draw(session, [user("a")]))
+
+
 def test_a_call_beyond_the_last_turn_is_refused() -> None:
     texts = FakeTexts()
     parts = SessionParts(GatewayConfig(), texts, ReplyFormat(None), "policy")
