@@ -113,6 +113,7 @@ class ReplyReader:
         self._body = ""
         self._call_tags, self._thought_tags = replies.call_tags, replies.thought_tags
         self._is_late = False  # a thought after something else
+        self._is_finished = False  # what is still open has no closing tag
         self._parser = replies.parser(prompt_text, tools)
         if self._parser is not None:
             list(self._pieces(self._parser.initial_events))
@@ -130,6 +131,7 @@ class ReplyReader:
         """Return the pieces that were held back until the reply was complete."""
         if self._parser is None:
             return []
+        self._is_finished = True
         return list(self._pieces(self._parser.finalize()[1]))
 
     @property
@@ -164,9 +166,11 @@ class ReplyReader:
             yield ReplyPiece(kind, new)
 
     def _as_content(self, tags: tuple[str, str]) -> Iterator[ReplyPiece]:
-        """Yield what stands between the tags, and the tags, as content."""
+        """Yield what stands between the tags, and the tags that were drawn, as content."""
+        opening, closing = tags
         self._texts["content"].begin()
-        yield from self._text("content", self._body.join(tags))
+        said = opening + self._body + ("" if self._is_finished else closing)
+        yield from self._text("content", said)
 
     def _call(self, value: Any) -> Iterator[ReplyPiece]:
         read = _read_call(value)

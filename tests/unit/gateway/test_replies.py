@@ -119,6 +119,17 @@ def test_what_is_no_call_is_content(body: str) -> None:
     assert message == {"role": "assistant", "content": text}
 
 
+def test_a_call_that_was_cut_is_the_text_that_was_drawn() -> None:
+    whole = CALLS["hermes"]
+    for length in range(1, len(whole)):
+        cut = whole[:length]
+        message, _ = read("hermes", [cut])
+        if "tool_calls" in message:  # nothing but the closing tag is missing
+            assert cut.strip().endswith("}}")
+        else:
+            assert message == {"role": "assistant", "content": cut.rstrip()}
+
+
 def test_without_tools_a_call_is_text() -> None:
     message, _ = read("hermes", [CALLS["hermes"]], tools=[])
     assert message == {"role": "assistant", "content": CALLS["hermes"]}
