@@ -59,7 +59,8 @@ class CommandAgent:
                 if text:
                     ctx.note(name, text[-MAX_NOTE:])
             if code and not session.is_over:
-                raise EpisodeFailure("agent", f"the program ended with {code}: {errors[-400:]}")
+                said = (errors.strip() or "it said nothing").splitlines()[-1]
+                raise EpisodeFailure("agent", f"the program ended with {code}: {said}")
             return ended(session, _result(Path(folder) / RESULT_FILE))
 
     async def _run(

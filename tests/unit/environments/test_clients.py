@@ -189,7 +189,8 @@ def test_a_command_may_leave_a_reward() -> None:
     ("text", "problem"),
     [
         ("import sys; print('lost', file=sys.stderr); sys.exit(3)", "ended with 3: lost"),
-        ("import os; os.kill(os.getpid(), 9)", "ended with -9"),
+        ("raise ValueError('lost')", "ended with 1: ValueError: lost"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with -9: it said nothing"),
         ("open('result.json', 'w').write('{')", "result.json cannot be read"),
         ("import os; os.symlink('/etc/passwd', 'result.json')", "a link"),
         ("open('result.json', 'w').write('\"x\"' + ' ' * (1 << 20))", "larger than 1 MiB"),
