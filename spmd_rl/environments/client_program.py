@@ -34,7 +34,8 @@ _TAIL_BYTES = 4000
 class CommandAgent:
     """Runs one command for each episode, in an empty folder that is gone after it.
 
-    In its words, {base_url}, {key}, {task} and {task_file} are replaced. They are in its
+    Files in its words are found from the folder of the run. {base_url}, {key}, {task} and
+    {task_file} are replaced in its words. They are in its
     environment too, under the names that the clients of OpenAI and Anthropic read. Of the run's
     environment it has nothing but PATH, language, time zone and the places of Python's modules.
     """
@@ -117,14 +118,25 @@ class CommandAgent:
 
 
 def command_words(command: str) -> list[str]:
-    """Return the words of a command line. Raises: ConfigError for one that is none."""
+    """Return the words of a command line, with absolute paths for files that are there.
+
+    The program runs in a folder of its own. Its own name is looked up in PATH unless it has a
+    slash.
+    Raises: ConfigError for a command line that is none.
+    """
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise ConfigError(f"agent.name = {command!r}: {error}") from error
     if not words:
         raise ConfigError("agent.name is empty: write the command line of the agent")
-    return words
+    program, *others = words
+    first = program if os.sep not in program else _absolute(program)
+    return [first, *map(_absolute, others)]
+
+
+def _absolute(word: str) -> str:
+    return os.path.abspath(word) if os.path.isfile(word) else word
 
 
 def _filled(word: str, values: Mapping[str, str]) -> str:

@@ -178,6 +178,23 @@ def test_a_command_gets_its_places_once_and_nothing_of_the_run(
     assert not Path(folder).exists()
 
 
+def test_a_command_names_its_files_from_the_folder_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("python").write_text("no program")
+    Path("solve.py").write_text("import sys; print(sys.argv, open(sys.argv[1]).read())")
+    Path("lists").mkdir()
+    (tmp_path / "lists/prices").write_text("a violin: 74")
+    _, notes = played(CommandAgent("python solve.py lists/prices lists solve.sh", {}))
+    words = [f"{tmp_path}/solve.py", f"{tmp_path}/lists/prices", "lists", "solve.sh"]
+    assert notes["stdout"] == f"{words} a violin: 74\n"
+    Path("start").write_text("#!/bin/sh\necho begun")
+    Path("start").chmod(0o700)
+    _, notes = played(CommandAgent("./start", {}))
+    assert notes["stdout"] == "begun\n"
+
+
 def test_a_command_may_leave_a_reward() -> None:
     (sample,), _ = played(
         program("open('result.json', 'w').write('{\"reward\": 2, \"right\": 1}')")
