@@ -110,7 +110,8 @@ def check_stop_ids(sampling: SamplingConfig, vocab_size: int) -> None:
         )
 
 
-# Priorities: somebody waits for the answer; the next push waits for an evaluation; all others.
+# Priorities: somebody waits for the answer; the next push waits for an evaluation; all others,
+# of which each group has a number of its own from TRAINING on, in the order of their beginnings.
 INTERACTIVE, EVALUATION, TRAINING = range(3)
 
 # Changing a copy of it takes less time than making a new one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import count
 
 from spmd_rl.hooks.context import CallInfo
 from spmd_rl.hooks.failures import FailureKind
@@ -24,7 +25,7 @@ class OpenGroup:
     sample and function. `on_done` is called with the group once nothing is missing. `first` is
     (uid, index) of the first sample that is drawn, and `times` are those of the request. Each
     sample draws at most `round_tokens` tokens, if that is not 0; `paused` are those that have drawn
-    them and are not finished.
+    them and are not finished. `number` counts the groups of this process before this one.
     """
 
     prompt: Prompt
@@ -41,13 +42,18 @@ class OpenGroup:
     paused: list[Sample] = field(default_factory=list)
     reward_time_s: float = 0.0
     has_group_grades: bool = False
+    number: int = field(default_factory=count().__next__)
     first: tuple[int, int] = (0, 0)
     times: dict[str, float] = field(default_factory=dict)
 
     @property
     def priority(self) -> int:
-        """Which of the requests that wait go first: those of an evaluation."""
-        return EVALUATION if self.info.evaluation else TRAINING
+        """Which of the requests that wait go first: those of an evaluation, then by age.
+
+        So a later turn of an episode begins before the first ones of younger groups, of which
+        those that a step may leave over are the youngest.
+        """
+        return EVALUATION if self.info.evaluation else TRAINING + self.number
 
     @property
     def is_drawn_and_graded(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
 
 from spmd_rl.rollout.engine import Request
 
@@ -16,6 +17,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._queues: dict[int, deque[Request]] = {}  # none is empty
+        self._priorities: list[int] = []  # a heap of their keys
         self._length = 0
 
     def __len__(self) -> int:
@@ -28,7 +30,7 @@ class WaitingQueue:
     @property
     def first(self) -> Request:
         """The request that is admitted next. Raises: ValueError where none waits."""
-        return self._queues[min(self._queues)][0]
+        return self._queues[self._lowest][0]
 
     def append(self, request: Request) -> None:
         self._of(request).append(request)
@@ -45,19 +47,28 @@ class WaitingQueue:
 
     def popleft(self) -> Request:
         """Remove the request that is admitted next. Raises: ValueError where none waits."""
-        priority = min(self._queues)
-        queue = self._queues[priority]
+        queue = self._queues[self._lowest]
         request = queue.popleft()
         if not queue:
-            del self._queues[priority]
+            del self._queues[heappop(self._priorities)]
         self._length -= 1
         return request
 
     def replace(self, requests: Iterable[Request]) -> None:
         """Hold these requests alone."""
-        self._queues, self._length = {}, 0
+        self._queues, self._priorities, self._length = {}, [], 0
         for request in requests:
             self.append(request)
 
     def _of(self, request: Request) -> deque[Request]:
-        return self._queues.setdefault(request.priority, deque())
+        queue = self._queues.get(request.priority)
+        if queue is None:
+            queue = self._queues[request.priority] = deque()
+            heappush(self._priorities, request.priority)
+        return queue
+
+    @property
+    def _lowest(self) -> int:
+        if not self._priorities:
+            raise ValueError("no request waits")
+        return self._priorities[0]

@@ -15,10 +15,11 @@ from spmd_rl.hooks.rank.pool import HookPool
 from spmd_rl.hooks.rank.tasks import EngineCall, EpisodeEnded, Failed
 from spmd_rl.hooks.results import BadResult
 from spmd_rl.hooks.transcript import TurnLimits
-from spmd_rl.rollout.engine import SamplingConfig
+from spmd_rl.rollout.engine import EVALUATION, SamplingConfig
 from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.episodes import RunningEpisodes
 from spmd_rl.rollout.open_group import OpenGroup
+from spmd_rl.rollout.waiting_queue import WaitingQueue
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import NO_VERSION, Sample
 from spmd_rl.types.token_data import TokenData
@@ -118,6 +119,24 @@ def test_an_episode_is_told_of_ids_that_the_engine_has_not(begun: Any) -> None:
     call = EngineCall(5, 1, 0, TokenData(tokens, nothing, versions), None, None)
     assert episodes.request_of(call) is None
     assert pool.refused == ["the transcript has token ids outside the model's vocabulary of 10"]
+
+
+def test_turns_begin_in_the_order_of_their_groups() -> None:
+    """A later turn goes before the first one of a younger group, and after an evaluation."""
+    ids = iter(range(9))
+    pool = SimpleNamespace(submit=lambda task: next(ids), reply=lambda *told: None)
+    episodes = RunningEpisodes(cast(HookPool, pool), LIMITS, raises=False)
+    sampling = SamplingConfig(num_samples=3, max_tokens=4)
+    for number, info in enumerate([CallInfo(), CallInfo(), CallInfo(evaluation=True)]):
+        episodes.start(OpenGroup(PROMPT, sampling, 0, info, print, number=number), number)
+    queue = WaitingQueue()
+    for task, transcript in ((1, 0), (0, 0), (2, 0), (0, 1)):
+        asked = EngineCall(task, transcript, transcript, TokenData(), TurnLimits(), None)
+        request = episodes.request_of(asked)
+        assert request is not None
+        queue.append(request)
+    assert [one.index for one in queue] == [2, 0, 3, 1]
+    assert queue.first.priority == EVALUATION
 
 
 def test_where_the_episodes_are_is_counted() -> None:
