@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 TASK = "task"  # key of a record: the number of its task in the taskset
 IN_PROCESS = "spmd_rl_in_process"  # harness of verifiers_harness.py
 KEY = "SPMD_RL_GATEWAY_KEY"  # variable of this process, in which verifiers looks for the key
+NO_LIMIT = 1 << 20  # of the episodes that share an interception server
 KINDS: dict[str, FailureKind] = {
     "SandboxError": "sandbox",
     "ToolsetError": "tool",
@@ -131,6 +132,7 @@ def load_environment(cfg: AgentConfig) -> Any:
             own.setdefault("harness", {"id": IN_PROCESS})
             own.setdefault("max_turns", cfg.max_turns)
             raw[role] = own
+        raw["interception"] = _one_server(raw.get("interception", {}))
         return loaders.load_environment(settings.model_validate(raw))
     # a taskset is a module of somebody, and its settings are pydantic's
     except Exception as error:
@@ -184,6 +186,16 @@ def reward_of(trace: Any) -> dict[str, float]:
     parts = {name: one.value for name, one in trace.rewards.items() if one is not None}
     parts |= {name: value for name, value in trace.metrics.items() if value is not None}
     return {**parts, "reward": float(trace.reward)}
+
+
+def _one_server(interception: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by which all episodes share the server that is there from the beginning.
+
+    One that the pool starts for an episode would end with that episode, and leave others waiting.
+    """
+    if interception.get("type", "elastic") != "elastic":
+        return dict(interception)
+    return {**interception, "type": "elastic", "multiplex": NO_LIMIT}
 
 
 def _roles_of(settings: Any) -> list[str]:

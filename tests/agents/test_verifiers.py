@@ -173,7 +173,10 @@ def test_records_are_written_from_a_taskset(tmp_path: Path) -> None:
 
 
 def test_a_run_of_a_taskset_has_equal_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps of a model that knows nothing; the reward is that of the taskset."""
+    """Two steps of a model that knows nothing; the reward is that of the taskset.
+
+    The episodes that run at once are more than verifiers lets share a server if nobody says so.
+    """
     pytest.importorskip("verifiers")
     places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
@@ -189,7 +192,7 @@ def test_a_run_of_a_taskset_has_equal_bits(tmp_path: Path, monkeypatch: pytest.M
         f"--agent.name={TASKSET}",
         "--trainer.init=random",
         "--prompts_per_step=4",
-        "--sampling.num_samples=4",
+        "--sampling.num_samples=12",
         "--steps=2",
         small=False,
     )
