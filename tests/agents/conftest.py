@@ -70,13 +70,14 @@ def roomy_server(openenv: str, tmp_path: Path) -> Iterator[str]:
 @contextmanager
 def echo(python: str, folder: Path, num_places: int = 1) -> Iterator[str]:
     """Start the server that `openenv init` writes, with so many places."""
-    init = [python, "-m", "openenv.cli", "init", "my_echo"]
+    python_alone = [python, "-E"]  # without the PYTHONPATH of these tests
+    init = [*python_alone, "-m", "openenv.cli", "init", "my_echo"]
     subprocess.run(init, cwd=folder, check=True, capture_output=True, timeout=INSTALL_S)
     app = folder / "my_echo/server/app.py"
     text, written = app.read_text(), "max_concurrent_envs=1,"
     assert written in text
     app.write_text(text.replace(written, f"max_concurrent_envs={num_places},"))
-    serve = [python, "-m", "uvicorn", "my_echo.server.app:app", "--port", "0"]
+    serve = [*python_alone, "-m", "uvicorn", "my_echo.server.app:app", "--port", "0"]
     pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with subprocess.Popen(serve, cwd=folder, text=True, **pipes) as server:
         try:
