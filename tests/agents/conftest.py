@@ -46,6 +46,25 @@ def clients() -> str:
 
 
 @pytest.fixture(scope="session")
+def words_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of nltk's data with five words. nltk keeps the first folder that it has read from."""
+    folder = tmp_path_factory.mktemp("nltk")
+    for name in ("en", "en-basic"):
+        path = folder / "corpora" / "words" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("aaaaaa\nbbbbbb\nabbbba\nbaaaab\naabbaa\n")
+    return folder
+
+
+@pytest.fixture
+def five_words(words_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Games of words know five words alone, here and in child processes."""
+    nltk = pytest.importorskip("nltk")
+    monkeypatch.setenv("NLTK_DATA", str(words_folder))
+    monkeypatch.setattr(nltk.data, "path", [str(words_folder)])
+
+
+@pytest.fixture(scope="session")
 def openenv() -> str:
     """Python of an environment with OpenEnv's server."""
     packages = ["-r", str(HERE / "openenv.txt")]

@@ -17,21 +17,14 @@ from tests.dist.recipes.conftest import run_in
 pytestmark = pytest.mark.agents
 
 GAME = "Hangman-v0"
-WORDS = ["aaaaaa", "bbbbbb", "abbbba", "baaaab", "aabbaa"]
 LETTERS = "abcdefgh"  # of the teacher, who guesses at random
 
 
 @pytest.fixture
-def taskset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module of the taskset, whose games and those of child processes know five words."""
-    for name in ("verifiers", "textarena", "nltk"):
+def taskset(five_words: None) -> Any:
+    """The module of the taskset."""
+    for name in ("verifiers", "textarena"):
         pytest.importorskip(name)
-    for name in ("en", "en-basic"):
-        path = tmp_path / "corpora" / "words" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{word}\n" for word in WORDS))
-    monkeypatch.setenv("NLTK_DATA", str(tmp_path))
-    monkeypatch.setattr("nltk.data.path", [str(tmp_path)])
     return importlib.import_module("verifiers.v1.tasksets.textarena.taskset")
 
 

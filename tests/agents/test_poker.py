@@ -80,7 +80,7 @@ def test_self_play_beats_moves_at_random(tmp_path: Path) -> None:
         f"--agent.args={json.dumps(ARGS)}",
         "--steps=40",
         "--prompts_per_step=16",
-        "--sampling.num_samples=16",
+        "--sampling.num_samples=8",
         "--sampling.max_tokens=8",
         "--trainer.lr=1e-3",
         "--trainer.betas=[0.9,0.99]",

@@ -115,16 +115,9 @@ def test_a_record_names_its_task(task: Any, problem: str) -> None:
     assert problem in str(failure)
 
 
-def test_a_game_of_textarena_has_several_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("five_words")
+def test_a_game_of_textarena_has_several_turns() -> None:
     pytest.importorskip("textarena")
-    nltk = pytest.importorskip("nltk")
-    for name in ("en", "en-basic"):
-        words = tmp_path / "corpora" / "words" / name
-        words.parent.mkdir(parents=True, exist_ok=True)
-        words.write_text("aaaaaa\nbbbbbb\nabbbba\nbaaaab\naabbaa\n")
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
     args = {"taskset": {"game": "Hangman-v0"}}
 
     asked: list[str] = []
