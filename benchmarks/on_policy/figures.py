@@ -25,6 +25,7 @@ from spmd_rl.report.pictures.colours import LINES
 PAGE = Path(__file__).parents[2] / "docs" / "on-policy-study.md"
 BEGIN, END = "<!-- made by benchmarks.on_policy.figures -->\n", "<!-- end -->\n"
 COLOURS = {variant: colour.code for variant, colour in zip(VARIANTS, LINES, strict=False)}
+DRAWN = {name: task for name, task in TASKS.items() if len(task.rates) == 3}
 LAST = 5  # steps that a final value is averaged over
 COLLAPSED = 0.5  # of its best reward, or less, at the end
 Found = dict[str, Any]
@@ -144,7 +145,7 @@ def columns(runs: Runs, column: str, label: str, *, log: bool = False) -> Callab
     """Return a picture with a row for each task and a column for each rate."""
 
     def draw(places: Any) -> None:
-        for row, (task, facts) in zip(places, TASKS.items(), strict=True):
+        for row, (task, facts) in zip(places, DRAWN.items(), strict=True):
             for axes, lr in zip(row, sorted(facts.rates), strict=True):
                 bands(axes, of(runs, task=task, lr=lr), column)
                 axes.set_title(f"{task}, rate {lr:g}", fontsize=9)
@@ -158,7 +159,7 @@ def columns(runs: Runs, column: str, label: str, *, log: bool = False) -> Callab
 
 def by_rate(runs: Runs) -> Callable[[Any], None]:
     def draw(places: Any) -> None:
-        for axes, task in zip(places[0], TASKS, strict=True):
+        for axes, task in zip(places[0], DRAWN, strict=True):
             for variant in VARIANTS:
                 found = of(runs, task=task, variant=variant)
                 rates = sorted({run["lr"] for run in found})
@@ -183,11 +184,11 @@ def by_rate(runs: Runs) -> Callable[[Any], None]:
 
 def main() -> int:
     runs = load()
-    shape = (len(TASKS), 3)
+    shape = (len(DRAWN), 3)
     drawn("rewards", shape, columns(runs, "reward", "reward"))
     drawn("mismatch", shape, columns(runs, "mean_abs_dlogp", "mean abs(dlogp)", log=True))
     drawn("gradients", shape, columns(runs, "grad_norm", "gradient norm", log=True))
-    drawn("rates", (1, len(TASKS)), by_rate(runs))
+    drawn("rates", (1, len(DRAWN)), by_rate(runs))
     page = PAGE.read_text()
     before, rest = page.split(BEGIN)
     PAGE.write_text(before + BEGIN + "\n" + table(runs) + "\n" + END + rest.split(END)[1])
