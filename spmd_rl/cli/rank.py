@@ -81,7 +81,7 @@ def _run_worker(words: list[str]) -> int:
     if world.restart and world.rank == 0:
         reason = exit_message.reason_of_restart()
         print(f"start {world.restart + 1} of the ranks: {reason}", file=sys.stderr)
-    from spmd_rl.controller.worker import run_worker
+    from spmd_rl.controller.worker_process import run_worker
 
     return limit_exit(f"rank {world.rank}", run_worker(world, controller))
 

@@ -136,6 +136,22 @@ class Pumped(Protocol):
         ...
 
 
+@runtime_checkable
+class InStep(Protocol):
+    """A pumped role whose ranks along the axis ep take each step together, if it has this axis.
+
+    Each rank has calls of its own. `has_work` says whether this one has a reason for a step.
+    """
+
+    def pump_in_step(self, steps: bool) -> None:
+        """Do what `pump` does, with a step if `steps` is set, and without one if not.
+
+        Ranks: all along ep, with the same `steps`. It is called while a call is unanswered on one.
+        Blocks: in a step, until the others take it.
+        """
+        ...
+
+
 CAPABILITIES: tuple[type, ...] = (
     Contracted,
     WeightProvider,
@@ -144,6 +160,7 @@ CAPABILITIES: tuple[type, ...] = (
     MemoryPlanner,
     Saver,
     Pumped,
+    InStep,
 )
 
 

@@ -7,16 +7,17 @@ import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from spmd_rl.controller.capabilities import capabilities
+from spmd_rl.controller.capabilities import InStep, capabilities
 from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
-from spmd_rl.controller.channel.messages import Abort, Call, encode
-from spmd_rl.controller.channel.router import Values
+from spmd_rl.controller.channel.messages import Abort, Call, CallBeside, encode
+from spmd_rl.controller.channel.router import Post, Values
 from spmd_rl.controller.channel.shared_arrays import Outgoing
 from spmd_rl.controller.endpoint import BoundEndpoint, Endpoint, Role, Signature, endpoints
 from spmd_rl.controller.lifecycle.calls import CallRecord
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.controller.pending import Pending, StartedCall
 from spmd_rl.controller.routing import Route, ShardBalancer
+from spmd_rl.controller.turns.join import STEP_AXES
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.split import Placement
 from spmd_rl.offload.phases import ALL, Tags
@@ -110,8 +111,20 @@ class RemoteEndpoint(BoundEndpoint[..., Any]):
             header = self._headers[record.phase] = encode(
                 Call(self._handle.name, self._endpoint.name, record.phase, self._concurrent)
             )
-        dispatcher.issue(record, header, values)
+        dispatcher.issue(record, header, values, self._beside(ranks, record.number))
         return record
+
+    def _beside(self, ranks: tuple[int, ...], number: int) -> list[Post]:
+        """Return what goes to the ranks that step together with those of a call, if it goes to some
+        of them alone.
+        """
+        handle, route = self._handle, self._endpoint.route
+        if route is None or InStep not in handle.capabilities:
+            return []
+        together = {one for rank in ranks for one in handle.placement.ranks_along(rank, STEP_AXES)}
+        others = tuple(sorted(together.difference(ranks)))
+        beside = encode(CallBeside(handle.name, self._concurrent))
+        return [(beside, [(others, NOTHING)], number)] if others else []
 
     def _packed(
         self, arguments: tuple[Any, ...], ranks: tuple[int, ...], outgoing: Outgoing | None

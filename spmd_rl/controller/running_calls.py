@@ -38,6 +38,8 @@ class RunningCalls(Generic[C]):
         self._unanswered: dict[int, DeferredCall] = {}
         self._aborted: set[int] = set()  # numbers of calls that were aborted before they started
         self.holds_answers = False  # until `release`
+        # a call may be unanswered on a rank that steps with this one
+        self.is_held_by_others = False
 
     @property
     def num_unanswered(self) -> int:
@@ -55,7 +57,8 @@ class RunningCalls(Generic[C]):
     def ready(self) -> Iterator[C]:
         """Yield the commands that may start; each has to be run before the next is asked for."""
         while self._held:
-            if self._unanswered and not self._is_concurrent(self._held[0]):
+            is_unanswered = self._unanswered or self.is_held_by_others
+            if is_unanswered and not self._is_concurrent(self._held[0]):
                 return
             yield self._held.popleft()
         self._aborted.clear()  # a call that has neither started nor is held was answered already

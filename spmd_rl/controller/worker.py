@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
-import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
-
-from spmd_rl.controller.capabilities import Contracted, Pumped
-from spmd_rl.controller.channel import secret
-from spmd_rl.controller.channel.address import Address
+from spmd_rl.controller.capabilities import Contracted, InStep, Pumped
 from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
 from spmd_rl.controller.channel.dealer import Answer, Dealer, ReceivedCommand
+from spmd_rl.controller.channel.event_loop import TICK_S
 from spmd_rl.controller.channel.import_names import resolve
 from spmd_rl.controller.channel.messages import (
     Abort,
     BuildMeshes,
-    Bye,
     Call,
+    CallBeside,
     Command,
     CommandResult,
-    Hello,
     Spawn,
     Stop,
     encode,
@@ -34,24 +28,18 @@ from spmd_rl.controller.channel.messages import (
 from spmd_rl.controller.channel.shared_arrays import SharedArrays
 from spmd_rl.controller.constructor import Constructor
 from spmd_rl.controller.deferred import Deferred
-from spmd_rl.controller.lifecycle.controller_process import ControllerProcess
 from spmd_rl.controller.lifecycle.error_messages import failure_of
 from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
 from spmd_rl.controller.live_counts import sum_counts
 from spmd_rl.controller.local_endpoint import LocalEndpoint, bind
-from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.controller.running_calls import DeferredCall, RunningCalls
-from spmd_rl.controller.shard_turns import ShardTurns
-from spmd_rl.errors import ContractError, DeadlineError, SpmdError
-from spmd_rl.mesh.connection_proof import prove
-from spmd_rl.mesh.role_context import Meshes, RoleContext
-from spmd_rl.mesh.world import World, join, open_store
+from spmd_rl.controller.turns.join import shard_turns, step_turns
+from spmd_rl.controller.turns.shard_turns import ShardTurns
+from spmd_rl.controller.turns.step_turns import StepTurns
+from spmd_rl.errors import ContractError
+from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.observe.trace import Trace, now_ns
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-ENDPOINT_KEY = "spmd_rl/endpoint"
 _RESULT = encode(CommandResult())
 
 
@@ -64,11 +52,14 @@ class Worker:
         self._trace = Trace()
         self._roles = meshes.neighbours
         self._pumped: dict[str, Pumped] = {}
+        self._pumps: dict[str, Callable[[], None]] = {}
         self._endpoints: dict[tuple[str, str], LocalEndpoint] = {}
         self._running = RunningCalls[ReceivedCommand](_is_concurrent)
         self._answers: list[Answer] = []  # not sent yet
         self._shared: SharedArrays | None = None
-        self._shard: ShardTurns[ReceivedCommand] | None = None  # of a role, if it has several ranks
+        # of a role whose ranks share their calls, or step together
+        self._shard: ShardTurns[ReceivedCommand] | None = None
+        self._steps: StepTurns[ReceivedCommand] | None = None
 
     def _live_counts(self) -> dict[str, int]:
         """Return what the roles count. The thread that answers pings calls it."""
@@ -100,6 +91,8 @@ class Worker:
         """Return the commands to run now. In a shard of several ranks, its first rank decides while
         a call is unanswered.
         """
+        if self._steps is not None:
+            return self._next_step_turn(dealer, self._steps)
         shard = self._shard
         if shard is None or not (self._running.num_unanswered or shard.has_untold):
             return (shard.take_early() if shard else []) or self._next(dealer)
@@ -107,6 +100,23 @@ class Worker:
             return shard.follow(partial(self._receive, dealer), self._running.release)
         commands = [] if shard.has_untold else self._next(dealer)
         shard.lead(commands)
+        return commands
+
+    def _next_step_turn(
+        self, dealer: Dealer, turns: StepTurns[ReceivedCommand]
+    ) -> list[ReceivedCommand]:
+        """Begin a turn of the ranks that step together with this one."""
+        running, roles = self._running, self._pumped.values()
+
+        def receive(seconds: float | None) -> list[ReceivedCommand]:
+            if seconds is None:
+                return self._receive(dealer, True)
+            watched = [fd for role in roles for fd in role.watched()]
+            return self._receive(dealer, seconds > 0, watched, seconds)
+
+        has_work = any(role.has_work() for role in roles)
+        commands = turns.next(receive, running.num_unanswered, has_work)
+        running.is_held_by_others = turns.is_open
         return commands
 
     def _next(self, dealer: Dealer) -> list[ReceivedCommand]:
@@ -121,15 +131,18 @@ class Worker:
         return self._receive(dealer, True, [fd for role in roles for fd in role.watched()])
 
     def _receive(
-        self, dealer: Dealer, wait: bool, watched: Sequence[int] = ()
+        self, dealer: Dealer, wait: bool, watched: Sequence[int] = (), seconds: float = TICK_S
     ) -> list[ReceivedCommand]:
-        received = dealer.next(self._answers, wait=wait, watched=watched)
+        received = dealer.next(self._answers, wait=wait, watched=watched, seconds=seconds)
         self._answers.clear()
         return received
 
     def _run_ready(self) -> None:
         for ready in self._running.ready():
-            self._run(*ready)
+            if self._steps is not None:
+                self._running.is_held_by_others = self._steps.start(ready)
+            if type(ready[0]) is not CallBeside:
+                self._run(*ready)
 
     def _run(self, command: Command | Stop, value: Packed, number: int) -> None:
         """Run a command, and keep its answer to be sent, unless it comes later."""
@@ -154,11 +167,11 @@ class Worker:
 
     def _pump(self) -> None:
         """Give each role one turn, while a call is unanswered."""
-        if not self._running.num_unanswered:
+        if not (self._running.num_unanswered or self._running.is_held_by_others):
             return
-        for name, role in self._pumped.items():
+        for name, pump in self._pumps.items():
             try:
-                role.pump()
+                pump()
             # the controller decides what an error of a role ends
             except BaseException as error:
                 if os.getpid() != self._pid:
@@ -234,25 +247,20 @@ class Worker:
         keywords = dict(zip(constructor.names, settings, strict=True))
         role = self._roles[command.name] = role_type(config, context, **keywords)
         if isinstance(role, Pumped):
-            self._pumped[command.name] = role
-            self._join_shard(command.name, context)
+            self._join_turns(command.name, role)
         gc.collect()
         # Roles and their modules stay, so that a full collection need not look through them.
         gc.freeze()
         return pack(role.numeric_contract() if isinstance(role, Contracted) else None)
 
-    def _join_shard(self, name: str, context: RoleContext) -> None:
-        """Have the ranks of this role's shard take turns together, if there are several."""
-        if context.shard_size == 1:
-            return
-
-        def is_shared(received: ReceivedCommand) -> bool:
-            command = received[0]
-            return type(command) is not Call or command.name == name
-
-        is_first = context.shard_rank == 0
-        self._shard = ShardTurns(is_first, context.broadcast_in_shard, is_shared)
-        self._running.holds_answers = not is_first
+    def _join_turns(self, name: str, role: Pumped) -> None:
+        """Have the ranks of a role take turns together, if they do."""
+        self._pumped[name], self._pumps[name] = role, role.pump
+        context = self._roles[name].context
+        if (shard := shard_turns(name, context)) is not None:
+            self._shard, self._running.holds_answers = shard, not shard.is_first
+        if isinstance(role, InStep) and (steps := step_turns(name, context, self._roles)):
+            self._steps, self._pumps[name] = steps, lambda: role.pump_in_step(steps.steps)
 
     def _build_meshes(self, command: BuildMeshes) -> bool:
         """Build meshes, and begin this rank's trace if the run is traced.
@@ -274,75 +282,4 @@ class Worker:
 def _is_concurrent(received: ReceivedCommand) -> bool:
     """Whether a command may start while earlier calls are unanswered."""
     command = received[0]
-    return type(command) is Call and command.concurrent
-
-
-def run_worker(world: World, controller: ControllerProcess | None) -> int:
-    """Run one rank from joining the world to its exit code. On rank 0, `controller` is the process
-    that it started.
-
-    Blocks: until the controller ends the run.
-    """
-    import torch.distributed as dist
-
-    store = open_store(world)
-    if world.device == "cuda":  # while the controller starts
-        from spmd_rl.kernels.runtime.preload import import_gpu_kernels
-
-        import_gpu_kernels()
-    if controller is not None:
-        store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
-    lifecycle = _connect(world, store, controller)
-    lifecycle.final_message.newest_step = lambda: _newest(lifecycle.checkpoints)
-    if controller is not None:
-        controller.final_message = lifecycle.final_message
-    join(world, store)
-    prove(world)
-    Worker(Meshes(world)).serve(lifecycle)
-    dist.destroy_process_group()
-    return _leave(lifecycle, controller)
-
-
-def _leave(lifecycle: WorkerLifecycle, controller: ControllerProcess | None) -> int:
-    """Say Bye, and return the rank's exit code once the controller's process has ended."""
-    lifecycle.dealer.post(Bye())
-    late_signal = lifecycle.close()
-    exit_code = controller.wait() if controller is not None else 0
-    if late_signal is not None:
-        signal.raise_signal(late_signal)  # the launcher that sent it waits for this process to end
-    return exit_code
-
-
-def _newest(checkpoints: str) -> int | None:
-    """Return the step after which the newest checkpoint in this folder was saved, if there is one.
-
-    The folder is "" until the controller has sent it.
-    """
-    return Checkpoints(Path(checkpoints), 1, 0).newest() if checkpoints else None
-
-
-def _connect(world: World, store: Store, controller: ControllerProcess | None) -> WorkerLifecycle:
-    """Connect to the controller at the address that rank 0 put into the store.
-
-    Another process may write to the store, but only a holder of the secret can open the socket.
-    Raises: SpmdError when rank 0 gives no address, or the store holds something else.
-    """
-    from zmq import ZMQError
-
-    try:
-        text = store.get(ENDPOINT_KEY)
-    except RuntimeError as error:  # torch's DistError is one
-        raise DeadlineError(
-            f"rank {world.rank} did not hear from rank 0 where the controller is: {error}"
-        ) from error
-    keys = secret.derive_keys(secret.from_environment() or secret.read(secret.generated_file()))
-    hello = Hello(world.rank, socket.gethostname(), os.getpid())
-    abandon = controller.kill if controller is not None else lambda: None
-    try:
-        address = msgspec.json.decode(text, type=Address)
-        return WorkerLifecycle(address.endpoint, keys, address.generation, hello, abandon)
-    except (msgspec.MsgspecError, ZMQError) as error:
-        raise SpmdError(
-            f"torchrun's store holds no address of the controller ({error}): "
-            "another process writes to it, so run torchrun on a network of its own"
-        ) from error
+    return isinstance(command, Call | CallBeside) and command.concurrent

@@ -177,6 +177,19 @@ class RoleContext:
             return [blob]
         return _all_gather_bytes(blob, self._shard_group, self.shard_size)
 
+    def all_gather_numbers(self, values: Sequence[int], along: Sequence[str]) -> list[list[int]]:
+        """Return the equally many `values` of each rank that `axis_group` has, in their order.
+
+        Ranks: all of that group. Blocks: until each has called.
+        """
+        import torch
+        import torch.distributed as dist
+
+        own, group = torch.tensor(values, dtype=torch.int64), self.axis_group(along)
+        gathered = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(gathered, own, group=group)
+        return [one.tolist() for one in gathered]
+
     def side_group(self) -> ProcessGroup:
         """Make a new gloo group of the role's ranks, for collectives of a second thread.
 

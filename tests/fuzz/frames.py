@@ -31,6 +31,7 @@ TO_WORKER: list[ChannelMessage] = [
     wire_messages.BuildMeshes([PLACEMENT]),
     wire_messages.Spawn("actor", "m:Actor", PLACEMENT, "m:Config"),
     wire_messages.Call("actor", "go"),
+    wire_messages.CallBeside("actor", True),
     wire_messages.Abort(),
     wire_messages.Stop("why", 2, [wire_messages.Hello(1, "host", 5)]),
 ]

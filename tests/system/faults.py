@@ -114,7 +114,7 @@ def corrupted(message: bytes, rng: random.Random) -> bytes:
 
 
 def _strike_bytes(fault: Fault) -> None:
-    import spmd_rl.controller.worker as worker
+    import spmd_rl.controller.worker_process as worker
 
     real = worker.WorkerLifecycle
 

@@ -116,13 +116,18 @@ class Dealer:
         self._leader.run_or_wake(self._send)
 
     def next(
-        self, answers: Sequence[Answer] = (), *, wait: bool = True, watched: Sequence[int] = ()
+        self,
+        answers: Sequence[Answer] = (),
+        *,
+        wait: bool = True,
+        watched: Sequence[int] = (),
+        seconds: float = TICK_S,
     ) -> list[ReceivedCommand]:
         """Send the answers, and return the next command; without `wait`, all that are here.
 
-        With `watched` descriptors it returns nothing once one of them is readable, and a few times
-        a second. Else it sleeps in `recv`, which costs half of a poll. Other sources are polled
-        when `handle_due` says so.
+        With `watched` descriptors it returns nothing once one of them is readable, and after
+        `seconds`; without them too, if that is less than a tick. Else it sleeps in `recv`, which
+        costs half of a poll. Other sources are polled when `handle_due` says so.
         Blocks: on the controller; the listener ends this process if the controller is lost.
         """
         leader, unsent = self._leader, deque(answers)
@@ -140,8 +145,8 @@ class Dealer:
                     return self._all_here()
                 if self._inbox:
                     return [self._inbox.popleft()]
-                if watched:
-                    self._loop.handle(TICK_S, watched)
+                if watched or seconds < TICK_S:
+                    self._loop.handle(seconds, watched)
                     return [self._inbox.popleft()] if self._inbox else []
                 try:
                     frame = self._receive()

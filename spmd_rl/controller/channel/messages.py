@@ -116,7 +116,7 @@ class StackRequest(ChannelMessage, frozen=True):
 
 class Command(ChannelMessage, frozen=True):
     """Base of the messages for a worker's main thread, which answers each by a CommandResult or a
-    Failure, except an `Abort`.
+    Failure, except an `Abort` and a `CallBeside`.
     """
 
 
@@ -157,6 +157,16 @@ class Call(Command, frozen=True):
     concurrent: bool = False
 
 
+class CallBeside(Command, frozen=True):
+    """Another rank, which steps together with this one, gets a `Call` of the role named `name`.
+
+    This rank takes part in its steps until the call is answered.
+    """
+
+    name: str
+    concurrent: bool = False
+
+
 class Abort(Command, frozen=True):
     """End the call of this number early, if its endpoint can; the call itself answers."""
 
@@ -175,7 +185,7 @@ class Stop(ChannelMessage, frozen=True):
 
 
 ToController = Hello | CommandResult | Failure | Pong | Stacks | Signalled | Dying | Bye
-ToWorker = Ping | StackRequest | BuildMeshes | Spawn | Call | Abort | Stop
+ToWorker = Ping | StackRequest | BuildMeshes | Spawn | Call | CallBeside | Abort | Stop
 
 decode_at_controller = msgspec.msgpack.Decoder(ToController).decode
 decode_at_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -33,6 +33,7 @@ from spmd_rl.controller.channel.zap import Authenticator
 SHORT_WAIT_S = 0.005  # a wait up to this long receives from workers alone
 
 Values = Sequence[tuple[tuple[int, ...], Packed]]  # values, each with the ranks that receive it
+Post = tuple[bytes, Values, int]  # a header, its values, and the number of its call
 
 
 class ControllerListener(Protocol):
@@ -97,7 +98,7 @@ class Router:
         self._listener = listener
         self._on_result = listener.on_result
         self._lifeline = lifeline
-        self._outbox: deque[tuple[bytes, Values, int]] = deque()
+        self._outbox: deque[Post] = deque()
         self._wakeup = WakeupFd()
         handlers = {
             self._router: self._handle_ready,
@@ -131,12 +132,14 @@ class Router:
         """Send a message to each of `ranks`, in order with all others."""
         self.post_each(encode(message), [(tuple(ranks), value)], call)
 
-    def post_each(self, header: bytes, values: Values, call: int = 0) -> None:
-        """Send a header with each of `values` to its ranks.
+    def post_each(
+        self, header: bytes, values: Values, call: int = 0, also: Sequence[Post] = ()
+    ) -> None:
+        """Send a header with each of `values` to its ranks, and what is to go `also`.
 
         Two calls of this method reach all ranks that they share in the same order.
         """
-        self._outbox.append((header, values, call))
+        self._outbox.extend([(header, values, call), *also])
         self._leader.run_or_wake(self._send)
 
     def handle_until(self, done: Callable[[], object], seconds: float) -> bool:

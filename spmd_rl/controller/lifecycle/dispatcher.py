@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from signal import Signals
 
 from spmd_rl.config.run import RunConfig
@@ -21,7 +21,7 @@ from spmd_rl.controller.channel.messages import (
     Stacks,
     ToController,
 )
-from spmd_rl.controller.channel.router import Router, Values
+from spmd_rl.controller.channel.router import Post, Router, Values
 from spmd_rl.controller.channel.secret import Keys
 from spmd_rl.controller.channel.shared_arrays import ControllerArrays
 from spmd_rl.controller.lifecycle.calls import CallRecord, OpenCalls
@@ -116,9 +116,13 @@ class Dispatcher:
                 f"ranks {self.roster.missing} did not report within {self._run.start_s:g} s"
             )
 
-    def issue(self, record: CallRecord, command: bytes, values: Values) -> None:
-        """Send the header of a command to the ranks of `record`, in order with all others."""
-        self._router.post_each(command, values, record.number)
+    def issue(
+        self, record: CallRecord, command: bytes, values: Values, also: Sequence[Post] = ()
+    ) -> None:
+        """Send the header of a command to the ranks of `record`, in order with all others, and what
+        is to go `also`.
+        """
+        self._router.post_each(command, values, record.number, also)
 
     def collect(self, record: CallRecord, deadline_s: float | None = None) -> dict[int, Packed]:
         """Return every rank's answer to `record`, by rank.

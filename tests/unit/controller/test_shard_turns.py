@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from spmd_rl.controller.channel.dealer import Dealer
-from spmd_rl.controller.shard_turns import ShardTurn, ShardTurns
+from spmd_rl.controller.turns.shard_turns import ShardTurn, ShardTurns
 from spmd_rl.controller.worker import Worker
 from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.world import World

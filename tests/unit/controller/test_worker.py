@@ -14,7 +14,8 @@ from spmd_rl.controller.channel.codec import NOTHING, pack
 from spmd_rl.controller.channel.messages import Call, Stop
 from spmd_rl.controller.deferred import Deferred
 from spmd_rl.controller.endpoint import Role, collective, concurrent
-from spmd_rl.controller.worker import ENDPOINT_KEY, Worker, _connect
+from spmd_rl.controller.worker import Worker
+from spmd_rl.controller.worker_process import ENDPOINT_KEY, _connect
 from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.world import World
 
@@ -85,7 +86,7 @@ class Dealer:
         ]
         self.answered: list[int] = []
 
-    def next(self, answers: Sequence[Any], *, wait: bool, watched: Sequence[int]) -> Any:
+    def next(self, answers: Sequence[Any], *, wait: bool, **how: Any) -> Any:
         self.answered += [number for _, _, number in answers]
         if self.commands:
             return [self.commands.pop(0)]
