@@ -8,7 +8,8 @@ A split is one `RoleSplit` per role. Its `ranks` read:
 
 The axis `dp` replicates the model and `fsdp` shards it; data is split over both. Along `tp`, `pp`
 and `cp`, ranks share the work on the same data, as a trainer of Megatron-core does (axes.py). The
-ranks of an SGLang engine share it along `tp`. Along `ep`, ranks of a trainer share experts.
+ranks of an SGLang engine share it along `tp`. Along `ep`, ranks of a trainer share experts, and so
+do those of native engines.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from spmd_rl.errors import PlanError
 from spmd_rl.mesh.axes import DATA, GRID, MODEL, SHARD, ranks_along
 
 # the keys of a role that help shows, by what the role is; a trainer may have all axes
-OF_ENGINE = {KEYS: ("ranks", "dp", "tp")}
+OF_ENGINE = {KEYS: ("ranks", "dp", "tp", "ep")}
 OF_DATA_ROLE = {KEYS: ("ranks", *DATA)}
 
 

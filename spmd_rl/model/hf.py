@@ -71,15 +71,20 @@ def read_stored(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tenso
                 yield name, file.get_tensor(one.key)
 
 
-def load_weights(model: CausalLM, folder: str | Path, weights: WeightFormat = "full") -> None:
-    """Fill the parameters of `model` from the folder, cast to their dtype.
+def load_weights(
+    model: CausalLM,
+    folder: str | Path,
+    weights: WeightFormat = "full",
+    held: Container[str] | None = None,
+) -> None:
+    """Fill the parameters of `model`, or those in `held`, from the folder, cast to their dtype.
 
     With "e4m3", the weights that are in 8 bits become codes where the model holds codes. Elsewhere
     they become what their codes stand for.
 
     Raises: as `model_weights`.
     """
-    tensors = model_weights(folder, model.spec.parameter_shapes())
+    tensors = model_weights(folder, model.spec.parameter_shapes(), held)
     convert = as_codes if holds_codes(model) else as_rounded
     fill(model, convert(tensors, model.spec, weights))
 

@@ -1,12 +1,19 @@
-"""Choice of reward functions: those of a prompt's own, or else the run's, with their weights."""
+"""Choice of reward functions: those of a prompt's own, or else the run's, with their weights.
+
+A rank opens all of them at once, with the other hooks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.hooks.signatures import part_name
+from spmd_rl.hooks.config import HookConfig
+from spmd_rl.hooks.rank.pool import HookPool
+from spmd_rl.hooks.signatures import part_name, reward_weights
+from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.rewards.names import canonical_name
 from spmd_rl.types.prompts import Prompt, prompt_name
 
@@ -69,3 +76,28 @@ def all_rewards(weights: Mapping[str, float], extra: Sequence[str]) -> list[str]
             "because each is a part of the reward under its own name"
         )
     return names
+
+
+class OpenedHooks(NamedTuple):
+    """The rewards of a rank with their weights, and the processes of its hooks if it has some."""
+
+    pool: HookPool | None
+    rewards: list[str]
+    weights: dict[str, float]
+
+
+def open_hooks(
+    hooks: HookConfig,
+    reward: str | dict[str, float],
+    settings: dict[str, Any] | None,
+    context: RoleContext,
+    model: str,
+) -> OpenedHooks:
+    """Start the processes of the hooks; the first rank of a shard runs them for all."""
+    if context.shard_rank:
+        return OpenedHooks(None, [], {})
+    weights = reward_weights(reward)
+    rewards = all_rewards(weights, hooks.extra_rewards)
+    has_some = bool(rewards or hooks.generate)
+    pool = HookPool(hooks, rewards, settings, context.rank, model) if has_some else None
+    return OpenedHooks(pool, rewards, weights)

@@ -65,14 +65,16 @@ class EngineKind:
 def _build_native(cfg: NativeEngineConfig, site: EngineSite) -> Engine:
     from spmd_rl.rollout.native.build import build
 
+    context = site.context
     return build(
         cfg,
         site.model,
-        site.context.device,
+        context.device,
         site.decode,
         site.reserved_bytes,
         site.memory,
         site.adapted,
+        context.axis_group(("ep",)) if context.placement.axes.get("ep", 1) > 1 else None,
     )
 
 
@@ -102,8 +104,8 @@ def _build_sglang(cfg: SglangEngineConfig, site: EngineSite) -> Engine:
 NATIVE = EngineKind(
     NativeEngineConfig,
     name="the native engine",
-    axes=DATA,
-    advice='engine.kind = "sglang" has tp too',
+    axes=(*DATA, "ep"),
+    advice='engine.kind = "sglang" has tp',
     check_options=lambda cfg: None,
     build=_build_native,
 )

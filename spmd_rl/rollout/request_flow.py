@@ -129,12 +129,13 @@ class RequestFlow:
             self.abort(group)
         self._engine.abort()
 
-    def step(self) -> None:
-        """Take the engine one step further, and what is finished to the hooks and back.
+    def step(self, steps: bool = True) -> None:
+        """Take the engine one step further if `steps` is set, and what is finished to the hooks and
+        back.
 
         Raises: DataError for a hook that fails, if failures raise; what the engine raises.
         """
-        if self.can_step:
+        if steps and not self._engine.is_pushing:
             began_ns = now_ns()
             output = self._engine.step()
             num_running, num_waiting = self._engine.load

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from spmd_rl.config.rules import require
 from spmd_rl.controller.capabilities import (
     Contracted,
+    InStep,
     MemoryPlanner,
     Pumped,
     Sleeper,
@@ -26,8 +27,6 @@ from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.hooks.context import CallInfo
-from spmd_rl.hooks.rank.pool import HookPool
-from spmd_rl.hooks.signatures import reward_weights
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.lora import NO_LORA, AdaptedBase, LoraConfig
@@ -40,7 +39,7 @@ from spmd_rl.rollout.engine import Engine, SamplingConfig
 from spmd_rl.rollout.engine_load import EngineLoad
 from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.rollout.episodes import RunningEpisodes
-from spmd_rl.rollout.grader_choice import GraderChoice, all_rewards
+from spmd_rl.rollout.grader_choice import GraderChoice, open_hooks
 from spmd_rl.rollout.grading import Grading
 from spmd_rl.rollout.group_call import GroupCall, GroupRequest
 from spmd_rl.rollout.kinds import EngineConfig, EngineSite
@@ -66,10 +65,11 @@ def route_of(prompt: Prompt, sampling: SamplingConfig, *rest: object) -> Route:
     return Route(prompt.uid, prompt.tokens, cost)
 
 
-class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
+class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped, InStep):
     """One engine a rank, each with the whole model; prompts are spread over the data axis.
 
-    With `split.infer.tp`, an SGLang engine has its model on several ranks.
+    With `split.infer.tp`, an SGLang engine has its model on several ranks. With `split.infer.ep`,
+    ranks with a native engine each share the experts of its layers.
 
     `model` is a Hugging Face folder. `reward` names a reward function, or several with their
     weights; without one, groups have no rewards. `hooks` says how these run, and names the function
@@ -100,7 +100,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         self.seed = seed
         spec, raises = read_spec(model), hooks.on_error == "raise"
         # its processes import the hooks while this one loads
-        hooked = _open_hooks(hooks, reward, settings, context, model)
+        hooked = open_hooks(hooks, reward, settings, context, model)
         self.tokenizer = load_tokenizer(model)
         from spmd_rl.offload.role_memory import RoleMemory
         from spmd_rl.rollout.build import build_engine
@@ -149,7 +149,8 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
 
         `lora` says which adapters the trainer pushes.
         """
-        return engine_memory(read_spec(model), cfg, on_gpu, lora, placement.axes["tp"])
+        tp, ep = (placement.axes.get(axis, 1) for axis in ("tp", "ep"))
+        return engine_memory(read_spec(model), cfg, on_gpu, lora, tp, ep)
 
     @concurrent
     @collective
@@ -171,12 +172,9 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         Answers: once the last sample of this rank's prompts is finished; aborted, with what there
         is.
         """
-        if len({prompt.uid for prompt in prompts}) < len(prompts):
-            raise SpmdError(
-                "two prompts of one call have the same uid, so their samples would be drawn alike"
-            )
+        _require_distinct(prompts)
         requests = [GroupRequest(prompt) for prompt in prompts]
-        info = self._info(seed, step, evaluation)
+        info = _call_info(self, seed, step, evaluation)
         return self._start(requests, sampling, info, lambda groups: groups)
 
     @concurrent
@@ -201,7 +199,7 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         Answers: once the last sample is finished; aborted, with what there is.
         """
         request = GroupRequest(prompt, index, partial or [], round_tokens)
-        info = self._info(seed, step, evaluation)
+        info = _call_info(self, seed, step, evaluation)
         return self._start([request], sampling, info, lambda groups: groups[0])
 
     @concurrent
@@ -224,8 +222,12 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
 
     def pump(self) -> None:
         """Take the engine one step further, hear the hooks, and answer the calls that end."""
+        self.pump_in_step(self._flow.can_step)
+
+    def pump_in_step(self, steps: bool) -> None:
+        """Pump; the engine takes a step if `steps` is set, also one without a request."""
         try:
-            self._flow.step()
+            self._flow.step(steps)
         except BaseException:
             self._flow.clear()
             raise
@@ -305,11 +307,6 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         call.answer_if_whole()
         return call.answer
 
-    def _info(self, seed: int | None, step: int, evaluation: bool) -> CallInfo:
-        seed = self.seed if seed is None else seed
-        require(0 <= seed < 1 << 63, "seed", seed, "in [0, 2^63)")
-        return CallInfo(step, self.engine.version or 0, evaluation, seed)
-
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return self.tokenizer.decode(list(tokens))
 
@@ -317,26 +314,16 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped):
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-class _Hooks(NamedTuple):
-    """The rewards of a rank with their weights, and the processes of its hooks if it has some."""
+def _call_info(role: Rollout, seed: int | None, step: int, evaluation: bool) -> CallInfo:
+    """Return what hooks are told of a call. Raises: ConfigError for a seed out of range."""
+    seed = role.seed if seed is None else seed
+    require(0 <= seed < 1 << 63, "seed", seed, "in [0, 2^63)")
+    return CallInfo(step, role.engine.version or 0, evaluation, seed)
 
-    pool: HookPool | None
-    rewards: list[str]
-    weights: dict[str, float]
 
-
-def _open_hooks(
-    hooks: HookConfig,
-    reward: str | dict[str, float],
-    settings: dict[str, Any] | None,
-    context: RoleContext,
-    model: str,
-) -> _Hooks:
-    """Start the processes of the hooks; the first rank of a shard runs them for all."""
-    if context.shard_rank:
-        return _Hooks(None, [], {})
-    weights = reward_weights(reward)
-    rewards = all_rewards(weights, hooks.extra_rewards)
-    has_some = bool(rewards or hooks.generate)
-    pool = HookPool(hooks, rewards, settings, context.rank, model) if has_some else None
-    return _Hooks(pool, rewards, weights)
+def _require_distinct(prompts: Sequence[Prompt]) -> None:
+    """Raise an SpmdError if two prompts have the same uid."""
+    if len({prompt.uid for prompt in prompts}) < len(prompts):
+        raise SpmdError(
+            "two prompts of one call have the same uid, so their samples would be drawn alike"
+        )

@@ -214,6 +214,13 @@ class MoeMlp(nn.Module):
         """Return the weight of all experts' projection `name`."""
         return [getattr(expert, name).weight for expert in self.experts]
 
+    def take_part(self) -> None:
+        """Take part in one pass of the ranks that share these experts, without a token."""
+        like = self.gate.weight
+        ids = torch.empty(0, self.experts_per_token, dtype=torch.int64, device=like.device)
+        routes = ExpertRoutes(ids, torch.empty(ids.shape, device=like.device))
+        self.experts(like.new_empty(0, like.shape[1]), routes)
+
     def _projection(self, name: str) -> Projection:
         from spmd_rl.kernels.moe.adapted_experts import Projection
 
@@ -224,6 +231,16 @@ class MoeMlp(nn.Module):
             return Projection(name, weights, None, None, 1.0)
         a, b = zip(*adapters, strict=True)
         return Projection(name, weights, a, b, layers[0].scale)
+
+
+def mixtures(model: nn.Module) -> list[MoeMlp]:
+    """Return the mixtures of a model, in the order in which a pass comes to them."""
+    return [one for one in model.modules() if isinstance(one, MoeMlp)]
+
+
+def shares_experts(model: nn.Module) -> bool:
+    """Whether other ranks have some of a model's experts, so that the host waits for them."""
+    return any(isinstance(one.experts, SplitExperts) for one in mixtures(model))
 
 
 def _weighted(expert: nn.Module, x: Tensor, weight: Tensor) -> Tensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.distributed import ProcessGroup
 
 from spmd_rl.errors import ResidencyError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.model.hf import fill, load_weights, model_weights, random_weights
+from spmd_rl.model.layers.moe_module import mixtures
 from spmd_rl.model.lora import NO_LORA, AdaptedBase, LoraConfig
 from spmd_rl.model.low_precision.coded_tensors import hold_codes
 from spmd_rl.model.network import CausalLM
@@ -31,17 +33,19 @@ def build(
     reserved_bytes: int = 0,
     memory: RoleMemory | None = None,
     adapted: AdaptedBase | None = None,
+    experts: ProcessGroup | None = None,
 ) -> NativeEngine:
     """Build an engine for the model in `folder`, with its weights where it has them and the config
     asks for them. Its weights and its keys and values are in regions of `memory`, if there is one.
-    With `adapted`, it has the base from the first, and its adapters come by a push.
+    With `adapted`, it has the base from the first, and its adapters come by a push. The ranks of
+    `experts` share the experts of each layer: their engines step together.
 
     Raises: ConfigError if the model folder does not serve; ResidencyError where the host has too
     little memory.
     """
     memory = memory or RoleMemory(None, device)
     lora = adapted.lora if adapted else NO_LORA
-    model = _model(folder, lora, cfg, device, memory)
+    model = _model(folder, lora, cfg, device, memory, experts)
     try:
         engine = NativeEngine(
             model, cfg, device, decode=decode, reserved_bytes=reserved_bytes, memory=memory
@@ -56,9 +60,17 @@ def build(
         shapes = spec.parameter_shapes()
         fill(model, model_weights(folder, shapes) if seed is None else random_weights(spec, seed))
     elif cfg.load_weights and has_weights(folder):
-        load_weights(model, folder, cfg.weights)
+        own = None if experts is None else dict(model.named_parameters())
+        load_weights(model, folder, cfg.weights, own)
         engine.sink().commit(FOLDER_VERSION)
     return engine
+
+
+def _share_experts(model: CausalLM, experts: ProcessGroup | None) -> None:
+    """Have the mixtures of a model keep the experts of this rank, if ranks share them."""
+    if experts is not None:
+        for mixture in mixtures(model):
+            mixture.split(experts)
 
 
 def _model(
@@ -67,14 +79,16 @@ def _model(
     cfg: NativeEngineConfig,
     device: torch.device,
     memory: RoleMemory,
+    experts: ProcessGroup | None,
 ) -> CausalLM:
     """The model of the folder's config with parameters in unset memory: weights come by
     `load_weights` or a push. Adapters are not in the slab: they are small, and never sleep.
     """
-    dtype, spec = getattr(torch, dtype_of(cfg.dtype, device)), read_spec(folder)
+    dtype = getattr(torch, dtype_of(cfg.dtype, device))
     with torch.device("meta"):
-        model = CausalLM(spec, lora).to(dtype).requires_grad_(False)
-        hold_codes(model, spec, cfg.weights)
+        model = CausalLM(read_spec(folder), lora).to(dtype).requires_grad_(False)
+        hold_codes(model, model.spec, cfg.weights)
+        _share_experts(model, experts)
         if memory.sleeps:
             model.pack_projections()
     if not memory.sleeps:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from spmd_rl.errors import ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
 from spmd_rl.model.attention import backend_of, fits_cuda_graphs
+from spmd_rl.model.layers.moe_module import shares_experts
 from spmd_rl.model.lora import is_adapter
 from spmd_rl.model.low_precision.coded_weights import weights_fact
 from spmd_rl.model.network import CausalLM
@@ -85,7 +86,8 @@ class NativeEngine:
         self.version: int | None = None
         self.is_pushing = False
         backend = backend_of(spec, sizes.dtype, device)
-        self._async_scheduling = cfg.cuda_graphs and fits_cuda_graphs(spec, backend)
+        fits_graphs = fits_cuda_graphs(spec, backend) and not shares_experts(model)
+        self._async_scheduling = cfg.cuda_graphs and fits_graphs
         self.table = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)
         self.scheduler = Scheduler(
             self.table,
@@ -246,9 +248,10 @@ class NativeEngine:
         return self._runner, self.version
 
     def _schedule_and_launch(self, runner: ModelRunner, version: int) -> InFlightStep | None:
-        """Queue the next step, if there is work for one."""
+        """Queue the next step, if there is work for one; else take part in that of other ranks."""
         plan = self.scheduler.schedule()
         if not len(plan.rows):
+            runner.take_part()
             return None
         return self._launch(plan, self.scheduler.rows_to_sample(plan), runner, version)
 
@@ -272,7 +275,7 @@ class NativeEngine:
         if not is_same.all():
             rows, sampled = rows[is_same], sampled.select(is_same)
         tokens, logprobs = sampled.tokens, sampled.logprobs
-        self._check_logprobs(rows, logprobs)
+        check_logprobs(self.table, rows, logprobs, step.version)
         self._runner.note_prompts(rows)
         self.table.write_sampled(
             rows, tokens, logprobs, step.version, sampled.kept, sampled.columns
@@ -281,15 +284,6 @@ class NativeEngine:
         uids, indices = self.table.uid[rows], self.table.index[rows]
         finished = self._finish(rows, tokens)
         return StepOutput(uids, indices, tokens, logprobs, finished, started)
-
-    def _check_logprobs(self, rows: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
-        nan_rows = rows[np.isnan(logprobs)]
-        if len(nan_rows):
-            row, table = nan_rows[0], self.table
-            position = table.host_length(nan_rows)[0] - table.prompt_length[row]
-            name = prompt_name(table.uid[row])
-            where = f"{name}, sample {table.index[row]}, response token {position}"
-            raise SpmdError(f"weights version {self.version} give NaN logits: {where}")
 
     def _finish(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> list[Sample]:
         """Remove the rows whose newest token was their last, and return their samples."""
@@ -306,3 +300,16 @@ class NativeEngine:
     def _end(self, request: Request, status: SampleStatus) -> Sample:
         self._stop_checker.remove(request)
         return request.sample(status)
+
+
+def check_logprobs(
+    table: SequenceTable, rows: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
+) -> None:
+    """Raise an SpmdError for the first of some rows whose new token has no log-prob."""
+    nan_rows = rows[np.isnan(logprobs)]
+    if len(nan_rows):
+        row = nan_rows[0]
+        position = table.host_length(nan_rows)[0] - table.prompt_length[row]
+        name = prompt_name(table.uid[row])
+        where = f"{name}, sample {table.index[row]}, response token {position}"
+        raise SpmdError(f"weights version {version} give NaN logits: {where}")

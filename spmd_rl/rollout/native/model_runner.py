@@ -14,6 +14,7 @@ from spmd_rl.kernels.moe.route_hash import ROUTES
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.kernels.vocab.kept_sets import encoded_rows
 from spmd_rl.kernels.vocab.kept_words import KeptRows
+from spmd_rl.model.layers.moe_module import mixtures, shares_experts
 from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import SamplingConfig
@@ -50,6 +51,7 @@ class ModelRunner:
         self._model = model
         self._table = table
         self._device = device
+        self._shared = mixtures(model) if shares_experts(model) else []
 
     def record_if_asked(self, sampling: SamplingConfig) -> None:
         """Record the routes of every step from the first request on that asks for them.
@@ -70,6 +72,11 @@ class ModelRunner:
         if self._decode_graphs is None or self._prefill_graphs is None:
             return 0
         return self._decode_graphs.num_recorded + self._prefill_graphs.num_recorded
+
+    def take_part(self) -> None:
+        """Compute what this rank's experts give the rows of others, in a step without its own."""
+        for mixture in self._shared:
+            mixture.take_part()
 
     def launch(self, plan: StepPlan, samples: NDArray[np.bool_]) -> SampledTokens:
         """Compute the tokens of `plan`, and sample one for each of its rows where `samples` is set.

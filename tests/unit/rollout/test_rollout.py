@@ -12,6 +12,7 @@ import torch
 
 from spmd_rl.errors import ConfigError, ResidencyError, SpmdError
 from spmd_rl.hooks.config import HookConfig
+from spmd_rl.mesh.split import Placement
 from spmd_rl.observe.trace import Trace
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.native.config import NativeEngineConfig
@@ -26,6 +27,7 @@ class Seat:
     """All that the role asks of its place."""
 
     device = torch.device("cpu")
+    placement = Placement("infer", (0,), {"dp": 1, "fsdp": 1, "tp": 1})
     shard_rank = 0
     rank = 0
 
