@@ -5,6 +5,7 @@ from __future__ import annotations
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.axes import MODEL
 from spmd_rl.mesh.split import Placement, Placements
+from spmd_rl.model.layers.expert_shares import check_shares
 from spmd_rl.model.read import read_spec
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.rollout.kinds import EngineConfig
@@ -23,7 +24,7 @@ def check_axes(needs: RunNeeds, placements: Placements) -> None:
     trainer, engine, model = needs.trainer, needs.engine, needs.model
     for placement in placements.values():
         if placement.name == "infer" and engine is not None:
-            _check_engine(engine, placement, model)
+            _check_engine(engine, placement, model, trainer)
         elif placement.name != "train" or trainer is None:
             placement.require_data_axes_alone("this role")
         else:
@@ -35,12 +36,27 @@ def check_axes(needs: RunNeeds, placements: Placements) -> None:
             _check_beside(role.name, role.placement(placements))
 
 
-def _check_engine(engine: EngineConfig, placement: Placement, model: str) -> None:
-    """Raise an error for an engine without an axis that the split gives it."""
+def _check_engine(
+    engine: EngineConfig, placement: Placement, model: str, trainer: TrainerConfig | None
+) -> None:
+    """Raise an error for an engine without an axis that the split gives it, or one that does not go
+    with the model or with what is pushed.
+    """
     kind = kind_of_engine(engine)
     placement.require_axes(kind.name, kind.axes, kind.advice)
     if model and "tp" in kind.axes:
         check_sizes(read_spec(model), placement.axes["tp"])
+    ep = placement.axes.get("ep", 1)
+    if ep == 1:
+        return
+    at = f"split.{placement.name}.ep = {ep}"
+    if model:
+        check_shares(read_spec(model), ep, at)
+    if trainer is not None and trainer.lora.of_engine.rank:
+        raise ConfigError(
+            f"{at} does not go with adapters that are pushed alone: set "
+            "trainer.lora.merged_push = true, so that a push brings whole weights"
+        )
 
 
 def _check_mixture(model: str, engine: EngineConfig, trainer: TrainerConfig | None) -> None:

@@ -6,9 +6,10 @@ one by one, which grow with the square of the world; here a destination's shards
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,11 +85,13 @@ def push_routes(
     dtype: str,
     world_size: int,
     owners: Sequence[int] = (),
+    takers: Sequence[int] = (),
 ) -> Routes:
     """Return the routes of a push to engines in `dtype`.
 
     `tensors` is the number of tensors of each kind: one of each is planned, and multiplied. They
-    are sharded among `owners`, if given, as experts are.
+    are sharded among `owners`, if given, as experts are. If `takers` are given, they alone of the
+    engine's ranks want these tensors.
     """
     holders = np.array(train.ranks).reshape(-1, train.axes["fsdp"])
     if train.size > train.data_size:  # a model cut along tp or pp, copied along the data axes
@@ -101,7 +104,7 @@ def push_routes(
         shards = [chunk_box(shape, part, num_shards) for part in range(num_shards)]
         num_bytes = np.array([[_common(box, one) for one in shards] for box in boxes])
         num_bytes *= ITEM_BYTES[dtype] * count
-        for index, (rank, sources) in enumerate(_sources(holders, infer.ranks)):
+        for index, (rank, sources) in enumerate(_sources(holders, tuple(takers) or infer.ranks)):
             sizes[sources, rank] += num_bytes[index % len(boxes)]
     return Routes(sizes, bucket_bytes(train.size, infer.size))
 
@@ -109,16 +112,36 @@ def push_routes(
 def routes_of_experts(
     train: Placement, infer: Placement, spec: ModelSpec, dtype: str, world_size: int
 ) -> Routes:
-    """Return the routes from a trainer whose ranks share experts."""
-    shapes, ep = spec.parameter_shapes(), train.axes["ep"]
-    parts = spec.expert_parts(ep)
-    others = Counter(whole(shape) for name, shape in shapes.items() if name not in parts)
+    """Return the routes where ranks of the trainer, of engines or of both share experts."""
+    sizes = (train.axes.get("ep", 1), infer.axes.get("ep", 1))
+    others, experts = _parts(spec, *sizes)
     routes = push_routes(train, infer, others, dtype, world_size)
-    for part in range(ep):
-        own = Counter(whole(shapes[name]) for name, number in parts.items() if number == part)
-        owners = train.ranks_along(train.ranks[part], ("edp",))
-        routes += push_routes(train, infer, own, dtype, world_size, owners)
+    for (part, taken), tensors in experts.items():
+        owners, takers = _copies(train, part), _copies(infer, taken)
+        routes += push_routes(train, infer, tensors, dtype, world_size, owners, takers)
     return routes
+
+
+def _copies(placement: Placement, part: int) -> tuple[int, ...]:
+    """Return the ranks that have a part of the experts; none where each has all."""
+    if placement.axes.get("ep", 1) == 1:
+        return ()
+    return placement.ranks_along(placement.ranks[part], ("edp",))
+
+
+@lru_cache(64)
+def _parts(
+    spec: ModelSpec, num_given: int, num_taken: int
+) -> tuple[Mapping[Wanted, int], Mapping[tuple[int, int], Mapping[Wanted, int]]]:
+    """Return the number of tensors of each kind: of what is no expert, and of the experts by the
+    part of the trainer that has them and that of the engine.
+    """
+    kinds = {name: whole(shape) for name, shape in spec.parameter_shapes().items()}
+    given, taken = spec.expert_parts(num_given), spec.expert_parts(num_taken)
+    experts: dict[tuple[int, int], Counter[Wanted]] = defaultdict(Counter)
+    for name, part in given.items():
+        experts[part, taken[name]][kinds.pop(name)] += 1
+    return Counter(kinds.values()), experts
 
 
 def whole(shape: Dims) -> Wanted:

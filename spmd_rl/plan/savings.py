@@ -1,14 +1,15 @@
 """Settings that save memory on a GPU, in the order of what they cost.
 
-First come layouts: an engine that divides its weights over several ranks, and a trainer of
-Megatron-core that divides its experts or its matrices. The native engine goes before SGLang, whose
-log-probs have other bits. Within a layout, settings of the trainer follow by their cost in speed.
-What a recipe does not have, or what does not go with another setting, is refused when it is tried.
+First come layouts: engines that share their experts, or that divide their weights over several
+ranks, and a trainer that divides its experts or its matrices. The native engine goes before SGLang,
+whose log-probs have other bits. Within a layout, settings of the trainer follow by their cost in
+speed. What a recipe does not have, or what does not go with another setting, is refused when it is
+tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import product
 
 Flags = tuple[str, ...]
@@ -72,13 +73,21 @@ def key_of(flag: str) -> str:
 def _layouts(world_size: int) -> Iterator[Flags]:
     """Yield the layouts of a world: all ranks with all of the model, then cut along some axes."""
     engines: list[Flags] = [()]
-    trainers: list[Flags] = [()]
-    for size in (size for size in EXPERT_SIZES if world_size % size == 0):
-        trainers.append((f"--split.train.ep={size}",))
+    parts = [size for size in EXPERT_SIZES if world_size % size == 0]
+    trainers: list[Flags] = [(), *((f"--split.train.ep={size}",) for size in parts)]
     for size in (size for size in MATRIX_SIZES if world_size % size == 0):
         other_bits = "--run.exact=false"
         engines.append(("--engine.kind=sglang", other_bits, f"--split.infer.tp={size}"))
         sequence = "--trainer.backend.sequence_parallel=true"
         trainers.append((f"--split.train.tp={size}", sequence, other_bits))
+    yield from _product_of(engines[:1], trainers)
+    for size in parts:  # native engines share experts, and then the trainer too
+        yield (f"--split.infer.ep={size}",)
+        yield f"--split.infer.ep={size}", f"--split.train.ep={size}"
+    yield from _product_of(engines[1:], trainers)
+
+
+def _product_of(engines: Iterable[Flags], trainers: Sequence[Flags]) -> Iterator[Flags]:
+    """Yield each engine's flags with each trainer's."""
     for engine, trainer in product(engines, trainers):
         yield tuple(dict.fromkeys((*engine, *trainer)))

@@ -130,9 +130,11 @@ def _recompute(plan: RunPlan) -> Iterator[str]:
 
 
 def _axes_text(placement: Placement) -> str:
-    """Return how the ranks of a role hold its model; engines have whole copies."""
+    """Return how the ranks of a role hold its model; engines have whole ones, or share experts."""
     if placement.name == "infer":
-        count, tp = placement.data_size, placement.axes["tp"]
+        count, tp, ep = placement.data_size, placement.axes["tp"], placement.axes.get("ep", 1)
+        if ep > 1:
+            return f"{count} copies, of whose experts each rank has 1 of {ep} parts"
         copies = f"{count} whole {'copies' if count > 1 else 'copy'}"
         return copies if tp == 1 else f"{copies} x tp {tp}"
     return " x ".join(f"{axis} {size}" for axis, size in placement.axes.items())

@@ -5,6 +5,7 @@ An engine takes as many pages of keys and values as there is room for, so the pl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
@@ -21,34 +22,59 @@ KV = "kv"
 
 
 def engine_memory(
-    spec: ModelSpec, cfg: EngineConfig, on_gpu: bool, lora: LoraConfig = NO_LORA, tp: int = 1
+    spec: ModelSpec,
+    cfg: EngineConfig,
+    on_gpu: bool,
+    lora: LoraConfig = NO_LORA,
+    tp: int = 1,
+    ep: int = 1,
 ) -> Sequence[TagBytes]:
     """Return what an engine takes of one of its ranks, by tag; its pages have no size yet.
 
     The temporary memory of a step belongs to its CUDA graphs, and sleeps when the pages do. With
     `lora` a push brings adapters alone, so that the base beside them is saved while it sleeps. The
-    weights are split over `tp` ranks.
+    weights are split over `tp` ranks, and the experts are shared by `ep`.
     """
-    item_bytes = ITEM_BYTES[_dtype(cfg)]
-    # scales are too small to count
-    num_codes = num_coded(spec, cfg.weights)
-    weights = ((spec.num_parameters - num_codes) * item_bytes + num_codes) // tp
+    weights = _weight_bytes(spec, cfg, tp, ep)
     memory = [
         TagBytes("weights", weights, "drop" if cfg.sleep_weights else "fixed"),
         TagBytes(KV, 0, "drop"),
-        TagBytes("step", step_bytes(spec, cfg) if on_gpu else 0, "drop"),
+        TagBytes("step", step_bytes(spec, cfg, ep) if on_gpu else 0, "drop"),
     ]
     if lora.rank:
-        adapters = sum(map(prod, lora.shapes(spec).values())) * item_bytes
+        adapters = sum(map(prod, lora.shapes(spec).values())) * ITEM_BYTES[_dtype(cfg)]
         memory[0] = TagBytes("weights", weights, "save", changes=False)
         memory.append(TagBytes("adapters", adapters, "fixed"))
     return memory + cfg.memory_beside(weights, on_gpu, tp)
 
 
-def step_bytes(spec: ModelSpec, cfg: EngineConfig) -> int:
-    """Return the workspace of a step: one layer of its tokens, and twice a full batch's logits."""
+def _weight_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int, ep: int) -> int:
+    """Return the bytes of the weights of a rank; scales are too small to count."""
+    num_codes = num_coded(spec, cfg.weights)
+    num_whole = _held_parameters(spec, ep) - num_codes
+    return (num_whole * ITEM_BYTES[_dtype(cfg)] + num_codes) // tp
+
+
+def _held_parameters(spec: ModelSpec, ep: int) -> int:
+    """Return how many parameters a rank has where `ep` ranks share the experts."""
+    if ep == 1:
+        return spec.num_parameters
+    num_shared = sum(
+        count * sum(one.num_elements for one in block.parameters() if one.expert is not None)
+        for block, count in Counter(spec.blocks).items()
+    )
+    return spec.num_parameters - num_shared + num_shared // ep
+
+
+def step_bytes(spec: ModelSpec, cfg: EngineConfig, ep: int = 1) -> int:
+    """Return the workspace of a step: one layer of its tokens, and twice a full batch's logits.
+
+    Where `ep` ranks share experts, rows that are sent and rows that come are there at once. Loads
+    are taken as even.
+    """
     num_tokens = cfg.max_step_tokens or max(cfg.max_batch, GPU_STEP_TOKENS)
-    layer = max(block.cost().in_forward for block in spec.distinct_blocks())
+    costs = [block.cost() for block in spec.distinct_blocks()]
+    layer = max(one.in_forward + (one.routed if ep > 1 else 0) for one in costs)
     logits = cfg.max_batch * spec.vocab_size * ITEM_BYTES["float32"]
     return num_tokens * layer * ITEM_BYTES[_dtype(cfg)] + 2 * logits
 

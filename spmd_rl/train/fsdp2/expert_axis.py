@@ -9,6 +9,7 @@ from __future__ import annotations
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.axes import DATA
 from spmd_rl.mesh.split import Placement
+from spmd_rl.model.layers.expert_shares import check_shares
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 
@@ -27,12 +28,8 @@ def check_expert_axis(cfg: TrainerConfig, placement: Placement, spec: ModelSpec 
     if ep == 1:
         return
     at = f"split.{placement.name}.ep = {ep}"
-    for layer in () if spec is None else spec.distinct_blocks():
-        numbers = {one.expert for one in layer.parameters() if one.expert is not None}
-        if len(numbers) % ep:
-            raise ConfigError(f"{at} does not divide the {len(numbers)} experts of a layer")
-    if spec is not None and not spec.num_experts:
-        raise ConfigError(f"{at}: the model has no experts to share; set it to 1")
+    if spec is not None:
+        check_shares(spec, ep, at)
     settings = fsdp2_settings(cfg)
     if settings.ep_dispatcher == "deep_ep" and ep not in DEEP_EP_SIZES:
         sizes = ", ".join(map(str, DEEP_EP_SIZES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from spmd_rl.errors import PlanError
+from benchmarks.shapes import write_config
+from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.layers.sigmoid_router import SigmoidRouter
 from spmd_rl.model.read import read_spec
@@ -162,20 +164,56 @@ def test_the_plan_says_them(model: tuple[str, Path], capsys: pytest.CaptureFixtu
 def test_the_least_number_of_gpus(
     model: tuple[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A GPU of the native engine has all weights: 57 GiB of the one, and 199 GiB of the other."""
+    """A GPU of the native engine has all weights, 57 GiB of the one. The other has 199 GiB of them,
+    so that its experts are shared.
+    """
     name, folder = model
     words = ["grpo", f"--model={folder}", "--data=x.jsonl", "--fewest-gpus", H200]
+    expected = {"Qwen3-30B-A3B": ("4 GPUs", False), "GLM-4.5-Air": ("16 GPUs", True)}
+    assert main(words) == 0
+    fits = _fitting(capsys)
+    assert (fits.split(" fits: ")[0].strip(), "--split.infer.ep=" in fits) == expected[name]
     if name == "GLM-4.5-Air":
-        with pytest.raises(PlanError, match=r"do not divide weights 199\.0 GiB"):
-            main(words)
-        assert "fits:" not in capsys.readouterr().out
         assert main(["sft", *words[1:]]) == 0
-    else:
-        assert main(words) == 0
+        assert _fitting(capsys).split(" fits: ")[0].strip() == "8 GPUs"
+
+
+def _fitting(capsys: pytest.CaptureFixture[str]) -> str:
     said = capsys.readouterr().out.splitlines()
-    fits = next(line for line in said if " fits: " in line)
-    expected = {"Qwen3-30B-A3B": "4 GPUs", "GLM-4.5-Air": "8 GPUs"}
-    assert fits.split(" fits: ")[0].strip() == expected[name]
+    return next(line for line in said if " fits: " in line)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("split.infer.ep=3 nproc=3", "split.infer.ep = 3 does not divide the 128 experts of a"),
+        ("split.infer.ep=4", "split.infer.ep = 4 does not divide the 2 ranks of a stage"),
+        (
+            "split.infer.ep=2 engine.kind=sglang run.exact=false",
+            "split.infer.ep = 2: the SGLang engine has the axes dp, fsdp and tp alone",
+        ),
+        (
+            "split.infer.ep=2 trainer.lora.rank=4",
+            "split.infer.ep = 2 does not go with adapters that are pushed alone: set "
+            "trainer.lora.merged_push = true",
+        ),
+    ],
+)
+def test_engines_that_cannot_share_experts_are_refused(
+    model: tuple[str, Path], words: str, sentence: str
+) -> None:
+    flags = [f"--{word}" for word in words.split()]
+    given = ["grpo", f"--model={model[1]}", "--data=x.jsonl", *flags]
+    nproc = [] if "nproc" in words else ["--nproc=2"]
+    with pytest.raises((ConfigError, PlanError), match=re.escape(sentence)):
+        main([*given, *nproc])
+
+
+def test_engines_of_a_dense_model_share_nothing(tmp_path: Path) -> None:
+    write_config("8B", tmp_path)
+    words = [f"--model={tmp_path}", "--data=x.jsonl", "--nproc=2", "--split.infer.ep=2"]
+    with pytest.raises(ConfigError, match=r"ep = 2: the model has no experts to share"):
+        main(["grpo", *words])
 
 
 SIZES = st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda two: (max(two), min(two)))

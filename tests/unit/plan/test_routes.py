@@ -112,21 +112,28 @@ def test_routes_are_those_of_the_plan(case: Case) -> None:
     assert found.within_bytes + found.between_bytes == expected.total()
 
 
-@pytest.mark.parametrize(("dp", "ep"), [(1, 2), (1, 4), (2, 2), (4, 2)])
-@pytest.mark.parametrize("ranks", ["0-3", "4-6", "2-5"])
-def test_experts_come_from_the_ranks_that_have_them(dp: int, ep: int, ranks: str) -> None:
+@pytest.mark.parametrize(("dp", "ep"), [(1, 1), (1, 2), (1, 4), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("ranks", "taken"), [("0-3", 1), ("4-6", 1), ("2-5", 2), ("0-3", 4)])
+def test_experts_go_from_ranks_that_have_them_to_those_that_want_them(
+    dp: int, ep: int, ranks: str, taken: int
+) -> None:
     dense = dense_spec(
         "qwen3", vocab=50, hidden=32, inner=20, layers=2, heads=(4, 2, 8), positions=64
     )
     spec = with_experts(dense, 8, 2, 21)
-    split = {"train": RoleSplit("0-3", dp=dp, ep=ep), "infer": RoleSplit(ranks)}
+    split = {"train": RoleSplit("0-3", dp=dp, ep=ep), "infer": RoleSplit(ranks, ep=taken)}
     train, infer = plan_split(split, 7).values()
     found = routes_of_experts(train, infer, spec, "bfloat16", 7)
     shapes, parts = spec.parameter_shapes(), spec.expert_parts(ep)
-    wanted = tuple(
-        Piece(name, shape, "bfloat16", Box((0,) * len(shape), shape))
-        for name, shape in shapes.items()
-    )
+    wanting = spec.expert_parts(taken)
+    wanted = [
+        tuple(
+            Piece(name, shape, "bfloat16", Box((0,) * len(shape), shape))
+            for name, shape in shapes.items()
+            if wanting.get(name, part) == part
+        )
+        for part in range(taken)
+    ]
     source = []
     for seat, rank in enumerate(train.ranks):
         own = [name for name in shapes if parts.get(name, seat % ep) == seat % ep]
@@ -137,7 +144,7 @@ def test_experts_come_from_the_ranks_that_have_them(dp: int, ep: int, ranks: str
         }
         pieces = (Piece(name, shapes[name], "float32", box) for name, box in boxes.items())
         source.append(Layout(rank, tuple(pieces)))
-    destination = [Layout(rank, wanted) for rank in infer.ranks]
+    destination = [Layout(rank, wanted[seat % taken]) for seat, rank in enumerate(infer.ranks)]
     moved: Pairs = Counter()
     for rank in infer.ranks:
         for move in plan_moves(source, destination, None, rank).moves:

@@ -11,6 +11,7 @@ from spmd_rl.rollout.kv_pages import cache_token_bytes, kv_budget, kv_pages
 from spmd_rl.rollout.memory import engine_memory, running_kv_bytes
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
+from tests.specs import with_experts
 
 TOKEN_8B = 147_456  # 36 layers, 8 key-value heads of 128, bf16: 144 KiB
 
@@ -83,3 +84,18 @@ def test_ranks_that_share_an_sglang_engine_have_a_part_and_a_communicator(spec: 
     )
     assert shared["weights"] == alone["weights"] // 2
     assert shared["child"] - alone["child"] == 420 << 20
+
+
+def test_ranks_that_share_experts_have_a_part_of_them_and_all_else(spec: ModelSpec) -> None:
+    mixture = with_experts(spec, 16, 4, 1024)
+    alone, shared = (
+        {
+            item.tag: item.num_bytes
+            for item in engine_memory(mixture, NativeEngineConfig(), True, ep=ep)
+        }
+        for ep in (1, 4)
+    )
+    experts = 2 * 36 * 16 * 3 * 4096 * 1024
+    assert alone["weights"] - shared["weights"] == experts * 3 // 4
+    sent_and_returned = 2 * 4 * 4096  # a row for each slot
+    assert shared["step"] - alone["step"] == 8192 * sent_and_returned * 2
