@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from spmd_rl.model.hf import random_weights
 from spmd_rl.model.read import read_spec
-from tests.dist.recipes.conftest import EXAMPLE, Ended, run_in
+from tests.dist.recipes.conftest import Ended, run_in
 from tests.dist.recipes.forked_run import ForkedRun
+from tests.dist.recipes.mixtures import MIXTURES, write_mixture
 from tests.system import kill_resume
 from tests.system.kill_resume import MODES, SMALL, differences
 
 pytestmark = pytest.mark.dist
 
-MIXTURES = {
-    "qwen3_moe": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 40,
-        "norm_topk_prob": True,
-    },
-    "glm4_moe": {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 40,
-        "n_group": 3,
-        "topk_group": 2,
-        "routed_scaling_factor": 1.5,
-        "attention_bias": True,
-        "use_qk_norm": True,
-    },
-}
 SPLITS = {
     "on one rank": (1, ()),
     "sharded over two ranks": (2, ()),
@@ -47,6 +26,18 @@ SPLITS = {
         3,
         ("--split.train.ranks=0-1", "--split.train.ep=2", "--split.infer.ranks=2-2"),
     ),
+    "two engines share experts": (2, ("--split.infer.ep=2",)),
+    "two of four trainers share experts, and two of four engines": (
+        4,
+        ("--split.train.ep=2", "--split.infer.ep=2", "--sampling.replay_routes=true"),
+    ),
+    "two trainers share experts, and two engines of their own": (
+        4,
+        (
+            *("--split.train.ranks=0-1", "--split.train.ep=2"),
+            *("--split.infer.ranks=2-3", "--split.infer.ep=2"),
+        ),
+    ),
     "a rank for each role": (2, ("--split.train.ranks=1", "--split.infer.ranks=1")),
     "routes replayed": (1, ("--sampling.replay_routes=true",)),
 }
@@ -54,19 +45,7 @@ SPLITS = {
 
 @pytest.fixture(scope="module", params=MIXTURES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with weights: corrections that are not zero, and a tensor that is not used."""
-    folder = tmp_path_factory.mktemp("experts") / "model"
-    shutil.copytree(EXAMPLE / "model", folder)
-    config = json.loads((folder / "config.json").read_text())
-    mixture = {"model_type": request.param} | MIXTURES[request.param]
-    (folder / "config.json").write_text(json.dumps(config | mixture))
-    spec = read_spec(folder)
-    weights = dict(random_weights(spec, 3))
-    for number, name in enumerate(sorted(spec.fixed_names())):
-        weights[name] = torch.linspace(-0.3, 0.3, len(weights[name])).roll(number)
-    beside = {f"{name}eh_proj.weight": torch.ones(3, 5).bfloat16() for name in spec.unused}
-    save_file(weights | beside, folder / "model.safetensors")
-    return folder
+    return write_mixture(tmp_path_factory.mktemp("experts") / "model", request.param)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +76,8 @@ def test_no_token_is_unequal(split: str, model: Path, ended: dict[str, Ended]) -
     for row in run.metrics:
         assert row["onpolicy/mismatched_tokens"] == 0
         assert row["onpolicy/router_flips"] == 0
-        assert row.get("experts/rerouted_worst") == (0 if split == "routes replayed" else None)
+        replays = "--sampling.replay_routes=true" in SPLITS[split][1]
+        assert row.get("experts/rerouted_worst") == (0 if replays else None)
         assert row["onpolicy/compared_tokens"] > 0
         assert row["sync/verified_tensors"] + row["sync/shared_tensors"] >= len(shapes)
     exported, first = (
