@@ -91,6 +91,28 @@ def test_the_calculator_is_learned(run: Any) -> None:
     assert sum(rewards[-5:]) / 5 > rewards[0] + 0.3
 
 
+def test_two_ranks_share_the_experts_of_a_mixture(run: Any) -> None:
+    data = EXAMPLE / "train.jsonl", EXAMPLE / "warmup.jsonl", EXAMPLE / "eval.jsonl"
+    names = "data", "warmup_data", "eval.data"
+    ended = run(
+        str(EXAMPLE / "recipe.py"),
+        f"--config={REPO / 'examples/experts/cpu.toml'}",
+        f"--model={REPO / 'examples/experts/model'}",
+        f"--reward={EXAMPLE / 'reward.py'}:correct",
+        *(f"--{name}={file}" for name, file in zip(names, data, strict=True)),
+        "--warmup_steps=20",
+        "--steps=2",
+        nproc=2,
+        small=False,
+    )
+    assert ended.code == 0, ended.sentence
+    trained = [row for row in ended.metrics if "reward/mean" in row]
+    assert len(trained) == 2
+    for row in trained:
+        assert row["onpolicy/compared_tokens"] > 500
+        assert row["onpolicy/mismatched_tokens"] == row["onpolicy/router_flips"] == 0
+
+
 def test_decoding_goes_on_while_a_verdict_is_waited_for(run: Any, tmp_path: Path) -> None:
     """The engine has room for two answers at a time; the last prompt is judged before the first."""
     file = tmp_path / "chain.py"

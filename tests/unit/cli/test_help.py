@@ -128,10 +128,10 @@ def test_an_engine_shows_its_own_axes_alone() -> None:
     names = listed(of_recipe("grpo", ["--help-all"]))
     axes = {role: axes_of(names, role) for role in ("train", "infer", "reference", "critic")}
     assert axes["train"] == ["dp", "fsdp", "tp", "pp", "cp", "ep"]
-    assert axes["infer"] == ["dp", "tp"]
+    assert axes["infer"] == ["dp", "tp", "ep"]
     assert axes["reference"] == axes["critic"] == ["dp", "fsdp"]
     for recipe in ("collect", "rejection_sampling", "grpo_fully_async", "distill"):
-        assert axes_of(listed(of_recipe(recipe, ["--help-all"])), "infer") == ["dp", "tp"]
+        assert axes_of(listed(of_recipe(recipe, ["--help-all"])), "infer") == axes["infer"]
     assert set(axes["infer"]) | {"fsdp"} == {axis for kind in KINDS for axis in kind.axes}
 
 
