@@ -148,9 +148,12 @@ def columns(runs: Runs, column: str, label: str, *, log: bool = False) -> Callab
         for row, (task, facts) in zip(places, DRAWN.items(), strict=True):
             for axes, lr in zip(row, sorted(facts.rates), strict=True):
                 bands(axes, of(runs, task=task, lr=lr), column)
+                if not axes.lines:
+                    axes.set_axis_off()
+                    continue
                 axes.set_title(f"{task}, rate {lr:g}", fontsize=9)
                 axes.set_ylabel(label)
-                if log and axes.lines:
+                if log:
                     axes.set_yscale("log")
         places[0][0].legend(fontsize=7, frameon=False)
 
@@ -173,6 +176,9 @@ def by_rate(runs: Runs) -> Callable[[Any], None]:
                 for lr, one in zip(rates, values, strict=True):
                     axes.plot([lr, lr], [min(one), max(one)], color=COLOURS[variant], alpha=0.4)
             axes.set_xscale("log")
+            axes.set_xticks(found := sorted({run["lr"] for run in of(runs, task=task)}))
+            axes.set_xticklabels([f"{lr:g}" for lr in found])
+            axes.minorticks_off()
             axes.set_title(task, fontsize=9)
             axes.set_xlabel("learning rate")
             axes.set_ylabel("reward of the last five steps")
