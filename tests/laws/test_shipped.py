@@ -45,9 +45,12 @@ def recipe_of(config: Path) -> ModuleType:
     path = config.parent / "recipe.py"
     if not path.exists():
         own = re.escape(config.relative_to(ROOT).as_posix())
-        said = re.search(rf"spmd-rl run (\w+) --config {own}", config.read_text(encoding="utf-8"))
-        return importlib.import_module(f"spmd_rl.recipes.{said[1] if said else config.stem}")
-    spec = importlib.util.spec_from_file_location(f"shipped_{config.parent.name}", path)
+        said = re.search(rf"spmd-rl run (\S+) --config {own}", config.read_text(encoding="utf-8"))
+        name = said[1] if said else config.stem
+        if not name.endswith(".py"):
+            return importlib.import_module(f"spmd_rl.recipes.{name}")
+        path = ROOT / name
+    spec = importlib.util.spec_from_file_location(f"shipped_{path.parent.name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
