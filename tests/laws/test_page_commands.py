@@ -61,7 +61,7 @@ _LINE = re.compile(rf"^(?:    |\$ )*({_PROGRAM} .*)$")
 _INLINE = re.compile(rf"`({_PROGRAM} [^`]+)`")
 _TOML = re.compile(r"^```toml\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # what is said where there is no folder of a run, no program of SGLang, or no value head
-NOT_THERE = re.compile(r"\b(runs/\S+|RUN)\b|is no reward model|sglang")
+NOT_THERE = re.compile(r"\b(runs/\S+|RUN)\b|is no reward model|has no experts to share|sglang")
 
 
 def commands(page: str) -> Iterator[str]:
