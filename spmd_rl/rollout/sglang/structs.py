@@ -74,6 +74,7 @@ class ArraySamplingParams(SamplingParams, array_like=True, kw_only=True):
 
 
 def sampling_params_type(version: str) -> type[SamplingParams]:
+    """Return the form in which this version of SGLang reads sampling parameters."""
     return SamplingParams if version == "0.5.16" else ArraySamplingParams
 
 
