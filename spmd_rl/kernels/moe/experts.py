@@ -44,8 +44,6 @@ class ExpertWeights(NamedTuple):
 def order_slots(routes: ExpertRoutes, num_experts: int) -> DeviceOrder:
     """Order the slots by expert, with tiles for as many rows. The host does not wait."""
     tiles = choose_tiles(routes.ids.numel(), num_experts)
-    if len(routes.ids) == 1 and not torch.is_grad_enabled():
-        return order_of_token(routes.ids, num_experts, tiles.m)
     return order_on_device(routes.ids, num_experts, tiles.m)
 
 
@@ -61,7 +59,8 @@ def experts_output(
     Shape: x [T, C] bf16; returns [T, C].
     """
     if not torch.is_grad_enabled():
-        return sum_slots(*slots_output(x, routes, weights, kept))
+        order = _order_for_sums(routes, len(weights.gate))
+        return sum_slots(slots_output(x, order, routes.weights, weights, kept), order)
     order = order_slots(routes, len(weights.gate))
     flat = (one for part in weights for one in part)
     out: Tensor = _Experts.apply(dense(x), routes.weights, order, *flat)
@@ -69,18 +68,25 @@ def experts_output(
 
 
 def slots_output(
-    x: Tensor, routes: ExpertRoutes, weights: ExpertWeights, kept: KeptAddresses
-) -> tuple[Tensor, DeviceOrder]:
-    """Return what each slot's expert gives it, by row, and the order of rows. No gradients.
+    x: Tensor, order: DeviceOrder, scales: Tensor, weights: ExpertWeights, kept: KeptAddresses
+) -> Tensor:
+    """Return what each slot's expert gives it, by row, times its scale. No gradients.
 
-    Rows that no expert has are not set. Shape: x [T, C] bf16; returns [S, C].
+    Rows that no expert has are not set. Shape: x [T, C] bf16, scales [T, K] fp32; returns [S, C].
     """
-    order = order_slots(routes, len(weights.gate))
     tiles = _tiles_of(order)
     gate_up = kept.of("gate, up", [weights.gate, weights.up])
     hidden = grouped_matmul(dense(x), gate_up, order, tiles.gated, gathers=True, gated=True)
     down = kept.of("down", [weights.down])
-    return grouped_matmul(hidden, down, order, tiles.down, scales=routes.weights), order
+    return grouped_matmul(hidden, down, order, tiles.down, scales=scales)
+
+
+def _order_for_sums(routes: ExpertRoutes, num_experts: int) -> DeviceOrder:
+    """Return an order for `slots_output` and `sum_slots`, which need no launch for one token."""
+    if len(routes.ids) > 1:
+        return order_slots(routes, num_experts)
+    tiles = choose_tiles(routes.ids.numel(), num_experts)
+    return order_of_token(routes.ids, num_experts, tiles.m)
 
 
 class _Experts(torch.autograd.Function):

@@ -84,7 +84,7 @@ def order_on_device(ids: Tensor, num_experts: int, tile_rows: int) -> DeviceOrde
 
 
 def order_of_token(ids: Tensor, num_experts: int, tile_rows: int) -> DeviceOrder:
-    """Return the order of a single token's slots, for kernels without gradients.
+    """Return the order of a single token's slots, for `grouped_matmul` and `sum_slots` alone.
 
     Shape: ids [1, K] int64, ascending.
     """

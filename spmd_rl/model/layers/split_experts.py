@@ -66,10 +66,11 @@ class SplitExperts(nn.ModuleList):
         ]
         if not is_exact(x):
             return _slots_one_by_one(x, routes, weights)
-        from spmd_rl.kernels.moe.experts import ExpertWeights, slots_output
+        from spmd_rl.kernels.moe.experts import ExpertWeights, order_slots, slots_output
 
-        # x has a row of each of several ranks, so it is no single token, whose order has no rows
-        y, order = slots_output(x, routes, ExpertWeights(*weights), self._kept_of_gather)
+        order = order_slots(routes, len(weights[0]))
+        own, kept = ExpertWeights(*weights), self._kept_of_gather
+        y = slots_output(x, order, routes.weights, own, kept)
         return SlotRows(y, order.rows)
 
     def _copies(self, name: str, dtype: torch.dtype) -> Copies:

@@ -27,6 +27,7 @@ LAYERS = [
     ((32, 8, 2, 16), 3, 0, 0, True),  # experts without tokens
     ((32, 8, 3, 16), 1, 0, 0, True),  # one token, whose order is that of its experts
     ((24, 4, 2, 16), 12, 3, 0, True),
+    ((24, 4, 2, 16), 1, 3, 0, True),  # the same with adapters
     ((24, 6, 2, 16), 9, 0, 20, True),  # a router of sigmoids, and a shared expert
 ]
 
