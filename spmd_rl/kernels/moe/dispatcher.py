@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.kernels.moe.expert_gather import blocks_of
 from spmd_rl.kernels.moe.router import ExpertRoutes
 from spmd_rl.kernels.moe.slots import SlotOrder, by_expert, by_row, from_experts, to_experts
 from spmd_rl.kernels.runtime.differentiable import call
@@ -52,12 +53,10 @@ class EpDispatcher:
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         """Raises: ValueError where the ranks cannot have equally many experts."""
-        if num_experts % group.size():
-            raise ValueError(f"{group.size()} ranks cannot share {num_experts} experts evenly")
+        blocks = blocks_of(group, num_experts)
         self._group = group
-        self.num_ranks = group.size()
-        self.num_experts = num_experts
-        self.num_own = num_experts // self.num_ranks
+        self.num_experts, self.num_ranks = blocks
+        self.num_own = blocks.num_own
 
     @property
     def own(self) -> range:
