@@ -96,7 +96,7 @@ class Dealer:
 def test_a_command_that_was_held_back_starts_when_the_last_answer_is_there() -> None:
     role, dealer = Slow(), Dealer("begin", "alone")
     worker = Worker(SimpleNamespace(neighbours={"role": role}))  # type: ignore[arg-type]
-    worker._pumped["role"] = role
+    worker._join_turns("role", role)
     worker.serve(SimpleNamespace(dealer=dealer))  # type: ignore[arg-type]
     assert role.log == ["begin", "pump", "pump", "pump", "alone"]
     assert dealer.answered == [0, 1]
