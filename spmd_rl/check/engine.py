@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.low_precision.coded_cache import FORMATS
 from spmd_rl.rollout.kinds import EngineConfig, kind_of
 from spmd_rl.train.config import TrainerConfig
 
@@ -14,8 +15,8 @@ def check_engine(
     """Check an engine that runs outside of this package, and what `trainer` pushes to an engine.
 
     Raises: ConfigError where the run asks for equal bits, which neither SGLang nor a merged push
-    promises; for two formats of weights; for an option that SGLang does not have, or that a run may
-    not set; without a version that serves.
+    promises; for two formats of weights, or of keys and values; for an option that SGLang does not
+    have, or that a run may not set; without a version that serves.
     """
     if run.exact and not engine.promises_bits:
         raise ConfigError(
@@ -29,22 +30,26 @@ def check_engine(
             "step, or trainer.lora.merged_push = false"
         )
     if trainer is not None:
-        _check_weights(engine, trainer)
+        for name in FORMATS:
+            _check_format(name, engine, trainer)
     kind_of(engine).check_options(engine)
 
 
-def _check_weights(engine: EngineConfig, trainer: TrainerConfig) -> None:
-    """Raise a ConfigError where trainer and engine compute with other formats of weights."""
-    if engine.weights == trainer.weights:
+def _check_format(name: str, engine: EngineConfig, trainer: TrainerConfig) -> None:
+    """Raise a ConfigError where trainer and engine compute with other formats of weights, or of
+    keys and values: the setting `name` says which.
+    """
+    asked, found = getattr(trainer, name), getattr(engine, name)
+    if asked == found:
         return
     if engine.kind == "sglang":
         raise ConfigError(
-            f'trainer.weights = "{trainer.weights}" is for engine.kind = "native": SGLang gets its '
-            'weights in bfloat16 here; set trainer.weights = "full"'
+            f'trainer.{name} = {asked!r} is for engine.kind = "native": SGLang has its weights, '
+            f"keys and values in bfloat16 here; set trainer.{name} = {found!r}"
         )
     raise ConfigError(
-        f'engine.weights = "{engine.weights}" and trainer.weights = "{trainer.weights}" are '
-        "different formats, whose log-probs differ: set both alike"
+        f"engine.{name} = {found!r} and trainer.{name} = {asked!r} are different formats, whose "
+        "log-probs differ: set both alike"
     )
 
 

@@ -30,6 +30,7 @@ from spmd_rl.model.layers.block_module import Block
 from spmd_rl.model.layers.norm_module import RmsNorm
 from spmd_rl.model.linear import Linear
 from spmd_rl.model.lora import NO_LORA, LoraConfig
+from spmd_rl.model.low_precision.coded_cache import Exponents, cache_rule, require_keys
 from spmd_rl.model.model_contract import model_contract, rope_tables
 from spmd_rl.model.spec import ModelSpec
 
@@ -55,12 +56,19 @@ class CausalLM(nn.Module):
 
     A tied head has no parameter of its own. Build the model under `torch.device("meta")` to
     allocate nothing. The host makes the rotary table in fp32 at its first use on a device, and all
-    later passes share it. With a rank in `lora`, layers have adapters.
+    later passes share it. With a rank in `lora`, layers have adapters. With `exponents`, attention
+    takes keys and values rounded to 8 bits.
+    Raises: ConfigError for `exponents` of layers that keep other arrays.
     """
 
-    def __init__(self, spec: ModelSpec, lora: LoraConfig = NO_LORA) -> None:
+    def __init__(
+        self, spec: ModelSpec, lora: LoraConfig = NO_LORA, exponents: Exponents | None = None
+    ) -> None:
         super().__init__()
+        if exponents is not None:
+            require_keys(spec)
         self.spec = spec
+        self.exponents = exponents
         self.lora = lora
         self.model = Decoder(spec)
         self.lm_head = (
@@ -76,7 +84,8 @@ class CausalLM(nn.Module):
     ) -> dict[str, str | int]:
         """Return the numeric contract of the forward pass on `device`."""
         facts = model_contract(self.spec, self.rope_tables(device), device, dtype, attention_split)
-        return facts | ({"lora": self.lora.arithmetic} if self.lora.rank else {})
+        cache = {} if self.exponents is None else {"cache": cache_rule(self.exponents)}
+        return facts | cache | ({"lora": self.lora.arithmetic} if self.lora.rank else {})
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: TokenAttention, rows: Tensor | None = None

@@ -75,6 +75,7 @@ def hidden_states(model: CausalLM, batch: ScoredTokens, attention_split: int) ->
         device=batch.tokens.device,
         prefixes=batch.prefixes,
         split=attention_split,
+        exponents=model.exponents,
     )
     hidden: Tensor = model(batch.tokens, batch.positions, attend)
     return hidden

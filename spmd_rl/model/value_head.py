@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels.contract import digest_of
+from spmd_rl.model.low_precision.coded_cache import Exponents
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import ScoredTokens, hidden_states
 from spmd_rl.model.spec import ModelSpec
@@ -34,8 +35,8 @@ class ValueHead(nn.Module):
 class ValueModel(CausalLM):
     """Decoder with a value head. It has no head of a language model, and no logits."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: ModelSpec, exponents: Exponents | None = None) -> None:
+        super().__init__(spec, exponents=exponents)
         self.lm_head = None
         self.score = ValueHead(spec.hidden_size)
 

@@ -41,4 +41,10 @@ ENGINE_METRICS = (
         "Prefix cache",
         "share of the tokens of new requests whose keys and values an engine had already",
     ),
+    Metric(
+        "engine/kv_clipped",
+        "",
+        "Clipped keys and values",
+        "share of the elements of keys and values that were beyond the largest code of 8 bits",
+    ),
 )

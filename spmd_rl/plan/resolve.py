@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.axes import MODEL, groups_along
 from spmd_rl.mesh.split import Placement, Placements, disjoint, plan_split
-from spmd_rl.model.low_precision.coded_weights import CODE_DTYPE, WeightFormat, coded_shapes
+from spmd_rl.model.low_precision.coded_cache import format_sentences
+from spmd_rl.model.low_precision.coded_weights import CODE_DTYPE, coded_shapes
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import Ledger, as_size
@@ -46,7 +47,7 @@ class RunPlan:
     memory: MemoryModel | None = None
     sleep: SleepDecision = field(default_factory=lambda: SleepDecision({}))
     uncounted: tuple[str, ...] = ()
-    weights: WeightFormat = "full"
+    formats: Mapping[str, str] = field(default_factory=dict)  # what to say of what is in 8 bits
     queue: Queue | None = None
 
     @property
@@ -164,7 +165,7 @@ def resolve(
     num_held = page_bytes // sequence_kv_bytes(spec, engine, sequences.num_tokens, tp)
     queue = Queue(num_asked(needs, engine, infer), sequences, num_held)
     ledgers = kv_sized(ledgers, page_bytes)
-    return replace(plan, ledgers=ledgers, queue=queue, weights=engine.weights)
+    return replace(plan, ledgers=ledgers, queue=queue, formats=format_sentences(engine))
 
 
 def _decide(

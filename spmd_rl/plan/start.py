@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from spmd_rl.controller.sleepers import SleepPolicy
 from spmd_rl.errors import ConfigError, PlanError
-from spmd_rl.model.low_precision.coded_weights import weights_sentence
+from spmd_rl.model.low_precision.coded_cache import format_sentences
 from spmd_rl.offload.host_limit import host_bytes_left
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.resolve import planned_settings, resolve
@@ -19,15 +19,15 @@ from spmd_rl.plan.resolve import planned_settings, resolve
 def decide_start(cfg: object, world_size: int) -> tuple[SleepPolicy, list[str]]:
     """Return the policy of a run of `world_size` ranks like this process's, and what to say of it.
 
-    The sentences say why the policy is so, which backend trains if it is not FSDP2, and which
-    weights are in 8 bits.
+    The sentences say why the policy is so, which backend trains if it is not FSDP2, and and
+    what is in 8 bits.
     Raises: as `sleep_policy`.
     """
     policy, why = sleep_policy(cfg, world_size, gpu_bytes(), host_bytes_left())
     trainer = RunNeeds.of(cfg).trainer
     backend = "" if trainer is None else trainer.backend.describe()
-    weights = "" if trainer is None else weights_sentence(trainer.weights)
-    said = backend, f"weights {weights}" if weights else "", why
+    formats = {} if trainer is None else format_sentences(trainer)
+    said = backend, *(f"{name} {sentence}" for name, sentence in formats.items()), why
     return policy, [sentence for sentence in said if sentence]
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from itertools import islice
 
 from spmd_rl.mesh.split import Placement
-from spmd_rl.model.low_precision.coded_weights import weights_sentence
 from spmd_rl.offload.ledger import Entry, Ledger, as_size
 from spmd_rl.plan.recompute import recompute_rows
 from spmd_rl.plan.resolve import RunPlan
@@ -32,8 +31,8 @@ def lines(plan: RunPlan) -> Iterator[str]:
             f"a token      takes {plan.spec.num_active_parameters:,} of them, and "
             f"{plan.spec.flops_per_token / 1e9:.2f} GFLOP forward besides attention"
         )
-    if sentence := weights_sentence(plan.weights):
-        yield f"weights      {sentence}"
+    for name, sentence in plan.formats.items():
+        yield f"{name:12} {sentence}"
     yield from _routes(plan.routes)
     if plan.on_gpu:
         yield (

@@ -78,6 +78,7 @@ PANELS = (
         unit="samples",
     ),
     _panel("Prefix cache of the engines", Line("engine/prefix_hits", "of tokens"), share=True),
+    _panel("Clipped keys and values", Line("engine/kv_clipped", "of elements"), share=True),
     _panel("Entropy", Line("train/entropy", "per token", AMBER), unit="nats"),
     _panel("Clip fraction", Line("train/clip_frac", "of tokens")),
     _panel(

@@ -12,7 +12,8 @@ class EngineLoad(msgspec.Struct):
 
     `running` and `waiting` are sums over the steps, and the others the most in one step. Of the
     tokens of the requests that began, `num_lookup_tokens`, the prefix cache had `num_hit_tokens`.
-    An engine that does not know these has 0 of both.
+    Of the `num_coded` elements of keys and values that became codes of 8 bits, `num_clipped` were
+    beyond the largest code. An engine that does not know a pair has 0 of both.
     """
 
     num_steps: int = 0
@@ -22,6 +23,8 @@ class EngineLoad(msgspec.Struct):
     max_waiting: int = 0
     num_lookup_tokens: int = 0
     num_hit_tokens: int = 0
+    num_coded: int = 0
+    num_clipped: int = 0
 
 
 class LoadMeter:
@@ -43,7 +46,7 @@ class LoadMeter:
     def take(self, stats: Mapping[str, int]) -> EngineLoad:
         """Return the load since the last call; `stats` are the engine's counts since its start."""
         load, self._load = self._load, EngineLoad()
-        for name in ("num_lookup_tokens", "num_hit_tokens"):
+        for name in ("num_lookup_tokens", "num_hit_tokens", "num_coded", "num_clipped"):
             total = stats.get(name, 0)
             setattr(load, name, total - self._before.get(name, 0))
             self._before[name] = total
@@ -68,4 +71,6 @@ def load_metrics(loads: Iterable[EngineLoad]) -> dict[str, float]:
     if num_tokens := sum(one.num_lookup_tokens for one in busy):
         hits = sum(one.num_hit_tokens for one in busy)
         metrics["engine/prefix_hits"] = hits / num_tokens
+    if num_coded := sum(one.num_coded for one in busy):
+        metrics["engine/kv_clipped"] = sum(one.num_clipped for one in busy) / num_coded
     return metrics

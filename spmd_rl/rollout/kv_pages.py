@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from spmd_rl.model.low_precision.coded_cache import CacheFormat, require_keys
 from spmd_rl.model.spec import ModelSpec
 
 
-def cache_token_bytes(spec: ModelSpec, element_bytes: int, tp: int = 1) -> int:
+def cache_token_bytes(
+    spec: ModelSpec, element_bytes: int, tp: int = 1, cache: CacheFormat = "full"
+) -> int:
     """Return the bytes that one of `tp` ranks keeps of each token in pages, in all layers.
 
-    With more ranks than key-value heads, several have the same.
+    With more ranks than key-value heads, several have the same. In 8 bits they are codes of a byte,
+    and attention decodes those of one layer at a time: its copy is counted too.
     """
     caches = (block.cache(tp) for block in spec.blocks)
-    return sum(one.num_elements for one in caches if one is not None) * element_bytes
+    elements = [one.num_elements for one in caches if one is not None]
+    if cache == "full":
+        return sum(elements) * element_bytes
+    require_keys(spec)
+    return sum(elements) + max(elements) * element_bytes
 
 
 def kv_budget(capacity_bytes: int, fraction: float, beside_bytes: int) -> int:

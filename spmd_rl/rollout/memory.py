@@ -126,4 +126,4 @@ def _dtype(cfg: EngineConfig) -> str:
 
 
 def _token_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int) -> int:
-    return cache_token_bytes(spec, ITEM_BYTES[_dtype(cfg)], tp)
+    return cache_token_bytes(spec, ITEM_BYTES[_dtype(cfg)], tp, cfg.cache)

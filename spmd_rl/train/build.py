@@ -12,6 +12,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import model_weights, random_adapters, random_weights
+from spmd_rl.model.low_precision.coded_cache import kv_exponents
 from spmd_rl.model.low_precision.coded_tensors import as_rounded
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.peft_folder import read_adapters
@@ -118,5 +119,6 @@ def _frozen_scorer(cfg: FrozenConfig, spec: ModelSpec, head: Head) -> Scorer | V
     """Return the module that computes what the head gives, on the meta device."""
     with torch.device("meta"):
         if head == "value":
-            return ValueScorer(ValueModel(spec), cfg.attention_split)
-        return Scorer(CausalLM(spec), cfg.logit_rows, False, cfg.attention_split)
+            return ValueScorer(ValueModel(spec, kv_exponents(cfg)), cfg.attention_split)
+        model = CausalLM(spec, exponents=kv_exponents(cfg))
+        return Scorer(model, cfg.logit_rows, False, cfg.attention_split)

@@ -11,6 +11,12 @@ from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.layers.layer import Recompute
 from spmd_rl.model.lora import AdaptedBase, LoraConfig
+from spmd_rl.model.low_precision.coded_cache import (
+    FORMATS,
+    CacheFormat,
+    Exponents,
+    check_cache,
+)
 from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.train.megatron.config import MegatronConfig
 
@@ -28,6 +34,9 @@ KIND_OF_LORA = "'adamw' with lora.rank: other optimizers are not for adapters"
 BACKEND_OF_LORA = "'fsdp2' with lora.rank: Megatron-core is not given adapters here"
 OFFLOAD_OF_LORA = "'none' with lora.rank: the moments of adapters are small"
 BACKEND_OF_CODES = "'fsdp2' with weights = 'e4m3': Megatron-core does not compute with their codes"
+BACKEND_OF_CACHE = (
+    "'fsdp2' with cache = 'e4m3': Megatron-core does not round the keys and values of its attention"
+)
 LORA_OF_CODES = "0 with weights = 'e4m3': the codes of a weight hold no adapter"
 BACKEND_OF_BALANCE = "'fsdp2' with router_aux_loss_coef: Megatron-core is not given that loss"
 FREEZE_OF_LORA = "() with lora.rank: lora.targets says what is trained"
@@ -149,6 +158,9 @@ class TrainerConfig:
     # the weights of layers that the forward pass computes with, as in the engine: as they are, or
     # rounded to 8 bits (docs/low-precision.md)
     weights: WeightFormat = "full"
+    # keys and values that attention takes, as in the engine: as they are, or rounded to 8 bits
+    cache: CacheFormat = "full"
+    cache_exponents: Exponents = (0, 0)  # of two: scales of the codes of keys, and of values
     # tokens whose keys are attended to at once, as in the engine; 0: all (docs/numerics.md)
     attention_split: int = 0
     # whether checkpoints hold the optimizer's state; without AdamW's they take a third of the room
@@ -182,6 +194,10 @@ class TrainerConfig:
             backend = self.backend.kind
             require(backend == "fsdp2", "backend.kind", backend, BACKEND_OF_CODES)
             require(self.lora.rank == 0, "lora.rank", self.lora.rank, LORA_OF_CODES)
+        check_cache(self)
+        if self.cache == "e4m3":
+            backend = self.backend.kind
+            require(backend == "fsdp2", "backend.kind", backend, BACKEND_OF_CACHE)
         self.backend.check_beside(self.optimizer.kind, self.freeze, self.attention_split)
         if self.backend.offload != "none":
             kind = self.optimizer.kind
@@ -242,6 +258,8 @@ class FrozenConfig:
     # dtype of weights and forward pass; auto: bfloat16 on GPUs
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     weights: WeightFormat = "full"  # of layers, as in the engine (docs/low-precision.md)
+    cache: CacheFormat = "full"  # of keys and values, as in the engine
+    cache_exponents: Exponents = (0, 0)  # of two: scales of the codes of keys, and of values
     # tokens whose keys are attended to at once, as in the engine; 0: all (docs/numerics.md)
     attention_split: int = 0
     # the unit whose weights are gathered at once; auto: the model while it is small, else a layer
@@ -253,7 +271,7 @@ class FrozenConfig:
 
         With random weights they are the trainer's first ones.
         """
-        names = ("init", "seed", "max_tokens", "logit_rows", "dtype", "weights", "attention_split")
+        names = ("init", "seed", "max_tokens", "logit_rows", "dtype", "attention_split", *FORMATS)
         same: dict[str, Any] = {name: getattr(trainer, name) for name in names}
         return FrozenConfig(**same, wrap=trainer.backend.wrap)
 
@@ -262,6 +280,7 @@ class FrozenConfig:
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require_seed(self.seed)
         _require_split(self.attention_split)
+        check_cache(self)
 
     def gathers_whole(self, num_bytes: int) -> bool:
         """Return whether a model with `num_bytes` of weights is gathered as one unit."""

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.blocked_backend import BlockedAttention
+from spmd_rl.kernels.attention.coded_backend import CodedAttention
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS, flash_supports
 from spmd_rl.kernels.attention.flash_backend import FlashAttention
+from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q, and keys and values to read
@@ -50,7 +52,7 @@ class AttentionBackend(Protocol):
         """Return the shape of one layer's keys, and of its values."""
 
     def by_page(self, layer: Tensor, num_pages: int) -> Tensor:
-        """View one layer's keys and values [2, *cache_shape] as [N, num_pages, ...]."""
+        """View one layer's keys and values [n, *cache_shape] as [N, num_pages, ...]."""
 
     def write(self, target: KvSlots, k: Tensor, v: Tensor) -> None:
         """Write the first T rows of k and v [T', K, D] into the slots [T] of one layer."""
@@ -90,13 +92,20 @@ class AttentionBackend(Protocol):
 
 
 def attention_backend(
-    head_dim: int, dtype: torch.dtype, device: torch.device, split: int = 0
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    split: int = 0,
+    exponents: KvExponents | None = None,
 ) -> AttentionBackend:
     """Choose the backend for heads of `head_dim` in `dtype` on `device`.
 
     `split` is the size in tokens of the splits of keys (kv_splits.py); 0 attends to all at once.
+    With `exponents`, keys and values are rounded to codes of 8 bits (coded_backend.py).
     Raises: ConfigError if splits are asked for where they cannot run.
     """
+    if exponents is not None:
+        return CodedAttention(attention_backend(head_dim, dtype, device, split), exponents, device)
     if flash_supports(head_dim, dtype, device):
         return FlashAttention(device, split)
     if split:

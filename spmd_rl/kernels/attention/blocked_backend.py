@@ -59,7 +59,7 @@ class BlockedAttention:
         return num_kv_heads, num_pages * page_size, head_dim
 
     def by_page(self, layer: Tensor, num_pages: int) -> Tensor:
-        return layer.view(2 * layer.shape[1], num_pages, -1)
+        return layer.view(layer.shape[0] * layer.shape[1], num_pages, -1)
 
     def write(self, target: KvSlots, k: Tensor, v: Tensor) -> None:
         for cached, new in ((target.keys, k), (target.values, v)):

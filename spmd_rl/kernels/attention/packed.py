@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.attention.backend import AttentionKernel, attention_backend
 from spmd_rl.kernels.attention.token_attention import TokenAttention
+from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 
 
 class PackedAttention(TokenAttention):
@@ -18,8 +19,9 @@ class PackedAttention(TokenAttention):
 
     `prefixes` [N] is for the CPU only: the earlier sequence that each one continues, whose tokens
     it sees before its own; -1 for none. `split` is for FlashAttention only: the size of the splits
-    of keys in tokens (kv_splits.py), 0 to attend to all at once. A kernel is chosen at the first
-    call with heads of its shape, because mixed precision decides on the dtype of queries.
+    of keys in tokens (kv_splits.py), 0 to attend to all at once. With `exponents`, keys and values
+    are rounded as a cache with these rounds them. A kernel is chosen at the first call with heads
+    of its shape, because mixed precision decides on the dtype of queries.
     """
 
     def __init__(
@@ -29,18 +31,20 @@ class PackedAttention(TokenAttention):
         device: torch.device,
         prefixes: NDArray[np.int32] | None = None,
         split: int = 0,
+        exponents: KvExponents | None = None,
     ) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.prefixes = np.full(len(self.lengths), -1) if prefixes is None else prefixes
         self.device = device
         self.split = split
+        self.exponents = exponents
         self._kernels: dict[tuple[int, int], AttentionKernel] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape = q.shape[-1], q.shape[1] // k.shape[1]
         if shape not in self._kernels:
             head_dim, heads_per_kv = shape
-            backend = attention_backend(head_dim, q.dtype, self.device, self.split)
+            backend = attention_backend(head_dim, q.dtype, self.device, self.split, self.exponents)
             self._kernels[shape] = backend.packed(self.lengths, self.prefixes, heads_per_kv)
         return self._kernels[shape](q, k, v)
 

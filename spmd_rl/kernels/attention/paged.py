@@ -13,8 +13,10 @@ from torch import Tensor
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.backend import AttentionKernel, attention_backend
+from spmd_rl.kernels.attention.coded_backend import CodedAttention
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
 from spmd_rl.kernels.attention.token_attention import TokenAttention
+from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
 from spmd_rl.kernels.rowwise.rope import qk_norm_rope_into
 from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
@@ -43,8 +45,9 @@ class KvCache:
     The cache starts at zero, and it and products with its keys must stay finite: unused slots of a
     page are read, and their values are multiplied by exact zeros.
     `allocate` returns that many bytes, uint8 and zero. `split` is the size of the splits of keys in
-    tokens, a multiple of the page (kv_splits.py); 0 for none. One stream at a time may read the
-    cache, because its calls share `tile_counter`.
+    tokens, a multiple of the page (kv_splits.py); 0 for none. With `exponents`, it holds keys and
+    values as codes of a byte, whose scales these are; then no layer keeps other arrays. One stream
+    at a time may read the cache, because its calls share `tile_counter`.
     Raises: ConfigError where attention in splits cannot run, or for layers whose keys differ.
     """
 
@@ -58,10 +61,11 @@ class KvCache:
         device: torch.device,
         allocate: Callable[[int], Tensor] | None = None,
         split: int = 0,
+        exponents: KvExponents | None = None,
     ) -> None:
         keys = [one for one in layers if one is not None and one.queries_per_key]
         self.kv_heads, head_dim, self.heads_per_kv = _shape_of_keys(keys)
-        self.backend = attention_backend(head_dim, dtype, device, split)
+        self.backend = attention_backend(head_dim, dtype, device, split, exponents)
         self.split = split
         self.page_size = page_size
         self.num_pages = num_pages
@@ -72,6 +76,9 @@ class KvCache:
         others = [one for one in layers if one is not None and not one.queries_per_key]
         shapes += [(num_pages, page_size, *shape) for one in others for shape in one.arrays]
         sizes = [math.prod(shape) for shape in shapes]
+        if exponents is not None:
+            assert not others, "layers with other arrays hold no codes"
+            dtype = torch.uint8
         self.num_bytes = sum(sizes) * dtype.itemsize
         memory = _zeros(self.num_bytes, device) if allocate is None else allocate(self.num_bytes)
         parts = memory.view(dtype).split(sizes)
@@ -96,6 +103,15 @@ class KvCache:
         """Return the keys and the values of a layer of attention, as `backend` lays them out."""
         keys, values = self.layers[layer]
         return keys, values
+
+    def code_counts(self) -> dict[str, int]:
+        """Return how many elements were stored as codes, and how many of these were beyond the
+        largest; nothing where there are no codes. Blocks: for the device.
+        """
+        if not isinstance(self.backend, CodedAttention):
+            return {}
+        clipped = int(self.backend.num_clipped)
+        return {"num_coded": self.backend.num_stored, "num_clipped": clipped}
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Overwrite each page of `targets` with that of `sources`, in all layers."""

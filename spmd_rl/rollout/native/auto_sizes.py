@@ -57,7 +57,7 @@ def auto_pages(
 
     A model whose longest context does not fit gets one context of pages anyhow, and a warning.
     """
-    token_bytes = cache_token_bytes(spec, dtype.itemsize)
+    token_bytes = cache_token_bytes(spec, dtype.itemsize, cache=cfg.cache)
     on_gpu = device.type == "cuda"
     budget = _gpu_budget(cfg, device, reserved_bytes) if on_gpu else CPU_POOL_BYTES
     pages = kv_pages(

@@ -12,6 +12,7 @@ from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.model.hf import fill, load_weights, model_weights, random_weights
 from spmd_rl.model.layers.moe_module import mixtures
 from spmd_rl.model.lora import NO_LORA, AdaptedBase, LoraConfig
+from spmd_rl.model.low_precision.coded_cache import kv_exponents
 from spmd_rl.model.low_precision.coded_tensors import hold_codes
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
@@ -86,7 +87,8 @@ def _model(
     """
     dtype = getattr(torch, dtype_of(cfg.dtype, device))
     with torch.device("meta"):
-        model = CausalLM(read_spec(folder), lora).to(dtype).requires_grad_(False)
+        model = CausalLM(read_spec(folder), lora, kv_exponents(cfg))
+        model = model.to(dtype).requires_grad_(False)
         hold_codes(model, model.spec, cfg.weights)
         _share_experts(model, experts)
         if memory.sleeps:

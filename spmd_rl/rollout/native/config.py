@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spmd_rl.config.rules import require
+from spmd_rl.model.low_precision.coded_cache import CacheFormat, Exponents, check_cache
 from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.offload.ledger import TagBytes
 
@@ -42,6 +43,9 @@ class NativeEngineConfig:
     dtype: str = "auto"  # bfloat16 on GPUs, float32 on CPUs
     # of layers, as in the trainer: in `dtype`, or codes of 8 bits (docs/low-precision.md)
     weights: WeightFormat = "full"
+    # of keys and values, as in the trainer: in `dtype`, or codes of 8 bits
+    cache: CacheFormat = "full"
+    cache_exponents: Exponents = (0, 0)  # of two: scales of the codes of keys, and of values
     # tokens whose keys are attended to at once, as in the trainer; 0: all (docs/numerics.md)
     attention_split: int = 0
     load_weights: bool = True  # false leaves the parameters to the first push
@@ -57,6 +61,7 @@ class NativeEngineConfig:
 
     def __post_init__(self) -> None:
         self._check_pages()
+        check_cache(self)
         require(0 < self.memory_fraction < 1, "memory_fraction", self.memory_fraction, "in (0, 1)")
         require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
         fits = self.max_step_tokens == 0 or self.max_step_tokens >= self.max_batch

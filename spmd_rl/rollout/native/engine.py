@@ -15,6 +15,7 @@ from spmd_rl.kernels import KvCache, sample_and_score
 from spmd_rl.model.attention import backend_of, fits_cuda_graphs
 from spmd_rl.model.layers.moe_module import shares_experts
 from spmd_rl.model.lora import is_adapter
+from spmd_rl.model.low_precision.coded_cache import kv_exponents
 from spmd_rl.model.low_precision.coded_weights import weights_fact
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.residency import Receipt
@@ -77,6 +78,7 @@ class NativeEngine:
         reserved_bytes: int = 0,
         memory: RoleMemory | None = None,
     ) -> None:
+        assert model.exponents == kv_exponents(cfg), "model and cache have one format"
         self.model = model
         self._memory = EngineMemory(memory or RoleMemory(None, device))
         self.spec = spec = model.spec
@@ -85,7 +87,7 @@ class NativeEngine:
         self.device = device
         self.version: int | None = None
         self.is_pushing = False
-        backend = backend_of(spec, sizes.dtype, device)
+        backend = backend_of(spec, sizes.dtype, device, exponents=model.exponents)
         fits_graphs = fits_cuda_graphs(spec, backend) and not shares_experts(model)
         self._async_scheduling = cfg.cuda_graphs and fits_graphs
         self.table = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)
@@ -177,6 +179,7 @@ class NativeEngine:
             "num_pages": self.sizes.num_pages,
             "num_graphs": self._runner.num_graphs,
             "kv_bytes": self._runner.cache.num_bytes if self._memory.has_pages else 0,
+            **self._runner.cache.code_counts(),
             **self.scheduler.stats(),
         }
 
@@ -221,6 +224,7 @@ class NativeEngine:
             device=self.device,
             allocate=self._memory.allocate_pages,
             split=self.cfg.attention_split,
+            exponents=self.model.exponents,
         )
         return ModelRunner(
             self.model,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from spmd_rl.config.rules import require
+from spmd_rl.model.low_precision.coded_cache import CacheFormat, Exponents
 from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.offload.gpu_overhead import CONTEXT_BYTES, NCCL_BYTES, NCCL_KERNEL_BYTES
 from spmd_rl.offload.ledger import TagBytes
@@ -22,6 +23,8 @@ class SglangEngineConfig:
     promises_bits: ClassVar[bool] = False  # SGLang's kernels are not the trainer's
     takes_corrections: ClassVar[bool] = False  # of a mixture's routers, which stay float32
     weights: ClassVar[WeightFormat] = "full"  # a push brings them in `dtype`
+    cache: ClassVar[CacheFormat] = "full"
+    cache_exponents: ClassVar[Exponents] = (0, 0)
     takes_adapters: ClassVar[bool] = False  # a push brings whole weights
     returns_kept_sets: ClassVar[bool] = False  # SGLang does not say which tokens it left
     # SGLang sizes its own pages and steps; the plan counts keys and values by the token

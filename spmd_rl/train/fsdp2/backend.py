@@ -26,6 +26,7 @@ from spmd_rl.kernels import recomputing
 from spmd_rl.model.attention import head_size
 from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.lora import is_adapter
+from spmd_rl.model.low_precision.coded_cache import kv_exponents
 from spmd_rl.model.low_precision.coded_weights import coded_shapes, weights_fact
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
@@ -332,9 +333,10 @@ def _scorer(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> Scorer | ValueSc
     """Return the module that computes what the head gives, on the meta device."""
     with torch.device("meta"):
         if head == "value":
-            return ValueScorer(ValueModel(spec), cfg.attention_split)
+            return ValueScorer(ValueModel(spec, kv_exponents(cfg)), cfg.attention_split)
         recomputes = fsdp2_settings(cfg).recompute == "all"
-        return Scorer(CausalLM(spec, cfg.lora), cfg.logit_rows, recomputes, cfg.attention_split)
+        model = CausalLM(spec, cfg.lora, kv_exponents(cfg))
+        return Scorer(model, cfg.logit_rows, recomputes, cfg.attention_split)
 
 
 def _discard_unreduced(units: Sequence[FSDPModule]) -> None:

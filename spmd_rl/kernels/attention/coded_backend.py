@@ -1,0 +1,142 @@
+"""Attention over keys and values in 8 bits, on the kernels of another backend.
+
+The cache holds codes. Before attention reads them, those of the pages in use are decoded into a
+copy in the dtype of queries, one layer at a time, and the other backend attends to that copy. The
+trainer rounds keys and values through the same codes. So both attend to the same numbers with the
+same kernels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spmd_rl.kernels.low_precision.kv_codes import (
+    KvExponents,
+    decode_pages,
+    encode_kv,
+    round_kv,
+)
+from spmd_rl.kernels.rowwise.kv_write import KvSlots
+from spmd_rl.kernels.runtime.upload import upload
+
+if TYPE_CHECKING:
+    from spmd_rl.kernels.attention.backend import AttentionBackend, AttentionKernel
+
+NO_GRAPHS = "attention over codes reads its page table on the host: use chunks"
+
+
+class CodedAttention:
+    """A backend whose cache holds codes; see `backend.AttentionBackend` for its methods.
+
+    `num_stored` counts the elements of keys and values that were written, and `num_clipped` (int64,
+    on the device) those that were beyond the largest code.
+    """
+
+    fits_cuda_graphs = False
+    fuses_write = False
+
+    def __init__(
+        self, backend: AttentionBackend, exponents: KvExponents, device: torch.device
+    ) -> None:
+        self._backend = backend
+        self._exponents = exponents
+        self._device = device
+        self.default_page_size = backend.default_page_size
+        self.has_splits = backend.has_splits
+        self.has_deterministic_backward = backend.has_deterministic_backward
+        self.num_stored = 0
+        self.num_clipped = torch.zeros((), dtype=torch.int64, device=device)
+
+    def facts(self) -> dict[str, str | int]:
+        return self._backend.facts()
+
+    def packed(
+        self, lengths: NDArray[np.int64], prefixes: NDArray[np.int32], heads_per_kv: int
+    ) -> AttentionKernel:
+        attend = self._backend.packed(lengths, prefixes, heads_per_kv)
+        keys, values = self._exponents
+        return lambda q, k, v: attend(q, round_kv(k, keys), round_kv(v, values))
+
+    def cache_shape(
+        self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        return self._backend.cache_shape(num_pages, page_size, num_kv_heads, head_dim)
+
+    def by_page(self, layer: Tensor, num_pages: int) -> Tensor:
+        return self._backend.by_page(layer, num_pages)
+
+    def write(self, target: KvSlots, k: Tensor, v: Tensor) -> None:
+        k, v = k[: len(target.slots)], v[: len(target.slots)]
+        of_keys, of_values = self._exponents
+        keys = encode_kv(k, of_keys, self.num_clipped)
+        values = encode_kv(v, of_values, self.num_clipped)
+        self.num_stored += keys.numel() + values.numel()
+        self._backend.write(target, keys, values)
+
+    def chunks(
+        self,
+        page_table: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        page_size: int,
+        heads_per_kv: int,
+        tile_counter: Tensor,
+    ) -> _DecodedPages:
+        used = -(-(starts + lengths) // page_size)
+        is_used = np.arange(page_table.shape[1]) < used[:, None]
+        pages, places = np.unique(page_table[is_used], return_inverse=True)
+        table = np.zeros_like(page_table)
+        table[is_used] = places
+        attend = self._backend.chunks(table, starts, lengths, page_size, heads_per_kv, tile_counter)
+        at = upload(pages, self._device)
+        return _DecodedPages(self._backend, self._exponents, attend, at, page_size, heads_per_kv)
+
+    def decode(
+        self, pages: Tensor, num_keys: Tensor, page_size: int, tile_counter: Tensor
+    ) -> NoReturn:
+        raise NotImplementedError(NO_GRAPHS)
+
+    def prefill(self, pages: Tensor, num_keys: Tensor, bounds: Tensor, num_tokens: int) -> NoReturn:
+        raise NotImplementedError(NO_GRAPHS)
+
+    def one_query(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self._backend.one_query(q, k, v)
+
+
+class _DecodedPages:
+    """Kernel of `chunks`: attention of `attend` to a decoded copy of the pages in use.
+
+    Shape: pages [U] int64, the pages in the order in which `attend` knows them.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        exponents: KvExponents,
+        attend: AttentionKernel,
+        pages: Tensor,
+        page_size: int,
+        heads_per_kv: int,
+    ) -> None:
+        self._backend = backend
+        self._exponents = exponents
+        self._attend = attend
+        self._pages = pages
+        self._page_size = page_size
+        self._heads_per_kv = heads_per_kv
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        of_keys, of_values = self._exponents
+        return self._attend(q, self._decoded(keys, of_keys, q), self._decoded(values, of_values, q))
+
+    def _decoded(self, codes: Tensor, exponent: int, q: Tensor) -> Tensor:
+        heads, dim = q.shape[1] // self._heads_per_kv, q.shape[2]
+        num_pages = codes.numel() // (self._page_size * heads * dim)
+        by_page = self._backend.by_page(codes.unsqueeze(0), num_pages)
+        shape = self._backend.cache_shape(len(self._pages), self._page_size, heads, dim)
+        return decode_pages(by_page, self._pages, exponent, q.dtype).view(shape)
