@@ -37,9 +37,16 @@ def qkv(
 
 
 def packed(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads, split: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    heads: Heads,
+    split: int = 0,
+    exponents: tuple[int, int] | None = None,
 ) -> Tensor:
-    return PackedAttention(np.array(lengths), device=q.device, split=split)(0, q, k, v)
+    attend = PackedAttention(np.array(lengths), device=q.device, split=split, exponents=exponents)
+    return attend(0, q, k, v)
 
 
 def oracle(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads) -> Tensor:
@@ -70,6 +77,7 @@ class Paged:
         split: int = 0,
         *,
         seed: int = 1,
+        exponents: tuple[int, int] | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -84,6 +92,7 @@ class Paged:
             dtype=dtype,
             device=device,
             split=split,
+            exponents=exponents,
         )
         if poison:
             self._poison(torch.from_numpy(order[sum(counts) :]).to(device))

@@ -57,10 +57,14 @@ def _spec(family: str, num_heads: int, num_kv_heads: int) -> ModelSpec:
 @pytest.fixture(scope="session")
 def new_model() -> Callable[..., CausalLM]:
     def build(
-        family: str = "qwen3", num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0
+        family: str = "qwen3",
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        seed: int = 0,
+        exponents: tuple[int, int] | None = None,
     ) -> CausalLM:
         spec = _spec(family, num_heads, num_kv_heads)
-        model = CausalLM(spec)
+        model = CausalLM(spec, exponents=exponents)
         model.load_state_dict(dict(random_weights(spec, seed)))
         return model.requires_grad_(False)
 
@@ -116,7 +120,7 @@ def mismatched_tokens() -> Callable[..., int]:
         lengths = np.array([len(t) for t in tokens], dtype=np.int32)
         ends = np.cumsum(lengths)
         spec = model.spec
-        attend = PackedAttention(lengths, device=CPU)
+        attend = PackedAttention(lengths, device=CPU, exponents=model.exponents)
         positions = np.concatenate([np.arange(n) for n in lengths])
         rows = np.concatenate(
             [
