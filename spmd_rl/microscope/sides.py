@@ -33,6 +33,7 @@ from spmd_rl.microscope.replay.forward_pass import (
 )
 from spmd_rl.microscope.replay.megatron_pass import MegatronPass
 from spmd_rl.model.attention import backend_of
+from spmd_rl.model.low_precision.coded_cache import Exponents
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.native.config import NativeEngineConfig
@@ -44,6 +45,7 @@ LIBRARIES = ("transformers", *FOREIGN)  # sides that are no role of ours
 MEGATRON = MegatronPass.name
 PASSES = ("engine", "trainer", MEGATRON, *LIBRARIES)
 SPLIT = "attention_split"
+CACHE, EXPONENTS = "cache", "cache_exponents"
 ENGINE_KEYS = (
     "page_size",
     "num_pages",
@@ -52,6 +54,7 @@ ENGINE_KEYS = (
     "max_prefill_ms",
     "prefix_cache",
     "cuda_graphs",
+    CACHE,
     SPLIT,
 )
 TRAINER_KEYS = ("max_tokens", "logit_rows", "recompute", SPLIT)
@@ -267,8 +270,8 @@ def forward_pass(
     """
     if name == "transformers":
         return ReferencePass(model, dtype, device)
-    weights = settings.get("engine" if name == "engine" else "trainer", {}).get("weights", "full")
-    network = load_model(model, dtype, device, weights)
+    role = settings.get("engine" if name == "engine" else "trainer", {})
+    network = load_model(model, dtype, device, role.get("weights", "full"), _exponents(role))
     if name == "engine":
         return EnginePass(network, _engine_config(settings.get("engine", {}), share_prompts))
     trainer = settings.get("trainer", {})
@@ -277,8 +280,15 @@ def forward_pass(
     return TrainerPass(network, **keys, share_prompts=share_prompts)
 
 
+def _exponents(role: dict[str, Any]) -> Exponents | None:
+    """Return the scales of a role's keys and values in 8 bits; None where they are not."""
+    keys, values = role.get(EXPONENTS, (0, 0))
+    return (keys, values) if role.get(CACHE) == "e4m3" else None
+
+
 def _engine_config(engine: dict[str, Any], share_prompts: bool) -> NativeEngineConfig:
     cfg = {key: engine[key] for key in ENGINE_KEYS if key in engine}
+    cfg[EXPONENTS] = _exponents(engine) or (0, 0)
     if not share_prompts:
         cfg["prefix_cache"] = False
     return NativeEngineConfig(**cfg)

@@ -150,6 +150,8 @@ def auto_splits(engine_pass: EnginePass) -> None:
         raise ConfigError(
             f"auto-splits needs attention_split = 0, but here it is {engine_pass.split}"
         )
+    if engine_pass.model.exponents is not None:
+        raise ConfigError("auto-splits reads keys and values from the cache, which has codes here")
     engine_pass.wrap_attention = AutoSplits
 
 

@@ -22,6 +22,7 @@ from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Tap
 from spmd_rl.model.hf import load_weights
 from spmd_rl.model.hf_reference import attention_through, reference_model
+from spmd_rl.model.low_precision.coded_cache import Exponents
 from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
@@ -59,14 +60,19 @@ class ForwardPass(Protocol):
 
 
 def load_model(
-    folder: str | Path, dtype: torch.dtype, device: torch.device, weights: WeightFormat = "full"
+    folder: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: WeightFormat = "full",
+    exponents: Exponents | None = None,
 ) -> CausalLM:
     """Return the shared network with the folder's weights, rounded where `weights` says so.
 
+    With `exponents`, keys and values are rounded too.
     Raises: ConfigError if the folder does not serve.
     """
     with torch.device("meta"):
-        model = CausalLM(read_spec(folder))
+        model = CausalLM(read_spec(folder), exponents=exponents)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
     load_weights(model, folder, weights)
     return model
