@@ -7,22 +7,17 @@ import torch
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.backend import AttentionBackend, attention_backend
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
-from spmd_rl.model.low_precision.coded_cache import Exponents
 from spmd_rl.model.spec import ModelSpec
 
 
 def backend_of(
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    split: int = 0,
-    exponents: Exponents | None = None,
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, split: int = 0
 ) -> AttentionBackend:
     """Return the kernels of the model's attention, all of whose heads have one size.
 
     Raises: ConfigError as `attention_backend`.
     """
-    return attention_backend(head_size(spec), dtype, device, split, exponents)
+    return attention_backend(head_size(spec), dtype, device, split)
 
 
 def head_size(spec: ModelSpec) -> int:

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.blocked_backend import BlockedAttention
-from spmd_rl.kernels.attention.coded_backend import CodedAttention
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS, flash_supports
 from spmd_rl.kernels.attention.flash_backend import FlashAttention
-from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q, and keys and values to read
@@ -92,20 +90,13 @@ class AttentionBackend(Protocol):
 
 
 def attention_backend(
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    split: int = 0,
-    exponents: KvExponents | None = None,
+    head_dim: int, dtype: torch.dtype, device: torch.device, split: int = 0
 ) -> AttentionBackend:
     """Choose the backend for heads of `head_dim` in `dtype` on `device`.
 
     `split` is the size in tokens of the splits of keys (kv_splits.py); 0 attends to all at once.
-    With `exponents`, keys and values are rounded to codes of 8 bits (coded_backend.py).
     Raises: ConfigError if splits are asked for where they cannot run.
     """
-    if exponents is not None:
-        return CodedAttention(attention_backend(head_dim, dtype, device, split), exponents, device)
     if flash_supports(head_dim, dtype, device):
         return FlashAttention(device, split)
     if split:

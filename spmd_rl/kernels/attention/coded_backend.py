@@ -8,13 +8,14 @@ same kernels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.kernels.attention.backend import AttentionBackend, AttentionKernel
 from spmd_rl.kernels.low_precision.kv_codes import (
     KvExponents,
     decode_pages,
@@ -24,10 +25,14 @@ from spmd_rl.kernels.low_precision.kv_codes import (
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
 from spmd_rl.kernels.runtime.upload import upload
 
-if TYPE_CHECKING:
-    from spmd_rl.kernels.attention.backend import AttentionBackend, AttentionKernel
-
 NO_GRAPHS = "attention over codes reads its page table on the host: use chunks"
+
+
+def with_codes(
+    backend: AttentionBackend, exponents: KvExponents | None, device: torch.device
+) -> AttentionBackend:
+    """Return `backend` for keys and values in 8 bits with these scales; itself without any."""
+    return backend if exponents is None else CodedAttention(backend, exponents, device)
 
 
 class CodedAttention:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.attention.backend import AttentionKernel, attention_backend
+from spmd_rl.kernels.attention.coded_backend import with_codes
 from spmd_rl.kernels.attention.token_attention import TokenAttention
 from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 
@@ -44,7 +45,8 @@ class PackedAttention(TokenAttention):
         shape = q.shape[-1], q.shape[1] // k.shape[1]
         if shape not in self._kernels:
             head_dim, heads_per_kv = shape
-            backend = attention_backend(head_dim, q.dtype, self.device, self.split, self.exponents)
+            backend = attention_backend(head_dim, q.dtype, self.device, self.split)
+            backend = with_codes(backend, self.exponents, self.device)
             self._kernels[shape] = backend.packed(self.lengths, self.prefixes, heads_per_kv)
         return self._kernels[shape](q, k, v)
 

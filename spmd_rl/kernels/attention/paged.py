@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.backend import AttentionKernel, attention_backend
-from spmd_rl.kernels.attention.coded_backend import CodedAttention
+from spmd_rl.kernels.attention.coded_backend import CodedAttention, with_codes
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
 from spmd_rl.kernels.attention.token_attention import TokenAttention
 from spmd_rl.kernels.low_precision.kv_codes import KvExponents
@@ -65,7 +65,8 @@ class KvCache:
     ) -> None:
         keys = [one for one in layers if one is not None and one.queries_per_key]
         self.kv_heads, head_dim, self.heads_per_kv = _shape_of_keys(keys)
-        self.backend = attention_backend(head_dim, dtype, device, split, exponents)
+        backend = attention_backend(head_dim, dtype, device, split)
+        self.backend = with_codes(backend, exponents, device)
         self.split = split
         self.page_size = page_size
         self.num_pages = num_pages

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.errors import ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
+from spmd_rl.kernels.attention.coded_backend import with_codes
 from spmd_rl.model.attention import backend_of, fits_cuda_graphs
 from spmd_rl.model.layers.moe_module import shares_experts
 from spmd_rl.model.lora import is_adapter
@@ -87,7 +88,7 @@ class NativeEngine:
         self.device = device
         self.version: int | None = None
         self.is_pushing = False
-        backend = backend_of(spec, sizes.dtype, device, exponents=model.exponents)
+        backend = with_codes(backend_of(spec, sizes.dtype, device), model.exponents, device)
         fits_graphs = fits_cuda_graphs(spec, backend) and not shares_experts(model)
         self._async_scheduling = cfg.cuda_graphs and fits_graphs
         self.table = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)

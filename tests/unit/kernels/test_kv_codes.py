@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmd_rl.kernels.attention.backend import attention_backend
-from spmd_rl.kernels.attention.coded_backend import CodedAttention
+from spmd_rl.kernels.attention.coded_backend import CodedAttention, with_codes
 from spmd_rl.kernels.attention.flash_backend import FlashAttention
 from spmd_rl.kernels.low_precision.kv_codes import decode_pages, encode_kv, round_kv
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
@@ -138,7 +138,7 @@ def test_pages_of_flash_attention_are_decoded_for_it(monkeypatch: pytest.MonkeyP
 
 def test_a_backend_of_codes_has_no_graphs() -> None:
     plain = attention_backend(16, torch.float32, CPU)
-    coded = attention_backend(16, torch.float32, CPU, exponents=(0, 0))
+    coded = with_codes(plain, (0, 0), CPU)
     assert coded.facts() == plain.facts()
     assert not coded.fits_cuda_graphs and not coded.fuses_write
     nothing = torch.zeros(1)
@@ -155,5 +155,6 @@ def attend_one(backend: Any, x: Tensor) -> Tensor:
 
 def test_one_query_attends_to_what_it_is_given() -> None:
     x = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(0))
-    backends = (attention_backend(16, torch.float32, CPU, exponents=one) for one in (None, (0, 0)))
-    assert torch.equal(*(attend_one(one, x) for one in backends))
+    plain = attention_backend(16, torch.float32, CPU)
+    found = [attend_one(with_codes(plain, one, CPU), x) for one in (None, (0, 0))]
+    assert torch.equal(*found)
