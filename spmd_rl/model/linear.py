@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from spmd_rl.kernels import linear
 from spmd_rl.kernels.linear.adapters import add_adapters
-from spmd_rl.kernels.low_precision.block_codes import CODE, BlockCodes, num_blocks
+from spmd_rl.kernels.low_precision.block_codes import CODE, BlockCodes, Weight, num_blocks
+from spmd_rl.kernels.low_precision.e4m3_blocks import rounded
 from spmd_rl.kernels.low_precision.products import coded_linear
 from spmd_rl.model.lora import LoraConfig
 
@@ -21,6 +22,8 @@ class Linear(nn.Linear):
     """
 
     weight_scale_inv: nn.Parameter | None  # of codes
+    # of a weight that its layer has whole and rounds in each pass (`coded_masters.py`)
+    master_scales: Tensor | None = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__(in_features, out_features, bias)
@@ -51,6 +54,17 @@ class Linear(nn.Linear):
         """The weight in 8 bits of a layer that holds codes."""
         assert self.weight_scale_inv is not None
         return BlockCodes(self.weight, self.weight_scale_inv)
+
+    @property
+    def operand(self) -> Weight:
+        """The codes of a layer that holds some, else the weight."""
+        return self.codes if self.has_codes else self.weight
+
+    def operand_in(self, dtype: torch.dtype) -> Weight:
+        """Return what a pass in `dtype` multiplies with, without a gradient."""
+        if self.master_scales is not None:
+            return rounded(self.weight.detach(), self.master_scales, dtype)
+        return self.codes if self.has_codes else self.weight.to(dtype)
 
     @property
     def is_adapted(self) -> bool:

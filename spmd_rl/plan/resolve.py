@@ -253,7 +253,7 @@ def _push_routes(
     shapes, tp = trainer.lora.of_engine.trained_shapes(spec), infer.axes["tp"]
     dtype, ep = dtype_on_gpu(engine), train.axes.get("ep", 1)
     if infer.axes.get("ep", 1) > 1 or (ep > 1 and train.size == train.data_size):
-        return routes_of_experts(train, infer, spec, dtype, world_size)
+        return routes_of_experts(train, infer, spec, dtype, world_size, engine.weights)
     coded = coded_shapes(spec, engine.weights)
     if coded:  # their scales are too small to count
         others = Counter(whole(shape) for name, shape in shapes.items() if name not in coded)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.mesh.split import Placement
+from spmd_rl.model.low_precision.coded_weights import CODE_DTYPE, WeightFormat, coded_shapes
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.weights.plan.layout import ITEM_BYTES, Box, Dims, chunk_box
 from spmd_rl.weights.plan.moves import ROUNDS_AT_ONCE, bucket_bytes
@@ -110,15 +111,23 @@ def push_routes(
 
 
 def routes_of_experts(
-    train: Placement, infer: Placement, spec: ModelSpec, dtype: str, world_size: int
+    train: Placement,
+    infer: Placement,
+    spec: ModelSpec,
+    dtype: str,
+    world_size: int,
+    weights: WeightFormat = "full",
 ) -> Routes:
     """Return the routes where ranks of the trainer, of engines or of both share experts."""
     sizes = (train.axes.get("ep", 1), infer.axes.get("ep", 1))
-    others, experts = _parts(spec, *sizes)
-    routes = push_routes(train, infer, others, dtype, world_size)
-    for (part, taken), tensors in experts.items():
-        owners, takers = _copies(train, part), _copies(infer, taken)
-        routes += push_routes(train, infer, tensors, dtype, world_size, owners, takers)
+    routes = Routes.none(world_size)
+    for is_coded in (False, True):
+        others, experts = _parts(spec, *sizes, weights, is_coded)
+        of_format = CODE_DTYPE if is_coded else dtype
+        routes += push_routes(train, infer, others, of_format, world_size)
+        for (part, taken), tensors in experts.items():
+            owners, takers = _copies(train, part), _copies(infer, taken)
+            routes += push_routes(train, infer, tensors, of_format, world_size, owners, takers)
     return routes
 
 
@@ -131,16 +140,21 @@ def _copies(placement: Placement, part: int) -> tuple[int, ...]:
 
 @lru_cache(64)
 def _parts(
-    spec: ModelSpec, num_given: int, num_taken: int
+    spec: ModelSpec, num_given: int, num_taken: int, weights: WeightFormat, is_coded: bool
 ) -> tuple[Mapping[Wanted, int], Mapping[tuple[int, int], Mapping[Wanted, int]]]:
     """Return the number of tensors of each kind: of what is no expert, and of the experts by the
     part of the trainer that has them and that of the engine.
+
+    They are those in 8 bits, or the others; scales are too small to count.
     """
-    kinds = {name: whole(shape) for name, shape in spec.parameter_shapes().items()}
+    coded = coded_shapes(spec, weights)
+    shapes = spec.parameter_shapes()
+    kinds = {name: whole(shape) for name, shape in shapes.items() if (name in coded) == is_coded}
     given, taken = spec.expert_parts(num_given), spec.expert_parts(num_taken)
     experts: dict[tuple[int, int], Counter[Wanted]] = defaultdict(Counter)
     for name, part in given.items():
-        experts[part, taken[name]][kinds.pop(name)] += 1
+        if name in kinds:
+            experts[part, taken[name]][kinds.pop(name)] += 1
     return Counter(kinds.values()), experts
 
 

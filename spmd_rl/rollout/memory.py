@@ -50,7 +50,7 @@ def engine_memory(
 
 def _weight_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int, ep: int) -> int:
     """Return the bytes of the weights of a rank; scales are too small to count."""
-    num_codes = num_coded(spec, cfg.weights)
+    num_codes = num_coded(spec, cfg.weights, ep)
     num_whole = _held_parameters(spec, ep) - num_codes
     return (num_whole * ITEM_BYTES[_dtype(cfg)] + num_codes) // tp
 

@@ -21,6 +21,9 @@ class BlockCodes(NamedTuple):
     scales: Tensor
 
 
+Weight = Tensor | BlockCodes
+
+
 def num_blocks(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return how many blocks a weight of this shape has in each dim."""
     rows, columns = shape

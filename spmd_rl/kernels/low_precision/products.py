@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from spmd_rl.kernels.linear.linear import is_exact, linear
-from spmd_rl.kernels.low_precision.block_codes import BlockCodes
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes, Weight
 from spmd_rl.kernels.low_precision.e4m3_blocks import decode
 
 
@@ -19,3 +20,8 @@ def coded_linear(x: Tensor, weight: BlockCodes, bias: Tensor | None = None) -> T
 
         return coded_matmul(x, weight, bias)
     return linear(x, decode(weight.codes, weight.scales, x.dtype), bias)
+
+
+def whole(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """Return what codes stand for, in `dtype`; a weight that is no codes stays as it is."""
+    return decode(*weight, dtype) if isinstance(weight, BlockCodes) else weight

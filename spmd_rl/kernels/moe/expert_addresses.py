@@ -9,10 +9,13 @@ anew for each pass, so its tables are uploaded anew, without waiting.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
+
+from spmd_rl.kernels.low_precision.block_codes import BlockCodes, Weight
 
 ALIGN_BYTES = 16  # what one load of a thread takes
 
@@ -22,12 +25,14 @@ class Addresses:
     """Weights of one shape: `num_parts` of each of `num_experts` experts.
 
     With `is_aligned`, each weight begins and each of its rows lies at a multiple of 16 bytes.
-    Shape: table [num_parts, num_experts] int64 on the device; `shape` is that of a weight.
+    Weights in 8 bits have another table, of their scales.
+    Shape: tables [num_parts, num_experts] int64 on the device; `shape` is that of a weight.
     """
 
     table: Tensor
     shape: tuple[int, int]
     is_aligned: bool
+    scales: Tensor | None = None
 
     @property
     def num_parts(self) -> int:
@@ -38,19 +43,42 @@ class Addresses:
         return self.table.shape[1]
 
 
-def addresses(parts: Sequence[Sequence[Tensor]]) -> Addresses:
-    """Return the addresses of parts, each of which has one weight for each expert.
+def addresses(parts: Sequence[Sequence[Weight]]) -> Addresses:
+    """Return the addresses of parts, each of which has one weight for each expert, or its codes.
 
     Queues a copy and does not wait. Must not run while a graph is recorded.
     Raises: ValueError for weights of several shapes or devices, or that are not contiguous.
     """
+    weights, *scales = map(_checked, _tensors(parts))
+    found = _table(_pointers(weights), weights[0][0])
+    if not scales:
+        return found
+    return replace(found, scales=_table(_pointers(scales[0]), scales[0][0][0]).table)
+
+
+def _tensors(parts: Sequence[Sequence[Weight]]) -> list[Sequence[Sequence[Tensor]]]:
+    """Return the weights; of weights in 8 bits the codes, and then the scales."""
+    if isinstance(parts[0][0], Tensor):
+        return [cast(Sequence[Sequence[Tensor]], parts)]
+    coded = cast(Sequence[Sequence[BlockCodes]], parts)
+    return [
+        [[one.codes for one in part] for part in coded],
+        [[one.scales for one in part] for part in coded],
+    ]
+
+
+def _checked(parts: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
     first = parts[0][0]
     for weight in (one for part in parts for one in part):
         if weight.shape != first.shape or weight.dtype != first.dtype:
             raise ValueError(f"experts' weights of {list(weight.shape)} and {list(first.shape)}")
         if not weight.is_contiguous() or weight.device != first.device:
             raise ValueError("an expert's weight is not contiguous or on another device")
-    return _table([[weight.data_ptr() for weight in part] for part in parts], first)
+    return parts
+
+
+def _pointers(parts: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    return [[weight.data_ptr() for weight in part] for part in parts]
 
 
 def _table(found: Sequence[Sequence[int]], like: Tensor) -> Addresses:
@@ -68,14 +96,15 @@ class KeptAddresses:
     def __init__(self) -> None:
         self._tables: dict[str, tuple[list[list[int]], Addresses]] = {}
 
-    def of(self, name: str, parts: Sequence[Sequence[Tensor]]) -> Addresses:
+    def of(self, name: str, parts: Sequence[Sequence[Weight]]) -> Addresses:
         """Return the addresses of `parts`, as `addresses` does.
 
         Raises: RuntimeError where a weight has moved while a graph is recorded.
         """
-        found = [[weight.data_ptr() for weight in part] for part in parts]
+        tensors = _tensors(parts)
+        found = [one for column in tensors for one in _pointers(column)]
         if name not in self._tables or self._tables[name][0] != found:
-            device = parts[0][0].device
+            device = tensors[0][0][0].device
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("experts' weights have moved since the run before the recording")
             self._tables[name] = found, addresses(parts)

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.low_precision.block_codes import Weight
+from spmd_rl.kernels.moe.coded_grouped_triton import coded_grouped_matmul
 from spmd_rl.kernels.moe.combine_triton import gated_gradients, sum_slots
 from spmd_rl.kernels.moe.expert_addresses import Addresses, KeptAddresses, addresses
-from spmd_rl.kernels.moe.grouped_tiles import OUTER, Tiles, choose_tiles
+from spmd_rl.kernels.moe.grouped_tiles import OUTER, GroupedTile, Tiles, choose_tiles
 from spmd_rl.kernels.moe.grouped_triton import (
     grouped_matmul,
     grouped_matmul_turned,
@@ -30,7 +32,7 @@ from spmd_rl.kernels.rowwise.activation_triton import silu_mul_forward
 from spmd_rl.kernels.runtime.differentiable import call
 from spmd_rl.kernels.runtime.padding import dense
 
-Weights = Sequence[Tensor]  # one of each expert
+Weights = Sequence[Weight]  # one of each expert
 
 
 class ExpertWeights(NamedTuple):
@@ -76,9 +78,25 @@ def slots_output(
     """
     tiles = _tiles_of(order)
     gate_up = kept.of("gate, up", [weights.gate, weights.up])
-    hidden = grouped_matmul(dense(x), gate_up, order, tiles.gated, gathers=True, gated=True)
+    hidden = _product(dense(x), gate_up, order, tiles.gated, gathers=True, gated=True)
     down = kept.of("down", [weights.down])
-    return grouped_matmul(hidden, down, order, tiles.down, scales=scales)
+    return _product(hidden, down, order, tiles.down, scales=scales)
+
+
+def _product(
+    x: Tensor,
+    weights: Addresses,
+    order: DeviceOrder,
+    tile: GroupedTile,
+    *,
+    gathers: bool = False,
+    gated: bool = False,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """Return `grouped_matmul` in this tile; of codes with their own tiles."""
+    if weights.scales is not None:
+        return coded_grouped_matmul(x, weights, order, gathers=gathers, gated=gated, scales=scales)
+    return grouped_matmul(x, weights, order, tile, gathers=gathers, gated=gated, scales=scales)
 
 
 def _order_for_sums(routes: ExpertRoutes, num_experts: int) -> DeviceOrder:
@@ -153,7 +171,7 @@ def grouped_linear(
     """
     if not torch.is_grad_enabled():
         tiles = _tiles_of(order)
-        return grouped_matmul(dense(x), kept.of(name, [weights]), order, tiles.up, gathers=gathers)
+        return _product(dense(x), kept.of(name, [weights]), order, tiles.up, gathers=gathers)
     out: Tensor = _GroupedLinear.apply(dense(x), order, gathers, *weights)
     return out
 

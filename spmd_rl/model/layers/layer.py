@@ -60,7 +60,7 @@ class TensorSpec:
 
     `cut` is how tensor parallelism divides it, None where every rank has all of it. `expert` is the
     number of the expert that it belongs to. A fixed tensor is float32 and not trained
-    (`fixed_parameters.py`).
+    (`fixed_parameters.py`). A router's weight is never in 8 bits.
     """
 
     name: str
@@ -69,6 +69,7 @@ class TensorSpec:
     expert: int | None = None
     writes_residual: bool = False  # whether its product is added to the residual stream
     is_fixed: bool = False
+    is_router: bool = False
 
     @property
     def num_elements(self) -> int:

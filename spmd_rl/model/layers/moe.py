@@ -42,7 +42,7 @@ class Moe:
 
     def parameters(self) -> Sequence[TensorSpec]:
         gate, hidden = f"{self.name}.gate", self.hidden_size
-        found = [TensorSpec(f"{gate}.weight", (self.num_experts, hidden))]
+        found = [TensorSpec(f"{gate}.weight", (self.num_experts, hidden), is_router=True)]
         if self.sigmoid:
             found.append(TensorSpec(f"{gate}.{CORRECTION}", (self.num_experts,), is_fixed=True))
         for number in range(self.num_experts):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels import is_exact, linear_fp32, pad_rows, unpad_rows
+from spmd_rl.kernels.low_precision.products import whole
 from spmd_rl.kernels.moe.dispatcher import EpDispatcher
 from spmd_rl.kernels.moe.expert_addresses import KeptAddresses
 from spmd_rl.kernels.moe.kept_routes import keep_routes
@@ -225,7 +226,7 @@ class MoeMlp(nn.Module):
         from spmd_rl.kernels.moe.adapted_experts import Projection
 
         layers: list[Linear] = [getattr(expert, name) for expert in self.experts]
-        weights, pairs = self.weights(name), [one.adapter for one in layers]
+        weights, pairs = [one.operand for one in layers], [one.adapter for one in layers]
         adapters = [pair for pair in pairs if pair is not None]
         if not adapters:
             return Projection(name, weights, None, None, 1.0)
@@ -249,5 +250,8 @@ def _weighted(expert: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
     tall = x if is_exact(x) else pad_rows(x)
     hidden = project_gated(tall, expert.joined, expert.gate_proj, expert.up_proj)
     down = expert.down_proj
-    product = down(hidden).float() if down.is_adapted else linear_fp32(hidden, down.weight)
+    if down.is_adapted:
+        product = down(hidden).float()
+    else:
+        product = linear_fp32(hidden, whole(down.operand, hidden.dtype))
     return (unpad_rows(product, len(x)) * weight.unsqueeze(1)).to(x.dtype)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels import is_exact, linear, linear_fp32, pad_rows, silu_mul, unpad_rows
+from spmd_rl.kernels.low_precision.block_codes import Weight
+from spmd_rl.kernels.low_precision.products import whole
 from spmd_rl.kernels.moe.dispatcher import Dispatched, EpDispatcher
 from spmd_rl.kernels.moe.expert_addresses import KeptAddresses
 from spmd_rl.kernels.moe.expert_gather import ExpertGather, SlotRows
@@ -23,9 +25,10 @@ from spmd_rl.kernels.moe.router import ExpertRoutes
 from spmd_rl.kernels.moe.slots import by_expert, to_experts
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 from spmd_rl.model.layers.mlp import PROJECTIONS
+from spmd_rl.model.linear import Linear
 
-Copies = Sequence[Sequence[Tensor]]  # for each source rank, the weight of each own expert
-Weights = Sequence[Sequence[Tensor]]  # for each projection, the weight of each own expert
+Copies = Sequence[Sequence[Weight]]  # for each source rank, the weight of each own expert
+Weights = Sequence[Sequence[Weight]]  # for each projection, the weight of each own expert
 
 
 class SplitExperts(nn.ModuleList):
@@ -61,9 +64,7 @@ class SplitExperts(nn.ModuleList):
 
     def _own_slots(self, x: Tensor, routes: ExpertRoutes) -> SlotRows:
         """Return what this rank's experts give the rows of all ranks (`expert_gather`)."""
-        weights = [
-            [getattr(expert, name).weight.to(x.dtype) for expert in self] for name in PROJECTIONS
-        ]
+        weights = [[one.operand_in(x.dtype) for one in self._layers(name)] for name in PROJECTIONS]
         if not is_exact(x):
             return _slots_one_by_one(x, routes, weights)
         from spmd_rl.kernels.moe.experts import ExpertWeights, order_slots, slots_output
@@ -75,11 +76,15 @@ class SplitExperts(nn.ModuleList):
 
     def _copies(self, name: str, dtype: torch.dtype) -> Copies:
         """Return a projection's weights in `dtype`, once for each source rank."""
-        weights: list[Tensor] = [getattr(expert, name).weight for expert in self]
+        layers, num_ranks = self._layers(name), self.dispatcher.num_ranks
         if not torch.is_grad_enabled():
-            return [[weight.to(dtype) for weight in weights]] * self.dispatcher.num_ranks
-        num_ranks = self.dispatcher.num_ranks
-        return list(zip(*(_ForSources.apply(w, num_ranks, dtype) for w in weights), strict=True))
+            return [[one.operand_in(dtype) for one in layers]] * num_ranks
+        copies = (_ForSources.apply(one.weight, one, num_ranks, dtype) for one in layers)
+        return list(zip(*copies, strict=True))
+
+    def _layers(self, name: str) -> list[Linear]:
+        """Return the projection `name` of each own expert."""
+        return [getattr(expert, name) for expert in self]
 
 
 class _ForSources(torch.autograd.Function):
@@ -87,17 +92,17 @@ class _ForSources(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, num_sources: int, dtype: torch.dtype
+        ctx: Any, weight: Tensor, layer: Linear, num_sources: int, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        rounded = weight.to(dtype)
+        rounded = whole(layer.operand_in(dtype), dtype)
         return tuple(rounded.detach() for _ in range(num_sources))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         parts = (
             torch.stack(grads).float() if grads[0].dtype != torch.float32 else torch.stack(grads)
         )
-        return sum_neighbours(parts.unbind()), None, None
+        return sum_neighbours(parts.unbind()), None, None, None
 
 
 def _one_by_one(sent: Dispatched, projections: Sequence[Copies]) -> Tensor:
@@ -121,9 +126,10 @@ def _slots_one_by_one(x: Tensor, routes: ExpertRoutes, weights: Weights) -> Slot
     return SlotRows(y, torch.where(routes.ids < num_own, order.rows, -1))
 
 
-def _weighted(x: Tensor, weight: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _weighted(x: Tensor, weight: Tensor, *projections: Weight) -> Tensor:
     """Return what an expert gives its rows, times their weights. Shape: x [M, C], weight [M]."""
     tall = x if is_exact(x) else pad_rows(x)
+    gate, up, down = (whole(one, x.dtype) for one in projections)
     product = linear_fp32(silu_mul(linear(tall, gate), linear(tall, up)), down)
     return (unpad_rows(product, len(x)) * weight.unsqueeze(1)).to(x.dtype)
 

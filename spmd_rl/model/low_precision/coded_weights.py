@@ -1,14 +1,15 @@
 """Weights of a model that are in 8 bits with `weights = "e4m3"`, and their names in a push.
 
-They are the matrices of the blocks. A push gives the codes the name of the weight, and the scales
-the name that Hugging Face folders use.
+They are the matrices of the blocks but for routers, experts' included. A push gives the codes the
+name of the weight, and the scales the name that Hugging Face folders use.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
-from spmd_rl.errors import ConfigError
+from spmd_rl.model.layers.layer import TensorSpec
 from spmd_rl.model.spec import ModelSpec, block_prefix
 
 WeightFormat = Literal["full", "e4m3"]
@@ -25,28 +26,32 @@ def scale_name(weight: str) -> str:
 
 
 def coded_shapes(spec: ModelSpec, weights: WeightFormat) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the weights that are in 8 bits, by name: none with "full".
-
-    Raises: ConfigError for a mixture of experts.
-    """
+    """Return the shapes of the weights that are in 8 bits, by name: none with "full"."""
     if weights == "full":
         return {}
-    if spec.num_experts:
-        raise ConfigError(
-            'weights = "e4m3" is for dense models, and this one is a mixture of experts: set '
-            'engine.weights and trainer.weights to "full"'
-        )
     return {
         block_prefix(number) + one.name: (one.shape[0], one.shape[1])
         for number, block in enumerate(spec.blocks)
         for one in block.parameters()
-        if len(one.shape) == 2
+        if is_coded(one)
     }
 
 
-def num_coded(spec: ModelSpec, weights: WeightFormat) -> int:
-    """Return how many elements of the weights are codes of a byte."""
-    return sum(rows * columns for rows, columns in coded_shapes(spec, weights).values())
+def is_coded(one: TensorSpec) -> bool:
+    """Return whether a parameter of a block can be in 8 bits."""
+    return len(one.shape) == 2 and not one.is_router
+
+
+def num_coded(spec: ModelSpec, weights: WeightFormat, ep: int = 1) -> int:
+    """Return how many elements of a rank's weights are codes where `ep` ranks share experts."""
+    if weights == "full":
+        return 0
+    return sum(
+        count * one.num_elements // (ep if one.expert is not None else 1)
+        for block, count in Counter(spec.blocks).items()
+        for one in block.parameters()
+        if is_coded(one)
+    )
 
 
 def weights_sentence(weights: WeightFormat) -> str:

@@ -38,7 +38,7 @@ from spmd_rl.train.balance import has_balance
 from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 from spmd_rl.train.cost.flops import train_flops
 from spmd_rl.train.fsdp2.activation_offload import ActivationOffload
-from spmd_rl.train.fsdp2.coded_masters import CodedMasters
+from spmd_rl.train.fsdp2.coded_masters import CodedMasters, SharedMasters
 from spmd_rl.train.fsdp2.coded_source import CodedSource
 from spmd_rl.train.fsdp2.determinism import require_deterministic, sum_gradients
 from spmd_rl.train.fsdp2.exact_norm import exact_square_norm
@@ -107,12 +107,16 @@ class Fsdp2(ShardedModel):
         self._exact_norm_group = group if cfg.deterministic and spec.num_experts else None
         self.optimizer = self._built(cfg, rules, group)
         self._weights = cfg.weights
-        self._coded = self._with_codes(spec, group)
+        self._coded = CodedMasters(self._coded_parts(spec, group), scorer.model)
 
-    def _with_codes(self, spec: ModelSpec, group: ProcessGroup) -> CodedMasters | None:
-        """Have the weights that are in 8 bits gathered rounded, if there are some."""
-        shards = self.shards_of(coded_shapes(spec, self._weights))
-        return CodedMasters(shards, group, self.parameters, self._dtype) if shards else None
+    def _coded_parts(self, spec: ModelSpec, group: ProcessGroup) -> Iterator[SharedMasters]:
+        """Yield the master weights that compute as codes, by the ranks that shard them."""
+        names, experts = self.local.keys() & coded_shapes(spec, self._weights), self._experts
+        own = frozenset[str]() if experts is None else experts.own
+        yield SharedMasters(self.shards_of(sorted(names - own)), group, self._dtype)
+        if experts is not None:
+            of_own = self.shards_of(sorted(names & own))
+            yield SharedMasters(of_own, experts.mesh.get_group(), torch.float32)
 
     def _hold(self, cfg: TrainerConfig) -> None:
         """Say which tensors lie in which region of the memory."""
@@ -150,18 +154,13 @@ class Fsdp2(ShardedModel):
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         super().fill(weights)
-        self._update_codes()
-
-    def _update_codes(self) -> None:
-        """Note that the master weights are others now. Ranks: all that share them."""
-        if self._coded is not None:
-            self._coded.update()
+        self._coded.update()
 
     def contract(self) -> dict[str, str | int]:
         return super().contract() | weights_fact(self._weights)
 
     def source(self, on_open: Callable[[], None] = do_nothing) -> WeightSource:
-        if self._coded is not None:
+        if self._coded.scales:
             return CodedSource(self.local_weights(), self._coded, on_open)
         lora = self.scorer.model.lora
         if not lora.merged_push:
@@ -255,7 +254,7 @@ class Fsdp2(ShardedModel):
         if grad_scale != 1.0:
             torch._foreach_mul_(self._gradients(), grad_scale)
         self.optimizer.step(lr)
-        self._update_codes()
+        self._coded.update()
         self._memory.note_change("master")
         self.discard()
 
@@ -269,7 +268,7 @@ class Fsdp2(ShardedModel):
 
     def on_loaded(self, optimizer_steps: int) -> None:
         self.optimizer.on_loaded(optimizer_steps)
-        self._update_codes()
+        self._coded.update()
 
 
 def _square_norm(gradients: Sequence[Tensor]) -> float:

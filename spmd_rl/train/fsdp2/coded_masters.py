@@ -2,49 +2,54 @@
 
 The scales of a weight are found once a version: a shard has the maxima of its rows, and ranks take
 the largest. A maximum does not depend on an order, so all numbers of ranks have the same scales.
-Where FSDP gathers a weight, its shard is rounded in place of being cast. A gradient goes to the
-master weight as if nothing had been rounded.
+Where FSDP gathers a weight, its shard is rounded in place of being cast. An expert that one rank
+has whole is rounded by its layer. A gradient goes to the master weight as if nothing had been
+rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.kernels.low_precision.block_codes import num_blocks
 from spmd_rl.kernels.low_precision.e4m3_blocks import block_maxima, block_scales, rounded
+from spmd_rl.model.layers.moe import is_of_expert
+from spmd_rl.model.linear import Linear
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 
 Gathered = tuple[tuple[Tensor, ...], None]
 
 
-class CodedMasters:
-    """This rank's rows of the weights that are in 8 bits, and the scales of all their rows.
+class SharedMasters(NamedTuple):
+    """This rank's rows of master weights that the ranks of `group` shard.
 
-    `shards` are the rows, whose memory stays where it is. `group` has the ranks that share them.
-    FSDP gathers them for its `parameters` as `dtype`, rounded.
+    Their memory stays where it is. They are gathered as `dtype`.
     """
 
-    def __init__(
-        self,
-        shards: LocalTensors,
-        group: ProcessGroup,
-        parameters: Mapping[str, Tensor],
-        dtype: torch.dtype,
-    ) -> None:
-        self.shards = shards
-        self._group = group
+    shards: LocalTensors
+    group: ProcessGroup
+    dtype: torch.dtype
+
+
+class CodedMasters:
+    """This rank's rows of the weights of `model` that are in 8 bits, and the scales of all rows."""
+
+    def __init__(self, parts: Iterable[SharedMasters], model: nn.Module) -> None:
+        self._parts = [part for part in parts if part.shards]
+        self.shards = {name: one for part in self._parts for name, one in part.shards.items()}
         self.scales = {
-            name: shard.local.new_ones(num_blocks(shard.shape)) for name, shard in shards.items()
+            name: one.local.new_ones(num_blocks(one.shape)) for name, one in self.shards.items()
         }
-        self._attach(parameters, dtype)
+        for part in self._parts:
+            self._attach(part, model)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -52,26 +57,34 @@ class CodedMasters:
 
         Ranks: all that share the weights.
         """
-        maxima = [
-            block_maxima(one.local, one.shape[0], one.box.offset[0]).flatten()
-            for one in self.shards.values()
-        ]
-        found = torch.cat(maxima)
-        if self._group.size() > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
-        parts = block_scales(found).split([len(one) for one in maxima])
-        for scales, part in zip(self.scales.values(), parts, strict=True):
-            scales.copy_(part.view_as(scales))
+        for part in self._parts:
+            maxima = [
+                block_maxima(one.local, one.shape[0], one.box.offset[0]).flatten()
+                for one in part.shards.values()
+            ]
+            found = torch.cat(maxima)
+            if part.group.size() > 1:
+                dist.all_reduce(found, dist.ReduceOp.MAX, part.group)
+            of_weights = block_scales(found).split([len(one) for one in maxima])
+            for name, scales in zip(part.shards, of_weights, strict=True):
+                self.scales[name].copy_(scales.view_as(self.scales[name]))
 
-    def _attach(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Set FSDP's own hooks of a sharded tensor, which it looks up by their names."""
-        for name, shard in self.shards.items():
-            parameter = parameters[name]
-            assert isinstance(parameter, DTensor), f"FSDP leaves {name} alone"
-            num_rows = -(-shard.shape[0] // self._group.size())
-            local = cast(Any, parameter._local_tensor)
-            local.fsdp_pre_all_gather = _rounding(shard, self.scales[name], num_rows, dtype)
-            local.fsdp_post_all_gather = _as_gathered
+    def _attach(self, part: SharedMasters, model: nn.Module) -> None:
+        """Set FSDP's own hooks of a sharded tensor, which it looks up by their names.
+
+        A layer whose weight is whole gets the scales.
+        """
+        for name, shard in part.shards.items():
+            layer, scales = model.get_submodule(name.removesuffix(".weight")), self.scales[name]
+            assert isinstance(layer, Linear)
+            if isinstance(layer.weight, DTensor):
+                num_rows = -(-shard.shape[0] // part.group.size())
+                local = cast(Any, layer.weight._local_tensor)
+                local.fsdp_pre_all_gather = _rounding(shard, scales, num_rows, part.dtype)
+                local.fsdp_post_all_gather = _as_gathered
+            else:
+                assert is_of_expert(name), f"FSDP leaves {name} alone"
+                layer.master_scales = scales
 
 
 def _rounding(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -35,12 +36,15 @@ MIXTURES = {
 }
 
 
-def write_mixture(folder: Path, family: str) -> Path:
-    """Write a folder with weights: corrections that are not zero, and a tensor that is not used."""
+def write_mixture(folder: Path, family: str, sizes: Mapping[str, int] | None = None) -> Path:
+    """Write a folder with weights: corrections that are not zero, and a tensor that is not used.
+
+    `sizes` are set in its config.
+    """
     shutil.copytree(EXAMPLE / "model", folder)
     config = json.loads((folder / "config.json").read_text())
     mixture = {"model_type": family} | MIXTURES[family]
-    (folder / "config.json").write_text(json.dumps(config | mixture))
+    (folder / "config.json").write_text(json.dumps(config | mixture | dict(sizes or {})))
     spec = read_spec(folder)
     weights = dict(random_weights(spec, 3))
     for number, name in enumerate(sorted(spec.fixed_names())):

@@ -20,6 +20,8 @@ from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.layers.sigmoid_router import SigmoidRouter
 from spmd_rl.model.read import read_spec
 from spmd_rl.plan import main
+from spmd_rl.rollout.memory import engine_memory
+from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.train.cost.flops import train_flops
 
 H200 = "--gpu-gib=139.8"
@@ -176,6 +178,23 @@ def test_the_least_number_of_gpus(
     if name == "GLM-4.5-Air":
         assert main(["sft", *words[1:]]) == 0
         assert _fitting(capsys).split(" fits: ")[0].strip() == "8 GPUs"
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+def test_an_engine_in_8_bits_holds_a_byte_for_each_element_of_an_expert(
+    model: tuple[str, Path], ep: int
+) -> None:
+    spec = read_spec(model[1])
+    full, coded = (
+        engine_memory(spec, NativeEngineConfig(weights=weights), True, ep=ep)[0].num_bytes
+        for weights in ("full", "e4m3")
+    )
+    held = [one for one in spec.parameters() if "layers" in one.name and len(one.shape) == 2]
+    routers = [one for one in held if one.name.endswith(".gate.weight")]
+    shared = sum(one.num_elements for one in held if one.expert is not None)
+    codes = sum(one.num_elements for one in held) - sum(one.num_elements for one in routers)
+    assert len(routers) == len([one for one in spec.blocks if isinstance(one.mlp, Moe)])
+    assert full - coded == codes - shared + shared // ep
 
 
 def _fitting(capsys: pytest.CaptureFixture[str]) -> str:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.mesh.split import Placement, RoleSplit, plan_split
+from spmd_rl.model.low_precision.coded_weights import CODE_DTYPE, WeightFormat, coded_shapes
 from spmd_rl.plan.routes import Wanted, push_routes, routes_of_experts, whole
 from spmd_rl.weights.plan.layout import Box, Dims, Layout, Piece, chunk_box
 from spmd_rl.weights.plan.moves import bucket_bytes, plan_moves
@@ -114,8 +115,9 @@ def test_routes_are_those_of_the_plan(case: Case) -> None:
 
 @pytest.mark.parametrize(("dp", "ep"), [(1, 1), (1, 2), (1, 4), (2, 2), (4, 2)])
 @pytest.mark.parametrize(("ranks", "taken"), [("0-3", 1), ("4-6", 1), ("2-5", 2), ("0-3", 4)])
+@pytest.mark.parametrize("weights", ["full", "e4m3"])
 def test_experts_go_from_ranks_that_have_them_to_those_that_want_them(
-    dp: int, ep: int, ranks: str, taken: int
+    dp: int, ep: int, ranks: str, taken: int, weights: WeightFormat
 ) -> None:
     dense = dense_spec(
         "qwen3", vocab=50, hidden=32, inner=20, layers=2, heads=(4, 2, 8), positions=64
@@ -123,12 +125,17 @@ def test_experts_go_from_ranks_that_have_them_to_those_that_want_them(
     spec = with_experts(dense, 8, 2, 21)
     split = {"train": RoleSplit("0-3", dp=dp, ep=ep), "infer": RoleSplit(ranks, ep=taken)}
     train, infer = plan_split(split, 7).values()
-    found = routes_of_experts(train, infer, spec, "bfloat16", 7)
+    found = routes_of_experts(train, infer, spec, "bfloat16", 7, weights)
+    coded = coded_shapes(spec, weights)
+    given, taken_as = (
+        {name: CODE_DTYPE if name in coded else other for name in spec.parameter_shapes()}
+        for other in ("float32", "bfloat16")
+    )
     shapes, parts = spec.parameter_shapes(), spec.expert_parts(ep)
     wanting = spec.expert_parts(taken)
     wanted = [
         tuple(
-            Piece(name, shape, "bfloat16", Box((0,) * len(shape), shape))
+            Piece(name, shape, taken_as[name], Box((0,) * len(shape), shape))
             for name, shape in shapes.items()
             if wanting.get(name, part) == part
         )
@@ -142,7 +149,7 @@ def test_experts_go_from_ranks_that_have_them_to_those_that_want_them(
             name: chunk_box(shapes[name], *(of_expert if name in parts else of_other))
             for name in own
         }
-        pieces = (Piece(name, shapes[name], "float32", box) for name, box in boxes.items())
+        pieces = (Piece(name, shapes[name], given[name], box) for name, box in boxes.items())
         source.append(Layout(rank, tuple(pieces)))
     destination = [Layout(rank, wanted[seat % taken]) for seat, rank in enumerate(infer.ranks)]
     moved: Pairs = Counter()

@@ -1,0 +1,127 @@
+"""Training a mixture whose weights are in 8 bits: its passes, its pushes, and what finds faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from spmd_rl.algo.losses import grpo_loss
+from spmd_rl.kernels.low_precision.e4m3_blocks import block_scales, quantised
+from spmd_rl.model.low_precision.coded_tensors import hold_codes
+from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.read import read_spec
+from spmd_rl.train.trainer import Trainer
+from spmd_rl.weights.ends import LocalEnds
+from spmd_rl.weights.executors import execute
+from spmd_rl.weights.local_tensors import LocalTensors
+from spmd_rl.weights.plan.layout_rules import compressed
+from spmd_rl.weights.plan.moves import plan_moves
+from spmd_rl.weights.proof.verification import Verifier
+from spmd_rl.weights.tensor_ends import CopyingSink, do_nothing
+from tests.dist.recipes.mixtures import write_mixture
+from tests.dist.train_case import make_batch
+from tests.unit.train.test_coded_masters import (
+    NewTrainer,
+    masters,
+    pushed,
+    rounded_masters,
+    scores_of,
+)
+
+EXPERT = "model.layers.1.mlp.experts.4.down_proj.weight"
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe"])
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture whose experts have several blocks, of which the last are smaller."""
+    folder = tmp_path_factory.mktemp("mixture") / "model"
+    sizes = {"moe_intermediate_size": 136, "num_hidden_layers": 2}
+    return write_mixture(folder, request.param, sizes)
+
+
+def test_every_version_computes_with_what_its_codes_stand_for(
+    new_trainer: NewTrainer, mixture: Path
+) -> None:
+    options = {"model": mixture, "init": "folder"}
+    coded, plain = new_trainer(weights="e4m3", **options), new_trainer(**options)
+    for seed in range(2):
+        plain.backend.fill(rounded_masters(coded).items())
+        batch = make_batch(seed)
+        scores = scores_of(coded, batch)
+        assert np.array_equal(scores, scores_of(plain, batch))
+        plain.backend.fill(masters(coded).items())
+        assert not np.array_equal(scores, scores_of(plain, batch))
+        coded.train_step(batch, grpo_loss)
+
+
+def test_a_push_brings_each_experts_codes_and_its_router_as_it_is(
+    new_trainer: NewTrainer, mixture: Path
+) -> None:
+    trainer = new_trainer(model=mixture, init="folder", weights="e4m3")
+    found, whole = pushed(trainer), masters(trainer)
+    codes, scales = quantised(whole[EXPERT])
+    assert torch.equal(found[EXPERT].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found[scale_name(EXPERT)], scales)
+    assert scales.shape == (1, 2)
+    for name in whole.keys() - coded_shapes(read_spec(mixture), "e4m3"):
+        assert torch.equal(found[name], whole[name]), name
+    assert "model.layers.1.mlp.gate.weight" in whole.keys() - coded_shapes(
+        read_spec(mixture), "e4m3"
+    )
+
+
+def flip_a_code(held: LocalTensors) -> str:
+    held[EXPERT].local.view(torch.uint8)[3, 5] ^= 1
+    return EXPERT
+
+
+def spoil_a_scale(held: LocalTensors) -> str:
+    """Make a scale no power of two, which bfloat16 would not hold exactly."""
+    held[scale_name(EXPERT)].local[0, 1] *= 1.25
+    return scale_name(EXPERT)
+
+
+@pytest.mark.parametrize("spoil", [flip_a_code, spoil_a_scale])
+def test_one_expert_that_differs_after_a_push_is_found_and_named(
+    new_trainer: NewTrainer, mixture: Path, spoil: Callable[[LocalTensors], str]
+) -> None:
+    trainer = new_trainer(model=mixture, init="folder", weights="e4m3")
+    verifier, held = verified(trainer)
+    name = spoil(held)
+    proof = verifier.compare(None)
+    assert (proof.num_unequal, [one.name for one in proof.mismatches]) == (1, [name])
+
+
+def verified(trainer: Trainer) -> tuple[Verifier, LocalTensors]:
+    """Push once to an engine's tensors, which then are equal; return them and what compares."""
+    spec = trainer.backend.scorer.model.spec
+    engine = CausalLM(spec).requires_grad_(False)
+    hold_codes(engine, spec, "e4m3")
+    held = LocalTensors.whole(dict(engine.named_parameters()))
+    source = trainer.weight_source()
+    sink = CopyingSink(held.items(), do_nothing, lambda version: None)
+    ends = LocalEnds(0, source, sink, torch.device("cpu"))
+    layouts = [[compressed(end.layout(0))] for end in (source, sink)]
+    plan = plan_moves(*layouts, {0: 0}, 0)
+    execute(plan.moves, ends, None)
+    verifier = Verifier(plan.moves, (), ends)
+    proof = verifier.compare(None)
+    assert (proof.num_equal, proof.num_unequal, proof.num_unknown) == (len(held), 0, 0)
+    return verifier, held
+
+
+def is_power_of_two(scales: Tensor) -> bool:
+    return bool((scales.view(torch.int32) & 0x7FFFFF == 0).all())
+
+
+def test_every_scale_is_a_power_of_two(new_trainer: NewTrainer, mixture: Path) -> None:
+    found = pushed(new_trainer(model=mixture, init="folder", weights="e4m3"))
+    scales = [one for name, one in found.items() if name.endswith("_scale_inv")]
+    assert scales and all(map(is_power_of_two, scales))
+    assert not is_power_of_two(1.25 * block_scales(torch.ones(1)))
