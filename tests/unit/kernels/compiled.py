@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -16,6 +18,7 @@ WARP = 32
 HOPPER = GPUTarget("cuda", 90, WARP)
 SHARED_BYTES = 227 << 10  # what a block may take there
 _INSTRUCTION = re.compile(r"^\s+(?:@!?%p\d+ )?([a-z][\w.:]*)", re.MULTILINE)
+_SPILLED = re.compile(r"(\d+) bytes spill")
 _SHUFFLE = re.compile(r"shfl\.sync\.bfly\.b32\s+\S+ \S+ (\d+),")
 
 
@@ -66,6 +69,14 @@ def compiled_of(kernel: Any, launch: Callable[[], Any], capability: int = HOPPER
 def ptx_of(kernel: Any, launch: Callable[[], Any]) -> str:
     """Return the PTX code of `kernel` as `launch` compiles it."""
     return str(compiled_of(kernel, launch).asm["ptx"])
+
+
+def spilled_bytes(ptx: str) -> int:
+    """Return how many bytes of registers a thread keeps in memory where PTX is assembled."""
+    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-o", "/dev/null", "-"]
+    said = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+    stores, loads = map(int, _SPILLED.findall(said))
+    return stores + loads
 
 
 def instructions(ptx: str) -> Counter[str]:

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels.low_precision.e4m3_blocks import decode, quantised
 from spmd_rl.kernels.moe import (
     adapted_experts,
+    coded_grouped_triton,
     combine_triton,
     experts,
     grouped_tiles,
@@ -27,6 +30,7 @@ from spmd_rl.model.layers.mlp import PROJECTIONS
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.layers.moe_module import MoeMlp
 from spmd_rl.model.layers.sigmoid_router import SigmoidRouter
+from spmd_rl.model.linear import Linear
 from spmd_rl.model.lora import LoraConfig
 
 assert adapted_experts is not None
@@ -169,3 +173,41 @@ def padded(
             whole = module.all_at_once(x, x @ module.gate.weight.t())
         some = x[used >= 0]
         return whole, module.all_at_once(some, some @ module.gate.weight.t())
+
+
+def coded_output(
+    sizes: tuple[int, ...], state: dict[str, Tensor], x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the output of a mixture whose experts are codes, and of one with what these stand for.
+
+    Both have the same tiles.
+    """
+    use_small_tiles()
+    swapped = TILE._replace(n=64, k=64, swap=True)
+    for rows in (16, 32):
+        one = swapped._replace(m=rows)
+        coded_grouped_triton.TILES[rows] = coded_grouped_triton.CodedTiles(one, one)
+    grouped_tiles.TILES[1 << 31] = Tiles(*[swapped._replace(m=32)] * 3, TILE)
+    grouped_tiles.TILES[4] = Tiles(swapped, swapped, swapped, TILE)
+    coded_grouped_triton._decoded = _decoded  # type: ignore[attr-defined]
+    coded, plain = mixture(sizes, True, state), mixture(sizes, True, state)
+    for expert, other in zip(coded.experts, plain.experts, strict=True):
+        for layer, twin in zip(expert.children(), other.children(), strict=True):
+            assert isinstance(layer, Linear) and isinstance(twin, Linear)
+            codes, scales = quantised(layer.weight)
+            layer.hold_codes()
+            layer.codes.codes.copy_(codes)
+            layer.codes.scales.copy_(scales)
+            twin.weight.data = decode(codes, scales, torch.float32)
+    with torch.no_grad():
+        logits = x @ coded.gate.weight.t()
+        return coded.all_at_once(x, logits), plain.all_at_once(x, logits)
+
+
+def _decoded(codes: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Return the numbers that codes stand for: the interpreter knows no assembly."""
+    bits = codes.to(tl.int32)
+    exponent, mantissa = (bits >> 3) & 15, (bits & 7).to(tl.float32)
+    normal = (1 + mantissa / 8) * tl.exp2(exponent.to(tl.float32) - 7)
+    size = tl.where(exponent == 0, mantissa / 512, normal)
+    return tl.where(bits >> 7 == 1, -size, size) * scale

@@ -11,11 +11,20 @@ pytest.importorskip("triton")
 
 from torch import Tensor
 
-from spmd_rl.kernels.moe import combine_triton, grouped_triton, order_triton, route_triton
+from spmd_rl.kernels.low_precision.block_codes import BLOCK
+from spmd_rl.kernels.low_precision.e4m3_blocks import quantised
+from spmd_rl.kernels.moe import (
+    coded_grouped_triton,
+    combine_triton,
+    grouped_triton,
+    order_triton,
+    route_triton,
+)
+from spmd_rl.kernels.moe.coded_grouped_triton import TILES as CODED
 from spmd_rl.kernels.moe.expert_addresses import Addresses, addresses
 from spmd_rl.kernels.moe.grouped_tiles import OUTER, REFERENCE, TILES, GroupedTile
 from spmd_rl.kernels.moe.order_triton import DeviceOrder, most_tiles
-from tests.unit.kernels.compiled import SHARED_BYTES, compiled_of, instructions
+from tests.unit.kernels.compiled import SHARED_BYTES, compiled_of, instructions, spilled_bytes
 
 BF16 = torch.bfloat16
 TOKENS, HIDDEN, INNER, EXPERTS, CHOSEN = 64, 2048, 768, 128, 8
@@ -118,6 +127,29 @@ def test_gradients_of_weights_are_one_chain(of_down: bool) -> None:
     )
     tile = GroupedTile(OUTER.m, OUTER.n, OUTER.k, OUTER.warps, OUTER.stages)
     check_chain(compiled, tile, 1, set())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tile_rows", CODED)
+def test_products_of_codes_are_the_same_chain(tile_rows: int, gated: bool) -> None:
+    """Codes alone are copied, two are multiplied at once, and no register is spilled."""
+    tile = CODED[tile_rows].gated if gated else CODED[tile_rows].plain
+    assert tile.m == tile_rows and BLOCK % tile.n == 0 and BLOCK % tile.k == 0
+    x, weight = rows(TOKENS, HIDDEN), quantised(torch.zeros(INNER, HIDDEN))
+    weights = addresses([[weight] * EXPERTS] * 2)
+    compiled = compiled_of(
+        coded_grouped_triton._coded_grouped,
+        lambda: coded_grouped_triton.coded_grouped_matmul(
+            x, weights, order(tile.m), gathers=True, gated=gated
+        ),
+    )
+    chains = 1 + gated
+    check_chain(compiled, tile, chains, {"add.rn.f32"} if gated else set())
+    found = instructions(compiled.asm["ptx"])
+    assert not any(name.startswith("mma") for name in found)
+    decoded = tile.n * tile.k // (32 * tile.warps)
+    assert found["mul.rn.bf16x2"] == chains * decoded // 2
+    assert spilled_bytes(compiled.asm["ptx"]) == 0
 
 
 def test_a_tile_of_other_rows_is_refused() -> None:

@@ -70,6 +70,22 @@ def test_outputs_and_gradients_are_those_of_one_expert_after_the_other(tmp_path:
             torch.testing.assert_close(one[name], value, rtol=1e-3, atol=1e-3, msg=name)
 
 
+def test_codes_have_the_bits_of_what_they_stand_for(tmp_path: Path) -> None:
+    """Over several blocks of both weights, with experts without tokens, and for one token."""
+    calls = []
+    for tokens in (12, 2, 1):
+        sizes = (136, 5, 2, 144)
+        module = mixture(sizes, True)
+        for number, expert in enumerate(module.experts):  # scales far apart
+            for name, one in expert.named_parameters():
+                one.data[:, 128:] *= 2.0 ** (number - (9 if "down" in name else 3))
+        state = {name: one.detach().clone() for name, one in module.named_parameters()}
+        calls.append((sizes, state, drawn(tokens, sizes[0])))
+    for codes, decoded in results(Calls(CALLS, "coded_output", {}, calls), tmp_path):
+        assert codes.isfinite().all() and codes.any()
+        assert torch.equal(codes, decoded)
+
+
 def test_a_rows_bits_depend_on_no_other_row(tmp_path: Path) -> None:
     """Unused rows give zeros, touch no expert, and do not change the others."""
     sizes = (24, 6, 2, 16)
