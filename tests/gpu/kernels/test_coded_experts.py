@@ -29,7 +29,8 @@ def coded_mixture(name: str) -> tuple[MoeMlp, MoeMlp]:
     for number, (expert, other) in enumerate(zip(coded.experts, plain.experts, strict=True)):
         for layer, twin in zip(expert.children(), other.children(), strict=True):
             assert isinstance(layer, Linear) and isinstance(twin, Linear)
-            codes, scales = weight_of(*layer.weight.shape, seed=number)
+            rows, columns = layer.weight.shape
+            codes, scales = weight_of(rows, columns, number)
             layer.hold_codes()
             layer.codes.codes.copy_(codes)
             layer.codes.scales.copy_(scales)
