@@ -16,11 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.kernels.low_precision.block_codes import CODE
+from spmd_rl.kernels.low_precision.e4m3_blocks import decode
 from spmd_rl.model.companion_files import MODEL_FILES, copy_files
 from spmd_rl.model.families import FAMILIES
 from spmd_rl.model.lora import B
+from spmd_rl.model.low_precision.block_fp8 import CONFIG_KEY, quantization_config
 from spmd_rl.model.low_precision.coded_tensors import as_codes, as_rounded, holds_codes
-from spmd_rl.model.low_precision.coded_weights import WeightFormat
+from spmd_rl.model.low_precision.coded_weights import WeightFormat, coded_shapes, scale_name
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import VALUE_ARCHITECTURE, read_spec
 from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD, Head, ModelSpec
@@ -68,7 +71,14 @@ def read_stored(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tenso
     for path, group in itertools.groupby(stored.items(), key=lambda item: item[1].path):
         with safe_open(path, framework="pt") as file:
             for name, one in group:
-                yield name, file.get_tensor(one.key)
+                tensor = file.get_tensor(one.key)
+                yield name, tensor if one.scales is None else _decoded(tensor, one.scales)
+
+
+def _decoded(codes: Tensor, scales: StoredTensor) -> Tensor:
+    """Return what a stored weight in block FP8 stands for, in float32."""
+    with safe_open(scales.path, framework="pt") as file:
+        return decode(codes, file.get_tensor(scales.key).float(), torch.float32)
 
 
 def load_weights(
@@ -149,22 +159,35 @@ def save_folder(
     Weights come from `tensors`; config and tokenizer files are copied from the folder `like`, and
     so are tensors that the network does not use. Fixed parameters stay float32. The folder is
     written beside its final name, then renamed over an earlier one, so it is never seen half
-    written.
+    written. With codes as `dtype`, it is in block FP8, and what is not in 8 bits is in bfloat16.
     """
     target = Path(folder)
     part = atomic_write.begin_folder(target)
-    _copy_config_and_tokenizer(Path(like), part, dtype, head)
-    fixed = read_spec(like).fixed_names()
-    typed = ((name, one, torch.float32 if name in fixed else dtype) for name, one in tensors)
+    spec, extra = read_spec(like), dict[str, Any]()
+    dtypes = dict.fromkeys(spec.fixed_names(), torch.float32)
+    if dtype == CODE:
+        dtype, tensors = torch.bfloat16, as_codes(tensors, spec, "e4m3")
+        extra[CONFIG_KEY] = quantization_config(spec)
+        for name in coded_shapes(spec, "e4m3"):
+            dtypes |= {name: CODE, scale_name(name): torch.float32}
+    _copy_config_and_tokenizer(Path(like), part, dtype, head, extra)
+    typed = ((name, one, dtypes.get(name, dtype)) for name, one in tensors)
     unused = ((name, one, one.dtype) for name, one in read_stored(unused_tensors(like)))
     _write_shards(part, itertools.chain(typed, unused))
     atomic_write.finish_folder(target)
 
 
-def _copy_config_and_tokenizer(like: Path, folder: Path, dtype: torch.dtype, head: Head) -> None:
-    """Copy the files that are no weights. The copied config names `dtype` and a value head."""
+def _copy_config_and_tokenizer(
+    like: Path, folder: Path, dtype: torch.dtype, head: Head, extra: Mapping[str, Any]
+) -> None:
+    """Copy the files that are no weights. The copied config names `dtype` and a value head.
+
+    It says `extra` too, and nothing of how the weights of `like` were quantized.
+    """
     copy_files(like, folder, MODEL_FILES)
     config = json.loads((folder / "config.json").read_text())
+    config.pop(CONFIG_KEY, None)
+    config |= extra
     config["torch_dtype"] = config["dtype"] = str(dtype).removeprefix("torch.")
     if head == "value":
         config["architectures"] = [FAMILIES[config["model_type"]].class_name + VALUE_ARCHITECTURE]

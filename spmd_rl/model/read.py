@@ -9,6 +9,7 @@ from pathlib import Path
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.families import FAMILIES
 from spmd_rl.model.json_fields import Fields, parse_object, read_object
+from spmd_rl.model.low_precision.block_fp8 import check_quantization
 from spmd_rl.model.rope_spec import rope_spec
 from spmd_rl.model.spec import Head, ModelSpec
 
@@ -20,7 +21,6 @@ UNSUPPORTED_KEYS = {  # with these, transformers computes something else or with
     "attention_chunk_size": "chunked attention is not supported",
     "num_kv_shared_layers": "layers that share their keys and values are not supported",
     "per_layer_config": "layers that differ from each other are not supported",
-    "quantization_config": "quantized models are not supported",
     "transformers_weights": "weights are read from model.safetensors, "
     "or as model.safetensors.index.json names them",
 }
@@ -116,6 +116,7 @@ def _refuse_unread(config: Fields) -> None:
     for key, why in UNSUPPORTED_KEYS.items():
         if config.raw.get(key):
             raise ConfigError(f"{config.where}: {key} is set, and {why}")
+    check_quantization(config)
     if config.raw.get("use_sliding_window"):
         raise ConfigError(
             f"{config.where}: use_sliding_window is set, and sliding-window attention is not "

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.json_fields import read_object
+from spmd_rl.model.low_precision.block_fp8 import scales_shape
+from spmd_rl.model.low_precision.coded_weights import scale_name
 from spmd_rl.model.read import ADAPTER, head_of, read_spec
 from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
+CODES, POWERS = "F8_E4M3", "F8_E8M0"  # of weights in block FP8, and of their scales
 FREQUENCIES = "rotary_emb.inv_freq"  # old folders hold the frequencies, which the config gives
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file, with its name there and its shape."""
+    """A tensor in a file, with its name there; `scales` are those of one in block FP8."""
 
     path: Path
     key: str
     shape: tuple[int, ...]
+    dtype: str
+    scales: StoredTensor | None = None
 
 
 def has_weights(folder: str | Path) -> bool:
@@ -75,16 +80,27 @@ def _inside(index: Path, name: str) -> Path:
 def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
     """Return every tensor of the folder's weight files by its name; only headers are read.
 
-    Raises: as `tensors_in`.
+    Raises: as `tensors_in`; ConfigError for weights in 8 bits without scales of their blocks.
     """
-    return tensors_in(weight_files(folder))
+    found = tensors_in(weight_files(folder), (*DTYPES, CODES, POWERS))
+    coded = {key: one for key, one in found.items() if one.dtype == CODES}
+    scales = {key: found.pop(scale_name(key), None) for key in coded}
+    for key, one in coded.items():
+        own = scales[key]
+        if own is None or len(one.shape) != 2 or own.shape != scales_shape(one.shape):
+            raise ConfigError(
+                f"{one.path} holds {key} in 8 bits, and not {scale_name(key)} with a scale for "
+                "each block of 128 x 128"
+            )
+        found[key] = one._replace(scales=own)
+    return found
 
 
-def tensors_in(files: Sequence[Path]) -> dict[str, StoredTensor]:
+def tensors_in(files: Sequence[Path], dtypes: Container[str] = DTYPES) -> dict[str, StoredTensor]:
     """Return every tensor of these files by its name; only headers are read.
 
     Raises: ConfigError if a file is broken, if two hold the same tensor, or if a tensor is not of
-    plain floating-point numbers.
+    one of these dtypes.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -97,19 +113,18 @@ def tensors_in(files: Sequence[Path]) -> dict[str, StoredTensor]:
                         raise ConfigError(
                             f"{path.parent}: {path.name} and {found[key].path.name} both hold {key}"
                         )
-                    found[key] = _stored_tensor(path, key, file.get_slice(key))
+                    found[key] = _stored_tensor(path, key, file.get_slice(key), dtypes)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
     return found
 
 
-def _stored_tensor(path: Path, key: str, header: Any) -> StoredTensor:
-    """Return the tensor of a header. Raises: ConfigError unless it is of floating-point numbers."""
-    if header.get_dtype() not in DTYPES:
-        raise ConfigError(
-            f"{path} holds {key} as {header.get_dtype()}: quantized weights are not read"
-        )
-    return StoredTensor(path, key, tuple(header.get_shape()))
+def _stored_tensor(path: Path, key: str, header: Any, dtypes: Container[str]) -> StoredTensor:
+    """Return the tensor of a header. Raises: ConfigError unless it is of one of these dtypes."""
+    dtype = header.get_dtype()
+    if dtype not in dtypes:
+        raise ConfigError(f"{path} holds {key} as {dtype}: quantized weights are not read")
+    return StoredTensor(path, key, tuple(header.get_shape()), dtype)
 
 
 def stored_weights(

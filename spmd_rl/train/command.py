@@ -11,6 +11,8 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.train.checkpoint.export import export_saved
 from spmd_rl.train.checkpoint.saved_run import checkpoint_of, model_of, trainer_of
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+
 
 def main(words: list[str]) -> int:
     """Write the weights of a run's checkpoint, as `words` ask, and print where they are."""
@@ -20,7 +22,7 @@ def main(words: list[str]) -> int:
         raise ConfigError(f"{target} exists: name a folder that does not")
     run = Path(options.run)
     folder = trainer_of(checkpoint_of(run, options.step), options.role)
-    export_saved(folder, model_of(run, options.model), target, getattr(torch, options.dtype))
+    export_saved(folder, model_of(run, options.model), target, DTYPES[options.dtype])
     print(f"{target} holds the weights of {folder}")
     return 0
 
@@ -34,7 +36,10 @@ def _options(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--role", help="the trainer to export, where a checkpoint holds several")
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], default="float32", help="default: float32"
+        "--dtype",
+        choices=[*DTYPES],
+        default="float32",
+        help="default: float32; e4m3 is the block-FP8 layout that SGLang and vLLM read",
     )
     parser.add_argument(
         "--model", help="where config and tokenizer come from (default: the model of the run)"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spmd_rl.controller.run.checksums import check
 from spmd_rl.errors import ConfigError
+from spmd_rl.kernels.low_precision.block_codes import CODE
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import save_folder
 from spmd_rl.model.lora import NO_LORA, LoraConfig
@@ -29,10 +30,13 @@ def export_saved(
     """Write a checkpoint's weights as a Hugging Face folder, one tensor at a time.
 
     Config and tokenizer come from the folder `like`. Adapters make a PEFT folder.
-    Raises: as `checkpoint.load`, and ConfigError where `like` is no model folder, or another's.
+    Raises: as `checkpoint.load`, and ConfigError where `like` is no model folder, or another's, or
+    for adapters in 8 bits.
     """
     with saved_weights(folder, like) as weights:
         if weights.lora.rank:
+            if dtype == CODE:
+                raise ConfigError(f"{folder} holds adapters, which are not written in 8 bits")
             save_adapters(target, like, weights.lora, weights.tensors, dtype)
         else:
             save_folder(target, like, weights.tensors, dtype, weights.head)
