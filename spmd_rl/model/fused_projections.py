@@ -52,10 +52,10 @@ class FusedProjections:
 
         What the joined adapters make of x is in it.
         """
-        if self.scales is not None:
-            weight = BlockCodes(self.weight, self.scales)
-            return coded_linear(x, weight, self.bias).split(self.widths, dim=-1)
-        whole = linear(x, self.weight, self.bias)
+        if self.scales is None:
+            whole = linear(x, self.weight, self.bias)
+        else:
+            whole = coded_linear(x, BlockCodes(self.weight, self.scales), self.bias)
         if self.adapters is not None:
             down, up, scale = self.adapters
             whole, _ = add_adapters(whole, x, down, up, scale, self.widths)

@@ -79,7 +79,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's name)
         if self.has_codes:
-            return coded_linear(input, self.codes, self.bias)
+            return self.with_adapter(input, coded_linear(input, self.codes, self.bias))
         adapter = self.adapter
         if adapter is None:
             return linear(input, self.weight, self.bias)

@@ -53,10 +53,13 @@ def build_fsdp2(
     if context.placement.axes.get("ep", 1) > 1:
         experts = ExpertShards(context, fsdp2_settings(cfg).ep_dispatcher)
     backend = Fsdp2(spec, context.mesh, cfg, context.device, head, memory, experts)
-    backend.fill(first_weights(cfg, folder, head, backend.local))
-    if cfg.lora.rank:
+    weights = first_weights(cfg, folder, head, backend.local)
+    if cfg.lora.rank:  # the base never changes, so it is rounded once
+        backend.fill(as_rounded(weights, spec, cfg.weights))
         backend.fill(_first_adapters(cfg, spec))
         backend.note_base(context)
+    else:
+        backend.fill(weights)
     return Learner(backend, context, cfg)
 
 

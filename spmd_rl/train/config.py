@@ -37,7 +37,7 @@ BACKEND_OF_CODES = "'fsdp2' with weights = 'e4m3': Megatron-core does not comput
 BACKEND_OF_CACHE = (
     "'fsdp2' with cache = 'e4m3': Megatron-core does not round the keys and values of its attention"
 )
-LORA_OF_CODES = "0 with weights = 'e4m3': the codes of a weight hold no adapter"
+MERGED_OF_CODES = "false with weights = 'e4m3': merged weights would be rounded once more"
 BACKEND_OF_BALANCE = "'fsdp2' with router_aux_loss_coef: Megatron-core is not given that loss"
 FREEZE_OF_LORA = "() with lora.rank: lora.targets says what is trained"
 RECOMPUTE_TO_OFFLOAD = (
@@ -193,7 +193,8 @@ class TrainerConfig:
         if self.weights == "e4m3":
             backend = self.backend.kind
             require(backend == "fsdp2", "backend.kind", backend, BACKEND_OF_CODES)
-            require(self.lora.rank == 0, "lora.rank", self.lora.rank, LORA_OF_CODES)
+            is_merged = self.lora.merged_push
+            require(not is_merged, "lora.merged_push", is_merged, MERGED_OF_CODES)
         check_cache(self)
         if self.cache == "e4m3":
             backend = self.backend.kind

@@ -13,7 +13,7 @@ from spmd_rl.model.hf import fill, load_weights, model_weights, random_weights
 from spmd_rl.model.layers.moe_module import mixtures
 from spmd_rl.model.lora import NO_LORA, AdaptedBase, LoraConfig
 from spmd_rl.model.low_precision.coded_cache import kv_exponents
-from spmd_rl.model.low_precision.coded_tensors import hold_codes
+from spmd_rl.model.low_precision.coded_tensors import as_codes, hold_codes
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.slab_parameters import fill_slab
@@ -59,7 +59,8 @@ def build(
     if adapted is not None:
         seed, spec = adapted.random_seed, model.spec
         shapes = spec.parameter_shapes()
-        fill(model, model_weights(folder, shapes) if seed is None else random_weights(spec, seed))
+        base = model_weights(folder, shapes) if seed is None else random_weights(spec, seed)
+        fill(model, as_codes(base, spec, cfg.weights))
     elif cfg.load_weights and has_weights(folder):
         own = None if experts is None else dict(model.named_parameters())
         load_weights(model, folder, cfg.weights, own)

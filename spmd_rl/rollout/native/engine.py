@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from spmd_rl.errors import ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
 from spmd_rl.kernels.attention.coded_backend import with_codes
+from spmd_rl.kernels.low_precision.block_codes import CODE, BlockCodes
+from spmd_rl.kernels.low_precision.products import whole
 from spmd_rl.model.attention import backend_of, fits_cuda_graphs
 from spmd_rl.model.layers.moe_module import shares_experts
 from spmd_rl.model.lora import is_adapter
 from spmd_rl.model.low_precision.coded_cache import kv_exponents
-from spmd_rl.model.low_precision.coded_weights import weights_fact
+from spmd_rl.model.low_precision.coded_weights import scale_name, weights_fact
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.offload.role_memory import RoleMemory
@@ -170,7 +172,7 @@ class NativeEngine:
     def contract(self) -> dict[str, str | int]:
         facts = self.model.contract(self.device, self.sizes.dtype, self.cfg.attention_split)
         if self.model.lora.rank and not self._base_fact:
-            self._base_fact = base_fact(digest(self._weights(pushed=False)))
+            self._base_fact = base_fact(self._base_digests())
         return facts | self._base_fact | weights_fact(self.cfg.weights)
 
     def stats(self) -> dict[str, int]:
@@ -196,6 +198,16 @@ class NativeEngine:
                 if (not has_adapters or is_adapter(name)) == pushed
             }
         )
+
+    def _base_digests(self) -> dict[str, int]:
+        """Return the digests of the base; where it is codes, those of what they stand for."""
+        base = {name: one.local for name, one in self._weights(pushed=False).items()}
+        names = [name for name, one in base.items() if one.dtype == CODE]
+        codes = {name: BlockCodes(base.pop(name), base.pop(scale_name(name))) for name in names}
+        found = digest(LocalTensors.whole(base))
+        for name, one in codes.items():  # one at a time, as they are twice as large
+            found |= digest(LocalTensors.whole({name: whole(one, self.sizes.dtype)}))
+        return found
 
     def _begin_push(self) -> None:
         self._memory.begin_push(changes_slab=not self.model.lora.rank)

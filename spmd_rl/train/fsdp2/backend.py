@@ -111,7 +111,8 @@ class Fsdp2(ShardedModel):
 
     def _coded_parts(self, spec: ModelSpec, group: ProcessGroup) -> Iterator[SharedMasters]:
         """Yield the master weights that compute as codes, by the ranks that shard them."""
-        names, experts = self.local.keys() & coded_shapes(spec, self._weights), self._experts
+        coded, experts = coded_shapes(spec, self._weights), self._experts
+        names = (self.local.keys() - self.base) & coded.keys()
         own = frozenset[str]() if experts is None else experts.own
         yield SharedMasters(self.shards_of(sorted(names - own)), group, self._dtype)
         if experts is not None:

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dist.recipes.test_loops import DISJOINT, check_proof, drawn
+from tests.dist.recipes.mixtures import write_mixture
+from tests.dist.recipes.test_loops import DISJOINT, EVEN, check_proof, drawn
 
 pytestmark = pytest.mark.dist
 
@@ -54,6 +56,26 @@ def test_it_goes_on_to_the_same_bits_beside_a_reference(run: Any) -> None:
     check_proof(resumed, 3)
     assert drawn(resumed, 3) == drawn(whole, 3)
     assert resumed.metrics[-1]["train/loss"] == whole.metrics[-1]["train/loss"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_adapters_learn_beside_a_base_in_8_bits(run: Any, tmp_path: Path, family: str) -> None:
+    """A push brings adapters alone, and both sides have the same base."""
+    model = [] if family == "qwen3" else [f"--model={write_mixture(tmp_path / 'm', family)}"]
+    words = (
+        f"--reward={EVEN}",
+        "--trainer.lora.rank=4",
+        "--trainer.lr=1e-2",
+        "--kl.coef=0.1",
+        *model,
+    )
+    ended = run("grpo", *CODES, *words, "--steps=3", nproc=2, name="coded")
+    check_proof(ended, 3)
+    facts = json.loads((ended.folder / "contract.json").read_text())["train->infer"][0]["facts"]
+    assert facts["weights"].startswith("e4m3") and facts["base_weights"]
+    full = run("grpo", *words, "--steps=1", name="full")
+    assert drawn(ended, 1) != drawn(full, 1)
+    assert ended.metrics[2]["train/kl"] > 0
 
 
 def test_an_engine_with_other_weights_is_refused(run: Any) -> None:

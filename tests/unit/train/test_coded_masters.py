@@ -172,7 +172,10 @@ def test_a_reference_like_the_trainer_has_its_weights() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"backend": MegatronConfig()}, "Megatron"), ({"lora": LoraConfig(rank=2)}, "adapter")],
+    [
+        ({"backend": MegatronConfig()}, "Megatron"),
+        ({"lora": LoraConfig(rank=2, merged_push=True)}, "merged"),
+    ],
 )
 def test_what_does_not_know_codes_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
