@@ -27,22 +27,22 @@ def block_maxima(values: Tensor, num_rows: int, first_row: int = 0) -> Tensor:
     """Return the largest magnitude in each block of a weight, as far as `values` have its rows.
 
     It is 0 where they have none. `values` are rows from `first_row` on of a weight of `num_rows`
-    rows.
-    Shape: values [n, K] fp32; returns [ceil(N/128), ceil(K/128)] fp32.
+    rows, or of several weights.
+    Shape: values [..., n, K] fp32; returns [..., ceil(N/128), ceil(K/128)] fp32.
     """
-    num_held, num_columns = values.shape
-    maxima = values.new_zeros(num_blocks((num_rows, num_columns)))
+    *several, num_held, num_columns = values.shape
+    maxima = values.new_zeros(*several, *num_blocks((num_rows, num_columns)))
     if num_held == 0:
         return maxima
     whole = num_columns // BLOCK * BLOCK
-    parts = [values[:, :whole].unflatten(1, (-1, BLOCK))] if whole else []
+    parts = [values[..., :whole].unflatten(-1, (-1, BLOCK))] if whole else []
     if whole < num_columns:
-        parts.append(values[:, whole:].unsqueeze(1))
-    of_rows = torch.cat([_magnitude(part, -1) for part in parts], 1)
+        parts.append(values[..., whole:].unsqueeze(-2))
+    of_rows = torch.cat([_magnitude(part, -1) for part in parts], -1)
     before = first_row % BLOCK
     after = -(before + num_held) % BLOCK
-    blocks = _magnitude(F.pad(of_rows, (0, 0, before, after)).unflatten(0, (-1, BLOCK)), 1)
-    maxima[first_row // BLOCK :][: len(blocks)] = blocks
+    blocks = _magnitude(F.pad(of_rows, (0, 0, before, after)).unflatten(-2, (-1, BLOCK)), -2)
+    maxima.narrow(-2, first_row // BLOCK, blocks.shape[-2]).copy_(blocks)
     return maxima
 
 

@@ -9,6 +9,7 @@ rounded.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
@@ -24,7 +25,9 @@ from spmd_rl.kernels.low_precision.e4m3_blocks import block_maxima, block_scales
 from spmd_rl.model.layers.moe import is_of_expert
 from spmd_rl.model.linear import Linear
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
+from spmd_rl.weights.plan.layout import Box, Dims
 
+STACKED_ELEMENTS = 1 << 24  # of the shards that are copied side by side
 Gathered = tuple[tuple[Tensor, ...], None]
 
 
@@ -58,14 +61,11 @@ class CodedMasters:
         Ranks: all that share the weights.
         """
         for part in self._parts:
-            maxima = [
-                block_maxima(one.local, one.shape[0], one.box.offset[0]).flatten()
-                for one in part.shards.values()
-            ]
-            found = torch.cat(maxima)
+            maxima = _maxima(part.shards)
+            found = torch.cat([maxima[name].flatten() for name in part.shards])
             if part.group.size() > 1:
                 dist.all_reduce(found, dist.ReduceOp.MAX, part.group)
-            of_weights = block_scales(found).split([len(one) for one in maxima])
+            of_weights = block_scales(found).split([maxima[name].numel() for name in part.shards])
             for name, scales in zip(part.shards, of_weights, strict=True):
                 self.scales[name].copy_(scales.view_as(self.scales[name]))
 
@@ -85,6 +85,25 @@ class CodedMasters:
             else:
                 assert is_of_expert(name), f"FSDP leaves {name} alone"
                 layer.master_scales = scales
+
+
+def _maxima(shards: LocalTensors) -> dict[str, Tensor]:
+    """Return the largest magnitude in each block of each weight, as far as its shard has it.
+
+    Small weights of one shape, such as those of experts, are looked at together.
+    """
+    alike = defaultdict[tuple[Dims, Box], list[str]](list)
+    for name, shard in shards.items():
+        alike[shard.shape, shard.box].append(name)
+    found = dict[str, Tensor]()
+    for (shape, box), names in alike.items():
+        at_once = max(1, STACKED_ELEMENTS // max(1, box.num_elements))
+        for first in range(0, len(names), at_once):
+            some = names[first : first + at_once]
+            tensors = [shards[name].local.detach() for name in some]
+            values = torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
+            found |= zip(some, block_maxima(values, shape[0], box.offset[0]), strict=True)
+    return found
 
 
 def _rounding(

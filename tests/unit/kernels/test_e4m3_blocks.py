@@ -115,6 +115,12 @@ def test_maxima_are_those_of_the_blocks(rows: int, columns: int, seed: int) -> N
             assert maxima[row, column] == block.abs().max()
 
 
+def test_several_weights_have_the_maxima_of_each() -> None:
+    several = torch.stack([weights(seed, 70, 200) for seed in range(3)])
+    each = [block_maxima(weight, 300, 100) for weight in several]
+    assert torch.equal(block_maxima(several, 300, 100), torch.stack(each))
+
+
 @given(st.integers(1, 300), st.integers(1, 200), st.integers(1, 9), st.integers(0, 99))
 @settings(deadline=None, max_examples=25)
 def test_any_division_of_the_rows_gives_the_same_codes(
