@@ -83,17 +83,19 @@ def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
     Raises: as `tensors_in`; ConfigError for weights in 8 bits without scales of their blocks.
     """
     found = tensors_in(weight_files(folder), (*DTYPES, CODES, POWERS))
-    coded = {key: one for key, one in found.items() if one.dtype == CODES}
-    scales = {key: found.pop(scale_name(key), None) for key in coded}
-    for key, one in coded.items():
-        own = scales[key]
-        if own is None or len(one.shape) != 2 or own.shape != scales_shape(one.shape):
-            raise ConfigError(
-                f"{one.path} holds {key} in 8 bits, and not {scale_name(key)} with a scale for "
-                "each block of 128 x 128"
-            )
-        found[key] = one._replace(scales=own)
+    for key in [key for key, one in found.items() if one.dtype == CODES]:
+        found[key] = _with_scales(found[key], found.pop(scale_name(key), None))
     return found
+
+
+def _with_scales(codes: StoredTensor, scales: StoredTensor | None) -> StoredTensor:
+    """Return a weight in block FP8. Raises: ConfigError for scales of another shape."""
+    if scales is None or len(codes.shape) != 2 or scales.shape != scales_shape(codes.shape):
+        raise ConfigError(
+            f"{codes.path} holds {codes.key} in 8 bits, and not {scale_name(codes.key)} with a "
+            "scale for each block of 128 x 128"
+        )
+    return codes._replace(scales=scales)
 
 
 def tensors_in(files: Sequence[Path], dtypes: Container[str] = DTYPES) -> dict[str, StoredTensor]:

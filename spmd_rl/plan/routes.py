@@ -121,13 +121,12 @@ def routes_of_experts(
     """Return the routes where ranks of the trainer, of engines or of both share experts."""
     sizes = (train.axes.get("ep", 1), infer.axes.get("ep", 1))
     routes = Routes.none(world_size)
-    for is_coded in (False, True):
+    for is_coded, one in ((False, dtype), (True, CODE_DTYPE)):
         others, experts = _parts(spec, *sizes, weights, is_coded)
-        of_format = CODE_DTYPE if is_coded else dtype
-        routes += push_routes(train, infer, others, of_format, world_size)
+        routes += push_routes(train, infer, others, one, world_size)
         for (part, taken), tensors in experts.items():
-            owners, takers = _copies(train, part), _copies(infer, taken)
-            routes += push_routes(train, infer, tensors, of_format, world_size, owners, takers)
+            ends = _copies(train, part), _copies(infer, taken)
+            routes += push_routes(train, infer, tensors, one, world_size, *ends)
     return routes
 
 

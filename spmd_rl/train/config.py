@@ -193,8 +193,6 @@ class TrainerConfig:
         if self.weights == "e4m3":
             backend = self.backend.kind
             require(backend == "fsdp2", "backend.kind", backend, BACKEND_OF_CODES)
-            is_merged = self.lora.merged_push
-            require(not is_merged, "lora.merged_push", is_merged, MERGED_OF_CODES)
         check_cache(self)
         if self.cache == "e4m3":
             backend = self.backend.kind
@@ -221,6 +219,9 @@ class TrainerConfig:
             offload = self.backend.offload
             require(offload == "none", "backend.offload", offload, OFFLOAD_OF_LORA)
             require(not self.freeze, "freeze", self.freeze, FREEZE_OF_LORA)
+            is_merged = self.lora.merged_push
+            fits = self.weights == "full" or not is_merged
+            require(fits, "lora.merged_push", is_merged, MERGED_OF_CODES)
 
     @property
     def adapted_base(self) -> AdaptedBase | None:

@@ -87,7 +87,8 @@ def _coded_grouped(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    columns = tl.cdiv(n, TILE_N) * OUT_PARTS
+    of_part = tl.cdiv(n, TILE_N)
+    columns = of_part * OUT_PARTS
     wait()
     num_tiles = max_tiles if ONE_TOKEN else tl.load(tiles)
     tile, column_tile = _place_of(tl.program_id(0), num_tiles, columns, GROUP)
@@ -96,32 +97,33 @@ def _coded_grouped(
     expert, row, is_row, slot = _rows_in(tile, slots, starts, tiles, max_tiles, ONE_TOKEN, TILE_M)
     if expert >= num_experts:
         return
-    part = column_tile // tl.cdiv(n, TILE_N)
-    first_column = column_tile % tl.cdiv(n, TILE_N) * TILE_N
+    part = column_tile // of_part
+    first_column = column_tile % of_part * TILE_N
     column = first_column + tl.arange(0, TILE_N)
     source = slot // PER_TOKEN if GATHERS else tl.where(is_row, row, 0)
     x_at = x + source.to(tl.int64)[:, None] * x_stride
     blocks = tl.cdiv(k, BLOCK)
-    entry, next_part = part * num_experts + expert, num_experts if GATED else 0
-    first, first_scales = _codes_of(table, scale_table, entry, ALIGNED)
-    second, second_scales = _codes_of(table, scale_table, entry + next_part, ALIGNED)
-    first_scales += first_column // BLOCK * blocks
-    second_scales += first_column // BLOCK * blocks
+    scale_row = first_column // BLOCK * blocks
+    entry = part * num_experts + expert
+    first, first_scales = _codes_of(table, scale_table, entry, scale_row, ALIGNED)
+    second, second_scales = first, first_scales
+    if GATED:
+        entry += num_experts
+        second, second_scales = _codes_of(table, scale_table, entry, scale_row, ALIGNED)
     total = tl.zeros((TILE_N, TILE_M), tl.float32)
     up_total = total
     scale, up_scale = tl.load(first_scales), tl.load(second_scales)
     for start in range(0, k, TILE_K):
         # the scales of the next step are on their way while this one multiplies
-        following = min((start + TILE_K) // BLOCK, blocks - 1)
-        next_scale = tl.load(first_scales + following)
-        next_up_scale = tl.load(second_scales + following) if GATED else next_scale
+        next_scale = _after(first_scales, start, blocks, TILE_K, BLOCK)
+        next_up_scale = _after(second_scales, start, blocks, TILE_K, BLOCK) if GATED else next_scale
         step = start + tl.arange(0, TILE_K)
-        rows = tl.trans(_rows_of(x_at, 0, step, k, is_row, EVEN_K))
-        codes = _code_tile(first, column, step, n, k, EVEN_N and EVEN_K)
-        total = tl.dot(_decoded(codes, scale), rows, total)
+        rows = _rows_of(x_at, 0, step, k, is_row, EVEN_K)
+        total = _add_product(total, first, scale, rows, column, step, n, k, EVEN_N and EVEN_K)
         if GATED:
-            codes = _code_tile(second, column, step, n, k, EVEN_N and EVEN_K)
-            up_total = tl.dot(_decoded(codes, up_scale), rows, up_total)
+            up_total = _add_product(
+                up_total, second, up_scale, rows, column, step, n, k, EVEN_N and EVEN_K
+            )
         scale, up_scale = next_scale, next_up_scale
     if GATED:
         total = _gated(total, up_total, out.dtype.element_ty)
@@ -133,19 +135,25 @@ def _coded_grouped(
 
 
 @triton.jit
-def _codes_of(table, scale_table, entry, ALIGNED: tl.constexpr) -> tl.tuple:
-    """Return the pointers to an expert's codes and to their scales."""
-    codes = tl.load(table + entry).to(tl.pointer_type(tl.uint8))
-    scales = tl.load(scale_table + entry).to(tl.pointer_type(tl.float32))
-    return tl.multiple_of(codes, 16) if ALIGNED else codes, scales
+def _after(scales, start, blocks, TILE_K: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """Return the scale of the step after that at `start`; of the last one any."""
+    return tl.load(scales + min((start + TILE_K) // BLOCK, blocks - 1))
 
 
 @triton.jit
-def _code_tile(codes, column, step, n, k, EVEN: tl.constexpr) -> tl.tensor:
-    """Return a tile of codes [N, K]; beyond the weight they stand for zero."""
+def _codes_of(table, scale_table, entry, scale_row, ALIGNED: tl.constexpr) -> tl.tuple:
+    """Return the pointers to an expert's codes, and to the scales of a row of blocks."""
+    codes = tl.load(table + entry).to(tl.pointer_type(tl.uint8))
+    scales = tl.load(scale_table + entry).to(tl.pointer_type(tl.float32))
+    return tl.multiple_of(codes, 16) if ALIGNED else codes, scales + scale_row
+
+
+@triton.jit
+def _add_product(total, codes, scale, rows, column, step, n, k, EVEN: tl.constexpr) -> tl.tensor:
+    """Add the product of a tile of codes [N, K]; beyond the weight they stand for zero."""
     at = codes + column[:, None] * k + step[None, :]
     if EVEN:
         tile = tl.load(at)
     else:
         tile = tl.load(at, mask=(column < n)[:, None] & (step < k)[None, :], other=0)
-    return tile
+    return tl.dot(_decoded(tile, scale), tl.trans(rows), total)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from spmd_rl.errors import ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
@@ -172,7 +173,8 @@ class NativeEngine:
     def contract(self) -> dict[str, str | int]:
         facts = self.model.contract(self.device, self.sizes.dtype, self.cfg.attention_split)
         if self.model.lora.rank and not self._base_fact:
-            self._base_fact = base_fact(self._base_digests())
+            base = {name: one.local for name, one in self._weights(pushed=False).items()}
+            self._base_fact = base_fact(_base_digests(base, self.sizes.dtype))
         return facts | self._base_fact | weights_fact(self.cfg.weights)
 
     def stats(self) -> dict[str, int]:
@@ -198,16 +200,6 @@ class NativeEngine:
                 if (not has_adapters or is_adapter(name)) == pushed
             }
         )
-
-    def _base_digests(self) -> dict[str, int]:
-        """Return the digests of the base; where it is codes, those of what they stand for."""
-        base = {name: one.local for name, one in self._weights(pushed=False).items()}
-        names = [name for name, one in base.items() if one.dtype == CODE]
-        codes = {name: BlockCodes(base.pop(name), base.pop(scale_name(name))) for name in names}
-        found = digest(LocalTensors.whole(base))
-        for name, one in codes.items():  # one at a time, as they are twice as large
-            found |= digest(LocalTensors.whole({name: whole(one, self.sizes.dtype)}))
-        return found
 
     def _begin_push(self) -> None:
         self._memory.begin_push(changes_slab=not self.model.lora.rank)
@@ -330,3 +322,13 @@ def check_logprobs(
         name = prompt_name(table.uid[row])
         where = f"{name}, sample {table.index[row]}, response token {position}"
         raise SpmdError(f"weights version {version} give NaN logits: {where}")
+
+
+def _base_digests(base: dict[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
+    """Return the digests of a base in `dtype`; where it is codes, of what they stand for."""
+    coded = [name for name, one in base.items() if one.dtype == CODE]
+    codes = {name: BlockCodes(base.pop(name), base.pop(scale_name(name))) for name in coded}
+    found = digest(LocalTensors.whole(base))
+    for name, one in codes.items():  # one at a time, as they are twice as large
+        found |= digest(LocalTensors.whole({name: whole(one, dtype)}))
+    return found

@@ -107,17 +107,18 @@ class Fsdp2(ShardedModel):
         self._exact_norm_group = group if cfg.deterministic and spec.num_experts else None
         self.optimizer = self._built(cfg, rules, group)
         self._weights = cfg.weights
-        self._coded = CodedMasters(self._coded_parts(spec, group), scorer.model)
+        self._coded = self._coded_masters(group)
 
-    def _coded_parts(self, spec: ModelSpec, group: ProcessGroup) -> Iterator[SharedMasters]:
-        """Yield the master weights that compute as codes, by the ranks that shard them."""
-        coded, experts = coded_shapes(spec, self._weights), self._experts
+    def _coded_masters(self, group: ProcessGroup) -> CodedMasters:
+        """Return the master weights that compute as codes, by the ranks that shard them."""
+        coded, experts = coded_shapes(self.scorer.model.spec, self._weights), self._experts
         names = (self.local.keys() - self.base) & coded.keys()
         own = frozenset[str]() if experts is None else experts.own
-        yield SharedMasters(self.shards_of(sorted(names - own)), group, self._dtype)
+        parts = [SharedMasters(self.shards_of(sorted(names - own)), group, self._dtype)]
         if experts is not None:
             of_own = self.shards_of(sorted(names & own))
-            yield SharedMasters(of_own, experts.mesh.get_group(), torch.float32)
+            parts.append(SharedMasters(of_own, experts.mesh.get_group(), torch.float32))
+        return CodedMasters(parts, self.scorer.model)
 
     def _hold(self, cfg: TrainerConfig) -> None:
         """Say which tensors lie in which region of the memory."""
