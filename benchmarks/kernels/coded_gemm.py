@@ -69,13 +69,17 @@ def measure(name: str, n: int, k: int) -> list[Row]:
 def possible_tiles(m: int) -> list[CodedTile]:
     """Return tiles for m rows of x that fit into shared memory."""
     heights = [height for height in (16, 32, 64, 128) if height >= min(m, 128)][:2]
+    tall = [max(heights[0], 64)]
     found = []
-    for height, width, step, warps in itertools.product(heights, (64, 128), (64, 128), (4, 8)):
+    for height, width, step, warps, x_first in (
+        *itertools.product(heights, (64, 128), (64, 128), (4, 8), (False,)),
+        *itertools.product(tall, (16, 32, 64, 128), (64, 128), (4,), (True,)),
+    ):
         bytes_of_stage = width * step + 2 * height * step
         for stages in (3, 4, 6, 8, 12):
             rest = 2 * width * step  # the decoded tile
             if stages * bytes_of_stage + rest <= SHARED_BYTES:
-                found.append(CodedTile(height, width, step, warps, stages))
+                found.append(CodedTile(height, width, step, warps, stages, x_first))
     return found
 
 

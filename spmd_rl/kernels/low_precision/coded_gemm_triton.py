@@ -2,8 +2,8 @@
 
 Codes are decoded in registers, so that they alone move through memory. The tensor cores get the
 bfloat16 numbers that codes stand for, in one ascending chain over K, as in `linear/triton_gemm.py`.
-So the bits are those of a product with the decoded weight. The decoded tile is the first operand,
-which wgmma takes from registers.
+So the bits are those of a product with the decoded weight. Either the decoded tile is the first
+operand, which wgmma takes from registers, or x is. Then a tile may have few rows of the weight.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -29,7 +29,8 @@ SHIFT = tl.constexpr(_SHIFT)
 class CodedTile(NamedTuple):
     """Sizes of a program: `m` rows of x, `n` rows of the weight and `k` of K in a step.
 
-    `n` and `k` divide a block, so that a step has one scale.
+    `n` and `k` divide a block, so that a step has one scale. The first operand has 64 rows or more:
+    it is the weight, or with `x_first` x, whose missing rows are zeros.
     """
 
     m: int
@@ -37,6 +38,7 @@ class CodedTile(NamedTuple):
     k: int
     warps: int
     stages: int
+    x_first: bool = False
 
 
 def coded_matmul_into(
@@ -53,14 +55,15 @@ def coded_matmul_into(
         TensorDescriptor.from_tensor(x, [tile.m, tile.k]),
         TensorDescriptor.from_tensor(codes, [tile.n, tile.k]),
         weight.scales, out if bias is None else bias, out, m, n, k, out.stride(0),
-        bias is not None, tile.m, tile.n, tile.k, BLOCK,
+        bias is not None, tile.x_first, tile.m, tile.n, tile.k, BLOCK,
         num_warps=tile.warps, num_stages=tile.stages, **overlapping(),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["m"])
 def _coded_matmul(
-    x, codes, scales, bias, out, m, n, k, out_stride, HAS_BIAS: tl.constexpr,
+    x, codes, scales, bias, out, m, n, k, out_stride,
+    HAS_BIAS: tl.constexpr, X_FIRST: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     tiles_m = tl.cdiv(m, TILE_M)
@@ -69,15 +72,21 @@ def _coded_matmul(
     blocks = tl.cdiv(k, BLOCK)
     row_scales = scales + first_column // BLOCK * blocks
     wait()
-    total = tl.zeros((TILE_N, TILE_M), tl.float32)
+    total = tl.zeros((TILE_M, TILE_N) if X_FIRST else (TILE_N, TILE_M), tl.float32)
     scale = tl.load(row_scales)
     for start in range(0, k, TILE_K):
         # the scale of the next step is on its way while this one multiplies
         following = min((start + TILE_K) // BLOCK, blocks - 1)
         next_scale = tl.load(row_scales + following)
         values = _decoded(codes.load([first_column, start]), scale)
-        total = tl.dot(values, tl.trans(x.load([first_row, start])), total)
+        rows = x.load([first_row, start])
+        if X_FIRST:
+            total = tl.dot(rows, tl.trans(values), total)
+        else:
+            total = tl.dot(values, tl.trans(rows), total)
         scale = next_scale
+    if X_FIRST:
+        total = tl.trans(total)
     column, row = first_column + tl.arange(0, TILE_N), first_row + tl.arange(0, TILE_M)
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[:, None]

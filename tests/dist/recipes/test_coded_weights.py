@@ -73,8 +73,6 @@ def test_adapters_learn_beside_a_base_in_8_bits(run: Any, tmp_path: Path, family
     check_proof(ended, 3)
     facts = json.loads((ended.folder / "contract.json").read_text())["train->infer"][0]["facts"]
     assert facts["weights"].startswith("e4m3") and facts["base_weights"]
-    full = run("grpo", *words, "--steps=1", name="full")
-    assert drawn(ended, 1) != drawn(full, 1)
     assert ended.metrics[2]["train/kl"] > 0
 
 

@@ -25,6 +25,10 @@ if torch.cuda.is_available():
     from spmd_rl.kernels.low_precision.coded_gemm_triton import CodedTile, coded_matmul_into
     from spmd_rl.kernels.low_precision.rounding_triton import decode_on_gpu
 
+    X_FIRST = {
+        CodedTile(m, n, k, 4, 4, True) for m in (64, 128) for n in (16, 32, 64) for k in (64, 128)
+    }
+
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = pytest.mark.skipif(not HOPPER, reason="the kernel needs wgmma of Hopper")
 NUM_ROWS = (1, 2, 7, 8, 15, 16, 17, 32, 33, 64, 65, 100, 128, 129, 200, 256, 257, 1000)
@@ -133,7 +137,7 @@ def test_every_tile_has_the_same_bits(rows, unequal) -> None:
     weight = weight_of(n, k)
     x = rows("normal", 100, k)
     expected = linear(x, decode_on_gpu(weight))
-    for tile in {tile for pair in TILES.values() for tile in pair}:
+    for tile in {tile for pair in TILES.values() for tile in pair} | X_FIRST:
         out = x.new_empty(100, n)
         coded_matmul_into(out, x, weight, None, tile)
         assert unequal(out, expected) == 0, tile

@@ -14,10 +14,14 @@ from spmd_rl.kernels.low_precision.block_codes import BLOCK
 from spmd_rl.kernels.low_precision.coded_dispatch import TILES, WIDE, choose_coded_tile
 from spmd_rl.kernels.low_precision.coded_gemm_triton import CodedTile
 from spmd_rl.kernels.low_precision.e4m3_blocks import quantised
-from tests.unit.kernels.compiled import instructions, ptx_of
+from tests.unit.kernels.compiled import instructions, ptx_of, spilled_bytes
 
 WGMMA_ROWS, WGMMA_K = 64, 16
 ALL_TILES = sorted({tile for pair in TILES.values() for tile in pair})
+
+
+# x as the first operand, with few rows of the weight
+X_FIRST = [CodedTile(64, 16, 128, 4, 8, True), CodedTile(128, 32, 64, 4, 6, True)]
 
 
 def product_ptx(tile: CodedTile) -> str:
@@ -30,19 +34,21 @@ def product_ptx(tile: CodedTile) -> str:
     )
 
 
-@pytest.mark.parametrize("tile", ALL_TILES, ids=str)
+@pytest.mark.parametrize("tile", [*ALL_TILES, *X_FIRST], ids=str)
 def test_a_step_is_one_chain_of_wgmma(tile: CodedTile) -> None:
     """mma.sync would take its steps of K from codes in another order."""
     found = instructions(ptx := product_ptx(tile))
     chains = re.findall(r"wgmma\.mma_async\S*k16\.f32\.bf16\.bf16", ptx)
-    height = tile.n if tile.warps == 4 else tile.n // 2  # of a group of four warps
+    rows = tile.m if tile.x_first else tile.n  # of the first operand
+    height = rows if tile.warps == 4 else rows // 2  # of a group of four warps
     each = max(height // WGMMA_ROWS, 1)
     assert len(chains) == tile.k // WGMMA_K * each
     assert not any(name.startswith("mma.sync") for name in found)
     assert not any(name.startswith(("add.f32", "add.rn.f32", "fma.rn.f32")) for name in found)
+    assert spilled_bytes(ptx) == 0
 
 
-@pytest.mark.parametrize("tile", ALL_TILES, ids=str)
+@pytest.mark.parametrize("tile", [*ALL_TILES, *X_FIRST], ids=str)
 def test_a_step_has_one_scale_and_one_multiplication_for_two_codes(tile: CodedTile) -> None:
     assert BLOCK % tile.n == 0 and BLOCK % tile.k == 0
     found = instructions(product_ptx(tile))

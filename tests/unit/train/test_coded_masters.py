@@ -170,6 +170,21 @@ def test_a_reference_like_the_trainer_has_its_weights() -> None:
     assert FrozenConfig.like(TrainerConfig(weights="e4m3")).weights == "e4m3"
 
 
+def test_the_base_beside_adapters_is_what_its_codes_stand_for(new_trainer: NewTrainer) -> None:
+    whole = masters(new_trainer())
+    trainer = new_trainer(weights="e4m3", lora=LoraConfig(rank=2))
+    base = trainer.backend.local
+    for name, expected in rounded_of(whole, trainer).items():
+        assert torch.equal(base[name], expected), name
+    coded = coded_names(trainer)
+    assert not any(torch.equal(base[name], whole[name]) for name in coded)
+    before = scores_of(trainer, make_batch(0))
+    trainer.train_step(make_batch(0), grpo_loss)
+    assert not np.array_equal(scores_of(trainer, make_batch(0)), before)
+    assert all(torch.equal(base[name], rounded_of(whole, trainer)[name]) for name in coded)
+    assert not coded & pushed(trainer).keys()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
