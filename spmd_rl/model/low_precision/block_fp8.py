@@ -6,10 +6,11 @@ A weight is e4m3 codes, and beside it are scales of its blocks of 128 x 128. con
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.json_fields import Fields
+from spmd_rl.model.json_fields import Fields, read_object
 from spmd_rl.model.spec import HEAD, ModelSpec
 
 CONFIG_KEY = "quantization_config"
@@ -27,6 +28,15 @@ def check_quantization(config: Fields) -> None:
         raise ConfigError(
             f"{config.where}: {CONFIG_KEY} is set, and of quantized models those with quant_method "
             '"fp8", fmt "e4m3" and weight_block_size [128, 128] are read'
+        )
+
+
+def refuse_for_sglang(folder: str | Path) -> None:
+    """Raise a ConfigError for a folder in block FP8, whose weights SGLang keeps in 8 bits."""
+    if read_object(Path(folder) / "config.json").get(CONFIG_KEY):
+        raise ConfigError(
+            f"{folder} is in block FP8, and SGLang would keep its weights in 8 bits, where a push "
+            'brings whole ones: set engine.kind = "native"'
         )
 
 

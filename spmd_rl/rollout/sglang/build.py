@@ -16,6 +16,7 @@ from spmd_rl.errors import LostRankError, ResidencyError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.private_folder import PrivateFolder
 from spmd_rl.model.layers.route_shape import RouteShape
+from spmd_rl.model.low_precision.block_fp8 import refuse_for_sglang
 from spmd_rl.model.read import read_spec
 from spmd_rl.offload.ledger import as_size
 from spmd_rl.rollout.interpreter import Interpreter
@@ -148,6 +149,7 @@ def start(
     """Start a child, and do not wait for it. Raises: ConfigError, before anything starts."""
     site, interpreter = check_options(cfg), Interpreter.of(cfg.python)
     spec, dtype = read_spec(folder), dtype_of(cfg.dtype, device)
+    refuse_for_sglang(folder)
     if records_routes:
         RouteShape.required(spec)
         check_routes(site)

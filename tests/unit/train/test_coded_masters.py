@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from torch import Tensor
 
 from spmd_rl.algo.losses import grpo_loss
@@ -19,6 +20,7 @@ from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.low_precision.coded_tensors import hold_codes
 from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
 from spmd_rl.model.network import CausalLM
+from spmd_rl.train.checkpoint.export import export_saved
 from spmd_rl.train.config import FrozenConfig, TrainerConfig
 from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.trainer import Trainer
@@ -159,6 +161,29 @@ def test_a_resumed_trainer_has_the_same_codes(new_trainer: NewTrainer, tmp_path:
         torch.equal(one.view(torch.uint8), pushed(second)[name].view(torch.uint8))
         for name, one in pushed(first).items()
     )
+
+
+def test_an_export_in_8_bits_has_the_codes_of_a_push(
+    new_trainer: NewTrainer, tmp_path: Path
+) -> None:
+    trainer = new_trainer(weights="e4m3")
+    trainer.train_step(make_batch(0), grpo_loss)
+    trainer.save(str(tmp_path / "saved"))
+    trainer.wait_until_saved()
+    export_saved(tmp_path / "saved", trainer.model, tmp_path / "hf", torch.float8_e4m3fn)
+    stored, codes = load_file(tmp_path / "hf" / "model.safetensors"), pushed(trainer)
+    assert stored.keys() == codes.keys()
+    for name in coded_names(trainer):
+        assert torch.equal(stored[name].view(torch.uint8), codes[name].view(torch.uint8))
+        assert torch.equal(stored[scale_name(name)], codes[scale_name(name)])
+
+
+def test_adapters_are_not_exported_in_8_bits(new_trainer: NewTrainer, tmp_path: Path) -> None:
+    trainer = new_trainer(weights="e4m3", lora=LoraConfig(rank=2))
+    trainer.save(str(tmp_path / "saved"))
+    trainer.wait_until_saved()
+    with pytest.raises(ConfigError, match="adapters, which are not written in 8 bits"):
+        export_saved(tmp_path / "saved", trainer.model, tmp_path / "hf", torch.float8_e4m3fn)
 
 
 def test_the_contract_names_the_format(new_trainer: NewTrainer) -> None:

@@ -12,9 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.rendezvous import rendezvous
 
 from spmd_rl.errors import ConfigError, LostRankError, SpmdError
+from spmd_rl.model.hf import random_weights, save_folder
+from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.interpreter import Interpreter, meeting_environment
 from spmd_rl.rollout.sglang.build import build, start
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
@@ -208,6 +211,13 @@ def test_a_thread_cannot_start_a_child(folder: Path, site: Path) -> None:
 def test_the_rank_never_imports_sglang(new_engine: Callable[..., SglangEngine]) -> None:
     new_engine()
     assert "sglang" not in sys.modules
+
+
+def test_a_folder_in_block_fp8_is_refused(folder: Path, site: Path, tmp_path: Path) -> None:
+    like = tmp_path / "fp8"
+    save_folder(like, folder, random_weights(read_spec(folder), 0), torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match="is in block FP8, and SGLang"):
+        build(SglangEngineConfig(python=str(site)), str(like), CPU)
 
 
 def test_options_are_checked_before_a_child_starts(
