@@ -7,9 +7,9 @@ A split is one `RoleSplit` per role. Its `ranks` read:
     "2-5"   ranks two to five, both included
 
 The axis `dp` replicates the model and `fsdp` shards it; data is split over both. Along `tp`, `pp`
-and `cp`, ranks share the work on the same data, as a trainer of Megatron-core does (axes.py). The
-ranks of an SGLang engine share it along `tp`. Along `ep`, ranks of a trainer share experts, and so
-do those of native engines.
+and `cp`, ranks share the work on the same data, as a trainer of Megatron-core does (axes.py); one
+of FSDP2 has `cp` alone of these. The ranks of an SGLang engine share it along `tp`. Along `ep`,
+ranks of a trainer share experts, and so do those of native engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from spmd_rl.config.schema import KEYS
@@ -42,7 +42,7 @@ class RoleSplit:
     # shards of a trainer's model, among which data is split too; 0: all ranks that the other axes
     # leave
     fsdp: int = 0
-    # tp, pp and cp are those of a trainer of Megatron-core; an SGLang engine has tp:
+    # tp and pp are those of a trainer of Megatron-core; an SGLang engine has tp:
     tp: int = 1  # ranks that share each matrix
     pp: int = 1  # stages of a pipeline, each with some of the layers
     cp: int = 1  # ranks that share the tokens of each sequence
@@ -93,6 +93,13 @@ class Placement:
     def data_size(self) -> int:
         """The number of shards that data is split into."""
         return self.axes["dp"] * self.axes["fsdp"]
+
+    @property
+    def of_shards(self) -> Placement:
+        """The placement as FSDP2 sees it for weights: ranks along cp have shards of their own."""
+        cp = self.axes.get("cp", 1)
+        others = {axis: size for axis, size in self.axes.items() if axis != "cp"}
+        return replace(self, axes=others | {"fsdp": self.axes["fsdp"] * cp})
 
     def data_rank(self, rank: int) -> int:
         """Return the shard of `rank`; ranks that differ only in pp, cp and tp share it."""

@@ -14,10 +14,12 @@ from spmd_rl.errors import ContractError
 from spmd_rl.kernels import (
     PackedAttention,
     Scores,
+    TokenAttention,
     candidate_logprobs,
     head_logprobs,
     token_scores,
 )
+from spmd_rl.kernels.attention.shared_tokens import SharedAttention, SharedTokens
 from spmd_rl.kernels.vocab.kept_sets import KeptSets
 from spmd_rl.model.network import CausalLM
 
@@ -26,7 +28,8 @@ class ScoredTokens(Protocol):
     """Packed sequences, and the tokens of them to score.
 
     `rows` are the positions whose hidden state predicts a token of `targets`. `kept` has the sets
-    over which tokens are scored; None is the whole vocabulary.
+    over which tokens are scored; None is the whole vocabulary. With `shared`, they are this rank's
+    rows of sequences that other ranks share.
     Shape: tokens, positions [T]; lengths, prefixes [P] on the host; rows, targets, inv_temperature
     [M].
     """
@@ -56,6 +59,9 @@ class ScoredTokens(Protocol):
     def kept(self) -> KeptSets | None: ...
 
     @property
+    def shared(self) -> SharedTokens | None: ...
+
+    @property
     def num_scored(self) -> int: ...
 
 
@@ -70,13 +76,15 @@ def hidden_states(model: CausalLM, batch: ScoredTokens, attention_split: int) ->
 
     Shape: [T, C].
     """
-    attend = PackedAttention(
+    attend: TokenAttention = PackedAttention(
         batch.lengths,
         device=batch.tokens.device,
         prefixes=batch.prefixes,
         split=attention_split,
         exponents=model.exponents,
     )
+    if batch.shared is not None:
+        attend = SharedAttention(attend, batch.shared)
     hidden: Tensor = model(batch.tokens, batch.positions, attend)
     return hidden
 

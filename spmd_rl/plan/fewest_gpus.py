@@ -12,12 +12,21 @@ from functools import cached_property
 from math import inf
 
 from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.mesh.split import RoleSplit
 from spmd_rl.offload.ledger import Ledger, as_size
 from spmd_rl.plan.concurrency import longest_sequence
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.resolve import RunPlan, resolve
-from spmd_rl.plan.roles import INFER
-from spmd_rl.plan.savings import LEAST_MICRO_BATCH, MICRO_BATCH, Flags, layouts, savers
+from spmd_rl.plan.roles import INFER, TRAIN
+from spmd_rl.plan.savings import (
+    LEAST_MICRO_BATCH,
+    MICRO_BATCH,
+    SEQUENCES,
+    Flags,
+    key_of,
+    layouts,
+    savers,
+)
 
 WORLDS = tuple(2**power for power in range(14))  # 1 to 8,192
 GPUS_PER_HOST = 8
@@ -115,7 +124,7 @@ class Search:
     def _micro_batch(self) -> int:
         """The least size of a micro-batch that saves memory and holds every sequence; 0: none."""
         needs = RunNeeds.of(self.configure(()))
-        least = max(LEAST_MICRO_BATCH, longest_sequence(needs))
+        least = max(LEAST_MICRO_BATCH, -(-longest_sequence(needs) // _num_sharing(needs)))
         return least if needs.trainer is not None and needs.trainer.max_tokens > least else 0
 
     def _attempt(self, flags: Flags, world_size: int) -> Attempt | None:
@@ -124,6 +133,8 @@ class Search:
             needs = RunNeeds.of(self.configure(flags))
             if world_size > 1 and _needs_one_shard(needs):
                 return None
+            if _num_sharing(needs) == 1 and any(key_of(flag) == SEQUENCES for flag in flags):
+                return None  # Megatron-core would share sequences with other bits
             cfg = self.configure((*flags, *_with_longest(needs)))
             plan = resolve(cfg, world_size, self.room.gpu_bytes)
         except (ConfigError, PlanError) as error:
@@ -203,10 +214,17 @@ def why_none(tried: list[Attempt], room: Room) -> str:
 
 def _with_longest(needs: RunNeeds) -> Flags:
     """Return the flags with which micro-batches are counted with room for the longest sequence."""
-    longest = longest_sequence(needs)
+    longest = -(-longest_sequence(needs) // _num_sharing(needs))
     if needs.trainer is None or needs.trainer.max_tokens >= longest:
         return ()
     return (MICRO_BATCH.format(longest),)
+
+
+def _num_sharing(needs: RunNeeds) -> int:
+    """Return how many ranks of FSDP2 share the tokens of a sequence."""
+    train = getattr(needs.split, TRAIN, None)
+    is_fsdp2 = needs.trainer is not None and needs.trainer.backend.kind == "fsdp2"
+    return train.cp if is_fsdp2 and isinstance(train, RoleSplit) else 1
 
 
 def _needs_one_shard(needs: RunNeeds) -> bool:

@@ -138,7 +138,7 @@ class MemoryModel:
             and train is not None
             # the base beside adapters
             and {"base", "pushed_base"}.isdisjoint(item.tag for item in self.memory[TRAIN])
-            and train.axes["fsdp"] == 1
+            and train.of_shards.axes["fsdp"] == 1
             and any(role.name == TRAIN and role.holds_whole_tensors for role in self.roles)
             and set(engine.placement.ranks) <= set(train.ranks)
         )
@@ -169,10 +169,10 @@ def _connections(roles: Sequence[PlannedRole]) -> tuple[int, int]:
 
     Roles on the same ranks and axes share their connections.
     """
-    placed = {_key(role.placement): role.placement.axes for role in roles if role.has_mesh}
+    placed = {_key(role.placement): role.placement for role in roles if role.has_mesh}
     exchanging = {_key(role.placement) for role in roles if role.exchanges}
-    num_rings = sum(size > 1 for axes in placed.values() for size in axes.values())
-    return num_rings, sum(placed[key]["fsdp"] - 1 for key in exchanging)
+    num_rings = sum(size > 1 for one in placed.values() for size in one.axes.values())
+    return num_rings, sum(placed[key].of_shards.axes["fsdp"] - 1 for key in exchanging)
 
 
 def _key(placement: Placement) -> tuple[tuple[int, ...], ...]:

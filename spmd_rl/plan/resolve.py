@@ -250,6 +250,8 @@ def _push_routes(
     trainer, engine = needs.trainer, needs.engine
     if train is None or infer is None or trainer is None or engine is None:
         return Routes.none(world_size)
+    if trainer.backend.kind == "fsdp2":
+        train = train.of_shards
     shapes, tp = trainer.lora.of_engine.trained_shapes(spec), infer.axes["tp"]
     dtype, ep = dtype_on_gpu(engine), train.axes.get("ep", 1)
     if infer.axes.get("ep", 1) > 1 or (ep > 1 and train.size == train.data_size):

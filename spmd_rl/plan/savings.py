@@ -1,9 +1,9 @@
 """Settings that save memory on a GPU, in the order of what they cost.
 
 First come layouts: engines that share their experts, or that divide their weights over several
-ranks, and a trainer that divides its experts or its matrices. The native engine goes before SGLang,
-whose log-probs have other bits. Within a layout, settings of the trainer follow by their cost in
-speed. What a recipe does not have, or what does not go with another setting, is refused when it is
+ranks, and a trainer that divides its experts, its sequences or its matrices. The native engine goes
+before SGLang, whose log-probs have other bits. Within a layout, settings of the trainer follow by
+their cost in speed. What a recipe does not have, or what does not go with another setting, is refused when it is
 tried.
 """
 
@@ -38,6 +38,7 @@ SAVERS: tuple[Flags, ...] = (
     (MICRO_BATCH, MOMENTS, *FULL),
     (MICRO_BATCH, MASTER, ALL, ACTIVATIONS),
 )
+SEQUENCES = "split.train.cp"
 EXPERT_SIZES = (2, 4, 8, 16, 32, 64, 128)
 MATRIX_SIZES = (2, 4, 8)  # ranks of one host
 
@@ -75,7 +76,9 @@ def _layouts(world_size: int) -> Iterator[Flags]:
     engines: list[Flags] = [()]
     parts = [size for size in EXPERT_SIZES if world_size % size == 0]
     trainers: list[Flags] = [(), *((f"--split.train.ep={size}",) for size in parts)]
-    for size in (size for size in MATRIX_SIZES if world_size % size == 0):
+    sizes = [size for size in MATRIX_SIZES if world_size % size == 0]
+    trainers += [(f"--{SEQUENCES}={size}",) for size in sizes]
+    for size in sizes:
         other_bits = "--run.exact=false"
         engines.append(("--engine.kind=sglang", other_bits, f"--split.infer.tp={size}"))
         sequence = "--trainer.backend.sequence_parallel=true"

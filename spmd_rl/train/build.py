@@ -10,7 +10,9 @@ from torch import Tensor
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
+from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.mesh.shards_mesh import shards_mesh
 from spmd_rl.model.hf import model_weights, random_adapters, random_weights
 from spmd_rl.model.low_precision.coded_cache import kv_exponents
 from spmd_rl.model.low_precision.coded_tensors import as_rounded
@@ -22,9 +24,10 @@ from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.model.value_head import ValueModel, ValueScorer
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
+from spmd_rl.train.fsdp2.axes import check_axes
 from spmd_rl.train.fsdp2.backend import Fsdp2
-from spmd_rl.train.fsdp2.expert_axis import check_expert_axis
 from spmd_rl.train.fsdp2.expert_shards import ExpertShards
+from spmd_rl.train.fsdp2.sequence_shards import SequenceShards
 from spmd_rl.train.fsdp2.sharded_model import ShardedModel
 from spmd_rl.train.learner import Learner
 
@@ -46,13 +49,17 @@ def build_fsdp2(
     """
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
     spec = _spec(folder)
-    check_expert_axis(cfg, context.placement, spec)
+    check_axes(cfg, context.placement, spec)
     if cfg.lora.rank and head == "value":
         raise ConfigError(NO_VALUE_HEAD)
-    experts = None
-    if context.placement.axes.get("ep", 1) > 1:
+    experts, sequences = None, None
+    cp = size_of(context.placement.axes, "cp")
+    if size_of(context.placement.axes, "ep") > 1:
         experts = ExpertShards(context, fsdp2_settings(cfg).ep_dispatcher)
-    backend = Fsdp2(spec, context.mesh, cfg, context.device, head, memory, experts)
+    if cp > 1:
+        sequences = SequenceShards(context.axis_group(("cp",)))
+    mesh = shards_mesh(context)
+    backend = Fsdp2(spec, mesh, cfg, context.device, head, memory, experts, sequences)
     weights = first_weights(cfg, folder, head, backend.local)
     if cfg.lora.rank:  # the base never changes, so it is rounded once
         backend.fill(as_rounded(weights, spec, cfg.weights))
@@ -60,7 +67,8 @@ def build_fsdp2(
         backend.note_base(context)
     else:
         backend.fill(weights)
-    return Learner(backend, context, cfg)
+    # a rank has its share of a micro-batch alone
+    return Learner(backend, context, replace(cfg, max_tokens=cp * cfg.max_tokens))
 
 
 def build_frozen(

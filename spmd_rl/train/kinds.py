@@ -16,7 +16,7 @@ from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig, megatron_settings
 from spmd_rl.train.cost.memory import dtype_on_gpu, fsdp2_memory
-from spmd_rl.train.fsdp2.expert_axis import check_expert_axis
+from spmd_rl.train.fsdp2.axes import check_axes
 from spmd_rl.train.megatron.config import MegatronConfig, check_layout
 from spmd_rl.train.megatron.memory import megatron_memory
 
@@ -42,7 +42,7 @@ class BackendKind:
 
 
 def _check_fsdp2_axes(cfg: TrainerConfig, placement: Placement, model: str) -> None:
-    check_expert_axis(cfg, placement, read_spec(model) if model else None)
+    check_axes(cfg, placement, read_spec(model) if model else None)
 
 
 def _build_fsdp2(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.errors import ContractError
+from spmd_rl.kernels.attention.shared_tokens import SharedTokens
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.kernels.vocab.kept_sets import KeptSets
 from spmd_rl.train import shared_prefix
@@ -26,6 +27,18 @@ from spmd_rl.types.columns import offsets_of
 from spmd_rl.types.kept_sets import NO_SET, set_ends
 from spmd_rl.types.partition import balanced_partition
 from spmd_rl.types.routes import EXPERT_IDS, of_rows
+
+# fields of a micro-batch with an entry for each scored token
+OF_SCORED = (
+    "rows",
+    "targets",
+    "sequence",
+    "inv_temperature",
+    "weight",
+    "advantages",
+    "rollout_logprobs",
+    "versions",
+)
 
 
 def num_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
@@ -61,7 +74,8 @@ class MicroBatch:
     `rows` are the positions whose hidden state predicts a token of the mask. `versions` are those
     of the weights that drew the tokens. `kept` has the sets that log-probs are taken over, or is
     None for the whole vocabulary. `experts` are the recorded routes of all tokens, or None
-    (types/routes.py).
+    (types/routes.py). With `shared`, it is a rank's part of another one: `tokens`, `positions` and
+    `experts` are of its own rows, and so is all that is scored (fsdp2/sequence_shards.py).
     Shape: tokens, positions [T] int64; lengths, prefixes [P] on the host, as in `PackedLayout`;
     rows, targets, sequence [M] int64; inv_temperature, weight, advantages, rollout_logprobs [M]
     fp32; versions [M] int32; columns [M] or [M, K], those of the batch; experts [T, W].
@@ -83,10 +97,25 @@ class MicroBatch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     kept: KeptSets | None = None
     experts: Tensor | None = None
+    shared: SharedTokens | None = None
 
     @property
     def num_scored(self) -> int:
         return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens among the rows; the rest is padding."""
+        return len(self.tokens) if self.shared is None else self.shared.num_own
+
+    def scored(self, chosen: Tensor) -> MicroBatch:
+        """Return a micro-batch that scores some of the tokens. Shape: chosen [m] int64."""
+        return replace(
+            self,
+            columns={name: column[chosen] for name, column in self.columns.items()},
+            kept=self.kept and self.kept.select(chosen),
+            **{name: getattr(self, name)[chosen] for name in OF_SCORED},
+        )
 
 
 def lay_out(batch: Batch, device: torch.device, whole: bool = False) -> MicroBatch:
@@ -200,19 +229,15 @@ def _no_experts(batch: Batch, device: torch.device) -> Tensor | None:
 
 def without_scores(micro: MicroBatch) -> MicroBatch:
     """Return an empty micro-batch beside `micro`: its first token, and nothing to score."""
-    scored = ("rows", "targets", "sequence", "inv_temperature", "weight", "advantages")
-    nothing = {name: getattr(micro, name)[:0] for name in (*scored, "rollout_logprobs", "versions")}
     return replace(
-        micro,
+        micro.scored(micro.rows[:0]),
         tokens=micro.tokens[:1],
         positions=micro.positions[:1],
         lengths=np.ones(1, np.int32),
         prefixes=np.full(1, -1, np.int32),
         num_sequences=0,
-        columns={name: column[:0] for name, column in micro.columns.items()},
         kept=None,
         experts=None if micro.experts is None else micro.experts[:1],
-        **nothing,
     )
 
 

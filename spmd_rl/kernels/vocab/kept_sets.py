@@ -39,6 +39,10 @@ class KeptSets:
     starts: Tensor
     stops: Tensor
 
+    def select(self, rows: Tensor) -> KeptSets:
+        """Return the sets of some tokens. Shape: rows [R] int64."""
+        return KeptSets(self.data, self.starts[rows], self.stops[rows])
+
     def words(self, rows: slice, vocab: int) -> Tensor:
         """Return the sets of some tokens; an empty set is the whole vocabulary.
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import prod
 from typing import Protocol
 
+from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.offload.ledger import TagBytes
@@ -21,6 +22,7 @@ from spmd_rl.train.cost.activation_memory import (
     forward_bytes,
 )
 from spmd_rl.train.cost.adapter_memory import adapter_sizes, merge_bytes, num_adapted
+from spmd_rl.train.cost.exchange_memory import exchanging
 from spmd_rl.train.cost.expert_memory import split_step_sizes
 from spmd_rl.train.cost.step_memory import StepSizes, step_memory
 from spmd_rl.train.optimizer.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
@@ -52,7 +54,7 @@ def fsdp2_memory(
     step = step_memory(step_sizes(spec, cfg, placement, head), offload)
     if not cfg.lora.rank:
         return step
-    num_shards = placement.axes["fsdp"]
+    num_shards = placement.of_shards.axes["fsdp"]
     base = -(-spec.num_parameters // num_shards) * ITEM_BYTES[dtype_on_gpu(cfg)]
     if not cfg.lora.merged_push:
         return [TagBytes("base", base, "save", changes=False), *step]
@@ -72,6 +74,9 @@ def step_sizes(
     spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head = "lm"
 ) -> StepSizes:
     """Return what a trainer of FSDP2 has of each class on one of its ranks, and on the host."""
+    if (cp := size_of(placement.axes, "cp")) > 1:
+        sizes = step_sizes(spec, cfg, placement.of_shards, head)
+        return replace(sizes, activations=_activations(spec, cfg, head, cp))
     num_shards = placement.axes["fsdp"]
     element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
     if cfg.lora.rank:
@@ -174,12 +179,13 @@ def frozen_memory(
     ]
 
 
-def _activations(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> Activations:
+def _activations(spec: ModelSpec, cfg: TrainerConfig, head: Head, cp: int = 1) -> Activations:
+    """Return what a micro-batch keeps on one of `cp` ranks that share its tokens."""
     settings = fsdp2_settings(cfg)
     offloads, recompute = settings.offload_activations, settings.recompute
     keeps_slopes = dtype_on_gpu(cfg) != "float32" and recompute != "all"
     return activations(
-        [block.cost() for block in spec.blocks],
+        [block.cost() if cp == 1 else exchanging(block) for block in spec.blocks],
         spec.hidden_size,
         _head_shape(spec, cfg, head, keeps_slopes),
         num_tokens=cfg.max_tokens,

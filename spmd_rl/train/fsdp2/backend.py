@@ -44,6 +44,7 @@ from spmd_rl.train.fsdp2.determinism import require_deterministic, sum_gradients
 from spmd_rl.train.fsdp2.exact_norm import exact_square_norm
 from spmd_rl.train.fsdp2.expert_shards import ExpertShards
 from spmd_rl.train.fsdp2.merged_source import MergedSource
+from spmd_rl.train.fsdp2.sequence_shards import SequenceShards
 from spmd_rl.train.fsdp2.sharded_model import ShardedModel
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.train.optimizer.optimizers import ShardOptimizer, build_optimizer
@@ -70,6 +71,7 @@ class Fsdp2(ShardedModel):
         head: Head = "lm",
         memory: RoleMemory | None = None,
         experts: ExpertShards | None = None,
+        sequences: SequenceShards | None = None,
     ) -> None:
         dtype = getattr(torch, cfg.dtype)
         if cfg.deterministic:
@@ -99,6 +101,7 @@ class Fsdp2(ShardedModel):
             base,
             partial(self._allocating, cfg),
             experts,
+            sequences,
         )
         self._hold(cfg)
         sum_gradients(self.units, cfg.deterministic)

@@ -7,23 +7,19 @@ ranks that have the same block are those along `edp`. They shard it.
 from __future__ import annotations
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.mesh.axes import DATA
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.layers.expert_shares import check_shares
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 
-AXES = (*DATA, "ep")
 DEEP_EP_SIZES = (2, 4, 8)  # ranks of a host between which DeepEP has kernels
-ADVICE = 'a trainer with trainer.backend.kind = "megatron" has this one too'
 
 
 def check_expert_axis(cfg: TrainerConfig, placement: Placement, spec: ModelSpec | None) -> None:
-    """Raise a ConfigError or PlanError for axes that FSDP2 does not have with these settings.
+    """Raise a ConfigError where ranks cannot share experts with these settings.
 
     `spec` is None where the model is not known.
     """
-    placement.require_axes("FSDP2", AXES, ADVICE)
     ep = placement.axes.get("ep", 1)
     if ep == 1:
         return

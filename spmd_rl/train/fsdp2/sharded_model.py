@@ -38,6 +38,7 @@ from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.value_head import ValueScorer
 from spmd_rl.train.backend import Outputs, State, Visit, VisitTop
 from spmd_rl.train.fsdp2.expert_shards import ExpertShards
+from spmd_rl.train.fsdp2.sequence_shards import SequenceShards
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.ends import WeightSource
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
@@ -55,7 +56,8 @@ class ShardedModel:
     `state`, `source` and `names` leave them out. FSDP leaves them alone where there is one shard,
     for it would hold them twice. Every rank has the fixed parameters whole. `allocating` is entered
     to allocate the base, and to allocate the rest; its arguments say which, and how many bytes each
-    tensor takes. With `experts`, a rank has its own of these alone.
+    tensor takes. With `experts`, a rank has its own of these alone; with `sequences`, its own rows of
+    each micro-batch.
     """
 
     gradients = "fsdp2"
@@ -73,6 +75,7 @@ class ShardedModel:
         base: Collection[str] = (),
         allocating: Allocating = lambda is_base, sizes: nullcontext(),
         experts: ExpertShards | None = None,
+        sequences: SequenceShards | None = None,
     ) -> None:
         spec = scorer.model.spec
         backend_of(spec, dtype, device, scorer.attention_split)  # refuses what cannot run
@@ -87,6 +90,7 @@ class ShardedModel:
         self.base_fact: dict[str, str | int] = {}
         self._fixed = spec.fixed_names()
         self._experts = experts
+        self._sequences = sequences
         self._shapes = {name: tuple(one.shape) for name, one in scorer.model.named_parameters()}
         if experts is not None:
             experts.split(scorer.model)
@@ -167,10 +171,23 @@ class ShardedModel:
             raise ContractError(f"k = {num_top}: the model has {vocab_size} tokens to choose from")
         with torch.no_grad(), self._gathering():
             for number, micro in enumerate(micros):
-                self._prepare_mixtures(micro)
-                visit(number, self.scorer.top_logprobs(micro, num_top))
+                visit(number, self._top_logprobs(micro, num_top))
+
+    def _top_logprobs(self, micro: MicroBatch, num_top: int) -> tuple[Tensor, Tensor]:
+        part = None if self._sequences is None else self._sequences.part(micro)
+        rows = micro if part is None else part.micro
+        self._prepare_mixtures(rows)
+        ids, logprobs = cast(Scorer, self.scorer).top_logprobs(rows, num_top)
+        return (ids, logprobs) if part is None else (part.joined(ids), part.joined(logprobs))
 
     def _outputs(self, micro: MicroBatch, needs: Needs) -> Outputs:
+        """Return the outputs of a micro-batch, the same on all ranks that share its tokens."""
+        if self._sequences is None:
+            return self._outputs_of_rows(micro, needs)
+        part = self._sequences.part(micro)
+        return part.outputs(self._outputs_of_rows(part.micro, needs))
+
+    def _outputs_of_rows(self, micro: MicroBatch, needs: Needs) -> Outputs:
         loads, replay = self._prepare_mixtures(micro)
         if isinstance(self.scorer, ValueScorer):
             return Outputs(values=self.scorer(micro), loads=loads)
@@ -182,7 +199,7 @@ class ShardedModel:
 
     def _prepare_mixtures(self, micro: MicroBatch) -> tuple[ExpertLoads | None, RouteReplay | None]:
         """Have mixtures count their loads, and replay the recorded routes of a micro-batch."""
-        loads = ExpertLoads(len(micro.tokens), self.balances) if self._mixtures else None
+        loads = ExpertLoads(micro.num_tokens, self.balances) if self._mixtures else None
         replay = None
         if self.replays is not None and micro.experts is not None:
             replay = RouteReplay(micro.experts, self.replays.num_layers)

@@ -31,7 +31,7 @@ class ScoredRows:
 
     def select(self, rows: Tensor) -> ScoredRows:
         """Return some of them."""
-        kept = self.kept and KeptSets(self.kept.data, self.kept.starts[rows], self.kept.stops[rows])
+        kept = self.kept and self.kept.select(rows)
         candidates = None if self.candidates is None else self.candidates[rows]
         return ScoredRows(self.targets[rows], self.inv_temperature[rows], candidates, kept)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.moe import deep_ep_buffer
 from spmd_rl.kernels.moe.deep_ep_buffer import VERSION, check_deep_ep
 from spmd_rl.mesh.split import RoleSplit, plan_split
@@ -52,8 +52,6 @@ def test_experts_that_cannot_be_shared_are_named() -> None:
         check(TrainerConfig(), ep=4)
     with pytest.raises(ConfigError, match="ep = 2: the model has no experts to share"):
         check(TrainerConfig(), DENSE, ep=2)
-    with pytest.raises(PlanError, match="tp = 2: FSDP2 has the axes dp, fsdp and ep alone"):
-        check(TrainerConfig(), tp=2)
 
 
 def test_deep_ep_between_other_numbers_of_ranks_is_refused() -> None:

@@ -1,0 +1,36 @@
+"""The axis cp of FSDP2: what goes with it, before a run. No torch.
+
+Its ranks share the tokens of each sequence, and in attention the heads.
+"""
+
+from __future__ import annotations
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.mesh.split import Placement
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.train.config import TrainerConfig
+
+
+def check_sequence_axis(cfg: TrainerConfig, placement: Placement, spec: ModelSpec | None) -> None:
+    """Raise a ConfigError where the ranks along cp cannot share the heads of a model.
+
+    `spec` is None where the model is not known.
+    """
+    cp = placement.axes.get("cp", 1)
+    if cp == 1:
+        return
+    at = f"split.{placement.name}.cp = {cp}"
+    if cfg.router_aux_loss_coef:
+        raise ConfigError(
+            f"{at} does not go with trainer.router_aux_loss_coef = {cfg.router_aux_loss_coef:g}: "
+            "that loss needs all tokens of a sequence on one rank"
+        )
+    for block in () if spec is None else spec.distinct_blocks():
+        cache = block.cache()
+        if cache is None:
+            continue
+        if not cache.queries_per_key:
+            raise ConfigError(f"{at}: a layer of the model has no heads that ranks could share")
+        num_heads = cache.arrays[0][0]
+        if num_heads % cp:
+            raise ConfigError(f"{at} does not divide the {num_heads} key-value heads of a layer")
