@@ -3,8 +3,8 @@
 First come layouts: engines that share their experts, or that divide their weights over several
 ranks, and a trainer that divides its experts, its sequences or its matrices. The native engine goes
 before SGLang, whose log-probs have other bits. Within a layout, settings of the trainer follow by
-their cost in speed. What a recipe does not have, or what does not go with another setting, is refused when it is
-tried.
+their cost in speed. What a recipe does not have, or what does not go with another setting, is
+refused when it is tried.
 """
 
 from __future__ import annotations

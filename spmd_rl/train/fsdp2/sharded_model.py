@@ -56,8 +56,8 @@ class ShardedModel:
     `state`, `source` and `names` leave them out. FSDP leaves them alone where there is one shard,
     for it would hold them twice. Every rank has the fixed parameters whole. `allocating` is entered
     to allocate the base, and to allocate the rest; its arguments say which, and how many bytes each
-    tensor takes. With `experts`, a rank has its own of these alone; with `sequences`, its own rows of
-    each micro-batch.
+    tensor takes. With `experts`, a rank has its own of these alone. With `sequences`, it computes
+    its own rows of each micro-batch.
     """
 
     gradients = "fsdp2"
