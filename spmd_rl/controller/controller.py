@@ -80,7 +80,7 @@ class Controller:
             raise PlanError(f"two roles cannot both be called '{name}': give spawn a name")
         planned = {**self._planned.get(on.name, {}), "sleep": self._sleepers.role_sleep(name)}
         value = pack((cfg, *Constructor(role).arguments(settings, planned)))
-        handle = Handle(name, role, on, self._dispatcher)
+        handle = Handle(name, role, on, self._dispatcher, role.num_data_parts(cfg))
         self._sleepers.make_room(on)
         answers = self._build(Spawn(name, name_of(role), on, name_of(type(cfg))), value)
         self._handles[name] = handle

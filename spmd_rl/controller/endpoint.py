@@ -47,6 +47,14 @@ class Role:
         self.cfg = cfg
         self.context = context
 
+    @classmethod
+    def num_data_parts(cls, cfg: Any) -> int:
+        """Return how many parts of `Sharded` data the ranks have together; 0: one for each shard.
+
+        Data that has a method `shard(num_shards, num_parts)` is cut so. Other data is not.
+        """
+        return 0
+
     def live_counts(self) -> Mapping[str, int]:
         """Return what this rank counts now, for whoever watches the run, by name.
 
@@ -235,12 +243,16 @@ class Signature:
 
         return by_position
 
-    def scatter(self, arguments: tuple[Any, ...], num_shards: int) -> list[tuple[Any, ...]]:
-        """Return the arguments of each shard."""
+    def scatter(
+        self, arguments: tuple[Any, ...], num_shards: int, num_parts: int = 0
+    ) -> list[tuple[Any, ...]]:
+        """Return the arguments of each shard; see `shard`."""
         columns = []
         for index, is_sharded in enumerate(self._is_sharded):
             value = arguments[index]
-            columns.append(shard(value, num_shards) if is_sharded else [value] * num_shards)
+            columns.append(
+                shard(value, num_shards, num_parts) if is_sharded else [value] * num_shards
+            )
         return list(zip(*columns))  # noqa: B905  all have `num_shards` items
 
     def gather(self, parts: list[Any]) -> Any:
@@ -256,14 +268,14 @@ class Signature:
             ) from error
 
 
-def shard(value: Any, num_shards: int) -> list[Any]:
+def shard(value: Any, num_shards: int, num_parts: int = 0) -> list[Any]:
     """Cut a list, tuple or array into contiguous, nearly equal parts; another class may define
-    `shard(n)`.
+    `shard(n)`. With `num_parts` it is `shard(n, num_parts)`.
     """
     if isinstance(value, _SLICED):
         return [value[part] for part in _slices(len(value), num_shards)]
     if hasattr(value, "shard"):
-        parts = list(value.shard(num_shards))
+        parts = list(value.shard(num_shards, *([num_parts] if num_parts else ())))
         if len(parts) != num_shards:
             raise ContractError(
                 f"{type(value).__name__}.shard({num_shards}) gave {len(parts)} parts"

@@ -19,6 +19,7 @@ from spmd_rl.controller.pending import Pending, StartedCall
 from spmd_rl.controller.routing import Route, ShardBalancer
 from spmd_rl.controller.turns.join import STEP_AXES
 from spmd_rl.errors import ContractError
+from spmd_rl.mesh.axes import DATA
 from spmd_rl.mesh.split import Placement
 from spmd_rl.offload.phases import ALL, Tags
 
@@ -33,9 +34,15 @@ class Handle:
     """
 
     def __init__(
-        self, name: str, role: type[Role], placement: Placement, dispatcher: Dispatcher
+        self,
+        name: str,
+        role: type[Role],
+        placement: Placement,
+        dispatcher: Dispatcher,
+        num_parts: int = 0,
     ) -> None:
         self.name = name
+        self.num_parts = num_parts  # of Sharded data, on all ranks; 0: one for each shard
         self.placement = placement
         self.capabilities = capabilities(role)
         self.memory_tags: Tags = getattr(role, "MEMORY_TAGS", ALL)
@@ -48,6 +55,14 @@ class Handle:
         self.endpoints = {
             key: RemoteEndpoint(self, endpoint) for key, endpoint in endpoints(role).items()
         }
+
+    @property
+    def saved_axes(self) -> dict[str, int]:
+        """What the order of sums over ranks follows from, as a checkpoint keeps it."""
+        axes = dict(self.placement.axes)
+        if not self.num_parts:
+            return axes
+        return {name: axes[name] for name in axes if name not in DATA} | {"parts": self.num_parts}
 
     def __getattr__(self, name: str) -> RemoteEndpoint:
         if name.startswith("_") or name not in self.endpoints:
@@ -133,7 +148,7 @@ class RemoteEndpoint(BoundEndpoint[..., Any]):
         if not self._signature.scatters:
             return [(ranks, pack(arguments, outgoing))]
         shards = self._handle.shards
-        scattered = self._signature.scatter(arguments, len(shards))
+        scattered = self._signature.scatter(arguments, len(shards), self._handle.num_parts)
         parts = zip(shards, scattered)  # noqa: B905
         return [(ranks, pack(part, outgoing)) for ranks, part in parts]
 

@@ -40,6 +40,7 @@ class Batch:
     recipe adds, as float32 or int32. They ride to `LossInput.columns`. `kept` holds the
     `Sample.kept` of each sequence, for its last tokens; it is empty where nothing was filtered.
     `unit` consecutive sequences are never split over ranks or micro-batches: 2 for pairs.
+    `part_sizes` says of a shard how many sequences each of its parts has, where it has several.
 
     Shape: `tokens`, `mask`, `weight`, `advantages`, `rollout_logprobs`, `versions` are [T];
     `lengths`, `temperature`, `index`, `kept` are [N]; `columns` are [T] or [T, K].
@@ -58,6 +59,7 @@ class Batch:
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     kept: list[NDArray[np.uint8]] = field(default_factory=list)
     unit: int = 1
+    part_sizes: tuple[int, ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -87,6 +89,7 @@ class Batch:
             columns={name: of_tokens(column) for name, column in self.columns.items()},
             kept=[self.kept[row] for row in rows.tolist()] if self.kept else [],
             unit=self.unit,
+            part_sizes=selection.part_sizes,
         )
 
     def with_columns(self, **columns: NDArray[Any] | TokenValues) -> Batch:
@@ -111,22 +114,36 @@ class Batch:
                 )
         return replace(self, columns=self.columns | arrays)
 
-    def shard(self, num_shards: int) -> list[Batch]:
+    def shard(self, num_shards: int, num_parts: int = 0) -> list[Batch]:
         """Split into `num_shards` batches of nearly equal token count; some may be empty.
+
+        With `num_parts`, each shard consists of some of the shards that there would be of so many:
+        shard r has those with the numbers r, r + num_shards and so on.
 
         The arrays of the shards are read-only, and so are those of the batch from now on. A batch
         with more columns, or with others, has the same arrays in its shards as this one elsewhere:
         so each crosses to a rank once (controller/channel/shared_arrays.py).
         """
         layouts = _layouts(self.lengths)
-        selections = layouts.get((num_shards, self.unit))
-        if selections is None:
-            parts = balanced_partition(self.unit_lengths().tolist(), num_shards)
-            selections = layouts[num_shards, self.unit] = [
-                _Selection(self.lengths, np.asarray(self.sequences_of(part), np.int64), keeps=True)
-                for part in parts
+        key = num_shards, num_parts, self.unit
+        if key not in layouts:
+            found = balanced_partition(self.unit_lengths().tolist(), num_parts or num_shards)
+            parts = [self.sequences_of(units) for units in found]
+            layouts[key] = [
+                _Selection.of_parts(self.lengths, parts[first::num_shards])
+                for first in range(num_shards)
             ]
-        return [self._select(selection) for selection in selections]
+        return [self._select(selection) for selection in layouts[key]]
+
+    def parts(self) -> list[Batch]:
+        """Return the parts of a shard, which is one part where nothing else is said."""
+        if not self.part_sizes:
+            return [self]
+        ends = np.cumsum(self.part_sizes)
+        return [
+            self.select(np.arange(end - size, end))
+            for size, end in zip(self.part_sizes, ends, strict=True)
+        ]
 
     def unit_lengths(self) -> NDArray[np.int32]:
         """Return how many tokens each unit has: sequences that are never split apart."""
@@ -150,12 +167,25 @@ class _Selection:
     """
 
     def __init__(
-        self, lengths: NDArray[np.int32], rows: NDArray[np.int64], *, keeps: bool = False
+        self,
+        lengths: NDArray[np.int32],
+        rows: NDArray[np.int64],
+        part_sizes: tuple[int, ...] = (),
+        *,
+        keeps: bool = False,
     ) -> None:
         self.rows = rows
+        self.part_sizes = part_sizes
         self._lengths_id = id(lengths)
         self._entries = entry_indices(lengths, rows)
         self._kept: dict[int, tuple[NDArray[Any], NDArray[Any]]] | None = {} if keeps else None
+
+    @classmethod
+    def of_parts(cls, lengths: NDArray[np.int32], parts: list[list[int]]) -> _Selection:
+        """Return a selection that keeps its arrays, of sequences that consist of some parts."""
+        rows = np.array([row for part in parts for row in part], np.int64)
+        sizes = tuple(map(len, parts)) if len(parts) > 1 else ()
+        return cls(lengths, rows, sizes, keeps=True)
 
     def of_sequences(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return the sequences' part of an array of [N]."""
@@ -177,7 +207,7 @@ class _Selection:
         return self._kept[id(values)][1]
 
 
-_Layouts = dict[tuple[int, int], list[_Selection]]  # by number of shards and unit
+_Layouts = dict[tuple[int, int, int], list[_Selection]]  # by numbers of shards and parts, and unit
 _known: dict[int, tuple[weakref.ref[Any], _Layouts]] = {}  # by id of the lengths
 
 

@@ -266,7 +266,7 @@ def _add_parts(state: CheckpointState, target: Path, parts: Mapping[str, Checkpo
     """Add each part to a checkpoint's state, and save those that write a folder of their own."""
     for name, part in parts.items():
         if isinstance(part, Handle):
-            state.roles[name] = dict(part.placement.axes)
+            state.roles[name] = part.saved_axes
         elif isinstance(part, FolderPart):
             state.stored.append(name)
             part.save(str(target / name))

@@ -247,7 +247,7 @@ class StepLoop:
         handles = {name: part for name, part in self._parts.items() if isinstance(part, Handle)}
         differences = []
         for name, handle in handles.items():
-            now = handle.placement.axes
+            now = handle.saved_axes
             saved = state.roles.get(name, now)
             if saved != now:
                 differences.append(f"{name} from {_axes_text(saved)} to {_axes_text(now)}")
