@@ -44,9 +44,13 @@ class BatchRunner:
                 problem = f"{length} tokens are more than the model's {limit} positions"
                 raise DataError(f"batch, sequence {index}", problem)
 
-    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """Return the micro-batches of a shard: as many as the rank that needs most has."""
-        return self._laid_out(batch, self._sequences_by_micro_batch(batch))
+    def micro_batches(self, parts: Sequence[Batch]) -> list[MicroBatch]:
+        """Return the micro-batches of each part of a shard, one part after the other.
+
+        Each has as many as the part that needs most, on any rank.
+        """
+        count = self._most_micro_batches(parts)
+        return [micro for one in parts for micro in self._laid_out(one, _split(one, count))]
 
     def score(self, batch: Batch) -> TokenValues:
         """Return the log-probs of the shard's tokens."""
@@ -95,7 +99,7 @@ class BatchRunner:
         each.
         Shape: tensors are [M] or [M, K], arrays [T] or [T, K].
         """
-        parts = self._sequences_by_micro_batch(batch)
+        parts = _split(batch, self._most_micro_batches([batch]))
         found: dict[int, list[NDArray[np.float32]]] = {}
 
         def visit(number: int, tensors: Tensors) -> None:
@@ -130,12 +134,18 @@ class BatchRunner:
         backend, batch = self.backend, self._with_replayed(batch)
         return [lay_out(batch.select(part), backend.device, backend.packs_whole) for part in parts]
 
-    def _sequences_by_micro_batch(self, batch: Batch) -> list[list[int]]:
-        """Return this rank's sequences by micro-batch: as many as the rank that needs most."""
-        lengths = batch.unit_lengths().tolist()
-        needed = max(num_micro_batches(lengths, self._max_tokens), 1)
-        parts = split_sequences(lengths, self._context.all_reduce_max(needed))
-        return [batch.sequences_of(part) for part in parts]
+    def _most_micro_batches(self, parts: Sequence[Batch]) -> int:
+        """Return how many the part that needs most has, on any rank. Ranks: all of the role."""
+        numbers = [
+            num_micro_batches(one.unit_lengths().tolist(), self._max_tokens) for one in parts
+        ]
+        return self._context.all_reduce_max(max(*numbers, 1))
+
+
+def _split(batch: Batch, count: int) -> list[list[int]]:
+    """Return the sequences of each of `count` micro-batches."""
+    parts = split_sequences(batch.unit_lengths().tolist(), count)
+    return [batch.sequences_of(part) for part in parts]
 
 
 def logprobs_of(outputs: Outputs) -> Tensor:

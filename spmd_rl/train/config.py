@@ -38,6 +38,7 @@ BACKEND_OF_CACHE = (
     "'fsdp2' with cache = 'e4m3': Megatron-core does not round the keys and values of its attention"
 )
 MERGED_OF_CODES = "false with weights = 'e4m3': merged weights would be rounded once more"
+KIND_OF_PARTS = "'adamw' or 'muon' with data_parts: moments in 8 bits depend on a rank's shard"
 BACKEND_OF_BALANCE = "'fsdp2' with router_aux_loss_coef: Megatron-core is not given that loss"
 FREEZE_OF_LORA = "() with lora.rank: lora.targets says what is trained"
 RECOMPUTE_TO_OFFLOAD = (
@@ -167,6 +168,9 @@ class TrainerConfig:
     save_optimizer: bool = True
     # the same weights and batch give the same bits; on GPUs, at some cost in speed
     deterministic: bool = False
+    # parts of a batch whose gradients are summed in a fixed order, beside `deterministic`: numbers
+    # of ranks that divide it give the same bits (docs/resume.md); 0: a part for each rank
+    data_parts: int = 0
     backend: Fsdp2Config | MegatronConfig = field(default_factory=Fsdp2Config)
 
     def __post_init__(self) -> None:
@@ -190,6 +194,7 @@ class TrainerConfig:
         require(are_betas, "betas", self.betas, "two numbers in [0, 1)")
         _require_split(self.attention_split)
         self._check_lora()
+        self._check_parts()
         if self.weights == "e4m3":
             backend = self.backend.kind
             require(backend == "fsdp2", "backend.kind", backend, BACKEND_OF_CODES)
@@ -222,6 +227,15 @@ class TrainerConfig:
             is_merged = self.lora.merged_push
             fits = self.weights == "full" or not is_merged
             require(fits, "lora.merged_push", is_merged, MERGED_OF_CODES)
+
+    def _check_parts(self) -> None:
+        """Raise a ConfigError for settings that a fixed number of parts does not go with."""
+        require(self.data_parts >= 0, "data_parts", self.data_parts, "0 (off) or more")
+        if self.data_parts:
+            kind, backend = self.optimizer.kind, self.backend.kind
+            require(self.deterministic, "deterministic", self.deterministic, "true with data_parts")
+            require(backend == "fsdp2", "backend.kind", backend, "'fsdp2' with data_parts")
+            require(kind != "adamw8bit", "optimizer.kind", kind, KIND_OF_PARTS)
 
     @property
     def adapted_base(self) -> AdaptedBase | None:

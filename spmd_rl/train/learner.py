@@ -11,6 +11,7 @@ for bit, with what the engine recorded.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import NoReturn
@@ -67,7 +68,7 @@ class Learner:
         """
         start = time.perf_counter()
         self._loads = LoadTally()
-        minibatches = [self.runner.micro_batches(part) for part in self._minibatches(batch)]
+        minibatches = [self.runner.micro_batches(parts) for parts in self._minibatches(batch)]
         scale = len(minibatches) / batch.denominator
         with deterministic(self.cfg.deterministic):
             old_logprobs = self._old_logprobs(minibatches)
@@ -103,15 +104,23 @@ class Learner:
             old.append(scored)
         return old
 
-    def _minibatches(self, batch: Batch) -> list[Batch]:
-        """Return equally many minibatches on every rank, at most as many as the largest shard has
-        sequences: each has some to learn from.
+    def _minibatches(self, batch: Batch) -> list[Sequence[Batch]]:
+        """Return equally many minibatches on every rank, each as its share of each part of the
+        shard. There are at most as many as the largest part has sequences: each has some to learn
+        from.
         """
-        count = self.cfg.minibatches
+        parts, count = batch.parts(), self.cfg.minibatches
+        if self.cfg.data_parts and len(parts) * self.context.data_size != self.cfg.data_parts:
+            raise ContractError(
+                f"a shard has {len(parts)} parts of the batch, but trainer.data_parts = "
+                f"{self.cfg.data_parts}: cut the batch with shard({self.context.data_size}, "
+                f"{self.cfg.data_parts})"
+            )
         if count > 1:
-            count = max(1, min(count, self.context.all_reduce_max(len(batch.unit_lengths()))))
-        parts = split_sequences(batch.unit_lengths().tolist(), count)
-        return [batch.select(batch.sequences_of(part)) for part in parts]
+            most = max(len(part.unit_lengths()) for part in parts)
+            count = max(1, min(count, self.context.all_reduce_max(most)))
+        split = [_minibatches_of(part, count) for part in parts]
+        return list(zip(*split, strict=True))
 
     def _optimize(
         self, micros: list[MicroBatch], old_logprobs: list[Tensor | None], step: _Step
@@ -241,6 +250,11 @@ class Learner:
         if peak := peak_flops(device, self.cfg.dtype):
             speed["perf/mfu"] = float(flops / (total_s * peak))
         return speed
+
+
+def _minibatches_of(part: Batch, count: int) -> list[Batch]:
+    shares = split_sequences(part.unit_lengths().tolist(), count)
+    return [part.select(part.sequences_of(share)) for share in shares]
 
 
 @dataclass(frozen=True)

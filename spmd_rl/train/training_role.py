@@ -81,6 +81,10 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
         spec = read_spec(model)
         return kind_of(cfg, cls.HEAD).memory(spec, cfg, placement, cls.HEAD)
 
+    @classmethod
+    def num_data_parts(cls, cfg: TrainerConfig) -> int:
+        return cfg.data_parts
+
     @collective
     def train_step(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.axes import DATA
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.spec import ModelSpec
@@ -19,5 +20,16 @@ def check_axes(cfg: TrainerConfig, placement: Placement, spec: ModelSpec | None)
     `spec` is None where the model is not known.
     """
     placement.require_axes("FSDP2", AXES, ADVICE)
+    _check_parts(cfg.data_parts, placement)
     check_sequence_axis(cfg, placement, spec)
     check_expert_axis(cfg, placement, spec)
+
+
+def _check_parts(num_parts: int, placement: Placement) -> None:
+    """Raise a ConfigError where the ranks cannot have equally many parts in a tree of sums."""
+    ranks = placement.data_size
+    if num_parts and (num_parts % ranks or (ranks != num_parts and ranks & (ranks - 1))):
+        raise ConfigError(
+            f"trainer.data_parts = {num_parts}: the data is split over {ranks} ranks of "
+            f"'{placement.name}', which must be as many or a power of two that divides it"
+        )

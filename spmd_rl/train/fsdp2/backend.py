@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
-from typing import Any, Literal, cast
+from math import prod
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from spmd_rl.train.backend import LossOf, State
 from spmd_rl.train.balance import has_balance
 from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 from spmd_rl.train.cost.flops import train_flops
+from spmd_rl.train.fsdp2.accumulation import Accumulation, discard_unreduced
 from spmd_rl.train.fsdp2.activation_offload import ActivationOffload
 from spmd_rl.train.fsdp2.coded_masters import CodedMasters, SharedMasters
 from spmd_rl.train.fsdp2.coded_source import CodedSource
@@ -48,7 +50,7 @@ from spmd_rl.train.fsdp2.sequence_shards import SequenceShards
 from spmd_rl.train.fsdp2.sharded_model import ShardedModel
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.train.optimizer.optimizers import ShardOptimizer, build_optimizer
-from spmd_rl.train.optimizer.parameter_groups import UpdateRule, update_rules
+from spmd_rl.train.optimizer.parameter_groups import FP32_BYTES, UpdateRule, update_rules
 from spmd_rl.weights.ends import WeightSource
 from spmd_rl.weights.tensor_ends import do_nothing
 
@@ -105,9 +107,11 @@ class Fsdp2(ShardedModel):
         )
         self._hold(cfg)
         sum_gradients(self.units, cfg.deterministic)
+        self._accumulation = self._accumulating(cfg)
         group = mesh.get_group("fsdp")
-        # with experts, gradients have the same norm however many ranks share these
-        self._exact_norm_group = group if cfg.deterministic and spec.num_experts else None
+        # the norm is the same however many ranks share experts, or parts of the data
+        is_exact = cfg.deterministic and (spec.num_experts or cfg.data_parts)
+        self._exact_norm_group = group if is_exact else None
         self.optimizer = self._built(cfg, rules, group)
         self._weights = cfg.weights
         self._coded = self._coded_masters(group)
@@ -122,6 +126,16 @@ class Fsdp2(ShardedModel):
             of_own = self.shards_of(sorted(names & own))
             parts.append(SharedMasters(of_own, experts.mesh.get_group(), torch.float32))
         return CodedMasters(parts, self.scorer.model)
+
+    def _accumulating(self, cfg: TrainerConfig) -> Accumulation:
+        """Return the order of sums over micro-batches, for as many parts of the data as it has."""
+        at_once = self.num_shards == 1 or len(self.units) == 1
+        if cfg.data_parts:  # the order must not follow from the number of shards
+            num_bytes = FP32_BYTES * sum(map(prod, self._shapes.values()))
+            at_once = self._experts is None and fsdp2_settings(cfg).gathers_whole(num_bytes)
+        sharing = 1 if self._sequences is None else self._sequences.size
+        num_parts = max(1, cfg.data_parts * sharing // (self.num_shards * self.num_replicas))
+        return Accumulation(cast(FSDPModule, self.scorer), self.parameters, num_parts, at_once)
 
     def _hold(self, cfg: TrainerConfig) -> None:
         """Say which tensors lie in which region of the memory."""
@@ -188,17 +202,11 @@ class Fsdp2(ShardedModel):
                 raise
 
     def _accumulate(self, micros: Sequence[MicroBatch], loss_of: LossOf, needs: Needs) -> None:
-        for number, micro in enumerate(micros):
-            loss = loss_of(number, self._outputs(micro, needs))
-            if self.num_shards == 1 or len(self.units) == 1:
-                # There is one shard, or one unit: gradients are reduced, and weights freed, once a
-                # step.
-                root, is_last = cast(FSDPModule, self.scorer), number == len(micros) - 1
-                root.set_requires_gradient_sync(is_last)
-                root.set_reshard_after_backward(is_last)
-            loss.backward()
-            if self._activations is not None:
-                self._activations.finish()
+        def run(number: int) -> Tensor:
+            return loss_of(number, self._outputs(micros[number], needs))
+
+        finish = do_nothing if self._activations is None else self._activations.finish
+        self._accumulation.run(len(micros), run, finish)
 
     @contextmanager
     def base_alone(self) -> Iterator[None]:
@@ -266,7 +274,7 @@ class Fsdp2(ShardedModel):
     def discard(self) -> None:
         for parameter in (*self.parameters.values(), *self.local.values()):
             parameter.grad = None
-        _discard_unreduced(self.units)
+        discard_unreduced(self.units)
 
     def state(self) -> State:
         return {**super().state(), **self.optimizer.state()}
@@ -341,13 +349,3 @@ def _scorer(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> Scorer | ValueSc
         recomputes = fsdp2_settings(cfg).recompute == "all"
         model = CausalLM(spec, cfg.lora, kv_exponents(cfg))
         return Scorer(model, cfg.logit_rows, recomputes, cfg.attention_split)
-
-
-def _discard_unreduced(units: Sequence[FSDPModule]) -> None:
-    """Discard the gradients that FSDP keeps for a later micro-batch to reduce."""
-    for unit in units:
-        group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
-        for parameter in group.fsdp_params if group is not None else ():
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):  # it was gathered before
-                parameter._unsharded_param.grad = None

@@ -27,11 +27,12 @@ class SequenceShards:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self.size = group.size()
 
     def part(self, micro: MicroBatch) -> Part:
         """Return this rank's part of a micro-batch. The host waits for the device."""
         shared = SharedTokens(len(micro.tokens), self._group)
-        size = self._group.size()
+        size = self.size
         chosen = (micro.rows % size == self._group.rank()).nonzero()[:, 0]
         scored = micro.scored(chosen)
         own = replace(

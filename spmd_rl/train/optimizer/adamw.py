@@ -53,7 +53,10 @@ class ShardedAdamW(_ElementwiseOptimizer):
         rules: Mapping[str, UpdateRule],
         cfg: TrainerConfig,
     ) -> None:
-        options: dict[str, Any] = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "fused": True}
+        # On a CPU, the fused kernel rounds the last few elements of a shard otherwise.
+        is_fused = not cfg.data_parts or any(one.local.is_cuda for one in shards.values())
+        options: dict[str, Any] = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps}
+        options["fused"] = is_fused
         super().__init__(
             shards, lambda named: torch.optim.AdamW(torch_groups(named, rules), **options)
         )
