@@ -73,10 +73,20 @@ def num_trained_parameters(spec: ModelSpec, cfg: TrainerConfig) -> int:
 def step_sizes(
     spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head = "lm"
 ) -> StepSizes:
-    """Return what a trainer of FSDP2 has of each class on one of its ranks, and on the host."""
+    """Return what a trainer of FSDP2 has of each class on one of its ranks, and on the host.
+
+    With `data_parts`, a sum of gradients waits for its neighbour at each level of a tree.
+    """
+    sizes = _sizes(spec, cfg, placement.of_shards, head)
     if (cp := size_of(placement.axes, "cp")) > 1:
-        sizes = step_sizes(spec, cfg, placement.of_shards, head)
-        return replace(sizes, activations=_activations(spec, cfg, head, cp))
+        sizes = replace(sizes, activations=_activations(spec, cfg, head, cp))
+    num_parts = cfg.data_parts // placement.data_size
+    num_waiting = num_parts.bit_length() if num_parts > 1 else 0
+    return replace(sizes, grads=sizes.grads + num_waiting * sizes.reduced_grads)
+
+
+def _sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head) -> StepSizes:
+    """Return the sizes where each rank has whole sequences, and one part of the data."""
     num_shards = placement.axes["fsdp"]
     element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
     if cfg.lora.rank:

@@ -73,3 +73,22 @@ def test_what_a_role_returned_is_a_column() -> None:
 def test_a_column_of_another_shape_or_dtype_is_refused(column: Any, problem: str) -> None:
     with pytest.raises(ContractError, match=problem):
         make([2, 3]).with_columns(mine=column)
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+)
+def test_shards_of_a_fixed_number_of_parts_have_them_in_turn(
+    lengths: list[int], ranks: int, unit: int
+) -> None:
+    batch = make(lengths * unit, unit=unit)
+    expected = [part.index.tolist() for part in batch.shard(4)]
+    shards = batch.shard(ranks, 4)
+    found = [[part.index.tolist() for part in shard.parts()] for shard in shards]
+    assert found == [expected[rank::ranks] for rank in range(ranks)]
+    for shard in shards:
+        tokens = np.concatenate([part.tokens for part in shard.parts()])
+        assert tokens.tolist() == shard.tokens.tolist()
+        assert all(part.unit == unit and part.parts() == [part] for part in shard.parts())
