@@ -28,6 +28,7 @@ from spmd_rl.plan.routes import Routes, push_routes, routes_of_experts, whole
 from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, everything
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
 from spmd_rl.rollout.sglang.tensor_parallel import shard_boxes
+from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.cost.memory import dtype_on_gpu
 
 
@@ -246,12 +247,10 @@ def planned_settings(
 def _push_routes(
     placements: Placements, spec: ModelSpec, needs: RunNeeds, world_size: int
 ) -> Routes:
-    train, infer = placements.get(TRAIN), placements.get(INFER)
-    trainer, engine = needs.trainer, needs.engine
+    infer, trainer, engine = placements.get(INFER), needs.trainer, needs.engine
+    train = _holders(placements, trainer)
     if train is None or infer is None or trainer is None or engine is None:
         return Routes.none(world_size)
-    if trainer.backend.kind == "fsdp2":
-        train = train.of_shards
     shapes, tp = trainer.lora.of_engine.trained_shapes(spec), infer.axes["tp"]
     dtype, ep = dtype_on_gpu(engine), train.axes.get("ep", 1)
     if infer.axes.get("ep", 1) > 1 or (ep > 1 and train.size == train.data_size):
@@ -268,6 +267,13 @@ def _push_routes(
         wanted = {name: tuple(boxes[name] for boxes in ranks) for name in shapes}
         tensors = Counter((shape, wanted[name]) for name, shape in shapes.items())
     return push_routes(train, infer, tensors, dtype, world_size)
+
+
+def _holders(placements: Placements, trainer: TrainerConfig | None) -> Placement | None:
+    """Return the trainer's placement as its weights are cut."""
+    train = placements.get(TRAIN)
+    is_fsdp2 = trainer is not None and trainer.backend.kind == "fsdp2"
+    return train.of_shards if train is not None and is_fsdp2 else train
 
 
 def _axis_groups(placement: Placement) -> list[tuple[str, tuple[int, ...]]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from math import prod
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,11 +19,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels import recomputing
 from spmd_rl.model.attention import head_size
 from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.lora import is_adapter
@@ -39,12 +37,12 @@ from spmd_rl.train.balance import has_balance
 from spmd_rl.train.config import TrainerConfig, fsdp2_settings
 from spmd_rl.train.cost.flops import train_flops
 from spmd_rl.train.fsdp2.accumulation import Accumulation, discard_unreduced
-from spmd_rl.train.fsdp2.activation_offload import ActivationOffload
 from spmd_rl.train.fsdp2.coded_masters import CodedMasters, SharedMasters
 from spmd_rl.train.fsdp2.coded_source import CodedSource
 from spmd_rl.train.fsdp2.determinism import require_deterministic, sum_gradients
 from spmd_rl.train.fsdp2.exact_norm import exact_square_norm
 from spmd_rl.train.fsdp2.expert_shards import ExpertShards
+from spmd_rl.train.fsdp2.kept_activations import keep_less
 from spmd_rl.train.fsdp2.merged_source import MergedSource
 from spmd_rl.train.fsdp2.sequence_shards import SequenceShards
 from spmd_rl.train.fsdp2.sharded_model import ShardedModel
@@ -85,11 +83,7 @@ class Fsdp2(ShardedModel):
         self._is_adamw = cfg.optimizer.kind == "adamw"
         _require_one_shard(self._offload, mesh.size(1))
         scorer = _scorer(spec, cfg, head)
-        _recompute(scorer.model, settings.recompute)
-        self._activations: ActivationOffload | None = None
-        if settings.offload_activations:
-            self._activations = ActivationOffload(device, memory.reserve)
-            self._activations.wrap(scorer.model.model.layers)
+        self._activations = keep_less(scorer.model, settings, device, memory)
         base = _make_base(scorer.model, dtype) if cfg.lora.rank else frozenset[str]()
         rules = _freeze(scorer.model, cfg, mesh.size(1), base)
         reshard = False if mesh.size(1) == 1 else None
@@ -109,9 +103,7 @@ class Fsdp2(ShardedModel):
         sum_gradients(self.units, cfg.deterministic)
         self._accumulation = self._accumulating(cfg)
         group = mesh.get_group("fsdp")
-        # the norm is the same however many ranks share experts, or parts of the data
-        is_exact = cfg.deterministic and (spec.num_experts or cfg.data_parts)
-        self._exact_norm_group = group if is_exact else None
+        self._exact_norm_group = group if _has_exact_norm(spec, cfg) else None
         self.optimizer = self._built(cfg, rules, group)
         self._weights = cfg.weights
         self._coded = self._coded_masters(group)
@@ -288,6 +280,11 @@ def _square_norm(gradients: Sequence[Tensor]) -> float:
     return float(nn.utils.get_total_norm(gradients)) ** 2
 
 
+def _has_exact_norm(spec: ModelSpec, cfg: TrainerConfig) -> bool:
+    """Whether the norm is the same however many ranks share experts, or parts of the data."""
+    return cfg.deterministic and (spec.num_experts > 0 or cfg.data_parts > 0)
+
+
 def _require_one_shard(offload: str, num_shards: int) -> None:
     """Raise a ConfigError if master weights of more than one shard are to sleep."""
     if offload == "master" and num_shards > 1:
@@ -296,18 +293,6 @@ def _require_one_shard(offload: str, num_shards: int) -> None:
             "more, weights are gathered from the master weights in each step, so they must be "
             "awake; set it to 'moments'"
         )
-
-
-def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
-    """Have each layer keep for its backward pass everything, all but cheap ops, or its input alone.
-
-    The forward method is wrapped and not the module, so that parameters keep their names.
-    """
-    for layer in model.model.layers:
-        if what == "cheap":
-            layer.forward = recomputing()(layer.forward)
-        elif what == "all":
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def _tag(cfg: TrainerConfig, is_base: bool) -> str:

@@ -31,6 +31,6 @@ def check_sequence_axis(cfg: TrainerConfig, placement: Placement, spec: ModelSpe
             continue
         if not cache.queries_per_key:
             raise ConfigError(f"{at}: a layer of the model has no heads that ranks could share")
-        num_heads = cache.arrays[0][0]
-        if num_heads % cp:
-            raise ConfigError(f"{at} does not divide the {num_heads} key-value heads of a layer")
+        heads = cache.arrays[0][0]
+        if heads % cp:
+            raise ConfigError(f"{at} does not divide the {heads} key-value heads of a layer")

@@ -29,7 +29,7 @@ class SequenceShards:
         self._group = group
         self.size = group.size()
 
-    def part(self, micro: MicroBatch) -> Part:
+    def part(self, micro: MicroBatch) -> OwnRows:
         """Return this rank's part of a micro-batch. The host waits for the device."""
         shared = SharedTokens(len(micro.tokens), self._group)
         size = self.size
@@ -43,11 +43,11 @@ class SequenceShards:
             experts=None if micro.experts is None else shared.own(micro.experts),
             shared=shared,
         )
-        return Part(own, chosen, micro.num_scored, self._group)
+        return OwnRows(own, chosen, micro.num_scored, self._group)
 
 
 @dataclass(frozen=True)
-class Part:
+class OwnRows:
     """A rank's part of a micro-batch, of whose `num_scored` tokens it scores those in `chosen` [m].
 
     All ranks of the group call each method together, and wait for each other.
@@ -78,12 +78,12 @@ class _Joined(torch.autograd.Function):
     """Rows of all ranks in their places. Each rank has the gradient of all, and keeps its own."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, part: Part) -> Tensor:
-        ctx.chosen = part.chosen
-        found = own.new_zeros(part.num_scored, *own.shape[1:])
-        found[part.chosen] = own
+    def forward(ctx: Any, own: Tensor, rows: OwnRows) -> Tensor:
+        ctx.chosen = rows.chosen
+        found = own.new_zeros(rows.num_scored, *own.shape[1:])
+        found[rows.chosen] = own
         # as integers: a sum with zeros then has the same bits, also those of -0.0
-        dist.all_reduce(found.view(torch.int32), group=part.group)
+        dist.all_reduce(found.view(torch.int32), group=rows.group)
         return found
 
     @staticmethod

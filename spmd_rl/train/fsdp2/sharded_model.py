@@ -174,18 +174,18 @@ class ShardedModel:
                 visit(number, self._top_logprobs(micro, num_top))
 
     def _top_logprobs(self, micro: MicroBatch, num_top: int) -> tuple[Tensor, Tensor]:
-        part = None if self._sequences is None else self._sequences.part(micro)
-        rows = micro if part is None else part.micro
+        own = None if self._sequences is None else self._sequences.part(micro)
+        rows = micro if own is None else own.micro
         self._prepare_mixtures(rows)
         ids, logprobs = cast(Scorer, self.scorer).top_logprobs(rows, num_top)
-        return (ids, logprobs) if part is None else (part.joined(ids), part.joined(logprobs))
+        return (ids, logprobs) if own is None else (own.joined(ids), own.joined(logprobs))
 
     def _outputs(self, micro: MicroBatch, needs: Needs) -> Outputs:
         """Return the outputs of a micro-batch, the same on all ranks that share its tokens."""
         if self._sequences is None:
             return self._outputs_of_rows(micro, needs)
-        part = self._sequences.part(micro)
-        return part.outputs(self._outputs_of_rows(part.micro, needs))
+        own = self._sequences.part(micro)
+        return own.outputs(self._outputs_of_rows(own.micro, needs))
 
     def _outputs_of_rows(self, micro: MicroBatch, needs: Needs) -> Outputs:
         loads, replay = self._prepare_mixtures(micro)
@@ -220,21 +220,8 @@ class ShardedModel:
         self._free_gathered()
 
     def _end_failed_pass(self) -> None:
-        """Have FSDP forget a pass that raised, and free its gathered weights.
-
-        FSDP frees no weights of a pass that it takes for unfinished. The next pass would use them,
-        even after a load. torch 2.13 has a method for this.
-        """
-        root = self.units[-1]
-        if hasattr(root, "reset_iter_state"):
-            root.reset_iter_state()
-        else:
-            for unit in self.units:
-                state = cast(Any, unit)._get_fsdp_state()
-                state._training_state = TrainingState.IDLE
-                state._state_ctx.iter_forward_root = None
-                if state._fsdp_param_group is not None:
-                    state._fsdp_param_group._training_state = TrainingState.IDLE
+        """Have FSDP forget a pass that raised, and free its gathered weights."""
+        _forget_pass(self.units)
         self._free_gathered()
 
     def _free_gathered(self) -> None:
@@ -309,6 +296,24 @@ class ShardedModel:
 def _own(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter, the memory itself."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _forget_pass(units: Sequence[FSDPModule]) -> None:
+    """Have FSDP forget a pass that raised.
+
+    FSDP frees no weights of a pass that it takes for unfinished. The next pass would use them, even
+    after a load. torch 2.13 has a method for this.
+    """
+    root = units[-1]
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    for unit in units:
+        state = cast(Any, unit)._get_fsdp_state()
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        if state._fsdp_param_group is not None:
+            state._fsdp_param_group._training_state = TrainingState.IDLE
 
 
 def _units(scorer: Scorer | ValueScorer, gathers_whole: bool) -> list[nn.Module]:
