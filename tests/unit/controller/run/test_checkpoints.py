@@ -56,6 +56,7 @@ class SlowSaver(Handle):
     def __init__(self, word: str = "") -> None:
         self.word = word
         self.placement = Placement("trainer", (0, 1), {"dp": 1, "fsdp": 2, "tp": 1})
+        self.num_parts = 0
         self.writing: tuple[str, str] | None = None
         self.endpoints = {
             "save": LocalCall(self._save),
