@@ -282,7 +282,8 @@ def of_steps(world: World, model: Path) -> dict[str, Any]:
         if "deep_ep" in DISPATCHERS:
             report[f"ep {ep}, deep_ep"] = run(ep, "deep_ep")
             report[f"ep {ep}, deep_ep, recompute"] = run(ep, "deep_ep", recompute="all")
-    report["recompute"] = run(2, recompute="all")
+    for ep in sizes:
+        report[f"ep {ep}, recompute"] = run(ep, recompute="all")
     with rounding():
         report["control"] = run(2)
     return report

@@ -121,6 +121,26 @@ def test_gradients_of_a_head_are_those_of_float64(interpreted: Interpreted) -> N
             assert distance(one, expected) < TOLERANCE[head.weight.dtype]
 
 
+def test_recomputed_logits_give_a_head_other_gradients_in_half_precision(
+    interpreted: Interpreted,
+) -> None:
+    """So a trainer that recomputes all has another norm of gradients than one that keeps slopes.
+
+    Slopes are rounded before the loss scales them, gradients of recomputed logits after that.
+    """
+    head, fields = made_head(77, torch.float16), FIELDS[:1]
+    case, whole = head.case, head.weight.float().t()
+    logits = torch.cat([rows.float() @ whole for rows in head.hidden.split(LOGIT_ROWS)])
+    inputs = case.targets, case.inv_temperature, None, upstream(case, fields)
+    ((logprobs, _, _, of_logits),) = interpreted("token", [(logits, *inputs)])
+    ((kept_logprobs, _, _, *kept),) = interpreted("head", [head.arguments(fields)])
+    assert torch.equal(kept_logprobs, logprobs)
+    of_logits = of_logits.half()
+    again = of_logits @ head.weight, of_logits.t() @ head.hidden
+    for one, other in zip(kept, again, strict=True):
+        assert 1e-4 < distance(one, other.double()) < TOLERANCE[torch.float16]
+
+
 def test_scores_of_a_head_do_not_depend_on_their_gradients(interpreted: Interpreted) -> None:
     head = made_head(77, torch.float32)
     found = interpreted("head", [head.arguments(fields) for fields in MIXTURES])
