@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from tests.dist.checkpoint_ranks import digests, logprobs
-from tests.dist.train_case import make_batch
+from tests.dist.train_case import make_batch, write_glm_folder
 
 STEPS = 20
 SPLITS = {
@@ -99,7 +100,7 @@ def main(work: Path, out: Path) -> None:
         context: RoleContext = meshes.context(placements[split])
         return Trainer(replace(CONFIG, **settings), context, str(model))
 
-    report: dict[str, Any] = {"runs": {}, "resumed": {}, "exported": {}, "copies": {}}
+    report: dict[str, Any] = {"runs": {}, "resumed": {}, "exported": {}, "copies": {}, "glm": {}}
     for split in ("ep 1", "ep 2", "ep 4"):
         report["runs"][split] = of_run(built(split))
     saved = built("ep 2")
@@ -119,6 +120,14 @@ def main(work: Path, out: Path) -> None:
     for recompute in ("cheap", "all"):
         backend = Fsdp2Config(wrap="layer", recompute=recompute)
         report[recompute] = of_run(built("ep 2", backend=backend), 3)
+    if world.rank == 0:
+        write_glm_folder(work / "glm")
+    dist.barrier()
+    for split, recompute in product(("ep 1", "ep 2"), ("none", "all")):
+        backend = Fsdp2Config(wrap="layer", recompute=recompute)
+        report["glm"][f"{split}, {recompute}"] = of_run(
+            built(split, work / "glm", backend=backend), 2
+        )
     for split in ("2 copies, ep 1", "2 copies, ep 2", "4 copies, ep 4"):
         trainer = built(split, deterministic=False)
         report["copies"][split] = [

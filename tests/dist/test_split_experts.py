@@ -88,6 +88,13 @@ def test_recomputed_layers_send_their_rows_again(recompute: str, report: Report)
     assert report[recompute]["metrics"] == expected["metrics"][:3]
 
 
+def test_another_family_has_the_same_bits_whatever_is_recomputed(report: Report) -> None:
+    """With a router of sigmoids and shared experts."""
+    runs = report["glm"]
+    assert len(runs) == 4
+    assert all(run == runs["ep 1, none"] for run in runs.values())
+
+
 @pytest.mark.parametrize("split", ["2 copies, ep 2", "4 copies, ep 4"])
 def test_copies_of_the_model_share_experts_too(split: str, report: Report) -> None:
     found, expected = (report["copies"][one] for one in (split, "2 copies, ep 1"))

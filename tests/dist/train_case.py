@@ -64,6 +64,25 @@ def write_mixture_folder(folder: Path, num_experts: int = 8) -> Path:
     return folder
 
 
+def write_glm_folder(folder: Path) -> Path:
+    """A mixture of another family: its routers have sigmoids, and every token takes one expert
+    more.
+    """
+    path = write_mixture_folder(folder) / "config.json"
+    glm = {
+        "model_type": "glm4_moe",
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.5,
+        "head_dim": 8,
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | glm))
+    return folder
+
+
 def local_weights(trainer: Trainer) -> dict[str, LocalTensor]:
     """The trainer's own memory of its weights on this rank."""
     return dict(trainer.backend.state()["weights"])
