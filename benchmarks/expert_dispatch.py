@@ -79,13 +79,18 @@ def drawn(num_rows: int, rank: int) -> tuple[Tensor, ExpertRoutes]:
 
 
 class PeerCopy:
-    """Plain copies from the memory of all peers, as many bytes as rows of a dispatch have."""
+    """Plain copies from the memory of all peers, as many bytes as rows of a dispatch have.
+
+    Peers' memory stays mapped while this lives. A kernel reads it, because copies by the driver
+    were refused there.
+    """
 
     def __init__(self, group: dist.ProcessGroup, num_rows: int) -> None:
         self._rows = -(-num_rows // (group.size() - 1))
         device = torch.device("cuda", torch.cuda.current_device())
         memory = symmetric.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
         handle: Any = symmetric.rendezvous(memory, group)
+        self._mapped = memory, handle
         rank, size = group.rank(), group.size()
         peers = [(rank + one) % size for one in range(1, size)]  # no two ranks begin with one
         shape = [self._rows, HIDDEN]
@@ -94,7 +99,7 @@ class PeerCopy:
 
     def __call__(self) -> None:
         for to, peer in zip(self._to, self._from, strict=True):
-            to.copy_(peer)
+            torch.mul(peer, 1, out=to)
 
 
 def train_rows(group: dist.ProcessGroup, rank: int) -> Iterator[Row]:
