@@ -174,7 +174,7 @@ def decode_rows(group: dist.ProcessGroup, rank: int) -> Iterator[Row]:
     x, routes = drawn(ROWS, rank)
     experts = NoExperts(group.size() * ROWS)
     what = f"{group.size()} GPUs, {ROWS} rows a GPU, {LAYERS} layers without experts"
-    reference = TorchGather(group, EXPERTS, ROWS)
+    reference = TorchGather(group, EXPERTS)
     sizes = RowSizes(HIDDEN, CHOSEN, torch.bfloat16)
     symm = SymmGather(group, EXPERTS, ROWS, sizes)
     passes = {

@@ -64,8 +64,13 @@ class EngineKind:
 
 def _build_native(cfg: NativeEngineConfig, site: EngineSite) -> Engine:
     from spmd_rl.rollout.native.build import build
+    from spmd_rl.rollout.native.joint.joint_steps import ExpertRanks
 
-    context = site.context
+    context, experts = site.context, None
+    ranks = context.placement.ranks_along(context.world.rank, ("ep",))
+    if len(ranks) > 1:
+        hosts = {rank // context.world.local_size for rank in ranks}
+        experts = ExpertRanks(context.axis_group(("ep",)), len(hosts) == 1)
     return build(
         cfg,
         site.model,
@@ -74,7 +79,7 @@ def _build_native(cfg: NativeEngineConfig, site: EngineSite) -> Engine:
         site.reserved_bytes,
         site.memory,
         site.adapted,
-        context.axis_group(("ep",)) if context.placement.axes.get("ep", 1) > 1 else None,
+        experts,
     )
 
 

@@ -19,7 +19,7 @@ from spmd_rl.kernels.moe.expert_gather import OwnExperts, TorchGather
 from spmd_rl.kernels.moe.router import ExpertRoutes
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.model.layers.moe_module import MoeMlp
-from spmd_rl.model.layers.split_experts import SplitExperts
+from spmd_rl.model.layers.split_experts import SplitExperts, gathering
 from tests.dist.dispatcher_ranks import (
     CHOSEN,
     DTYPES,
@@ -77,20 +77,14 @@ def sums(dtype: torch.dtype, used: int, bias: dict[int, float], world: World, gr
         shared.split(group)
         experts = shared.experts
         assert isinstance(experts, SplitExperts)
-        experts.gather = gather = CountedGather(group, EXPERTS, ROWS)
-        given = experts(x, routes)
+        gather = CountedGather(group, EXPERTS)
+        with gathering(shared, gather):
+            given = experts(x, routes)
         assert gather.passes == 1
         assert not given[used:].any()
         found[f"ep {ep}"] = digest(given[:used])
-        gather.max_rows = ROWS - 1
-        experts(*dispatched(x, routes))
-        assert gather.passes == 1, "a pass with more rows is no gather's"
+        assert experts.gather is None, "the next pass is no gather's"
     return found
-
-
-def dispatched(x: Tensor, routes: ExpertRoutes) -> tuple[Tensor, ExpertRoutes]:
-    """The same rows with experts for padding too, as an all-to-all needs them."""
-    return x, routes._replace(ids=routes.ids.clamp(max=EXPERTS - 1).sort(1).values)
 
 
 def main(out: Path) -> None:
@@ -106,8 +100,7 @@ def main(out: Path) -> None:
     module = mixture(torch.float32, {})
     module.split(groups[4])
     assert isinstance(module.experts, SplitExperts)
-    module.experts.gather = TorchGather(groups[4], EXPERTS, ROWS)
-    with torch.no_grad():
+    with torch.no_grad(), gathering(module, TorchGather(groups[4], EXPERTS)):
         report["no rows"] = {"shape": list(module.experts(*none).shape)}
     every: list[Any] = [None] * world.size
     dist.all_gather_object(every, report)

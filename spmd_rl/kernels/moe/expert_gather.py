@@ -37,11 +37,6 @@ class ExpertGather(Protocol):
     All ranks of its group call `run` together, and with equally many rows.
     """
 
-    @property
-    def max_rows(self) -> int:
-        """Most rows of a rank in one pass."""
-        ...
-
     def run(self, x: Tensor, routes: ExpertRoutes, experts: OwnExperts) -> Tensor:
         """Return the sum of what each token's experts give it; zeros for a token without experts.
 
@@ -77,11 +72,10 @@ def blocks_of(group: dist.ProcessGroup, num_experts: int) -> ExpertBlocks:
 class TorchGather:
     """By torch's collectives: the reference of bits. It moves more bytes than it must."""
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int, max_rows: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         """Raises: ValueError where the ranks cannot have equally many experts."""
         self._group = group
         self._blocks = blocks_of(group, num_experts)
-        self.max_rows = max_rows
 
     def run(self, x: Tensor, routes: ExpertRoutes, experts: OwnExperts) -> Tensor:
         """Do what `ExpertGather.run` says. Blocks: until all ranks of the group have called."""

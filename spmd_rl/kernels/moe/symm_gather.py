@@ -10,9 +10,11 @@ were read before the barrier behind its experts, and the slots are written behin
 
 from __future__ import annotations
 
+import copy
 import math
 import os
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from spmd_rl.kernels.moe.expert_gather import OwnExperts, blocks_of
 from spmd_rl.kernels.moe.router import ExpertRoutes
 
 ALIGN_BYTES = 256
+CHANNELS = (0, 1)  # of the barriers before the experts, and behind them
 MULTICAST_ENV = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # torch would set it up though nobody uses it
 
 
@@ -48,27 +51,38 @@ class SymmGather:
         os.environ.setdefault(MULTICAST_ENV, "1")
         from torch.distributed import _symmetric_memory as symmetric
 
-        from spmd_rl.kernels.moe.peer_triton import PeerTables
-
         self.max_rows = max_rows
         self._blocks = blocks_of(group, num_experts)
         self._rank = group.rank()
         self._sizes = sizes
-        most, (hidden, chosen, dtype) = group.size() * max_rows, sizes
-        parts = [(most * hidden, dtype), (most * chosen, torch.int64)]
-        parts += [(most * chosen, torch.float32), (most * chosen * hidden, dtype)]
-        firsts = [0]
-        for number, kind in parts:
-            size = number * kind.itemsize
-            firsts.append(firsts[-1] + math.ceil(size / ALIGN_BYTES) * ALIGN_BYTES)
         device = torch.device("cuda", torch.cuda.current_device())
-        memory = symmetric.empty(firsts[-1], dtype=torch.uint8, device=device)
-        self._handle: Any = symmetric.rendezvous(memory, group)
-        self._parts = [
-            memory[first : first + number * kind.itemsize].view(kind)
-            for first, (number, kind) in zip(firsts, parts, strict=False)
-        ]
-        tables = [[at + first for at in self._handle.buffer_ptrs] for first in firsts[:-1]]
+        num_bytes = sum(self._part_bytes())
+        memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+        handle = symmetric.rendezvous(memory, group)
+        self._use(memory, handle.buffer_ptrs, handle.barrier)
+        for channel in CHANNELS:  # loads its kernel, as a rehearsal has none
+            self._barrier(channel)
+
+    def rehearsal(self) -> SymmGather:
+        """Return one that runs the same kernels in memory of its own, and waits for no rank.
+
+        Its sums have no meaning. It is there to compile kernels while other ranks do other work.
+        """
+        other, device = copy.copy(self), self._memory.device
+        memory = torch.zeros(len(self._memory), dtype=torch.uint8, device=device)
+        other._use(memory, [memory.data_ptr()] * self._blocks.num_ranks, _wait_for_nobody)
+        return other
+
+    def _use(self, memory: Tensor, pointers: Sequence[int], barrier: Callable[[int], None]) -> None:
+        """Have rows meet in `memory`, which is that of each rank at `pointers`."""
+        from spmd_rl.kernels.moe.peer_triton import PeerTables
+
+        self._memory, self._barrier = memory, barrier
+        firsts, self._parts = [0], []
+        for num_bytes, dtype in zip(self._part_bytes(), self._dtypes(), strict=True):
+            self._parts.append(memory[firsts[-1] : firsts[-1] + num_bytes].view(dtype))
+            firsts.append(firsts[-1] + num_bytes)
+        tables = [[at + first for at in pointers] for first in firsts[:-1]]
         table = torch.tensor(tables, dtype=torch.int64, device=memory.device)
         self._peers = PeerTables(*table.unbind())
 
@@ -84,17 +98,31 @@ class SymmGather:
         if len(x) > self.max_rows or found != self._sizes:
             raise ValueError(f"{len(x)} rows of {found} for {self.max_rows} of {self._sizes}")
         push(x, ExpertRoutes(ids, weights), self._peers, self._blocks, self._rank)
-        self._handle.barrier(channel=0)
+        self._barrier(CHANNELS[0])
         num_rows = self._blocks.num_ranks * len(x)
         rows, own_ids, own_weights, slots = (
             part[: num_rows * size].view(num_rows, size)
             for part, size in zip(self._parts, self._row_sizes(), strict=True)
         )
         place_slots(experts(rows, ExpertRoutes(own_ids, own_weights)), slots)
-        self._handle.barrier(channel=1)
+        self._barrier(CHANNELS[1])
         return sum_peers(ids, self._peers, self._blocks, self._rank, x)
 
     def _row_sizes(self) -> tuple[int, int, int, int]:
         """Return the elements of a row of each part of the memory."""
         hidden, chosen, _ = self._sizes
         return hidden, chosen, chosen, chosen * hidden
+
+    def _dtypes(self) -> tuple[torch.dtype, ...]:
+        return self._sizes.dtype, torch.int64, torch.float32, self._sizes.dtype
+
+    def _part_bytes(self) -> list[int]:
+        """Return the bytes of each part: rows, ids, weights and slots of all ranks, aligned."""
+        most = self._blocks.num_ranks * self.max_rows
+        sizes = zip(self._row_sizes(), self._dtypes(), strict=True)
+        exact = [most * number * dtype.itemsize for number, dtype in sizes]
+        return [math.ceil(one / ALIGN_BYTES) * ALIGN_BYTES for one in exact]
+
+
+def _wait_for_nobody(channel: int) -> None:
+    """The barrier of a rehearsal."""

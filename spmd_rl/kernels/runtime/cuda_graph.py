@@ -14,13 +14,16 @@ Outputs = TypeVar("Outputs")
 
 
 def record(
-    work: Callable[[], Outputs], memory: GraphMemory
+    work: Callable[[], Outputs],
+    memory: GraphMemory,
+    rehearsal: Callable[[], object] | None = None,
 ) -> tuple[torch.cuda.CUDAGraph, Outputs]:
     """Run `work` once, so that its kernels are compiled, then `capture` it.
 
+    A `rehearsal` is run in its place: it needs the same kernels, but waits for no other rank.
     All GPU memory that torch does not need is freed for the graph.
     """
-    work()
+    (rehearsal or work)()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return capture(work, memory)

@@ -27,6 +27,7 @@ from spmd_rl.kernels.moe.route_hash import note_routes
 from spmd_rl.kernels.moe.router import ExpertRoutes, route
 from spmd_rl.kernels.moe.sigmoid_router import route_by_sigmoid
 from spmd_rl.kernels.moe.slots import by_expert, from_experts, to_experts
+from spmd_rl.kernels.moe.symm_gather import RowSizes, SymmGather
 from spmd_rl.model.fused_projections import project_gated
 from spmd_rl.model.layers.expert_loads import ExpertLoads
 from spmd_rl.model.layers.fixed_parameters import HoldsFixed
@@ -237,6 +238,14 @@ class MoeMlp(nn.Module):
 def mixtures(model: nn.Module) -> list[MoeMlp]:
     """Return the mixtures of a model, in the order in which a pass comes to them."""
     return [one for one in model.modules() if isinstance(one, MoeMlp)]
+
+
+def gather_of(model: nn.Module, group: ProcessGroup, max_rows: int) -> SymmGather:
+    """Return the way of decoding rows that all mixtures of a model can take (`SymmGather`)."""
+    first = mixtures(model)[0]
+    weight = first.gate.weight
+    sizes = RowSizes(weight.shape[1], first.experts_per_token, weight.dtype)
+    return SymmGather(group, first.num_experts, max_rows, sizes)
 
 
 def shares_experts(model: nn.Module) -> bool:

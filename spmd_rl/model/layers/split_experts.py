@@ -8,7 +8,8 @@ long as data is split over the same number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -34,8 +35,8 @@ Weights = Sequence[Sequence[Weight]]  # for each projection, the weight of each 
 class SplitExperts(nn.ModuleList):
     """The experts of a layer that this rank has, under the numbers that they have among all.
 
-    The ranks of the dispatcher call it together, each with its own tokens. An engine sets
-    `gather`: passes of at most its rows then take it, and have equally many rows on every rank.
+    The ranks of the dispatcher call it together, each with its own tokens. Within `gathering` rows
+    take another way. Then all ranks have equally many.
     """
 
     def __init__(self, experts: nn.ModuleList, dispatcher: EpDispatcher) -> None:
@@ -51,9 +52,8 @@ class SplitExperts(nn.ModuleList):
 
         Shape: x [T, C]; returns [T, C].
         """
-        gather = self.gather
-        if gather is not None and not torch.is_grad_enabled() and len(x) <= gather.max_rows:
-            return gather.run(x, routes, self._own_slots)
+        if self.gather is not None:
+            return self.gather.run(x, routes, self._own_slots)
         sent = self.dispatcher.dispatch(x, routes)
         projections = [self._copies(name, x.dtype) for name in PROJECTIONS]
         if is_exact(x):
@@ -85,6 +85,19 @@ class SplitExperts(nn.ModuleList):
     def _layers(self, name: str) -> list[Linear]:
         """Return the projection `name` of each own expert."""
         return [getattr(expert, name) for expert in self]
+
+
+@contextmanager
+def gathering(model: nn.Module, gather: ExpertGather) -> Iterator[None]:
+    """Within, rows go to the experts of a model and back by `gather`. No gradients."""
+    layers = [one for one in model.modules() if isinstance(one, SplitExperts)]
+    for layer in layers:
+        layer.gather = gather
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gather = None
 
 
 class _ForSources(torch.autograd.Function):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.distributed import ProcessGroup
 
 from spmd_rl.errors import ResidencyError
 from spmd_rl.kernels.contract import dtype_of
@@ -22,6 +21,7 @@ from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.engine_memory import WEIGHTS
+from spmd_rl.rollout.native.joint.joint_steps import ExpertRanks
 
 FOLDER_VERSION = 0
 
@@ -34,7 +34,7 @@ def build(
     reserved_bytes: int = 0,
     memory: RoleMemory | None = None,
     adapted: AdaptedBase | None = None,
-    experts: ProcessGroup | None = None,
+    experts: ExpertRanks | None = None,
 ) -> NativeEngine:
     """Build an engine for the model in `folder`, with its weights where it has them and the config
     asks for them. Its weights and its keys and values are in regions of `memory`, if there is one.
@@ -49,7 +49,13 @@ def build(
     model = _model(folder, lora, cfg, device, memory, experts)
     try:
         engine = NativeEngine(
-            model, cfg, device, decode=decode, reserved_bytes=reserved_bytes, memory=memory
+            model,
+            cfg,
+            device,
+            decode=decode,
+            reserved_bytes=reserved_bytes,
+            memory=memory,
+            experts=experts,
         )
     except MemoryError:
         asked = f"engine.max_batch = {cfg.max_batch} and engine.num_pages = {cfg.num_pages}"
@@ -68,11 +74,11 @@ def build(
     return engine
 
 
-def _share_experts(model: CausalLM, experts: ProcessGroup | None) -> None:
+def _share_experts(model: CausalLM, experts: ExpertRanks | None) -> None:
     """Have the mixtures of a model keep the experts of this rank, if ranks share them."""
     if experts is not None:
         for mixture in mixtures(model):
-            mixture.split(experts)
+            mixture.split(experts.group)
 
 
 def _model(
@@ -81,7 +87,7 @@ def _model(
     cfg: NativeEngineConfig,
     device: torch.device,
     memory: RoleMemory,
-    experts: ProcessGroup | None,
+    experts: ExpertRanks | None,
 ) -> CausalLM:
     """The model of the folder's config with parameters in unset memory: weights come by
     `load_weights` or a push. Adapters are not in the slab: they are small, and never sleep.

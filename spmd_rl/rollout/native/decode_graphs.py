@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.kernels.vocab.kept_words import EncodedRows, KeptRows
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.graph_inputs import GraphInputs, InputFields
+from spmd_rl.rollout.native.joint.joint_steps import JointSteps
 from spmd_rl.rollout.native.prefill_graphs import PassedTokens
 from spmd_rl.rollout.native.sampled_tokens import NO_COLUMNS, SampledOnDevice
 from spmd_rl.rollout.native.sequence_table import SequenceTable
@@ -89,7 +91,7 @@ class _Variant(NamedTuple):
 
 
 class DecodeGraphs:
-    """Graphs over one cache. Ranks: any, each on its own."""
+    """Graphs over one cache. Ranks: any, each on its own; with `joint`, as it says."""
 
     def __init__(
         self,
@@ -98,9 +100,11 @@ class DecodeGraphs:
         table: SequenceTable,
         memory: GraphMemory,
         sampler: Sampler,
+        joint: JointSteps | None = None,
     ) -> None:
         self._model = model
         self._sampler = sampler
+        self._joint = joint
         self._cache = cache
         self._table = table
         self._batch_sizes = batch_sizes(table.num_rows)
@@ -123,9 +127,14 @@ class DecodeGraphs:
         return len(self._graphs)
 
     def launch(
-        self, rows: NDArray[np.int64], route_dtype: torch.dtype | None = None
+        self,
+        rows: NDArray[np.int64],
+        route_dtype: torch.dtype | None = None,
+        room: int = 0,
     ) -> SampledOnDevice:
         """Queue one decoding step of `rows`; the host need not have their newest tokens.
+
+        The graph has room for at least `room` rows. Without any row, all of them are padding.
 
         The results are views of host memory. They are valid once the step has run, until the
         second launch after this one. Routes are recorded if they have a dtype: they are on the
@@ -137,7 +146,7 @@ class DecodeGraphs:
         if len(new):
             tokens = table.tokens[new, table.length[new] - 1].astype(np.int64)
             self.set_newest_tokens(new, upload(tokens, self._device))
-        graph = self._graph_for(rows, route_dtype)
+        graph = self._graph_for(rows, route_dtype, room)
         if graph is not self._last_graph:
             graph.invalidate_inputs()  # the rows have moved on in other graphs
             self._last_graph = graph
@@ -160,12 +169,14 @@ class DecodeGraphs:
         self._newest_tokens.index_copy_(0, upload(rows, self._device), tokens)
         self._newest_sequence_id[rows] = self._table.sequence_id[rows]
 
-    def _graph_for(self, rows: NDArray[np.int64], route_dtype: torch.dtype | None) -> _DecodeGraph:
+    def _graph_for(
+        self, rows: NDArray[np.int64], route_dtype: torch.dtype | None, room: int
+    ) -> _DecodeGraph:
         """Return the graph for the size, context and filters of `rows`; record it at first use."""
         table = self._table
-        size = self._batch_sizes[bisect_left(self._batch_sizes, len(rows))]
+        size = self._batch_sizes[bisect_left(self._batch_sizes, max(len(rows), room))]
         split_pages = self._cache.split // self._cache.page_size
-        num_pages, max_pages = int(table.num_pages[rows].max()), table.pages.shape[1]
+        num_pages, max_pages = int(table.num_pages[rows].max(initial=1)), table.pages.shape[1]
         width = page_table_width(num_pages, max_pages, split_pages)
         filters = table.active_filters(rows)
         replays = bool(filters) and bool(table.replays[rows].any())
@@ -181,9 +192,9 @@ class DecodeGraphs:
         if variant.replays and self._encoded is None:
             shape = NUM_OUTPUT_BUFFERS, self._table.num_rows
             self._encoded = EncodedRows.empty(shape, self._model.spec.vocab_size, None)
-        graph.cuda_graph, graph.routes = record(
-            lambda: self._compute(inputs, variant), self._memory
-        )
+        work = partial(self._compute, inputs, variant)
+        recording = record if self._joint is None else self._joint.record
+        graph.cuda_graph, graph.routes = recording(work, self._memory)
         return graph
 
     def _compute(self, inputs: dict[str, Tensor], variant: _Variant) -> Tensor | None:

@@ -17,7 +17,6 @@ from spmd_rl.kernels.attention.coded_backend import with_codes
 from spmd_rl.kernels.low_precision.block_codes import CODE, BlockCodes
 from spmd_rl.kernels.low_precision.products import whole
 from spmd_rl.model.attention import backend_of, fits_cuda_graphs
-from spmd_rl.model.layers.moe_module import shares_experts
 from spmd_rl.model.lora import is_adapter
 from spmd_rl.model.low_precision.coded_cache import kv_exponents
 from spmd_rl.model.low_precision.coded_weights import scale_name, weights_fact
@@ -29,6 +28,7 @@ from spmd_rl.rollout.native.auto_sizes import choose_sizes
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.engine_memory import EngineMemory
+from spmd_rl.rollout.native.joint.joint_steps import ExpertRanks, JointSteps, can_record
 from spmd_rl.rollout.native.model_runner import ModelRunner
 from spmd_rl.rollout.native.pages import PagePool
 from spmd_rl.rollout.native.prefill_cost import PrefillCost
@@ -81,7 +81,9 @@ class NativeEngine:
         sampler: Sampler = sample_and_score,
         reserved_bytes: int = 0,
         memory: RoleMemory | None = None,
+        experts: ExpertRanks | None = None,
     ) -> None:
+        """The ranks of `experts` share those of the model, if there are some."""
         assert model.exponents == kv_exponents(cfg), "model and cache have one format"
         self.model = model
         self._memory = EngineMemory(memory or RoleMemory(None, device))
@@ -92,7 +94,7 @@ class NativeEngine:
         self.version: int | None = None
         self.is_pushing = False
         backend = with_codes(backend_of(spec, sizes.dtype, device), model.exponents, device)
-        fits_graphs = fits_cuda_graphs(spec, backend) and not shares_experts(model)
+        fits_graphs = fits_cuda_graphs(spec, backend) and can_record(model, experts)
         self._async_scheduling = cfg.cuda_graphs and fits_graphs
         self.table = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)
         self.scheduler = Scheduler(
@@ -112,7 +114,7 @@ class NativeEngine:
         self._num_steps = self._num_generated = 0
         self._in_flight: InFlightStep | None = None
         self._base_fact: dict[str, str | int] = {}  # of weights that are never pushed
-        self._runner = self._new_runner()
+        self._runner = self._new_runner(experts)
 
     @property
     def has_work(self) -> bool:
@@ -220,7 +222,10 @@ class NativeEngine:
         cost = PrefillCost.of_model(self.spec, num_processors)
         return PrefillBound(cost, self.cfg.max_prefill_ms / 1e3 or math.inf)
 
-    def _new_runner(self) -> ModelRunner:
+    def _new_runner(self, experts: ExpertRanks | None) -> ModelRunner:
+        joint = None
+        if experts is not None and self._async_scheduling:
+            joint = JointSteps(self.model, experts.group, self.cfg.max_batch)
         cache = KvCache(
             [block.cache() for block in self.spec.blocks],
             num_pages=self.sizes.num_pages,
@@ -238,6 +243,7 @@ class NativeEngine:
             self.device,
             graphs=self._async_scheduling,
             sampler=self._sampler,
+            joint=joint,
         )
 
     def _reset(self) -> None:

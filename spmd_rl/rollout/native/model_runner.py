@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,14 @@ from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.native.decode_graphs import DecodeGraphs, Sampler
+from spmd_rl.rollout.native.joint.joint_steps import JointSteps
 from spmd_rl.rollout.native.prefill_graphs import PassedTokens, PrefillChunks, PrefillGraphs
 from spmd_rl.rollout.native.recorded_routes import RecordedRoutes, RoutedStep
 from spmd_rl.rollout.native.sampled_tokens import NO_COLUMNS, SampledOnDevice, SampledTokens
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.native.step_plan import StepPlan
+
+NO_ROWS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class ModelRunner:
@@ -38,14 +43,18 @@ class ModelRunner:
         *,
         graphs: bool,
         sampler: Sampler,
+        joint: JointSteps | None = None,
     ) -> None:
+        """With `joint`, other ranks share the experts and decoding is recorded."""
         self.cache = cache
+        self._joint = joint
         self._decode_graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         if graphs:
             memory = torch.cuda.graph_pool_handle()
-            self._decode_graphs = DecodeGraphs(model, cache, table, memory, sampler)
-            self._prefill_graphs = PrefillGraphs(model, cache, table.pages.shape[1], memory)
+            self._decode_graphs = DecodeGraphs(model, cache, table, memory, sampler, joint)
+            if joint is None:
+                self._prefill_graphs = PrefillGraphs(model, cache, table.pages.shape[1], memory)
         self._routes: RecordedRoutes | None = None  # once a request asks for them
         self._sampler = sampler
         self._model = model
@@ -69,14 +78,16 @@ class ModelRunner:
 
     @property
     def num_graphs(self) -> int:
-        if self._decode_graphs is None or self._prefill_graphs is None:
-            return 0
-        return self._decode_graphs.num_recorded + self._prefill_graphs.num_recorded
+        graphs = self._decode_graphs, self._prefill_graphs
+        return sum(one.num_recorded for one in graphs if one is not None)
 
     def take_part(self) -> None:
         """Compute what this rank's experts give the rows of others, in a step without its own."""
-        for mixture in self._shared:
-            mixture.take_part()
+        if self._joint is None:
+            self._pass_no_rows()
+            return
+        with self._beside_others(self._joint, has_prompts=False, num_rows=0):
+            pass
 
     def launch(self, plan: StepPlan, samples: NDArray[np.bool_]) -> SampledTokens:
         """Compute the tokens of `plan`, and sample one for each of its rows where `samples` is set.
@@ -85,8 +96,37 @@ class ModelRunner:
         """
         if plan.copies_before:
             self.cache.copy_pages(*zip(*plan.copies_before, strict=True))
-        if self._decode_graphs is not None and samples.all() and (plan.lengths == 1).all():
-            return self._decode(self._decode_graphs, plan)
+        graphs = self._decode_graphs
+        decodes = graphs is not None and samples.all() and (plan.lengths == 1).all()
+        if self._joint is None:
+            return self._decode(plan) if decodes else self._compute(plan, samples)
+        num_rows = len(plan.rows) if decodes else 0
+        with self._beside_others(self._joint, has_prompts=not decodes, num_rows=num_rows) as room:
+            return self._decode(plan, room) if decodes else self._compute(plan, samples)
+
+    @contextmanager
+    def _beside_others(
+        self, joint: JointSteps, *, has_prompts: bool, num_rows: int
+    ) -> Iterator[int]:
+        """Do around this rank's part of a step what the parts of other ranks ask of it.
+
+        Gives the number of rows for which its decoding step must have room.
+        """
+        step = joint.agree(has_prompts=has_prompts, num_rows=num_rows)
+        if step.has_prompts and not has_prompts:
+            self._pass_no_rows()
+        yield step.num_rows
+        if step.num_rows and not num_rows:
+            assert self._decode_graphs is not None
+            self._decode_graphs.launch(NO_ROWS, room=step.num_rows)
+
+    def _pass_no_rows(self) -> None:
+        """Take part in a pass of other ranks' rows that is not recorded."""
+        for mixture in self._shared:
+            mixture.take_part()
+
+    def _compute(self, plan: StepPlan, samples: NDArray[np.bool_]) -> SampledTokens:
+        """Compute a step that is no decoding step alone, or that is not recorded."""
         chunks = self._chunks(plan)
         passed = None
         if self._prefill_graphs is not None:
@@ -111,9 +151,10 @@ class ModelRunner:
         """The dtype of recorded routes, None where none are recorded."""
         return None if self._routes is None else self._routes.dtype
 
-    def _decode(self, graphs: DecodeGraphs, plan: StepPlan) -> SampledTokens:
-        """Replay a decoding step."""
-        sampled = graphs.launch(plan.rows, self._route_dtype)
+    def _decode(self, plan: StepPlan, room: int = 0) -> SampledTokens:
+        """Replay a decoding step, of a graph with room for so many rows."""
+        assert self._decode_graphs is not None
+        sampled = self._decode_graphs.launch(plan.rows, self._route_dtype, room)
         page, offset = np.divmod(plan.starts, self.cache.page_size)
         slots = self._table.pages[plan.rows, page] * self.cache.page_size + offset
         routed = self._routed(plan, sampled.routes, slots, np.arange(len(plan.rows)))

@@ -233,7 +233,7 @@ def of_gathers(world: World) -> dict[str, Any]:
         assert isinstance(experts, SplitExperts)
         sizes = RowSizes(SMALL.hidden, SMALL.chosen, BF16)
         symm = SymmGather(group, SMALL.experts, ROWS, sizes)
-        for name, gather in (("torch", TorchGather(group, SMALL.experts, ROWS)), ("symm", symm)):
+        for name, gather in (("torch", TorchGather(group, SMALL.experts)), ("symm", symm)):
             experts.gather = gather
             for case, given in inputs.items():
                 found = experts(*given)[: GATHERS[case][world.rank]]

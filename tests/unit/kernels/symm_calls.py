@@ -81,8 +81,11 @@ def gathered(x: Tensor, ids: Tensor, weights: Tensor, experts: Tensor, layers: i
         sizes = RowSizes(columns, ids.shape[2], x.dtype)
         gather = SymmGather(group, len(experts), num_rows + 2, sizes)
         own, rows = of_experts(experts, rank, len(experts) // num_ranks), x[rank]
+        routes = ExpertRoutes(ids[rank], weights[rank])
         for _ in range(layers):
-            rows = gather.run(rows, ExpertRoutes(ids[rank], weights[rank]), own)
+            rows = gather.run(rows, routes, own)
+            if rank == 0:  # while others read its slots
+                gather.rehearsal().run(rows + 1, routes, own)
         out[rank] = rows
         turns.running.release()
 

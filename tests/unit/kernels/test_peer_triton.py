@@ -96,7 +96,10 @@ def test_ranks_that_cannot_share_experts_evenly_are_refused() -> None:
 
 
 def test_layers_in_the_memory_of_peers_have_the_bits_of_one_rank(tmp_path: Path) -> None:
-    """Three layers in the same memory, with ranks that come to their barriers in any order."""
+    """Three layers in the same memory, with ranks that come to their barriers in any order.
+
+    One rank rehearses another pass behind each layer, which leaves no trace.
+    """
     x, ids = torch.randn(RANKS, ROWS, COLUMNS).half(), drawn_ids()
     weights, experts = torch.rand(RANKS, ROWS, CHOSEN), torch.randn(EXPERTS, COLUMNS)
     calls = Calls("tests.unit.kernels.symm_calls", "gathered", {}, [(x, ids, weights, experts, 3)])

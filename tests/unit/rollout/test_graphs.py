@@ -19,6 +19,7 @@ from spmd_rl.rollout.native.decode_graphs import (
     batch_sizes,
     page_table_width,
 )
+from spmd_rl.rollout.native.joint.joint_steps import JointStep
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 
 
@@ -87,6 +88,30 @@ def test_the_routes_of_a_step_are_those_of_its_buffer(graphs: DecodeGraphs) -> N
         sampled = graphs.launch(np.array([0, 2, 5]))
         assert sampled.columns.keys() == {ROUTES}
         assert torch.equal(sampled.columns[ROUTES], sampled.tokens + 1000)
+
+
+def test_a_step_takes_the_graph_with_the_room_that_ranks_agree_on(graphs: DecodeGraphs) -> None:
+    """Without any row, all are padding; the graph is that of as many pages as rows have there."""
+    for rows, room, size in (([], 3, 4), ([1], 3, 4), ([0, 2, 5], 1, 4), ([1], 1, 1), ([1], 6, 6)):
+        sampled = graphs.launch(np.array(rows, np.int64), room=room)
+        assert graphs._last_graph is not None
+        assert graphs._last_graph.variant.size == size
+        assert len(sampled.tokens) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("plans", "step"),
+    [
+        ([[0, 0], [0, 0]], (False, 0)),
+        ([[0, 3], [0, 0], [0, 17]], (False, 17)),
+        ([[1, 0], [0, 4]], (True, 4)),
+        ([[1, 0], [1, 0]], (True, 0)),
+    ],
+)
+def test_a_joint_step_has_the_parts_that_some_rank_plans(
+    plans: list[list[int]], step: tuple[bool, int]
+) -> None:
+    assert JointStep.of(plans) == step
 
 
 def test_graphs_let_go_of_are_gone_without_the_collector(graphs: DecodeGraphs, request) -> None:
