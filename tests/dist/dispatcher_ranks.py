@@ -17,10 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.kernels.moe import deep_ep_buffer, deep_ep_dispatcher
 from spmd_rl.kernels.moe.deep_ep_dispatcher import DeepEpDispatcher
 from spmd_rl.kernels.moe.dispatcher import EpDispatcher
+from spmd_rl.kernels.runtime.first_pass import both_passes
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.model.layers.moe import Moe
@@ -85,7 +87,16 @@ def results(module: MoeMlp, ep: int, x: Tensor, pull: Tensor, rank: int) -> dict
             for name, parts in over_copies(own, ep, rank)
         )
         found |= dict(ordered)
-    return found
+    return found | recomputed(module, x, pull)
+
+
+def recomputed(module: MoeMlp, x: Tensor, pull: Tensor) -> dict[str, Tensor]:
+    """The same where the backward pass computes all again, but for the routes."""
+    module.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    out = checkpoint(module, x, use_reentrant=False, context_fn=both_passes)
+    out.backward(pull)
+    return {"out again": out, "x again": x.grad, "gate.weight again": module.gate.weight.grad}
 
 
 def over_copies(own: dict[str, Tensor], ep: int, rank: int) -> Iterator[tuple[str, list[Tensor]]]:
@@ -136,6 +147,8 @@ def main(out: Path) -> None:
                 report[name] = {k: digest(v) for k, v in found.items()}
                 # a pass with gradients: there, back, and both again
                 assert deep_ep.calls[:4] == ["first", "first", "again", "again"] * (kind != "torch")
+                # then a pass without, and one whose backward pass computes it again
+                assert deep_ep.calls[4:].count("first") == 4 * (kind != "torch")
                 deep_ep.calls.clear()
     module = mixture(torch.float32, {})
     module.shared_experts = None

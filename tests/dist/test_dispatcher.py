@@ -37,6 +37,8 @@ def test_bits_do_not_depend_on_how_many_ranks_share_experts(
         own = [name for name in shared if name.startswith("experts.")]
         assert len(own) == 3 * EXPERTS // ep
         assert shared == {name: alone[name] for name in shared}
+        for name in ("out", "x", "gate.weight"):
+            assert shared[f"{name} again"] == shared[name]
         compared |= set(own)
     assert len(compared) == 3 * EXPERTS
     assert {"out", "out without gradients", "x", "gate.weight"} < set(shared)

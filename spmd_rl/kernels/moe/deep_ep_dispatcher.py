@@ -28,6 +28,7 @@ from spmd_rl.kernels.moe.dispatcher import Dispatched, EpDispatcher
 from spmd_rl.kernels.moe.router import ExpertRoutes, in_slot_order
 from spmd_rl.kernels.moe.slots import SlotOrder, by_expert
 from spmd_rl.kernels.runtime.differentiable import call
+from spmd_rl.kernels.runtime.first_pass import keep, kept_before
 
 
 @dataclass
@@ -78,16 +79,31 @@ class DeepEpDispatcher(EpDispatcher):
         """Do what `EpDispatcher.dispatch` does. The first one makes DeepEP's memory."""
         if self._buffer is None:
             self._buffer = DeepEpBuffer(self._group, x.shape[1] * x.element_size())
-        layout = self._buffer.layout(routes.ids, self.num_experts)
+        if (kept := kept_before()) is None:
+            ways, counts, arrived = self._first_ways(self._buffer, x, routes)
+            keep((ways, counts))
+        else:
+            ways, counts = kept
+            arrived = self._buffer.send_again(x.detach(), ways.there)
+        order = ways.order
+        sent = [sum(order.counts[first : first + self.num_own]) for first in self._firsts()]
+        rows = call(_Spread, x, arrived, ways)
+        weights = self._exchanged_weights(routes.weights, order, sent, ways.received)
+        return Dispatched(rows, weights, counts, order, sent, ways)
+
+    def _first_ways(
+        self, buffer: DeepEpBuffer, x: Tensor, routes: ExpertRoutes
+    ) -> tuple[Ways, list[list[int]], Tensor]:
+        """Send rows, and return their ways, how many came for each expert, and the rows that came.
+
+        Shape: x [T, C]; the rows are not repeated for slots.
+        """
+        layout = buffer.layout(routes.ids, self.num_experts)
         order = by_expert(routes.ids, self.num_experts)
         counts, num_rows = self._coming(layout)
-        sent = [sum(order.counts[first : first + self.num_own]) for first in self._firsts()]
-        there = self._buffer.send(x.detach(), routes.ids, layout, num_rows)
+        there = buffer.send(x.detach(), routes.ids, layout, num_rows)
         received = [sum(of_rank) for of_rank in counts]
-        ways = Ways(self._buffer, there.way, _places(there, counts), order, received)
-        rows = call(_Spread, x, there.rows, ways)
-        weights = self._exchanged_weights(routes.weights, order, sent, received)
-        return Dispatched(rows, weights, counts, order, sent, ways)
+        return Ways(buffer, there.way, _places(there, counts), order, received), counts, there.rows
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Return to each token the sum over its slots. Shape: y [R, C]; returns [T, C]."""

@@ -21,6 +21,7 @@ from spmd_rl.kernels.moe.expert_gather import blocks_of
 from spmd_rl.kernels.moe.router import ExpertRoutes
 from spmd_rl.kernels.moe.slots import SlotOrder, by_expert, by_row, from_experts, to_experts
 from spmd_rl.kernels.runtime.differentiable import call
+from spmd_rl.kernels.runtime.first_pass import keep, kept_before
 
 
 class Dispatched(NamedTuple):
@@ -48,7 +49,7 @@ class EpDispatcher:
     """The ways of rows among the ranks of `group`, which share `num_experts` evenly.
 
     It has an all-to-all of rows in each direction. All ranks of the group call each method
-    together. Both wait for the device, because the host must know how many rows go where.
+    together. `dispatch` waits for the device, because the host must know how many rows go where.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
@@ -65,9 +66,15 @@ class EpDispatcher:
         return range(first, first + self.num_own)
 
     def dispatch(self, x: Tensor, routes: ExpertRoutes) -> Dispatched:
-        """Send each slot's row to the rank of its expert. Shape: x [T, C]."""
-        order = by_expert(routes.ids, self.num_experts)
-        counts = self._exchanged_counts(order.counts, x.device)
+        """Send each slot's row to the rank of its expert, in a second pass as in the first.
+
+        Shape: x [T, C].
+        """
+        if (kept := kept_before()) is None:
+            order = by_expert(routes.ids, self.num_experts)
+            kept = order, self._exchanged_counts(order.counts, x.device)
+            keep(kept)
+        order, counts = kept
         sent = [sum(order.counts[first : first + self.num_own]) for first in self._firsts()]
         received = [sum(of_rank) for of_rank in counts]
         rows = call(_AllToAll, to_experts(x, order), sent, received, self._group)

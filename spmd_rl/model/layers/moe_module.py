@@ -28,6 +28,7 @@ from spmd_rl.kernels.moe.router import ExpertRoutes, route
 from spmd_rl.kernels.moe.sigmoid_router import route_by_sigmoid
 from spmd_rl.kernels.moe.slots import by_expert, from_experts, to_experts
 from spmd_rl.kernels.moe.symm_gather import RowSizes, SymmGather
+from spmd_rl.kernels.runtime.first_pass import keep, kept_before
 from spmd_rl.model.fused_projections import project_gated
 from spmd_rl.model.layers.expert_loads import ExpertLoads
 from spmd_rl.model.layers.fixed_parameters import HoldsFixed
@@ -92,9 +93,7 @@ class MoeMlp(nn.Module):
         logits = self.scores(linear_fp32(x, self.gate.weight))
         if is_exact(x):
             return self.all_at_once(x, logits)
-        routes = self._watched(self._route(logits))
-        note_routes(routes.ids)
-        return self.one_by_one(x, self._taken(logits, routes, self._routes_to))
+        return self.one_by_one(x, self._chosen(logits, self._noted, self._routes_to))
 
     def all_at_once(self, x: Tensor, logits: Tensor) -> Tensor:
         """Choose experts and compute what they give, in kernels for all of them.
@@ -104,8 +103,7 @@ class MoeMlp(nn.Module):
         from spmd_rl.kernels.moe.adapted_experts import AdaptedExperts, adapted_output
         from spmd_rl.kernels.moe.experts import ExpertWeights, experts_output
 
-        routes = self._watched(self.routes_at_once(logits))
-        routes = self._taken(logits, routes, self.weighted_at_once)
+        routes = self._chosen(logits, self._watched_at_once, self.weighted_at_once)
         if isinstance(self.experts, SplitExperts):
             return self._with_shared(x, self.experts(x, routes))
         projections = [self._projection(name) for name in PROJECTIONS]
@@ -165,16 +163,22 @@ class MoeMlp(nn.Module):
         """Add what every token takes."""
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
-    def _taken(
+    def _chosen(
         self,
         logits: Tensor,
-        own: ExpertRoutes,
+        own: Callable[[Tensor], ExpertRoutes],
         weighted: Callable[[Tensor, Tensor], ExpertRoutes],
     ) -> ExpertRoutes:
-        """Return the router's own routes, or those that are replayed; keep and count them."""
-        routes = own
-        if self.replay is not None:
-            routes = weighted(logits, self.replay.experts_of(self, own.ids))
+        """Return the router's own routes, or those that are replayed; keep and count them.
+
+        A pass that is computed again takes the experts that it took first.
+        """
+        ids, replay = kept_before(), self.replay
+        if ids is None and replay is not None:
+            with torch.no_grad():
+                ids = replay.experts_of(self, own(logits).ids)
+        routes = own(logits) if ids is None else weighted(logits, ids)
+        keep(routes.ids)
         keep_routes(routes.ids)
         if self.loads is not None:
             self.loads.add(self, logits, routes.ids.long())
@@ -196,6 +200,16 @@ class MoeMlp(nn.Module):
     def _route(self, logits: Tensor) -> ExpertRoutes:
         """Choose experts. Shape: logits [T, E] fp32."""
         return self._routes_to(logits, None)
+
+    def _noted(self, logits: Tensor) -> ExpertRoutes:
+        """Choose experts and hash the routes. Shape: logits [T, E] fp32."""
+        routes = self._watched(self._route(logits))
+        note_routes(routes.ids)
+        return routes
+
+    def _watched_at_once(self, logits: Tensor) -> ExpertRoutes:
+        """Do the same on a GPU."""
+        return self._watched(self.routes_at_once(logits))
 
     def _routes_to(self, logits: Tensor, ids: Tensor | None) -> ExpertRoutes:
         """Return these experts with their weights, or those that are chosen without `ids`."""

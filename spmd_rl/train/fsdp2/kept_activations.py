@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.kernels import recomputing
+from spmd_rl.kernels.runtime.first_pass import both_passes
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.config import Fsdp2Config
@@ -30,10 +31,13 @@ def keep_less(
 def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
     """Have each layer keep for its backward pass everything, all but cheap ops, or its input alone.
 
+    A layer with experts keeps its routes too.
     The forward method is wrapped and not the module, so that parameters keep their names.
     """
     for layer in model.model.layers:
         if what == "cheap":
             layer.forward = recomputing()(layer.forward)
         elif what == "all":
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, context_fn=both_passes
+            )
