@@ -17,12 +17,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.kernels.moe import deep_ep_buffer, deep_ep_dispatcher
 from spmd_rl.kernels.moe.deep_ep_dispatcher import DeepEpDispatcher
 from spmd_rl.kernels.moe.dispatcher import EpDispatcher
-from spmd_rl.kernels.runtime.first_pass import both_passes
+from spmd_rl.kernels.runtime.first_pass import computed_again
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.model.layers.moe import Moe
@@ -94,7 +93,7 @@ def recomputed(module: MoeMlp, x: Tensor, pull: Tensor) -> dict[str, Tensor]:
     """The same where the backward pass computes all again, but for the routes."""
     module.zero_grad()
     x = x.detach().clone().requires_grad_()
-    out = checkpoint(module, x, use_reentrant=False, context_fn=both_passes)
+    out = computed_again(module)(x)
     out.backward(pull)
     return {"out again": out, "x again": x.grad, "gate.weight again": module.gate.weight.grad}
 

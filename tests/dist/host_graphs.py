@@ -133,7 +133,7 @@ def use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: empty(*size, **how))
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     patch.setattr(engine, "fits_cuda_graphs", lambda spec, backend: True)
-    patch.setattr(engine.NativeEngine, "_prefill_bound", lambda self: PrefillBound())
+    patch.setattr(engine, "prefill_bound", lambda spec, device, cfg: PrefillBound())
     patch.setattr(model_runner, "DecodeGraphs", HostGraphs)
     patch.setattr(moe_module, "SymmGather", HostGather)
     patch.setattr(joint_steps, "record", _recorded)

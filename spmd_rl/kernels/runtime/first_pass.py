@@ -6,13 +6,23 @@ the value and keeps it. In the second one it gets the values in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+
+from torch.utils.checkpoint import checkpoint
+
+Out = TypeVar("Out")
 
 _first: ContextVar[list[Any] | None] = ContextVar("values of a first pass", default=None)
 _again: ContextVar[Iterator[Any] | None] = ContextVar("values kept before", default=None)
+
+
+def computed_again(part: Callable[..., Out]) -> Callable[..., Out]:
+    """Return `part` as one that keeps its inputs alone, and is computed again for its gradient."""
+    return partial(checkpoint, part, use_reentrant=False, context_fn=both_passes)
 
 
 def both_passes() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -21,6 +21,7 @@ from spmd_rl.model.lora import is_adapter
 from spmd_rl.model.low_precision.coded_cache import kv_exponents
 from spmd_rl.model.low_precision.coded_weights import scale_name, weights_fact
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.rollout.engine import Request, StepOutput
@@ -28,7 +29,7 @@ from spmd_rl.rollout.native.auto_sizes import choose_sizes
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.engine_memory import EngineMemory
-from spmd_rl.rollout.native.joint.joint_steps import ExpertRanks, JointSteps, can_record
+from spmd_rl.rollout.native.joint.joint_steps import ExpertRanks, can_record
 from spmd_rl.rollout.native.model_runner import ModelRunner
 from spmd_rl.rollout.native.pages import PagePool
 from spmd_rl.rollout.native.prefill_cost import PrefillCost
@@ -66,9 +67,10 @@ class NativeEngine:
     """Implements `rollout.engine.Engine`.
 
     `decode` turns tokens into text, which only stop strings need. `sampler` draws tokens from
-    logits. If decoding is recorded in graphs, scheduling is asynchronous: a step is launched before
-    the host has the tokens of the last one. Then `step` returns one step late, and a sequence that
-    ends by a token computes one more, which is dropped.
+    logits. The ranks of `experts` share those of the model. If decoding is recorded in graphs,
+    scheduling is asynchronous: a step is launched before the host has the tokens of the last one.
+    Then `step` returns one step late, and a sequence that ends by a token computes one more, which
+    is dropped.
     """
 
     def __init__(
@@ -83,7 +85,6 @@ class NativeEngine:
         memory: RoleMemory | None = None,
         experts: ExpertRanks | None = None,
     ) -> None:
-        """The ranks of `experts` share those of the model, if there are some."""
         assert model.exponents == kv_exponents(cfg), "model and cache have one format"
         self.model = model
         self._memory = EngineMemory(memory or RoleMemory(None, device))
@@ -104,7 +105,7 @@ class NativeEngine:
             prefix_cache=cfg.prefix_cache,
             eos_ids=spec.eos_ids,
             separate_prefill=self._async_scheduling,
-            prefill_bound=self._prefill_bound() if self._async_scheduling else None,
+            prefill_bound=prefill_bound(spec, device, cfg) if self._async_scheduling else None,
         )
         if self._async_scheduling:
             model.pack_projections()
@@ -217,15 +218,7 @@ class NativeEngine:
             self.model.fuse_projections()
         self.scheduler.discard_kv(version)
 
-    def _prefill_bound(self) -> PrefillBound:
-        num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        cost = PrefillCost.of_model(self.spec, num_processors)
-        return PrefillBound(cost, self.cfg.max_prefill_ms / 1e3 or math.inf)
-
     def _new_runner(self, experts: ExpertRanks | None) -> ModelRunner:
-        joint = None
-        if experts is not None and self._async_scheduling:
-            joint = JointSteps(self.model, experts.group, self.cfg.max_batch)
         cache = KvCache(
             [block.cache() for block in self.spec.blocks],
             num_pages=self.sizes.num_pages,
@@ -243,7 +236,7 @@ class NativeEngine:
             self.device,
             graphs=self._async_scheduling,
             sampler=self._sampler,
-            joint=joint,
+            experts=experts,
         )
 
     def _reset(self) -> None:
@@ -315,6 +308,13 @@ class NativeEngine:
     def _end(self, request: Request, status: SampleStatus) -> Sample:
         self._stop_checker.remove(request)
         return request.sample(status)
+
+
+def prefill_bound(spec: ModelSpec, device: torch.device, cfg: NativeEngineConfig) -> PrefillBound:
+    """Return the bound of the work on prompts on a GPU."""
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    cost = PrefillCost.of_model(spec, num_processors)
+    return PrefillBound(cost, cfg.max_prefill_ms / 1e3 or math.inf)
 
 
 def check_logprobs(

@@ -21,7 +21,7 @@ from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.native.decode_graphs import DecodeGraphs, Sampler
-from spmd_rl.rollout.native.joint.joint_steps import JointSteps
+from spmd_rl.rollout.native.joint.joint_steps import ExpertRanks, JointSteps
 from spmd_rl.rollout.native.prefill_graphs import PassedTokens, PrefillChunks, PrefillGraphs
 from spmd_rl.rollout.native.recorded_routes import RecordedRoutes, RoutedStep
 from spmd_rl.rollout.native.sampled_tokens import NO_COLUMNS, SampledOnDevice, SampledTokens
@@ -43,17 +43,19 @@ class ModelRunner:
         *,
         graphs: bool,
         sampler: Sampler,
-        joint: JointSteps | None = None,
+        experts: ExpertRanks | None = None,
     ) -> None:
-        """With `joint`, other ranks share the experts and decoding is recorded."""
+        """The ranks of `experts` share those of the model."""
         self.cache = cache
-        self._joint = joint
+        self._joint: JointSteps | None = None
+        if graphs and experts is not None:
+            self._joint = JointSteps(model, experts.group, table.num_rows)
         self._decode_graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         if graphs:
             memory = torch.cuda.graph_pool_handle()
-            self._decode_graphs = DecodeGraphs(model, cache, table, memory, sampler, joint)
-            if joint is None:
+            self._decode_graphs = DecodeGraphs(model, cache, table, memory, sampler, self._joint)
+            if self._joint is None:
                 self._prefill_graphs = PrefillGraphs(model, cache, table.pages.shape[1], memory)
         self._routes: RecordedRoutes | None = None  # once a request asks for them
         self._sampler = sampler

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.kernels import recomputing
-from spmd_rl.kernels.runtime.first_pass import both_passes
+from spmd_rl.kernels.runtime.first_pass import computed_again
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.config import Fsdp2Config
@@ -38,6 +36,4 @@ def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
         if what == "cheap":
             layer.forward = recomputing()(layer.forward)
         elif what == "all":
-            layer.forward = partial(
-                checkpoint, layer.forward, use_reentrant=False, context_fn=both_passes
-            )
+            layer.forward = computed_again(layer.forward)
