@@ -50,6 +50,7 @@ class ServerArgs:
     moe_runner_backend: str = "auto"
     enable_return_routed_experts: bool = False
     tp_size: int = 1
+    ep_size: int = 1
     fake_steps: int = -1  # -1: as many as there is work for
     fake_retracts: bool = False  # say of each request that it was retracted
     fake_failure: str = ""  # what the scheduler raises while it is built
@@ -351,7 +352,7 @@ class Scheduler:
         if self._model is None:
             is_quantized = self.server_args.quantization is not None
             args = self.server_args
-            part = self.tp_rank, self.tp_size
+            part = self.tp_rank, self.tp_size, args.ep_size
             backend = args.moe_runner_backend
             self._model = _model(args.model_path, args.dtype, is_quantized, backend, *part)
         return self._model
@@ -588,11 +589,17 @@ def _local_part(name: str, spec: Any, rank: int, size: int) -> tuple[int, int, i
 
 
 def _model(
-    folder: str, dtype: str, is_quantized: bool, backend: str, tp_rank: int, tp_size: int
+    folder: str,
+    dtype: str,
+    is_quantized: bool,
+    backend: str,
+    tp_rank: int,
+    tp_size: int,
+    ep_size: int = 1,
 ) -> Any:
     """A module with a rank's parameters of SGLang's models, fused and with padded rows.
 
-    Experts are in two parameters of each layer.
+    A rank's experts are in two parameters of each layer.
     """
     import zlib
 
@@ -616,9 +623,12 @@ def _model(
             stacked = {"gate_proj": ("w13", 0), "up_proj": ("w13", 1), "down_proj": ("w2", 0)}
             kind, half = stacked[projection]
             owner = f"{path}.experts.{kind}_weight"
-            num_experts = spec.num_experts
-            rows[owner] = [num_experts, (2 if kind == "w13" else 1) * shape[0], shape[1]]
-            parts[name] = owner, (int(number), slice(half * shape[0], (half + 1) * shape[0]))
+            num_own = spec.num_experts // ep_size
+            place = int(number) - tp_rank * ep_size // tp_size * num_own
+            if not 0 <= place < num_own:
+                continue
+            rows[owner] = [num_own, (2 if kind == "w13" else 1) * shape[0], shape[1]]
+            parts[name] = owner, (place, slice(half * shape[0], (half + 1) * shape[0]))
             continue
         owner = ".".join(fused.get(word, word) for word in name.split("."))
         size = rows.setdefault(owner, [0, *shape[1:]])

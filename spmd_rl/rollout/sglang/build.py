@@ -172,7 +172,7 @@ def start(
     owned = _owned(cfg, folder, dtype, site, seed, tp)
     if spec.num_experts:
         defaults = defaults | MIXTURE_DEFAULTS
-        owned["enable_return_routed_experts"] = records_routes
+        owned |= {"enable_return_routed_experts": records_routes, "ep_size": tp.size}
     child_spec = ChildSpec(
         versions=list(VERSIONS),
         server_args=server_args(cfg, owned, defaults),

@@ -19,7 +19,10 @@ OTHER_LAYOUTS = ("use_triton_kernels", "load_up_proj_weight_first", "use_flashin
 
 
 def expert_views(model: Any, pieces: Mapping[str, Piece]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each expert's tensors with their parts of stacked parameters, where they are plain."""
+    """Yield each expert's tensors with their parts of stacked parameters, where they are plain.
+
+    A rank stacks its own experts alone, in the order of their numbers. `pieces` are of these.
+    """
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if type(method).__name__ != PLAIN_METHOD:
@@ -36,7 +39,11 @@ def _parts(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the parts of one parameter. There are none if it has other sizes than the pieces."""
     found: dict[str, Tensor] = {}
-    for number, of_expert in enumerate(parameter):
+    own = {name.removeprefix(path).split(".")[0] for name in pieces if name.startswith(path)}
+    numbers = sorted(map(int, own))
+    if len(numbers) != len(parameter):
+        return
+    for number, of_expert in zip(numbers, parameter, strict=True):
         start = 0
         for part in parts:
             name = f"{path}{number}.{part}.weight"
@@ -49,5 +56,4 @@ def _parts(
             start += len(view)
         if start != len(of_expert):
             return
-    if f"{path}{len(parameter)}.{parts[0]}.weight" not in pieces:
-        yield from found.items()
+    yield from found.items()

@@ -51,7 +51,7 @@ OWNED = {
     "enable_return_routed_experts": "set sampling.replay_routes",
     "pp_size": _PLACEMENT,
     "dp_size": _PLACEMENT,
-    "ep_size": _PLACEMENT,
+    "ep_size": "experts are placed on the ranks of split.infer.tp",
     "enable_dp_attention": _PLACEMENT,
     "nnodes": _PLACEMENT,
     "node_rank": _PLACEMENT,

@@ -58,7 +58,9 @@ class SglangSink:
         self._child = child
         self._calls = calls
         self._pieces = {
-            name: Piece(name, shape, dtype, boxes[name]) for name, shape in shapes.items()
+            name: Piece(name, shape, dtype, boxes[name])
+            for name, shape in shapes.items()
+            if boxes[name].num_elements
         }
         self._dtype = dtype
         self._device = device

@@ -1,7 +1,8 @@
 """Tensor parallelism of SGLang: which ranks share an engine, and the part of each tensor of each.
 
 Every rank of the group starts the scheduler of its own GPU. Only the first rank talks to its
-scheduler, and SGLang passes requests and calls on to the others.
+scheduler, and SGLang passes requests and calls on to the others. Experts are not split: each rank
+has a block of them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from pathlib import Path
 import msgspec
 
 from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.model.layers.expert_shares import check_shares
+from spmd_rl.model.layers.layer import TensorSpec
 from spmd_rl.model.shard import shard_box
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.plan.layout import Box, range_box
 
 # rows of SGLang's embeddings are padded to a multiple of this before they are split
 # Source: DEFAULT_VOCAB_PADDING_SIZE in sglang 0.5.16, layers/vocab_parallel_embedding.py
@@ -82,16 +85,14 @@ ALONE = TensorParallel()
 
 def check_sizes(spec: ModelSpec, size: int) -> None:
     """Raises: ConfigError unless SGLang can split the model over `size` ranks."""
-    if size > 1 and spec.num_experts:
-        raise ConfigError(
-            f"split.infer.tp = {size} splits a mixture of experts, which has been built for one "
-            "rank alone: set it to 1"
-        )
+    if spec.num_experts:
+        check_shares(spec, size, f"split.infer.tp = {size}")
     for one in spec.distinct_tensors():
-        if one.cut is not None:
+        if one.cut is not None and one.expert is None:
             one.cut.check(size, f"split.infer.tp = {size}")
     last = shard_boxes(spec, size - 1, size)
-    if VOCAB_PADDING % size or not all(box.num_elements for box in last.values()):
+    cut = [one.name for one in spec.parameters() if one.expert is None]
+    if VOCAB_PADDING % size or not all(last[name].num_elements for name in cut):
         raise ConfigError(
             f"split.infer.tp = {size} leaves ranks without a token of the vocabulary: SGLang pads "
             f"its {spec.vocab_size} rows to a multiple of {VOCAB_PADDING}, and splits them evenly"
@@ -99,5 +100,15 @@ def check_sizes(spec: ModelSpec, size: int) -> None:
 
 
 def shard_boxes(spec: ModelSpec, rank: int, size: int) -> Mapping[str, Box]:
-    """Return the box of each tensor that rank `rank` of `size` has; it may be empty."""
-    return {one.name: shard_box(one, rank, size, VOCAB_PADDING) for one in spec.parameters()}
+    """Return the box of each tensor that rank `rank` of `size` has; it may be empty.
+
+    It is for tensors of experts that other ranks have.
+    """
+    owners = spec.expert_parts(size) if spec.num_experts else {}
+
+    def box(one: TensorSpec) -> Box:
+        if one.name not in owners:
+            return shard_box(one, rank, size, VOCAB_PADDING)
+        return range_box(one.shape, 0, 0, one.shape[0] if owners[one.name] == rank else 0)
+
+    return {one.name: box(one) for one in spec.parameters()}

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.model.read import read_spec
 from tests.dist.recipes.conftest import Run
+from tests.dist.recipes.mixtures import write_mixture
 from tests.fakes.sglang_child import write_site
 
 pytestmark = pytest.mark.dist
@@ -51,6 +53,18 @@ def test_an_engine_on_two_ranks_learns(
     assert [row["step"] for row in ended.metrics] == [1, 2, 3]
     assert ended.metrics[0]["onpolicy/compared_tokens"] > 0
     assert all(row["sync/verified_tensors"] == 2 * 35 for row in ended.metrics)
+
+
+def test_experts_on_two_ranks_get_their_pushes(run: Run, engine: list[str], tmp_path: Path) -> None:
+    """Each rank has a block of the experts, and its part of attention."""
+    model = write_mixture(tmp_path / "mixture", "qwen3_moe")
+    words = [*engine, f"--model={model}", "--split.infer.tp=2", "--run.verify_every=1"]
+    ended = run("grpo", "--steps=2", *words, "--trainer.lr=1e-3", nproc=2)
+    assert ended.code == 0, ended.sentence
+    spec = read_spec(model)
+    num_experts = len(spec.expert_parts(2))
+    expected = 2 * (len(spec.parameter_shapes()) - num_experts) + num_experts
+    assert [row["sync/verified_tensors"] for row in ended.metrics] == [expected] * 2
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from spmd_rl.errors import ConfigError, SpmdError, WeightsError
 from spmd_rl.kernels.moe.route_hash import ROUTES, RouteHash
 from spmd_rl.model.hf import random_weights
+from spmd_rl.model.layers.moe import is_of_expert
 from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.read import read_spec
 from spmd_rl.rollout.engine import Request, SamplingConfig
@@ -25,7 +26,7 @@ from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
 from spmd_rl.rollout.sglang.options import VERSIONS, SglangSite, check_routes
 from spmd_rl.rollout.sglang.returned_routes import ReturnedRoutes, decoded
-from spmd_rl.rollout.sglang.tensor_parallel import check_sizes
+from spmd_rl.rollout.sglang.tensor_parallel import check_sizes, shard_boxes
 from spmd_rl.types.routes import EXPERT_IDS
 from spmd_rl.types.samples import Sample
 from spmd_rl.types.token_data import NO_DATA, TokenData
@@ -34,7 +35,9 @@ from tests.dist.train_case import write_model_folder
 from tests.engine_suite import push
 from tests.fakes.sglang_child import route, write_site
 from tests.samples import finish
+from tests.specs import with_experts
 from tests.unit.rollout.sglang.conftest import CPU, DEADLINE_S, decode, grant
+from tests.unit.rollout.sglang.test_tensor_parallel import SPEC
 
 NUM_EXPERTS, NUM_CHOSEN, NUM_LAYERS = 7, 3, 3
 EXPERTS = {
@@ -108,8 +111,38 @@ def test_experts_of_other_numbers_or_sizes_have_no_rule(wanted: dict[str, Piece]
     assert parameter_views(stacked(), wanted) == {}
 
 
-def test_a_mixture_on_several_ranks_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="split.infer.tp = 2 splits a mixture"):
+def test_a_rank_has_a_block_of_experts_and_its_part_of_the_rest() -> None:
+    spec = with_experts(SPEC, num_experts=6, experts_per_token=2, expert_size=12)
+    for rank in (0, 1):
+        boxes = shard_boxes(spec, rank, 2)
+        own = {
+            int(one.split(".experts.")[1].split(".")[0])
+            for one, box in boxes.items()
+            if is_of_expert(one) and box.num_elements
+        }
+        assert own == {3 * rank, 3 * rank + 1, 3 * rank + 2}
+        assert boxes[f"model.layers.1.mlp.experts.{3 * rank}.up_proj.weight"].extent == (12, 64)
+        assert boxes["model.layers.1.mlp.gate.weight"].extent == (6, 64)
+        assert boxes["model.layers.1.self_attn.q_proj.weight"].extent == (32, 64)
+    check_sizes(spec, 2)
+
+
+def test_the_second_block_of_experts_has_its_parts() -> None:
+    second = {
+        name.replace(f"experts.{n}.", f"experts.{n + E}."): one
+        for n in range(E)
+        for name, one in pieces().items()
+        if f"experts.{n}." in name
+    }
+    made = stacked()
+    views = parameter_views(made, second)
+    assert views.keys() == second.keys()
+    down = views[f"mlp.experts.{E + 1}.down_proj.weight"]
+    assert down.data_ptr() == made.mlp.experts.w2_weight[1].data_ptr()
+
+
+def test_experts_that_ranks_cannot_share_evenly_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="split.infer.tp = 2 does not divide the 7 experts"):
         check_sizes(read_spec(folder), 2)
     check_sizes(read_spec(folder), 1)
 
