@@ -37,6 +37,8 @@ class MegatronConfig:
     offload: Literal["none", "moments"] = "none"
     # shard the optimizer's state over the data axes and cp
     distributed_optimizer: bool = True
+    # what brings rows to their experts: an all-to-all, or DeepEP (Megatron-core's flex dispatcher)
+    ep_dispatcher: Literal["torch", "deep_ep"] = "torch"
     # Megatron-core's own, by the names of its TransformerConfig, such as
     # trainer.backend.model_options.recompute_granularity
     model_options: dict[str, Any] = field(default_factory=dict)
@@ -176,6 +178,8 @@ def _check_stages(spec: ModelSpec, pp: int, cfg: MegatronConfig, at: str) -> Non
 
 def _check_experts(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig, at: str) -> None:
     tp, ep = axes.get("tp", 1), axes.get("ep", 1)
+    if cfg.ep_dispatcher == "deep_ep" and ep == 1:
+        raise ConfigError(f'{KEY}.ep_dispatcher = "deep_ep" needs expert parallelism: set {at}.ep')
     if not spec.num_experts:
         if ep > 1:
             raise ConfigError(f"{at}.ep = {ep}: the model has no experts")

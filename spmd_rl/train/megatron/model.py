@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.kernels.moe.deep_ep_buffer import check_deep_ep
 from spmd_rl.model.families.megatron_layers import options_of
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.megatron.config import KEY, MegatronConfig
@@ -92,7 +93,12 @@ def _shape_options(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _expert_options(axes: Mapping[str, int], cfg: MegatronConfig) -> dict[str, Any]:
-    return {
+    """Raises: ConfigError where DeepEP is asked for and cannot run."""
+    ways: dict[str, Any] = {}
+    if cfg.ep_dispatcher == "deep_ep":
+        check_deep_ep(axes.get("ep", 1))
+        ways = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
+    return ways | {
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

@@ -21,6 +21,7 @@ from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
+from spmd_rl.train.megatron import model
 from spmd_rl.train.megatron.config import OWNED, MegatronConfig, check_layout
 from tests.backends.megatron_case import FAMILIES, SIZES
 from tests.specs import dense_spec, with_experts, with_layers
@@ -57,6 +58,7 @@ TIED = replace(SPEC, tie_embeddings=True)
         (SPEC, {}, {"sequence_parallel": True}, "needs tensor parallelism: set split.train.tp"),
         (SPEC, {"ep": 2}, {}, "split.train.ep = 2: the model has no experts"),
         (MOE, {"ep": 3}, {}, "split.train.ep = 3 does not divide the model's 8 experts"),
+        (MOE, {}, {"ep_dispatcher": "deep_ep"}, "needs expert parallelism: set split.train.ep"),
         (MOE, {"tp": 2}, {}, "with experts needs trainer.backend.sequence_parallel = true"),
         (TIED, {"pp": 2}, {}, "with tied embeddings needs trainer.backend.distributed_optimizer"),
         (with_layers(SPEC, bias=True), {}, {}, "the model has biases outside of its queries"),
@@ -68,6 +70,19 @@ def test_a_layout_that_cannot_be_is_refused(
     with pytest.raises(ConfigError, match=re.escape(sentence)) as caught:
         check_layout(spec, axes, MegatronConfig(**settings), "train")
     assert str(caught.value).count(". ") == 0, "one sentence"
+
+
+def test_deep_ep_is_the_flex_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked first whether it can run here, which it cannot."""
+    cfg, asked = MegatronConfig(ep_dispatcher="deep_ep"), []
+    with pytest.raises(ConfigError, match="deep_ep"):
+        model._expert_options({"ep": 4}, cfg)
+    monkeypatch.setattr(model, "check_deep_ep", asked.append)
+    found = model._expert_options({"ep": 4}, cfg)
+    assert found.items() > model._expert_options({"ep": 4}, MegatronConfig()).items()
+    assert found["moe_token_dispatcher_type"] == "flex"
+    assert found["moe_flex_dispatcher_backend"] == "deepep"
+    assert asked == [4]
 
 
 @pytest.mark.parametrize(
