@@ -55,16 +55,27 @@ def test_a_rank_killed_in_any_phase_is_named_and_changes_no_bit(tmp_path: Path) 
 
 
 @pytest.mark.system
-def test_a_rank_killed_among_its_experts_rows_is_named_and_changes_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("phases", "split"),
+    [
+        (PLACES_OF_EXPERTS, ["--split.train.ep=2"]),
+        # the engines of both ranks share experts too: rows of prompts are on their way, or a push
+        ([*PLACES_OF_EXPERTS, "sync"], ["--split.train.ep=2", "--split.infer.ep=2"]),
+    ],
+    ids=["trainer", "engines"],
+)
+def test_a_rank_killed_among_its_experts_rows_is_named_and_changes_no_bit(
+    tmp_path: Path, phases: Sequence[str], split: list[str]
+) -> None:
     """The other rank waits for rows that never come, and is ended."""
     model = tmp_path / "mixture"
     shutil.copytree(EXAMPLE / "model", model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | EXPERTS))
-    more = [f"--model={model}", "--split.train.ep=2", "--engine.load_weights=false"]
+    more = [f"--model={model}", *split, "--engine.load_weights=false"]
     whole = Run(tmp_path, [*WORDS, NUM_PAGES, *more], name="whole").finish()
-    for number, phase in enumerate(PLACES_OF_EXPERTS):
-        assert differences(whole, killed(tmp_path, phase, number, more)) == []
+    for number, phase in enumerate(phases):
+        assert differences(whole, killed(tmp_path, phase, number % 2, more)) == []
 
 
 @pytest.mark.parametrize("phase", PLACES | PLACES_OF_EXPERTS)
