@@ -48,11 +48,19 @@ class CodedMasters:
     def __init__(self, parts: Iterable[SharedMasters], model: nn.Module) -> None:
         self._parts = [part for part in parts if part.shards]
         self.shards = {name: one for part in self._parts for name, one in part.shards.items()}
-        self.scales = {
-            name: one.local.new_ones(num_blocks(one.shape)) for name, one in self.shards.items()
-        }
+        self.scales: dict[str, Tensor] = {}
+        self._flat = [self._with_scales(part.shards) for part in self._parts]
         for part in self._parts:
             self._attach(part, model)
+
+    def _with_scales(self, shards: LocalTensors) -> Tensor:
+        """Give all weights of a part scales, side by side in the memory that is returned."""
+        shapes = {name: num_blocks(one.shape) for name, one in shards.items()}
+        sizes = [rows * columns for rows, columns in shapes.values()]
+        flat = next(iter(shards.values())).local.new_ones(sum(sizes), requires_grad=False)
+        for (name, shape), scales in zip(shapes.items(), flat.split(sizes), strict=True):
+            self.scales[name] = scales.view(shape)
+        return flat
 
     @torch.no_grad()
     def update(self) -> None:
@@ -60,14 +68,12 @@ class CodedMasters:
 
         Ranks: all that share the weights.
         """
-        for part in self._parts:
+        for part, flat in zip(self._parts, self._flat, strict=True):
             maxima = _maxima(part.shards)
             found = torch.cat([maxima[name].flatten() for name in part.shards])
             if part.group.size() > 1:
                 dist.all_reduce(found, dist.ReduceOp.MAX, part.group)
-            of_weights = block_scales(found).split([maxima[name].numel() for name in part.shards])
-            for name, scales in zip(part.shards, of_weights, strict=True):
-                self.scales[name].copy_(scales.view_as(self.scales[name]))
+            flat.copy_(block_scales(found))
 
     def _attach(self, part: SharedMasters, model: nn.Module) -> None:
         """Set FSDP's own hooks of a sharded tensor, which it looks up by their names.
