@@ -18,6 +18,7 @@ from spmd_rl.mesh.private_folder import PrivateFolder
 from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.low_precision.block_fp8 import refuse_for_sglang
 from spmd_rl.model.read import read_spec
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import as_size
 from spmd_rl.rollout.interpreter import Interpreter
 from spmd_rl.rollout.kv_pages import kv_budget
@@ -148,8 +149,7 @@ def start(
 ) -> StartedChild:
     """Start a child, and do not wait for it. Raises: ConfigError, before anything starts."""
     site, interpreter = check_options(cfg), Interpreter.of(cfg.python)
-    spec, dtype = read_spec(folder), dtype_of(cfg.dtype, device)
-    refuse_for_sglang(folder)
+    spec, dtype = _spec(folder), dtype_of(cfg.dtype, device)
     if records_routes:
         RouteShape.required(spec)
         check_routes(site)
@@ -199,6 +199,12 @@ def watch(client: SchedulerClient, other: RankChild) -> None:
             raise
     else:
         client.watch(descriptor, name)
+
+
+def _spec(folder: str) -> ModelSpec:
+    """Return the model of a folder. Raises: ConfigError for one that SGLang cannot take."""
+    refuse_for_sglang(folder)
+    return read_spec(folder)
 
 
 def _owned(
