@@ -39,13 +39,13 @@ Steps = list[dict[str, Any]]
 
 
 def steps_of(words: Sequence[str], seed: int, folder: Path) -> Steps:
-    """Run an example once, and return what it measured."""
+    """Run an example once, and return the metrics of its training steps."""
     seeds = [f"--run.seed={seed}", f"--trainer.seed={seed}"]
     where = [f"--run.folder={folder}", "--run.name=one", "--nproc=1"]
     command = [sys.executable, "-c", RUN, "run", *words, *seeds, *where]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = (folder / "one/metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["step"] > 0]
+    return [row for row in map(json.loads, lines) if row["step"] > 0 and "reward/mean" in row]
 
 
 def last_reward(steps: Steps) -> float:

@@ -20,6 +20,7 @@ from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import RoleSplit, Split
 from spmd_rl.offload.ledger import Ledger
 from spmd_rl.plan.resolve import planned_settings, resolve
+from spmd_rl.plan.text import lines
 from spmd_rl.recipes import grpo, grpo_async, sft
 from spmd_rl.rollout.native.auto_sizes import FREE_SHARE, auto_pages
 from spmd_rl.rollout.native.config import NativeEngineConfig
@@ -88,6 +89,20 @@ def test_all_that_is_counted_fits_and_the_engine_takes_what_is_planned(
         for phase in ledger.phases:
             there = any(entry.tag == "kv" and entry.is_in(phase) for entry in ledger.entries)
             assert not there or ledger.resident_bytes(phase) <= fraction * capacity
+
+
+def test_more_sequences_fit_in_8_bits(model: Path) -> None:
+    """Codes of 28 layers and the numbers of one take 30/56 of the bytes."""
+    words, codes = ("offload.sleep=always", "engine.max_batch=4096"), "cache=e4m3"
+    plans = [
+        resolve(configured(model, *words, *more), 1, 80 * GIB)
+        for more in ((), (f"trainer.{codes}", f"engine.{codes}"))
+    ]
+    held = [one.queue.num_held for one in plans if one.queue]
+    assert held[1] / held[0] == pytest.approx(56 / 30, rel=0.01)
+    assert kv(plans[1].ledgers[0]) == pytest.approx(kv(plans[0].ledgers[0]), rel=0.001)
+    said = [[line for line in lines(one) if line.startswith("cache ")] for one in plans]
+    assert said[0] == [] and "e4m3 codes of keys and values" in said[1][0]
 
 
 def test_pages_are_what_is_left(model: Path) -> None:
