@@ -28,7 +28,7 @@ from spmd_rl.train import shared_prefix
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.megatron.config import MegatronConfig
 from spmd_rl.train.trainer import Trainer
-from tests.dist.train_case import make_batch
+from tests.dist.train_case import make_batch, write_mixture_folder, write_model_folder
 from tests.planted import family
 from tests.unit.kernels.paged_case import Heads, qkv
 from tests.unit.train.test_planted_layers import LATENT
@@ -90,8 +90,11 @@ def test_the_contract_says_how_keys_and_values_are_rounded(new_trainer: NewTrain
     assert "cache" not in new_trainer().numeric_contract()
 
 
-def test_the_microscope_replays_both_sides(new_trainer: NewTrainer, tmp_path: Path) -> None:
-    new_trainer().export_hf(str(tmp_path / "hf"))
+@pytest.mark.parametrize("write", [write_model_folder, write_mixture_folder])
+def test_the_microscope_replays_both_sides(
+    new_trainer: NewTrainer, tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
+    new_trainer(model=write(tmp_path / "model")).export_hf(str(tmp_path / "hf"))
     rng = np.random.default_rng(0)
     drawn = [(rng.integers(2, 50, 9), rng.integers(2, 50, length)) for length in (4, 30)]
     case = ReplayCase(tuple(ReplaySequence(f"{n}:0", *one) for n, one in enumerate(drawn)))
