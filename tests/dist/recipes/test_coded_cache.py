@@ -56,6 +56,9 @@ def test_it_goes_on_to_the_same_bits_with_weights_and_a_reference(run: Any) -> N
     check_proof(resumed, 2)
     assert drawn(resumed, 2) == drawn(whole, 2)
     assert resumed.metrics[-1]["train/loss"] == whole.metrics[-1]["train/loss"]
+    shared = run("grpo", *CODES, *CACHE, "--split.train.cp=2", "--steps=1", nproc=2, name="shared")
+    check_proof(shared, 1)
+    assert drawn(shared, 1) == drawn(whole, 1)
 
 
 def test_an_engine_with_another_cache_is_refused(run: Any) -> None:
