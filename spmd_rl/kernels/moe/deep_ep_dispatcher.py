@@ -10,6 +10,7 @@ that come to one of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +76,13 @@ class DeepEpDispatcher(EpDispatcher):
         check_deep_ep(group.size())
         self._buffer: DeepEpBuffer | None = None
 
-    def dispatch(self, x: Tensor, routes: ExpertRoutes) -> Dispatched:
-        """Do what `EpDispatcher.dispatch` does. The first one makes DeepEP's memory."""
+    def dispatch(
+        self, x: Tensor, routes: ExpertRoutes, meanwhile: Callable[[], object] | None = None
+    ) -> Dispatched:
+        """Do what `EpDispatcher.dispatch` does. The first one makes DeepEP's memory.
+
+        DeepEP's kernels take the stream of all others, so `meanwhile` is called behind them.
+        """
         if self._buffer is None:
             self._buffer = DeepEpBuffer(self._group, x.shape[1] * x.element_size())
         if (kept := kept_before()) is None:
@@ -89,6 +95,8 @@ class DeepEpDispatcher(EpDispatcher):
         sent = [sum(order.counts[first : first + self.num_own]) for first in self._firsts()]
         rows = call(_Spread, x, arrived, ways)
         weights = self._exchanged_weights(routes.weights, order, sent, ways.received)
+        if meanwhile is not None:
+            meanwhile()
         return Dispatched(rows, weights, counts, order, sent, ways)
 
     def _first_ways(

@@ -11,6 +11,7 @@ rows that come to one of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -65,10 +66,12 @@ class EpDispatcher:
         first = self._group.rank() * self.num_own
         return range(first, first + self.num_own)
 
-    def dispatch(self, x: Tensor, routes: ExpertRoutes) -> Dispatched:
+    def dispatch(
+        self, x: Tensor, routes: ExpertRoutes, meanwhile: Callable[[], object] | None = None
+    ) -> Dispatched:
         """Send each slot's row to the rank of its expert, in a second pass as in the first.
 
-        Shape: x [T, C].
+        `meanwhile` is called while rows are on their way. Shape: x [T, C].
         """
         if (kept := kept_before()) is None:
             order = by_expert(routes.ids, self.num_experts)
@@ -77,8 +80,12 @@ class EpDispatcher:
         order, counts = kept
         sent = [sum(order.counts[first : first + self.num_own]) for first in self._firsts()]
         received = [sum(of_rank) for of_rank in counts]
-        rows = call(_AllToAll, to_experts(x, order), sent, received, self._group)
+        pending: list[dist.Work] | None = [] if meanwhile else None
+        rows = call(_AllToAll, to_experts(x, order), sent, received, self._group, pending)
         weights = self._exchanged_weights(routes.weights, order, sent, received)
+        if meanwhile is not None and pending is not None:
+            meanwhile()
+            pending.pop().wait()
         return Dispatched(rows, weights, counts, order, sent)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
@@ -107,22 +114,41 @@ class EpDispatcher:
 
 
 class _AllToAll(torch.autograd.Function):
-    """An all-to-all of rows; that of their gradients is the other way."""
+    """An all-to-all of rows; that of their gradients is the other way.
+
+    With a list `pending`, rows are there once the work that it then has is done.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+        ctx: Any,
+        x: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
+        pending: list[dist.Work] | None = None,
     ) -> Tensor:
         ctx.ways = sent, received, group
-        return _exchanged(x, sent, received, group)
+        return _exchanged(x, sent, received, group, pending)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         sent, received, group = ctx.ways
-        return _exchanged(grads[0], received, sent, group), None, None, None
+        return _exchanged(grads[0], received, sent, group), None, None, None, None
 
 
-def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def _exchanged(
+    x: Tensor,
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup,
+    pending: list[dist.Work] | None = None,
+) -> Tensor:
     found = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(found, x.contiguous(), received, sent, group=group)
+    is_late = pending is not None
+    work = dist.all_to_all_single(
+        found, x.contiguous(), received, sent, group=group, async_op=is_late
+    )
+    if pending is not None and work is not None:
+        pending.append(work)
     return found

@@ -105,7 +105,7 @@ class MoeMlp(nn.Module):
 
         routes = self._chosen(logits, self._watched_at_once, self.weighted_at_once)
         if isinstance(self.experts, SplitExperts):
-            return self._with_shared(x, self.experts(x, routes))
+            return self._of_ranks(x, routes)
         projections = [self._projection(name) for name in PROJECTIONS]
         if all(one.a is None for one in projections):
             weights = ExpertWeights(*(one.weights for one in projections))
@@ -138,7 +138,7 @@ class MoeMlp(nn.Module):
         Shape: x [T, C]; returns [T, C].
         """
         if isinstance(self.experts, SplitExperts):
-            return self._with_shared(x, self.experts(x, routes))
+            return self._of_ranks(x, routes)
         order = by_expert(routes.ids, len(self.experts))
         weights = routes.weights.flatten()[order.slots].split(order.counts)
         rows = to_experts(x, order).split(order.counts)
@@ -158,6 +158,14 @@ class MoeMlp(nn.Module):
         """
         ways = dispatcher or EpDispatcher(group, self.num_experts)
         self.experts = SplitExperts(self.experts, ways)
+
+    def _of_ranks(self, x: Tensor, routes: ExpertRoutes) -> Tensor:
+        """Return what experts of all ranks give, and compute what every token takes meanwhile."""
+        shared, given = self.shared_experts, []
+        if shared is None:
+            return self.experts(x, routes)
+        routed = self.experts(x, routes, lambda: given.append(shared(x)))
+        return routed + given.pop()
 
     def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
         """Add what every token takes."""

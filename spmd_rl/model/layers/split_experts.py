@@ -8,7 +8,7 @@ long as data is split over the same number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -47,14 +47,18 @@ class SplitExperts(nn.ModuleList):
         self.gather: ExpertGather | None = None
         self._kept, self._kept_of_gather = KeptAddresses(), KeptAddresses()
 
-    def forward(self, x: Tensor, routes: ExpertRoutes) -> Tensor:
+    def forward(
+        self, x: Tensor, routes: ExpertRoutes, meanwhile: Callable[[], object] | None = None
+    ) -> Tensor:
         """Return the sum of what each token's experts give it, whatever ranks have them.
 
-        Shape: x [T, C]; returns [T, C].
+        `meanwhile` is called while rows are on their way. Shape: x [T, C]; returns [T, C].
         """
         if self.gather is not None:
+            if meanwhile is not None:
+                meanwhile()
             return self.gather.run(x, routes, self._own_slots)
-        sent = self.dispatcher.dispatch(x, routes)
+        sent = self.dispatcher.dispatch(x, routes, meanwhile)
         projections = [self._copies(name, x.dtype) for name in PROJECTIONS]
         if is_exact(x):
             y = _at_once(sent, projections, self._kept)
