@@ -35,7 +35,7 @@ from spmd_rl.controller.local_endpoint import LocalEndpoint, bind
 from spmd_rl.controller.running_calls import DeferredCall, RunningCalls
 from spmd_rl.controller.turns.join import shard_turns, step_turns
 from spmd_rl.controller.turns.shard_turns import ShardTurns
-from spmd_rl.controller.turns.step_turns import StepTurns
+from spmd_rl.controller.turns.step_turns import LostTurnError, StepTurns
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.observe.trace import Trace, now_ns
@@ -115,7 +115,12 @@ class Worker:
             return self._receive(dealer, seconds > 0, watched, seconds)
 
         has_work = any(role.has_work() for role in roles)
-        commands = turns.next(receive, running.num_unanswered, has_work)
+        commands: list[ReceivedCommand] = []
+        try:
+            commands = turns.next(receive, running.num_unanswered, has_work)
+        except LostTurnError as lost:  # this rank lives on until the controller says who is gone
+            for name in self._pumps:
+                running.fail(name, lost.__cause__ or lost)
         running.is_held_by_others = turns.is_open
         return commands
 

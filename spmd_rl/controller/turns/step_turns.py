@@ -22,6 +22,13 @@ C = TypeVar("C")
 IDLE_S = 0.002  # between two turns in which no rank has work
 
 
+class LostTurnError(Exception):
+    """A rank could not be asked, most likely because it is gone; its cause says more.
+
+    No turn is open on this rank then, until a command may leave a call unanswered again.
+    """
+
+
 class RankState(NamedTuple):
     """What a rank tells the others at the begin of a turn."""
 
@@ -64,6 +71,7 @@ class StepTurns(Generic[C]):
         most, or with None until there is one. `num_unanswered` and `has_work` are those of this
         rank.
         Blocks: until the other ranks begin the turn; while no call is unanswered, on commands.
+        Raises: LostTurnError.
         """
         if not self.is_open:
             self.steps = False
@@ -81,7 +89,11 @@ class StepTurns(Generic[C]):
     def _agree(self, num_unanswered: int, has_work: bool) -> int:
         """Exchange what the ranks have; return how many shared commands all of them have got."""
         num_shared = sum(map(self._is_shared, self._waiting))
-        told = self._exchange(RankState(num_shared, num_unanswered, has_work))
+        try:
+            told = self._exchange(RankState(num_shared, num_unanswered, has_work))
+        except RuntimeError as error:  # as collectives raise it
+            self.is_open = self.steps = False
+            raise LostTurnError from error
         ranks = [RankState.of(values) for values in told]
         self.steps = any(rank.has_work for rank in ranks)
         self.is_open = any(rank.num_unanswered for rank in ranks)

@@ -224,6 +224,24 @@ def test_ranks_come_to_the_same_collectives(seed: int) -> None:
         assert Counter(dealer.answered) == Counter(calls)
 
 
+def test_a_rank_that_cannot_ask_another_answers_with_an_error_and_lives_on() -> None:
+    """So that the controller can say which rank is gone."""
+
+    def broken(values: Sequence[int]) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+    meeting = Meeting(1)
+    engine = Engine(0, meeting)
+    calls = [(Call("engine", "complete", "", False), pack((3,)), number) for number in range(2)]
+    dealer = Dealer(calls, random.Random(0))
+    worker = Worker(SimpleNamespace(neighbours={"engine": engine}))  # type: ignore[arg-type]
+    worker._join_turns("engine", engine)
+    worker._steps = StepTurns(broken, lambda received: True, lambda received: True)
+    worker.serve(SimpleNamespace(dealer=dealer))  # type: ignore[arg-type]
+    assert dealer.answered + [number for _, _, number in worker._answers] == [0, 1]
+    assert meeting.held == []
+
+
 def test_nothing_is_exchanged_while_no_call_is_unanswered() -> None:
     pushes = [(Call("engine", "push", "", True), pack(()), number) for number in range(5)]
     meeting, _ = run([list(pushes) for _ in range(3)], 0)
