@@ -70,6 +70,7 @@ CASES: dict[str, tuple[Shape, tuple[int, ...], dict[int, float]]] = {
     "all to the last rank's experts": (SMALL, (19, 24, 1, 300), dict.fromkeys(range(4, 8), 50.0)),
     "30B-A3B": (LARGE, (2048, 1500, 1, 700), {}),
 }
+SHARED = 96  # hidden units that every token takes while rows are on their way
 ROWS = 64  # of a rank in a gather, padding included
 GATHERS: dict[str, tuple[int, ...]] = {  # rows that each rank uses
     "full": (64, 64, 64, 64),
@@ -84,11 +85,13 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(found).hexdigest()
 
 
-def mixture(shape: Shape, bias: dict[int, float], dtype: torch.dtype = torch.float32) -> MoeMlp:
+def mixture(
+    shape: Shape, bias: dict[int, float], dtype: torch.dtype = torch.float32, shared: int = 0
+) -> MoeMlp:
     """The same on every rank. With other than float32, experts have no copies to round."""
     with torch.device("meta"):
         hidden, experts, chosen, inner = shape
-        module = Moe(hidden, experts, chosen, inner).module(0)
+        module = Moe(hidden, experts, chosen, inner, shared_size=shared).module(0)
     assert isinstance(module, MoeMlp)
     module = module.to_empty(device="cuda")
     generator = torch.Generator("cuda").manual_seed(0)
@@ -155,14 +158,14 @@ def of_layers(world: World) -> dict[str, Any]:
     report: dict[str, Any] = {"dispatchers": list(DISPATCHERS)}
     for case, (shape, numbers, bias) in CASES.items():
         x, pull = tokens_of(world.rank, numbers[world.rank], shape.hidden)
-        alone = results(mixture(shape, bias, BF16), x, pull)
+        alone = results(mixture(shape, bias, BF16, SHARED), x, pull)
         if shape == SMALL:
             alone = over_copies(alone, 1, world.rank)
         report[f"{case}, alone"] = {name: digest(one) for name, one in alone.items()}
         del alone
         for ep, group in groups.items():
             for kind, dispatcher in DISPATCHERS.items():
-                module = mixture(shape, bias)
+                module = mixture(shape, bias, shared=SHARED)
                 module.split(group, dispatcher(group, shape.experts))
                 found = results(module, x, pull)
                 if shape == SMALL:
