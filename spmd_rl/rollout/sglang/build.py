@@ -172,7 +172,7 @@ def start(
     owned = _owned(cfg, folder, dtype, site, seed, tp)
     if spec.num_experts:
         defaults = defaults | MIXTURE_DEFAULTS
-        owned |= {"enable_return_routed_experts": records_routes, "ep_size": tp.size}
+        owned |= _owned_of_mixtures(records_routes, tp)
     child_spec = ChildSpec(
         versions=list(VERSIONS),
         server_args=server_args(cfg, owned, defaults),
@@ -226,6 +226,10 @@ def _owned(
         "enable_memory_saver": bool(site.memory_saver),
         "tp_size": tp.size,
     }
+
+
+def _owned_of_mixtures(records_routes: bool, tp: TensorParallel) -> dict[str, Any]:
+    return {"enable_return_routed_experts": records_routes, "ep_size": tp.size}
 
 
 def static_fraction(
