@@ -90,7 +90,7 @@ def main(dense: Path, mixture: Path, out: Path) -> None:
         cfg = replace(CONFIG, **settings)
         return role(cfg, meshes.context(placements[split]), str(model))
 
-    report: dict[str, Any] = {name: {} for name in ("dense", "mixture", "lora", "value", "top")}
+    report: dict[str, Any] = {name: {} for name in ("dense", "mixture", "lora", "coded", "value", "top")}
     for split in DENSE:
         trainer = built(split)
         report["dense"][split] = logprobs(trainer)
@@ -110,6 +110,7 @@ def main(dense: Path, mixture: Path, out: Path) -> None:
         adapted = built(split, lora=LORA)
         adapted.backend.fill((name, ones) for name, ones in _ones(adapted))
         report["lora"][split] = logprobs(adapted)
+        report["coded"][split] = logprobs(built(split, weights="e4m3", cache="e4m3"))
         report["value"][split] = values(built(split, role=ValueTrainer))
     saved = built("cp 2")
     saved.export_hf(str(out.parent / "hf"))

@@ -51,10 +51,10 @@ def test_log_probs_of_mixtures_have_them_too(split: str, report: Report) -> None
     assert report["mixture"][split] == report["mixture"]["cp 1"]
 
 
-@pytest.mark.parametrize("what", ["lora", "value"])
-def test_adapters_and_values_have_the_same_bits(what: str, report: Report) -> None:
+@pytest.mark.parametrize("what", ["lora", "coded", "value"])
+def test_adapters_codes_and_values_have_the_same_bits(what: str, report: Report) -> None:
     assert report[what]["cp 2"] == report[what]["cp 1"]
-    assert report["lora"]["cp 1"] != report["dense"]["cp 1"]
+    assert report[what]["cp 1"] != report["dense"]["cp 1"]
 
 
 @pytest.mark.parametrize("split", DENSE[1:])
