@@ -90,7 +90,9 @@ def main(dense: Path, mixture: Path, out: Path) -> None:
         cfg = replace(CONFIG, **settings)
         return role(cfg, meshes.context(placements[split]), str(model))
 
-    report: dict[str, Any] = {name: {} for name in ("dense", "mixture", "lora", "coded", "value", "top")}
+    report: dict[str, Any] = {
+        name: {} for name in ("dense", "mixture", "lora", "coded", "value", "top")
+    }
     for split in DENSE:
         trainer = built(split)
         report["dense"][split] = logprobs(trainer)
