@@ -126,6 +126,18 @@ def test_a_layout_that_fits_80_gb_is_found_and_its_flags_fit(
     assert "fits in 79.1 GiB" in capsys.readouterr().out
 
 
+def test_answers_too_long_for_a_rank_are_shared(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--gpu-gib=79.1", "--world=4", "--trainer.backend.recompute=all"]
+    words += [f"--trainer.backend.{one}" for one in ("offload=none", "offload_activations=false")]
+    words += ["--sampling.max_tokens=65536"]
+    out = said(capsys, asked(models / "8B", *words))
+    assert out[0] == "    4 GPUs  fits: --nproc 4 --split.train.cp=2"
+    with pytest.raises(PlanError, match="4 GPUs do not suffice: each needs 89"):
+        main(asked(models / "8B", *words, "--split.train.cp=1"))
+
+
 def test_the_settings_for_the_gpus_that_there_are(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
