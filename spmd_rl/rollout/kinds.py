@@ -67,8 +67,8 @@ def _build_native(cfg: NativeEngineConfig, site: EngineSite) -> Engine:
     from spmd_rl.rollout.native.joint.joint_steps import ExpertRanks
 
     context, experts = site.context, None
-    ranks = context.placement.ranks_along(context.world.rank, ("ep",))
-    if len(ranks) > 1:
+    if context.placement.axes.get("ep", 1) > 1:
+        ranks = context.placement.ranks_along(context.world.rank, ("ep",))
         hosts = {rank // context.world.local_size for rank in ranks}
         experts = ExpertRanks(context.axis_group(("ep",)), len(hosts) == 1)
     return build(
