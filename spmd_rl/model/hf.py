@@ -29,6 +29,7 @@ from spmd_rl.model.read import VALUE_ARCHITECTURE, read_spec
 from spmd_rl.model.spec import EMBEDDING, HEAD, VALUE_HEAD, Head, ModelSpec
 from spmd_rl.model.weight_files import StoredTensor, stored_tensors, stored_weights, unused_tensors
 from spmd_rl.observe import atomic_write
+from spmd_rl.weights.plan.layout import Box
 
 SHARD_BYTES = 4 << 30
 TypedTensor = tuple[str, Tensor, torch.dtype]  # a tensor's name, and the dtype to write it in
@@ -96,7 +97,17 @@ def load_weights(
     """
     tensors = model_weights(folder, model.spec.parameter_shapes(), held)
     convert = as_codes if holds_codes(model) else as_rounded
-    fill(model, convert(tensors, model.spec, weights))
+    fill(model, _parts(model, convert(tensors, model.spec, weights)))
+
+
+def _parts(model: CausalLM, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield of each weight what the model has of it, which may be a part."""
+    boxes = model.part.boxes(model.spec) if model.part.count > 1 else {}
+    for name, tensor in weights:
+        if name in boxes:
+            whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
+            tensor = tensor[boxes[name].within(whole)]
+        yield name, tensor
 
 
 @torch.no_grad()

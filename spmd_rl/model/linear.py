@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from spmd_rl.kernels import linear
 from spmd_rl.kernels.linear.adapters import add_adapters
+from spmd_rl.kernels.linear.row_shards import SharedProduct
 from spmd_rl.kernels.low_precision.block_codes import CODE, BlockCodes, Weight, num_blocks
 from spmd_rl.kernels.low_precision.e4m3_blocks import rounded
 from spmd_rl.kernels.low_precision.products import coded_linear
@@ -18,7 +19,8 @@ from spmd_rl.model.lora import LoraConfig
 class Linear(nn.Linear):
     """A linear layer with the contract's product.
 
-    `adapt` gives it an adapter, and `hold_codes` a weight in 8 bits.
+    `adapt` gives it an adapter, and `hold_codes` a weight in 8 bits. A layer that ranks may share
+    has another `product`, and neither of both.
     """
 
     weight_scale_inv: nn.Parameter | None  # of codes
@@ -32,6 +34,7 @@ class Linear(nn.Linear):
         self.is_switched_off = False  # whether the adapter is left out
         self.scale = 1.0
         self.has_codes = False  # in place of the weight
+        self.product: SharedProduct = linear
         self.register_parameter("weight_scale_inv", None)
 
     def hold_codes(self) -> None:
@@ -82,7 +85,7 @@ class Linear(nn.Linear):
             return self.with_adapter(input, coded_linear(input, self.codes, self.bias))
         adapter = self.adapter
         if adapter is None:
-            return linear(input, self.weight, self.bias)
+            return self.product(input, self.weight, self.bias)
         if torch.is_grad_enabled():
             out: Tensor = _Adapted.apply(input, self.weight, self.bias, *adapter, self.scale)
             return out

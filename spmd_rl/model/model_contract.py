@@ -16,9 +16,9 @@ from spmd_rl.model.layers.moe import MOE_RULE
 from spmd_rl.model.rope_frequencies import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
 
-_OWN = ("network", "linear", "fused_projections", "rope_frequencies")
+_OWN = ("network", "linear", "fused_projections", "rope_frequencies", "parts/shared_products")
 SOURCES = (
-    *(Path(__file__).with_name(f"{name}.py") for name in _OWN),
+    *(Path(__file__).parent / f"{name}.py" for name in _OWN),
     *sorted(Path(__file__).with_name("layers").glob("*_module.py")),
 )
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmd_rl.kernels import (
@@ -25,6 +26,7 @@ from spmd_rl.kernels import (
     pad_rows,
     unpad_rows,
 )
+from spmd_rl.kernels.linear.row_shards import shared_logits
 from spmd_rl.model.fused_projections import FusableLayer, join, lay_out
 from spmd_rl.model.layers.block_module import Block
 from spmd_rl.model.layers.norm_module import RmsNorm
@@ -32,6 +34,8 @@ from spmd_rl.model.linear import Linear
 from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.model.low_precision.coded_cache import Exponents, cache_rule, require_keys
 from spmd_rl.model.model_contract import model_contract, rope_tables
+from spmd_rl.model.parts.part import WHOLE, ModelPart, vocab_part_rows
+from spmd_rl.model.parts.shared_products import share_products
 from spmd_rl.model.spec import ModelSpec
 
 
@@ -57,12 +61,17 @@ class CausalLM(nn.Module):
     A tied head has no parameter of its own. Build the model under `torch.device("meta")` to
     allocate nothing. The host makes the rotary table in fp32 at its first use on a device, and all
     later passes share it. With a rank in `lora`, layers have adapters. With `exponents`, attention
-    takes keys and values rounded to 8 bits.
+    takes keys and values rounded to 8 bits. Ranks of an engine may each have a `part` of the model;
+    they call it together, and get the same.
     Raises: ConfigError for `exponents` of layers that keep other arrays.
     """
 
     def __init__(
-        self, spec: ModelSpec, lora: LoraConfig = NO_LORA, exponents: Exponents | None = None
+        self,
+        spec: ModelSpec,
+        lora: LoraConfig = NO_LORA,
+        exponents: Exponents | None = None,
+        part: ModelPart = WHOLE,
     ) -> None:
         super().__init__()
         if exponents is not None:
@@ -70,10 +79,14 @@ class CausalLM(nn.Module):
         self.spec = spec
         self.exponents = exponents
         self.lora = lora
-        self.model = Decoder(spec)
+        self.part = part
+        self.own_spec = part.spec(spec)  # of the layers that are here
+        self.model = Decoder(self.own_spec)
+        first, end = part.vocabulary(spec)
         self.lm_head = (
-            None if spec.tie_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
+            None if spec.tie_embeddings else Linear(spec.hidden_size, end - first, bias=False)
         )
+        share_products(self, spec, part)
         for name, module in list(self.named_modules()):
             if isinstance(module, Linear) and name.rpartition(".")[2] in lora.projections:
                 module.adapt(lora)
@@ -105,12 +118,28 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Shape: hidden [M, C]; returns [M, V] fp32."""
-        return linear_fp32(hidden, self.head)
+        if self.spec.row_shards == 1:
+            return linear_fp32(hidden, self.head)
+        part_rows = vocab_part_rows(self.spec, self.spec.row_shards)
+        own = shared_logits(hidden, self.head, part_rows)
+        if self.part.exchange is None:
+            return own
+        missing = vocab_part_rows(self.spec, self.part.count) - own.shape[1]  # in the last part
+        return self.part.exchange.gather_columns(F.pad(own, (0, missing)))[
+            :, : self.spec.vocab_size
+        ]
 
     @property
     def head(self) -> Tensor:
-        """The weight [V, C] of the product that turns hidden states into logits."""
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        """The weight [V, C] of the product that turns hidden states into logits.
+
+        Of a part of the model, its rows.
+        """
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        if self.part.count == 1:
+            return self.model.embed_tokens.weight
+        return self.model.embed_tokens.weight[slice(*self.part.vocabulary(self.spec))]
 
     def adapters(self) -> Iterator[Linear]:
         """Yield the layers that adapters consist of."""

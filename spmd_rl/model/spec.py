@@ -23,7 +23,9 @@ Head = Literal["lm", "value"]  # what a model computes of its hidden states: log
 class ModelSpec:
     """A decoder-only transformer; `family` is the model_type of its folder.
 
-    Its folder may hold tensors that the network lacks; their names begin as `unused` says.
+    Its folder may hold tensors that the network lacks; their names begin as `unused` says. A run
+    chooses `row_shards`: in how many parts row-parallel products are summed, which is the most
+    ranks that share the model in one of its engines.
     """
 
     family: str
@@ -37,6 +39,7 @@ class ModelSpec:
     eos_ids: tuple[int, ...] = ()
     init_std: float = 0.02
     unused: tuple[str, ...] = ()
+    row_shards: int = 1
 
     @property
     def num_layers(self) -> int:

@@ -38,6 +38,10 @@ class BlockSpec:
         """Return what one of `tp` ranks keeps of each token in pages; None for nothing."""
         return self.mixer.cache(tp)
 
+    def part(self, tp: int) -> BlockSpec:
+        """Return the block of one of `tp` ranks of an engine that share it. Raises: ConfigError."""
+        return replace(self, mixer=self.mixer.part(tp), mlp=self.mlp.part(tp))
+
     def points(self) -> Iterator[PointDef]:
         """Yield the points in the order in which the forward pass reaches them."""
         for norm, op, words, layer in zip(NORMS, NORM_OPS, NORM_WORDS, self.layers, strict=True):

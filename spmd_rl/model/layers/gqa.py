@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from spmd_rl.model.layers.layer import (
@@ -86,6 +86,10 @@ class Gqa:
         heads = -(-self.num_kv_heads // tp)
         kv = heads, self.head_dim
         return CacheSpec((kv, kv), queries_per_key=self.num_heads // self.num_kv_heads)
+
+    def part(self, tp: int) -> Gqa:
+        num_kv_heads = max(self.num_kv_heads // tp, 1)
+        return replace(self, num_heads=self.num_heads // tp, num_kv_heads=num_kv_heads)
 
     def points(self) -> Sequence[PointDef]:
         heads, kv_heads = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)

@@ -176,6 +176,12 @@ class LayerSpec(Protocol):
     def cache(self, tp: int = 1) -> CacheSpec | None:
         """Return what one of `tp` ranks keeps of each token in pages; None for nothing."""
 
+    def part(self, tp: int) -> LayerSpec:
+        """Return the layer of one of `tp` ranks of an engine that share this one.
+
+        Raises: ConfigError if they cannot.
+        """
+
     def points(self) -> Sequence[PointDef]:
         """Return the points in the order in which the forward pass reaches them."""
 

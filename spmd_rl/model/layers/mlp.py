@@ -43,6 +43,9 @@ class Mlp:
     def cache(self, tp: int = 1) -> None:
         return None
 
+    def part(self, tp: int) -> Mlp:
+        return replace(self, intermediate_size=self.intermediate_size // tp)
+
     def points(self) -> Sequence[PointDef]:
         inner = (self.intermediate_size,)
         projections = [

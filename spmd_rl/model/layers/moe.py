@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+from spmd_rl.errors import ConfigError
 from spmd_rl.model.layers.layer import LayerCost, PointDef, TensorSpec, num_elements
 from spmd_rl.model.layers.mlp import PROJECTIONS, gated_cost, gated_parameters
 from spmd_rl.model.layers.sigmoid_router import CORRECTION, SigmoidRouter
@@ -73,6 +74,9 @@ class Moe:
 
     def cache(self, tp: int = 1) -> None:
         return None
+
+    def part(self, tp: int) -> Moe:
+        raise ConfigError(f"{tp} ranks share a mixture's experts along ep, and not along tp")
 
     def points(self) -> Sequence[PointDef]:
         hidden = (self.hidden_size,)

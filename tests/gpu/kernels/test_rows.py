@@ -22,6 +22,8 @@ from spmd_rl.kernels import (
     silu_mul_linear,
     token_logprobs,
 )
+from spmd_rl.kernels.linear.row_shards import RowParallel
+from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 from tests.gpu.kernels.products import shapes, split_in_two
 
 KINDS = ("normal", "wide", "cancelling", "tiny")
@@ -46,6 +48,24 @@ def test_linear_rounded(n: int, k: int, has_bias: bool, rows, unequal, unequal_r
     accumulators = linear_fp32(x, weight)
     expected = (accumulators if bias is None else accumulators + bias.float()).bfloat16()
     assert unequal(linear(x, weight, bias), expected) == 0
+
+
+@pytest.mark.parametrize("num_parts", [2, 4, 8])
+@pytest.mark.parametrize(("n", "k"), [(1024, 2048), (1024, 3072)])
+def test_parts_of_a_row_parallel_product(n: int, k: int, num_parts: int, rows, unequal) -> None:
+    """Ranks that each have one part, and ranks that each have half of them."""
+    weight, x = rows("normal", n, k), rows("normal", 512, k)
+    whole = RowParallel(num_parts)(x, weight, None)
+    columns = zip(x.chunk(num_parts, 1), weight.chunk(num_parts, 1), strict=True)
+    parts = [linear_fp32(a.contiguous(), b.contiguous()) for a, b in columns]
+    assert unequal(sum_neighbours(parts).bfloat16(), whole) == 0
+    halves = zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)
+    own = RowParallel(num_parts // 2)
+    first, second = (own.sum_of_parts(a.contiguous(), b.contiguous()) for a, b in halves)
+    assert unequal((first + second).bfloat16(), whole) == 0
+    for count in (1, 7, 64, 200):
+        assert unequal(RowParallel(num_parts)(x[:count], weight, None), whole[:count]) == 0
+    assert unequal(linear(x, weight), whole) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

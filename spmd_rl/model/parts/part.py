@@ -1,0 +1,85 @@
+"""Part of a model that one rank of an engine has, where several ranks share the model. No torch.
+
+Ranks share heads by groups of queries with a key, hidden units of MLPs, and the rows of the head of
+the vocabulary. Each has the embedding and the norms whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.model.shard import shard_box
+from spmd_rl.model.spec import EMBEDDING, ModelSpec
+from spmd_rl.weights.plan.layout import Box
+
+if TYPE_CHECKING:
+    from spmd_rl.kernels.linear.shard_exchange import ShardExchange
+
+ROW_SHARDS = (1, 2, 4, 8)  # numbers of ranks that may share a model with equal bits
+VOCAB_SHARDS = 8  # as a sum over the vocabulary has (kernels/vocab/logprob.py)
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Part `index` of `count`; the ranks that have the others are behind `exchange`."""
+
+    index: int = 0
+    count: int = 1
+    exchange: ShardExchange | None = None
+
+    def spec(self, spec: ModelSpec) -> ModelSpec:
+        """Return the model with the layers of this part, which all parts have alike."""
+        if self.count == 1:
+            return spec
+        own = {block: block.part(self.count) for block in spec.distinct_blocks()}
+        return replace(spec, blocks=tuple(own[block] for block in spec.blocks))
+
+    def boxes(self, spec: ModelSpec) -> Mapping[str, Box]:
+        """Return the box of each parameter that this part has."""
+        whole = (
+            replace(one, cut=None) if one.name == EMBEDDING else one for one in spec.parameters()
+        )
+        return {one.name: shard_box(one, self.index, self.count, VOCAB_SHARDS) for one in whole}
+
+    def vocabulary(self, spec: ModelSpec) -> tuple[int, int]:
+        """Return the range of the vocabulary's rows in the head of this part."""
+        rows = vocab_part_rows(spec, self.count)
+        return self.index * rows, min((self.index + 1) * rows, spec.vocab_size)
+
+
+WHOLE = ModelPart()
+
+
+def row_shards_of_run(settings: Mapping[str, Any]) -> int:
+    """Return the `row_shards` of a run's models, from its settings as plain data."""
+    is_native = settings.get("engine", {}).get("kind", "native") == "native"
+    tp: int = settings.get("split", {}).get("infer", {}).get("tp", 1)
+    return tp if is_native else 1
+
+
+def vocab_part_rows(spec: ModelSpec, num_parts: int) -> int:
+    """Return how many rows of the vocabulary each of `num_parts` has; the last may have fewer."""
+    return -(-spec.vocab_size // VOCAB_SHARDS) * VOCAB_SHARDS // num_parts
+
+
+def check_parts(spec: ModelSpec, count: int, at: str) -> None:
+    """Raise a ConfigError that begins with `at` unless `count` ranks of an engine can share a model
+    with equal bits.
+    """
+    if count == 1:
+        return
+    if count not in ROW_SHARDS:
+        raise ConfigError(f"{at}: sums have equal bits over 2, 4 or 8 ranks alone")
+    if spec.num_experts:
+        raise ConfigError(f"{at}: ranks share a mixture's experts along ep, so set tp to 1")
+    for one in spec.distinct_tensors():
+        if one.cut is None:
+            continue
+        one.cut.check(count, at)
+        if one.shape[one.cut.dim] % count:
+            raise ConfigError(f"{at} does not divide the {one.shape[one.cut.dim]} of {one.name}")
+    if (count - 1) * vocab_part_rows(spec, count) >= spec.vocab_size:
+        raise ConfigError(f"{at} leaves ranks without one of the {spec.vocab_size} tokens")
