@@ -152,6 +152,37 @@ class InStep(Protocol):
         ...
 
 
+class ShardStream(Protocol):
+    """What the first rank of a shard tells the others, in order."""
+
+    @property
+    def is_first(self) -> bool: ...
+
+    def tell(self, news: bytes) -> None:
+        """Tell the other ranks something. Blocks: until they hear it."""
+        ...
+
+    def hear(self) -> bytes | None:
+        """Return what the first rank tells, or None where it does not pump now.
+
+        Blocks: until the first rank does either.
+        """
+        ...
+
+
+@runtime_checkable
+class InShard(Protocol):
+    """A pumped role in whose shards the first rank decides what all do."""
+
+    def pump_in_shard(self, stream: ShardStream) -> None:
+        """Do what `pump` does, as the first rank of the shard tells.
+
+        Ranks: all of a shard with several. It is called while a call is unanswered.
+        Blocks: until the others are called.
+        """
+        ...
+
+
 CAPABILITIES: tuple[type, ...] = (
     Contracted,
     WeightProvider,
@@ -161,6 +192,7 @@ CAPABILITIES: tuple[type, ...] = (
     Saver,
     Pumped,
     InStep,
+    InShard,
 )
 
 

@@ -39,7 +39,8 @@ class Controller:
     """The recipe's access to its run, with the run's `run_folder` and `seed`.
 
     `observer` records every phase and step. `planned` holds settings for `spawn`, by the name of a
-    placement. `sleep` says whether roles give memory back in turn, and in which phases.
+    placement; `row_shards` among them is that of the role's models. `sleep` says whether roles give
+    memory back in turn, and in which phases.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class Controller:
         if name in self._handles:
             raise PlanError(f"two roles cannot both be called '{name}': give spawn a name")
         planned = {**self._planned.get(on.name, {}), "sleep": self._sleepers.role_sleep(name)}
+        row_shards = planned.get("row_shards", 1)
         value = pack((cfg, *Constructor(role).arguments(settings, planned)))
         handle = Handle(name, role, on, self._dispatcher, role.num_data_parts(cfg))
         self._sleepers.make_room(on)
-        answers = self._build(Spawn(name, name_of(role), on, name_of(type(cfg))), value)
+        answers = self._build(Spawn(name, name_of(role), on, name_of(type(cfg)), row_shards), value)
         self._handles[name] = handle
         self._sleepers.add(handle)
         self._record_contracts(name, answers)

@@ -89,6 +89,15 @@ class RunningCalls(Generic[C]):
             if call.role == role and not call.deferred.is_answered:
                 call.deferred.fail(error)
 
+    def stop_sharing(self, error: BaseException) -> None:
+        """Answer what is unanswered, by an error unless its answer is held."""
+        self.holds_answers = self.is_held_by_others = False
+        for call in list(self._unanswered.values()):
+            if call.deferred.is_answered:
+                self.release([call.number])
+            else:
+                call.deferred.fail(error)
+
     def release(self, numbers: Iterable[int]) -> None:
         """Answer calls whose answers were held, and which count as unanswered until then."""
         for number in numbers:

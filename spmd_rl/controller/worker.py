@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.controller.capabilities import Contracted, InStep, Pumped
+from spmd_rl.controller.capabilities import Contracted, InShard, InStep, Pumped
 from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
 from spmd_rl.controller.channel.dealer import Answer, Dealer, ReceivedCommand
 from spmd_rl.controller.channel.event_loop import TICK_S
@@ -88,12 +88,25 @@ class Worker:
             self._pump()
 
     def _next_turn(self, dealer: Dealer) -> list[ReceivedCommand]:
+        """Return the commands to run now. Ranks that take turns agree on them.
+
+        Where a rank has died, its calls here fail as a collective would, and turns end.
+        """
+        try:
+            if self._steps is not None:
+                return self._next_step_turn(dealer, self._steps)
+            return self._next_shard_turn(dealer, self._shard)
+        except RuntimeError as error:  # torch's; the controller knows who has died
+            self._shard = self._steps = None
+            self._running.stop_sharing(error)
+            return []
+
+    def _next_shard_turn(
+        self, dealer: Dealer, shard: ShardTurns[ReceivedCommand] | None
+    ) -> list[ReceivedCommand]:
         """Return the commands to run now. In a shard of several ranks, its first rank decides while
         a call is unanswered.
         """
-        if self._steps is not None:
-            return self._next_step_turn(dealer, self._steps)
-        shard = self._shard
         if shard is None or not (self._running.num_unanswered or shard.has_untold):
             return (shard.take_early() if shard else []) or self._next(dealer)
         if not shard.is_first:
@@ -248,7 +261,7 @@ class Worker:
         role_type = resolve(command.role)
         constructor = Constructor(role_type)
         config, *settings = constructor.codec(resolve(command.cfg_type)).unpack(value)
-        context = self._meshes.context(command.placement)
+        context = self._meshes.context(command.placement, command.row_shards)
         keywords = dict(zip(constructor.names, settings, strict=True))
         role = self._roles[command.name] = role_type(config, context, **keywords)
         if isinstance(role, Pumped):
@@ -262,8 +275,10 @@ class Worker:
         """Have the ranks of a role take turns together, if they do."""
         self._pumped[name], self._pumps[name] = role, role.pump
         context = self._roles[name].context
-        if (shard := shard_turns(name, context)) is not None:
+        if (shard := shard_turns(name, context, self._roles)) is not None:
             self._shard, self._running.holds_answers = shard, not shard.is_first
+            if isinstance(role, InShard):
+                self._pumps[name] = partial(role.pump_in_shard, shard)
         if isinstance(role, InStep) and (steps := step_turns(name, context, self._roles)):
             self._steps, self._pumps[name] = steps, lambda: role.pump_in_step(steps.steps)
 

@@ -42,12 +42,14 @@ class RoleContext:
         trace: Trace | None = None,
         shard_group: ProcessGroup | None = None,
         axis_groups: Groups | None = None,
+        row_shards: int = 1,
     ) -> None:
         self.world = world
         self.placement = placement
         self.mesh = mesh
         self.group = group
         self.trace = trace or Trace()
+        self.row_shards = row_shards  # of models here (model/spec.py)
         self._neighbours = neighbours
         self._shard_group = shard_group  # None where a shard is one rank
         # of the ranks along some axes of the model, where that is neither one rank nor all of them
@@ -289,7 +291,7 @@ class Meshes:
             _set_pg_timeout(COLLECTIVE_TIMEOUT, mesh.get_group(axis))
             prove(self.world, mesh.get_group(axis))
 
-    def context(self, placement: Placement) -> RoleContext:
+    def context(self, placement: Placement, row_shards: int = 1) -> RoleContext:
         """Return this process's context in `placement`, whose mesh `build` has made.
 
         Raises: PlanError when `build` has not made it.
@@ -308,6 +310,7 @@ class Meshes:
             self.trace,
             shard_group,
             axis_groups,
+            row_shards,
         )
 
 

@@ -48,7 +48,7 @@ def build_fsdp2(
     Ranks: all of the role. Raises: ConfigError if the model folder does not serve.
     """
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
-    spec = _spec(folder)
+    spec = _spec(folder, context)
     check_axes(cfg, context.placement, spec)
     if cfg.lora.rank and head == "value":
         raise ConfigError(NO_VALUE_HEAD)
@@ -83,7 +83,7 @@ def build_frozen(
     """
     context.placement.require_data_axes_alone("a frozen model")
     dtype = getattr(torch, dtype_of(cfg.dtype, context.device))
-    scorer = _frozen_scorer(cfg, _spec(folder), head_of(folder))
+    scorer = _frozen_scorer(cfg, _spec(folder, context), head_of(folder))
     scorer.requires_grad_(False).to(dtype)
     memory = memory or RoleMemory(None, context.device)
     backend = ShardedModel(
@@ -120,10 +120,11 @@ def _first_adapters(cfg: TrainerConfig, spec: ModelSpec) -> Iterator[tuple[str, 
     return random_adapters(cfg.lora.shapes(spec), cfg.seed)
 
 
-def _spec(folder: str) -> ModelSpec:
+def _spec(folder: str, context: RoleContext) -> ModelSpec:
+    """Return the model of a folder, with the arithmetic of this run."""
     if not folder:
         raise ConfigError("model is empty: name a Hugging Face model folder")
-    return read_spec(folder)
+    return replace(read_spec(folder), row_shards=context.row_shards)
 
 
 def _frozen_scorer(cfg: FrozenConfig, spec: ModelSpec, head: Head) -> Scorer | ValueScorer:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import msgspec
-
 from spmd_rl.algo.losses import Loss, Needs
 from spmd_rl.controller.capabilities import (
     Contracted,
@@ -21,6 +19,7 @@ from spmd_rl.controller.capabilities import (
     WeightProvider,
 )
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
+from spmd_rl.controller.shard_receipts import of_shard
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import Placement
@@ -185,14 +184,14 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
         """
         if self._steps_awake:
             self._steps_before_sleep, self._steps_awake = self._steps_awake, 0
-        return self._of_shard(self.memory.sleep(tags))
+        return of_shard(self.context, self.memory.sleep(tags))
 
     @collective
     def wake(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
         """Take the memory again, with its bytes. Those of the moments may come in the background
         of the next forward pass.
         """
-        return self._of_shard(self.memory.wake(tags, in_background=(MOMENTS,)))
+        return of_shard(self.context, self.memory.wake(tags, in_background=(MOMENTS,)))
 
     def on_weights_pushed(self, version: int) -> None:
         """Note that the weights just pushed are `version`, here as at the engine."""
@@ -225,14 +224,6 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
             return {}
         microseconds = self.context.all_reduce_max(int(1e6 * self.memory.take_waited_s()))
         return {"memory/restore_s": microseconds / 1e6}
-
-    def _of_shard(self, receipts: list[Receipt]) -> list[Receipt]:
-        """Return the receipts of all ranks that share this rank's part of the data.
-
-        Ranks: all of the shard. Blocks: until each has called.
-        """
-        blobs = self.context.all_gather_in_shard(msgspec.msgpack.encode(receipts))
-        return [one for blob in blobs for one in msgspec.msgpack.decode(blob, type=list[Receipt])]
 
     def _announce_change(self) -> None:
         for callback in self._before_change:

@@ -137,12 +137,14 @@ class Spawn(Command, frozen=True):
     """Build the role `role` ("module:qualname") as `name`.
 
     The value of this message is a tuple: a `cfg_type`, then the settings of the role's constructor.
+    Its models have these `row_shards` (model/spec.py).
     """
 
     name: str
     role: str
     placement: Placement
     cfg_type: str
+    row_shards: int = 1
 
 
 class Call(Command, frozen=True):

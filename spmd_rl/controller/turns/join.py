@@ -15,16 +15,19 @@ from spmd_rl.mesh.role_context import RoleContext
 STEP_AXES = ("ep",)  # ranks along these step together, each with requests of its own
 
 
-def shard_turns(name: str, context: RoleContext) -> ShardTurns[ReceivedCommand] | None:
-    """Return the turns in which the ranks of this role's shard run its calls, if there are several
-    ranks.
+def shard_turns(
+    name: str, context: RoleContext, roles: Mapping[str, Any]
+) -> ShardTurns[ReceivedCommand] | None:
+    """Return the turns in which the ranks of this role's shard run commands, if there are several
+    ranks. `roles` are those of this rank, by name; more of them may come.
     """
     if context.shard_size == 1:
         return None
+    ranks = context.placement.shard_ranks(context.world.rank)
+    shared = SharedCommands(name, frozenset(ranks), roles)
 
     def is_shared(received: ReceivedCommand) -> bool:
-        command = received[0]
-        return type(command) is not Call or command.name == name
+        return isinstance(received[0], Abort) or shared.has(received)
 
     return ShardTurns(context.shard_rank == 0, context.broadcast_in_shard, is_shared)
 
@@ -48,7 +51,7 @@ def step_turns(
 
 
 class SharedCommands:
-    """The commands that go to all `ranks` of the role `name` that step together."""
+    """The commands that go to all `ranks` of the role `name` that take turns together."""
 
     def __init__(self, name: str, ranks: frozenset[int], roles: Mapping[str, Any]) -> None:
         self._name = name

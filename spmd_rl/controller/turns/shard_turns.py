@@ -11,18 +11,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 C = TypeVar("C")
 
 
-class ShardTurn(msgspec.Struct, frozen=True, array_like=True):
+class ShardTurn(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What the ranks of a shard do next: answer calls, run `num_commands`, and pump."""
 
     answered: list[int]
     num_commands: int
+
+
+class ShardNews(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What a role of the first rank tells its other ranks before it goes on."""
+
+    news: bytes
 
 
 class ShardTurns(Generic[C]):
@@ -43,6 +49,7 @@ class ShardTurns(Generic[C]):
         self._is_shared = is_shared
         self._answered: list[int] = []  # by the first rank, since its last turn
         self._early: deque[C] = deque()  # shared commands that no turn has asked for yet
+        self._turn: ShardTurn | None = None  # the next one, heard before it was asked for
 
     @property
     def has_untold(self) -> bool:
@@ -77,7 +84,7 @@ class ShardTurns(Generic[C]):
         `receive(wait)` returns commands that this rank has got, and `release` answers calls.
         Blocks: until the first rank begins the turn, and its commands are here too.
         """
-        turn = msgspec.msgpack.decode(self._broadcast(b""), type=ShardTurn)
+        turn, self._turn = self._turn or self._hear(ShardTurn), None
         release(turn.answered)
         commands: list[C] = []
         num_shared = 0
@@ -92,3 +99,25 @@ class ShardTurns(Generic[C]):
             if num_shared == turn.num_commands:
                 return commands
             received = list(receive(True))
+
+    def tell(self, news: bytes) -> None:
+        """Tell the other ranks of a role what its first rank does now.
+
+        Blocks: until they `hear`.
+        """
+        self._broadcast(msgspec.msgpack.encode(ShardNews(news)))
+
+    def hear(self) -> bytes | None:
+        """Return what the first rank tells; None where it begins a turn instead, as its role has
+        nothing to do.
+
+        Blocks: until the first rank does either.
+        """
+        heard = self._hear(ShardNews | ShardTurn)
+        if isinstance(heard, ShardNews):
+            return heard.news
+        self._turn = heard
+        return None
+
+    def _hear(self, kind: Any) -> Any:
+        return msgspec.msgpack.decode(self._broadcast(b""), type=kind)

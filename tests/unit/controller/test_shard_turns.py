@@ -83,3 +83,26 @@ def test_what_follows_the_last_turn_may_be_here_before_it_ends() -> None:
     dealer = cast(Dealer, None)  # nothing is received
     assert worker._next_turn(dealer) == early  # type: ignore[comparison-overlap]
     assert turns.take_early() == []
+
+
+def test_what_a_role_tells_comes_before_the_next_turn() -> None:
+    """A role whose first rank does not pump hears of the turn that begins instead."""
+    told: deque[bytes] = deque()
+
+    def broadcast(blob: bytes) -> bytes:
+        told.append(blob)
+        return blob
+
+    first = ShardTurns[Command](True, broadcast, is_shared)
+    other = ShardTurns[Command](False, lambda _: told.popleft(), is_shared)
+    first.tell(b"one step")
+    first.note_answered(3)
+    first.lead([("shared", 1)])
+    assert other.hear() == b"one step"
+    assert other.hear() is None
+    assert not told
+    released: list[int] = []
+    assert other.follow(lambda wait: [("shared", 1)], released.extend) == [("shared", 1)]
+    assert released == [3]
+    first.lead([])
+    assert other.follow(lambda wait: [], released.extend) == []
