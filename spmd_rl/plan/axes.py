@@ -10,7 +10,8 @@ from spmd_rl.model.read import read_spec
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.rollout.kinds import kind_of as kind_of_engine
-from spmd_rl.rollout.sglang.tensor_parallel import check_sizes
+from spmd_rl.rollout.native.config import NativeEngineConfig
+from spmd_rl.rollout.native.tp.refusals import check_shared
 from spmd_rl.train.config import TrainerConfig, is_sharded
 from spmd_rl.train.kinds import kind_of
 
@@ -44,8 +45,12 @@ def _check_engine(
     """
     kind = kind_of_engine(engine)
     placement.require_axes(kind.name, kind.axes, kind.advice)
-    if model and "tp" in kind.axes:
-        check_sizes(read_spec(model), placement.axes["tp"])
+    tp = placement.axes["tp"]
+    if model:
+        kind.check_tp(read_spec(model), tp)
+    if isinstance(engine, NativeEngineConfig):
+        has_adapters = trainer is not None and trainer.lora.of_engine.rank > 0
+        check_shared(engine, tp, has_adapters)
     ep = placement.axes.get("ep", 1)
     if ep == 1:
         return

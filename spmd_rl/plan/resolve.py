@@ -26,8 +26,8 @@ from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole, planned_roles, uncounted
 from spmd_rl.plan.routes import Routes, push_routes, routes_of_experts, whole
 from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, everything
+from spmd_rl.rollout.kinds import kind_of
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
-from spmd_rl.rollout.sglang.tensor_parallel import shard_boxes
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.cost.memory import dtype_on_gpu
 
@@ -244,6 +244,22 @@ def planned_settings(
     return {INFER: {"reserved_bytes": plan.reserved_bytes()}}
 
 
+def row_shards(cfg: object, world_size: int) -> Mapping[str, int]:
+    """Return in how many parts the models of each placement sum row-parallel products: as many as
+    ranks share one in an engine whose bits are the trainer's. None are named where this is 1.
+    """
+    needs = RunNeeds.of(cfg)
+    if needs.engine is None or not needs.engine.promises_bits or needs.split is None:
+        return {}
+    try:
+        placements = plan_split(needs.split, world_size)
+    except PlanError:  # the run itself reports it
+        return {}
+    infer = placements.get(INFER)
+    size = 1 if infer is None else infer.axes["tp"]
+    return dict.fromkeys(placements, size) if size > 1 else {}
+
+
 def _push_routes(
     placements: Placements, spec: ModelSpec, needs: RunNeeds, world_size: int
 ) -> Routes:
@@ -263,7 +279,7 @@ def _push_routes(
         return routes + push_routes(train, infer, others, dtype, world_size)
     tensors = Counter(map(whole, shapes.values()))
     if tp > 1:
-        ranks = [shard_boxes(spec, rank, tp) for rank in range(tp)]
+        ranks = [kind_of(engine).boxes(spec, rank, tp) for rank in range(tp)]
         wanted = {name: tuple(boxes[name] for boxes in ranks) for name in shapes}
         tensors = Counter((shape, wanted[name]) for name, shape in shapes.items())
     return push_routes(train, infer, tensors, dtype, world_size)

@@ -13,7 +13,7 @@ from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.model.low_precision.coded_cache import format_sentences
 from spmd_rl.offload.host_limit import host_bytes_left
 from spmd_rl.plan.needs import RunNeeds
-from spmd_rl.plan.resolve import planned_settings, resolve
+from spmd_rl.plan.resolve import planned_settings, resolve, row_shards
 
 
 def decide_start(cfg: object, world_size: int) -> tuple[SleepPolicy, list[str]]:
@@ -33,7 +33,12 @@ def decide_start(cfg: object, world_size: int) -> tuple[SleepPolicy, list[str]]:
 
 def settings(cfg: object, world_size: int) -> Mapping[str, Mapping[str, int]]:
     """Return the settings that the plan adds to a spawn, on GPUs like this process's."""
-    return planned_settings(cfg, world_size, gpu_bytes())
+    planned = planned_settings(cfg, world_size, gpu_bytes())
+    shards = row_shards(cfg, world_size)
+    return {
+        name: {**planned.get(name, {}), **({"row_shards": shards[name]} if name in shards else {})}
+        for name in planned.keys() | shards.keys()
+    }
 
 
 def sleep_policy(

@@ -5,16 +5,21 @@ No torch: an engine is imported where it is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.axes import DATA
+from spmd_rl.model.parts.part import ModelPart, check_parts
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import Engine
 from spmd_rl.rollout.native.config import NativeEngineConfig
+from spmd_rl.rollout.native.tp.refusals import check_shared
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.options import check_options
+from spmd_rl.rollout.sglang.tensor_parallel import check_sizes, shard_boxes
+from spmd_rl.weights.plan.layout import Box
 
 if TYPE_CHECKING:
     from spmd_rl.mesh.role_context import RoleContext
@@ -51,7 +56,8 @@ class EngineKind:
     """A kind of engine. `name` is in sentences, and `advice` for a split with other axes.
 
     `check_options` raises a ConfigError for settings that do not serve on this host. `build` takes
-    the config and an `EngineSite`.
+    the config and an `EngineSite`. `check_tp` raises a ConfigError for a model that so many ranks
+    cannot share, and `boxes` returns what a rank of so many has of each tensor.
     """
 
     config: type
@@ -60,18 +66,24 @@ class EngineKind:
     advice: str
     check_options: Callable[[Any], object]
     build: Callable[[Any, EngineSite], Engine]
+    check_tp: Callable[[ModelSpec, int], None]
+    boxes: Callable[[ModelSpec, int, int], Mapping[str, Box]]
 
 
 def _build_native(cfg: NativeEngineConfig, site: EngineSite) -> Engine:
     from spmd_rl.rollout.native.build import build
     from spmd_rl.rollout.native.joint.joint_steps import ExpertRanks
+    from spmd_rl.rollout.native.tp.build import part_of, shared
 
     context, experts = site.context, None
     if context.placement.axes.get("ep", 1) > 1:
         ranks = context.placement.ranks_along(context.world.rank, ("ep",))
         hosts = {rank // context.world.local_size for rank in ranks}
         experts = ExpertRanks(context.axis_group(("ep",)), len(hosts) == 1)
-    return build(
+    part = part_of(context)
+    row_shards = max(context.row_shards, part.count)
+    check_shared(cfg, row_shards, site.adapted is not None)
+    engine = build(
         cfg,
         site.model,
         context.device,
@@ -80,7 +92,10 @@ def _build_native(cfg: NativeEngineConfig, site: EngineSite) -> Engine:
         site.memory,
         site.adapted,
         experts,
+        part,
+        row_shards,
     )
+    return shared(engine)
 
 
 def _build_sglang(cfg: SglangEngineConfig, site: EngineSite) -> Engine:
@@ -109,10 +124,12 @@ def _build_sglang(cfg: SglangEngineConfig, site: EngineSite) -> Engine:
 NATIVE = EngineKind(
     NativeEngineConfig,
     name="the native engine",
-    axes=(*DATA, "ep"),
-    advice='engine.kind = "sglang" has tp',
+    axes=(*DATA, "tp", "ep"),
+    advice="set it to 1",
     check_options=lambda cfg: None,
     build=_build_native,
+    check_tp=lambda spec, size: check_parts(spec, size, f"split.infer.tp = {size}"),
+    boxes=lambda spec, rank, size: ModelPart(rank, size).boxes(spec),
 )
 SGLANG = EngineKind(
     SglangEngineConfig,
@@ -121,6 +138,8 @@ SGLANG = EngineKind(
     advice="set it to 1",
     check_options=check_options,
     build=_build_sglang,
+    check_tp=check_sizes,
+    boxes=shard_boxes,
 )
 KINDS = (NATIVE, SGLANG)
 

@@ -13,7 +13,7 @@ from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.model.low_precision.coded_weights import num_coded
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import TagBytes
-from spmd_rl.rollout.kinds import EngineConfig
+from spmd_rl.rollout.kinds import EngineConfig, kind_of
 from spmd_rl.rollout.kv_pages import cache_token_bytes, kv_budget, kv_pages
 from spmd_rl.rollout.native.config import GPU_STEP_TOKENS
 from spmd_rl.weights.plan.layout import ITEM_BYTES
@@ -36,10 +36,11 @@ def engine_memory(
     weights are split over `tp` ranks, and the experts are shared by `ep`.
     """
     weights = _weight_bytes(spec, cfg, tp, ep)
+    step = step_bytes(spec, cfg, tp, ep) if on_gpu else 0
     memory = [
         TagBytes("weights", weights, "drop" if cfg.sleep_weights else "fixed"),
         TagBytes(KV, 0, "drop"),
-        TagBytes("step", step_bytes(spec, cfg, ep) if on_gpu else 0, "drop"),
+        TagBytes("step", step, "drop"),
     ]
     if lora.rank:
         adapters = sum(map(prod, lora.shapes(spec).values())) * ITEM_BYTES[_dtype(cfg)]
@@ -50,9 +51,12 @@ def engine_memory(
 
 def _weight_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int, ep: int) -> int:
     """Return the bytes of the weights of a rank; scales are too small to count."""
+    if tp > 1:
+        boxes = kind_of(cfg).boxes(spec, 0, tp).values()  # the first rank has no less than others
+        return sum(box.num_elements for box in boxes) * ITEM_BYTES[_dtype(cfg)]
     num_codes = num_coded(spec, cfg.weights, ep)
     num_whole = _held_parameters(spec, ep) - num_codes
-    return (num_whole * ITEM_BYTES[_dtype(cfg)] + num_codes) // tp
+    return num_whole * ITEM_BYTES[_dtype(cfg)] + num_codes
 
 
 def _held_parameters(spec: ModelSpec, ep: int) -> int:
@@ -66,17 +70,19 @@ def _held_parameters(spec: ModelSpec, ep: int) -> int:
     return spec.num_parameters - num_shared + num_shared // ep
 
 
-def step_bytes(spec: ModelSpec, cfg: EngineConfig, ep: int = 1) -> int:
+def step_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int = 1, ep: int = 1) -> int:
     """Return the workspace of a step: one layer of its tokens, and twice a full batch's logits.
 
     Where `ep` ranks share experts, rows that are sent and rows that come are there at once. Loads
-    are taken as even.
+    are taken as even. Where `tp` ranks share matrices, the sums of all ranks
+    are there at once.
     """
     num_tokens = cfg.max_step_tokens or max(cfg.max_batch, GPU_STEP_TOKENS)
-    costs = [block.cost() for block in spec.distinct_blocks()]
+    costs = [block.cost(tp) for block in spec.distinct_blocks()]
     layer = max(one.in_forward + (one.routed if ep > 1 else 0) for one in costs)
     logits = cfg.max_batch * spec.vocab_size * ITEM_BYTES["float32"]
-    return num_tokens * layer * ITEM_BYTES[_dtype(cfg)] + 2 * logits
+    sums = (tp + 1) * spec.hidden_size * ITEM_BYTES["float32"] if tp > 1 else 0
+    return num_tokens * (layer * ITEM_BYTES[_dtype(cfg)] + sums) + 2 * logits
 
 
 def kv_bytes(

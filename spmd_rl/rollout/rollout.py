@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from spmd_rl.config.rules import require
 from spmd_rl.controller.capabilities import (
     Contracted,
+    InShard,
     InStep,
     MemoryPlanner,
     Pumped,
+    ShardStream,
     Sleeper,
     WeightReceiver,
 )
 from spmd_rl.controller.deferred import Deferred
 from spmd_rl.controller.endpoint import Role, Sharded, collective, concurrent, routed
 from spmd_rl.controller.routing import Route
+from spmd_rl.controller.shard_receipts import of_shard
 from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.errors import SpmdError
 from spmd_rl.hooks.config import HookConfig
@@ -44,6 +47,7 @@ from spmd_rl.rollout.grading import Grading
 from spmd_rl.rollout.group_call import GroupCall, GroupRequest
 from spmd_rl.rollout.kinds import EngineConfig, EngineSite
 from spmd_rl.rollout.memory import engine_memory
+from spmd_rl.rollout.native.tp.share_news import share_news
 from spmd_rl.rollout.request_flow import RequestFlow
 from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
@@ -65,11 +69,10 @@ def route_of(prompt: Prompt, sampling: SamplingConfig, *rest: object) -> Route:
     return Route(prompt.uid, prompt.tokens, cost)
 
 
-class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped, InStep):
+class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped, InStep, InShard):
     """One engine a rank, each with the whole model; prompts are spread over the data axis.
 
-    With `split.infer.tp`, an SGLang engine has its model on several ranks. With `split.infer.ep`,
-    ranks with a native engine each share the experts of its layers.
+    With `split.infer.tp`, ranks share an engine; with `split.infer.ep`, experts of native ones.
 
     `model` is a Hugging Face folder. `reward` names a reward function, or several with their
     weights; without one, groups have no rewards. `hooks` says how these run, and names the function
@@ -232,6 +235,10 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped, 
             self._flow.clear()
             raise
 
+    def pump_in_shard(self, stream: ShardStream) -> None:
+        """Pump in the steps that the first rank of the shard takes."""
+        self.pump_in_step(share_news(self.engine, stream, self._flow.can_step))
+
     def live_counts(self) -> dict[str, int]:
         """Return where the episodes of this rank are, if there are some. Any thread may call it."""
         return {} if self._episodes is None else self._episodes.live_counts()
@@ -258,12 +265,12 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped, 
     @collective
     def sleep(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
         """Give the memory of weights and of KV pages back."""
-        return self.engine.sleep(tags)
+        return of_shard(self.context, self.engine.sleep(tags))
 
     @collective
     def wake(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:
         """Take the memory again. Weights that a link pushes are unset until its next push."""
-        return self.engine.wake(tags)
+        return of_shard(self.context, self.engine.wake(tags))
 
     def numeric_contract(self) -> dict[str, str | int]:
         """What the engine's bits depend on, besides the weights."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from spmd_rl.kernels.contract import dtype_of
+from spmd_rl.kernels.linear.shard_exchange import ShardExchange
 from spmd_rl.model.attention import backend_of
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import as_size
@@ -43,6 +44,17 @@ def choose_sizes(
     page_size = cfg.page_size or backend.default_page_size
     num_pages = cfg.num_pages or auto_pages(spec, cfg, device, dtype, page_size, reserved_bytes)
     return EngineSizes(dtype, page_size, num_pages, cfg.max_step_tokens or step_tokens)
+
+
+def agree(sizes: EngineSizes, exchange: ShardExchange | None, device: torch.device) -> EngineSizes:
+    """Return the sizes of all ranks that share a model: the fewest pages that one of them has.
+
+    Ranks: all of these. Blocks: until each has called.
+    """
+    if exchange is None:
+        return sizes
+    own = torch.tensor([[sizes.num_pages]], device=device)
+    return replace(sizes, num_pages=int(exchange.gather_columns(own).min()))
 
 
 def auto_pages(

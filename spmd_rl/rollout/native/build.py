@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -10,10 +11,11 @@ from spmd_rl.errors import ResidencyError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.model.hf import fill, load_weights, model_weights, random_weights
 from spmd_rl.model.layers.moe_module import mixtures
-from spmd_rl.model.lora import NO_LORA, AdaptedBase, LoraConfig
+from spmd_rl.model.lora import NO_LORA, AdaptedBase
 from spmd_rl.model.low_precision.coded_cache import kv_exponents
 from spmd_rl.model.low_precision.coded_tensors import as_codes, hold_codes
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.parts.part import WHOLE, ModelPart
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.slab_parameters import fill_slab
 from spmd_rl.model.weight_files import has_weights
@@ -35,18 +37,24 @@ def build(
     memory: RoleMemory | None = None,
     adapted: AdaptedBase | None = None,
     experts: ExpertRanks | None = None,
+    part: ModelPart = WHOLE,
+    row_shards: int = 1,
 ) -> NativeEngine:
     """Build an engine for the model in `folder`, with its weights where it has them and the config
     asks for them. Its weights and its keys and values are in regions of `memory`, if there is one.
     With `adapted`, it has the base from the first, and its adapters come by a push. The ranks of
-    `experts` share the experts of each layer: their engines step together.
+    `experts` share the experts of each layer: their engines step together. So do those of ranks
+    that each have a `part` of the model.
 
     Raises: ConfigError if the model folder does not serve; ResidencyError where the host has too
     little memory.
     """
     memory = memory or RoleMemory(None, device)
     lora = adapted.lora if adapted else NO_LORA
-    model = _model(folder, lora, cfg, device, memory, experts)
+    spec = replace(read_spec(folder), row_shards=row_shards)
+    with torch.device("meta"):
+        model = CausalLM(spec, lora, kv_exponents(cfg), part)
+    model = _materialise(model, cfg, device, memory, experts)
     try:
         engine = NativeEngine(
             model,
@@ -63,7 +71,7 @@ def build(
             f"{asked} ask for more memory than this host has: lower them"
         ) from None
     if adapted is not None:
-        seed, spec = adapted.random_seed, model.spec
+        seed = adapted.random_seed
         shapes = spec.parameter_shapes()
         base = model_weights(folder, shapes) if seed is None else random_weights(spec, seed)
         fill(model, as_codes(base, spec, cfg.weights))
@@ -81,20 +89,18 @@ def _share_experts(model: CausalLM, experts: ExpertRanks | None) -> None:
             mixture.split(experts.group)
 
 
-def _model(
-    folder: str,
-    lora: LoraConfig,
+def _materialise(
+    model: CausalLM,
     cfg: NativeEngineConfig,
     device: torch.device,
     memory: RoleMemory,
     experts: ExpertRanks | None,
 ) -> CausalLM:
-    """The model of the folder's config with parameters in unset memory: weights come by
-    `load_weights` or a push. Adapters are not in the slab: they are small, and never sleep.
+    """Return the model with parameters in unset memory: weights come by `load_weights` or a push.
+    Adapters are not in the slab: they are small, and never sleep.
     """
     dtype = getattr(torch, dtype_of(cfg.dtype, device))
     with torch.device("meta"):
-        model = CausalLM(read_spec(folder), lora, kv_exponents(cfg))
         model = model.to(dtype).requires_grad_(False)
         hold_codes(model, model.spec, cfg.weights)
         _share_experts(model, experts)

@@ -17,15 +17,15 @@ from spmd_rl.kernels.attention.coded_backend import with_codes
 from spmd_rl.kernels.low_precision.block_codes import CODE, BlockCodes
 from spmd_rl.kernels.low_precision.products import whole
 from spmd_rl.model.attention import backend_of, fits_cuda_graphs
-from spmd_rl.model.lora import is_adapter
 from spmd_rl.model.low_precision.coded_cache import kv_exponents
 from spmd_rl.model.low_precision.coded_weights import scale_name, weights_fact
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.parts.local_weights import local_weights
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.rollout.engine import Request, StepOutput
-from spmd_rl.rollout.native.auto_sizes import choose_sizes
+from spmd_rl.rollout.native.auto_sizes import agree, choose_sizes
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.engine_memory import EngineMemory
@@ -90,13 +90,13 @@ class NativeEngine:
         self._memory = EngineMemory(memory or RoleMemory(None, device))
         self.spec = spec = model.spec
         self.cfg = cfg
-        self.sizes = sizes = choose_sizes(cfg, spec, device, reserved_bytes)
+        sizes = choose_sizes(cfg, model.own_spec, device, reserved_bytes)
+        self.sizes = sizes = agree(sizes, model.part.exchange, device)
         self.device = device
         self.version: int | None = None
         self.is_pushing = False
-        backend = with_codes(backend_of(spec, sizes.dtype, device), model.exponents, device)
-        fits_graphs = fits_cuda_graphs(spec, backend) and can_record(model, experts)
-        self._async_scheduling = cfg.cuda_graphs and fits_graphs
+        is_recorded = cfg.cuda_graphs and can_record(model, experts)
+        self._async_scheduling = is_recorded and _fits_graphs(model, sizes.dtype, device)
         self.table = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)
         self.scheduler = Scheduler(
             self.table,
@@ -125,8 +125,12 @@ class NativeEngine:
     def load(self) -> tuple[int, int]:
         return self.scheduler.load
 
-    def submit(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raise what `submit` raises for a request that can never fit."""
         self._validator.check(request)
+
+    def submit(self, request: Request) -> None:
+        self.check(request)
         self._runner.record_if_asked(request.sampling)
         self._stop_checker.add(request)
         self.scheduler.add(request)
@@ -167,7 +171,7 @@ class NativeEngine:
 
     def sink(self) -> TensorSink:
         return TensorSink(
-            self._weights(pushed=True).items(),
+            local_weights(self.model, pushed=True).items(),
             self._begin_push,
             self._use_version,
             self._forget_version,
@@ -176,7 +180,8 @@ class NativeEngine:
     def contract(self) -> dict[str, str | int]:
         facts = self.model.contract(self.device, self.sizes.dtype, self.cfg.attention_split)
         if self.model.lora.rank and not self._base_fact:
-            base = {name: one.local for name, one in self._weights(pushed=False).items()}
+            weights = local_weights(self.model, pushed=False)
+            base = {name: one.local for name, one in weights.items()}
             self._base_fact = base_fact(_base_digests(base, self.sizes.dtype))
         return facts | self._base_fact | weights_fact(self.cfg.weights)
 
@@ -190,19 +195,6 @@ class NativeEngine:
             **self._runner.cache.code_counts(),
             **self.scheduler.stats(),
         }
-
-    def _weights(self, pushed: bool) -> LocalTensors:
-        """Return the weights that pushes replace, or those that they do not: beside adapters, the
-        base.
-        """
-        has_adapters = self.model.lora.rank > 0
-        return LocalTensors.whole(
-            {
-                name: parameter
-                for name, parameter in self.model.named_parameters()
-                if (not has_adapters or is_adapter(name)) == pushed
-            }
-        )
 
     def _begin_push(self) -> None:
         self._memory.begin_push(changes_slab=not self.model.lora.rank)
@@ -220,7 +212,7 @@ class NativeEngine:
 
     def _new_runner(self, experts: ExpertRanks | None) -> ModelRunner:
         cache = KvCache(
-            [block.cache() for block in self.spec.blocks],
+            [block.cache() for block in self.model.own_spec.blocks],
             num_pages=self.sizes.num_pages,
             page_size=self.sizes.page_size,
             dtype=self.sizes.dtype,
@@ -308,6 +300,12 @@ class NativeEngine:
     def _end(self, request: Request, status: SampleStatus) -> Sample:
         self._stop_checker.remove(request)
         return request.sample(status)
+
+
+def _fits_graphs(model: CausalLM, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether this rank's kernels can be recorded. Sums over ranks are not."""
+    backend = with_codes(backend_of(model.spec, dtype, device), model.exponents, device)
+    return fits_cuda_graphs(model.spec, backend) and model.part.count == 1
 
 
 def prefill_bound(spec: ModelSpec, device: torch.device, cfg: NativeEngineConfig) -> PrefillBound:

@@ -82,7 +82,7 @@ def test_ranks_that_share_an_sglang_engine_have_a_part_and_a_communicator(spec: 
         }
         for tp in (1, 2)
     )
-    assert shared["weights"] == alone["weights"] // 2
+    assert 1 < 2 * shared["weights"] / alone["weights"] < 1.001  # each has the norms
     assert shared["child"] - alone["child"] == 420 << 20
 
 

@@ -1,0 +1,1 @@
+"""Engines whose model several ranks share: the first decides, and the others follow it."""

@@ -1,0 +1,26 @@
+"""From the site of a native engine to the part of the model that its rank has, and its engine."""
+
+from __future__ import annotations
+
+from spmd_rl.kernels.linear.shard_exchange import TorchExchange
+from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.model.parts.part import WHOLE, ModelPart
+from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.rollout.native.tp.follower import TpFollower
+from spmd_rl.rollout.native.tp.leader import TpLeader
+
+
+def part_of(context: RoleContext) -> ModelPart:
+    """Return this rank's part of the model. Ranks: all of the role."""
+    if context.placement.axes.get("tp", 1) == 1:
+        return WHOLE
+    exchange = TorchExchange(context.axis_group(("tp",)))
+    return ModelPart(context.shard_rank, context.shard_size, exchange)
+
+
+def shared(engine: NativeEngine) -> NativeEngine | TpLeader | TpFollower:
+    """Return the engine of this rank, among those that share its model."""
+    part = engine.model.part
+    if part.count == 1:
+        return engine
+    return TpFollower(engine) if part.index else TpLeader(engine)

@@ -1,0 +1,112 @@
+"""Engines that share a model, on real gloo ranks: the samples of one engine that has all of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from spmd_rl.model.hf import random_weights
+from spmd_rl.model.read import read_spec
+from tests.dist.recipes.conftest import EXAMPLE, Ended, Run, run_in
+from tests.dist.recipes.test_endings import AT_STEP_2, disturbed, kill_rank_1, strike
+from tests.dist.recipes.test_expert_engines import EPISODES
+from tests.dist.recipes.test_loops import EVEN
+from tests.dist.recipes.test_requests import LONG, PUSHES, REQUESTS, drawn
+from tests.dist.recipes.test_sleep import ALWAYS, POISONED, check_same
+
+pytestmark = pytest.mark.dist
+
+ALONE = str(Path(__file__).parent / "shared_sums.py")
+STEPS = ("--steps=2", f"--reward={EVEN}", "--engine.num_pages=256")
+APART = ("--split.train.ranks=1", "--split.infer.ranks=2", "--split.infer.tp=2")
+
+
+def write_qwen2(folder: Path) -> Path:
+    """Write a folder with weights whose projections have biases that are not zero."""
+    shutil.copytree(EXAMPLE / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    family = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config | family | {"head_dim": 16}))
+    weights = dict(random_weights(read_spec(folder), 3))
+    for name, one in weights.items():
+        if name.endswith("bias"):
+            one.normal_(std=0.3)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A trainer and an engine that each have the whole model, and sum as two ranks do."""
+    return run_in(tmp_path_factory.mktemp("alone"), ALONE, *STEPS)
+
+
+def test_two_ranks_draw_what_one_does(run: Run, alone: Ended) -> None:
+    """The trainer is on one of them, so that its gradients have one order of sums."""
+    shared = run("grpo", *STEPS, "--split.train.ranks=0-0", "--split.infer.tp=2", nproc=2)
+    check_same(shared, alone, 2)
+    check_bits(shared)
+
+
+def test_trainer_and_engines_of_four_ranks(run: Run) -> None:
+    """Colocated: one engine over four ranks, of which two have the same keys."""
+    ended = run("grpo", *STEPS, "--split.infer.tp=4", nproc=4)
+    check_bits(ended)
+
+
+def test_two_engines_of_two_ranks_with_biases(run: Run, tmp_path: Path) -> None:
+    folder = write_qwen2(tmp_path / "qwen2")
+    words = (f"--model={folder}", "--trainer.init=folder", "--split.infer.tp=2")
+    check_bits(run("grpo", *STEPS, *words, nproc=4))
+
+
+def test_requests_of_any_order(run: Run, tmp_path: Path) -> None:
+    """With aborts and answers that go on."""
+    words = (*LONG, "--split.train.ranks=0-0", "--split.infer.ranks=all", "--split.infer.tp=2")
+    plain = drawn(run(REQUESTS, *words, nproc=2, name="plain"))
+    mixed = run(REQUESTS, *words, "--order=1", nproc=2, name="mixed")
+    assert drawn(mixed) == plain
+    assert "0 answers were resumed" not in mixed.output
+
+
+def test_requests_go_on_under_pushed_weights(run: Run) -> None:
+    """A push takes place between two steps of both ranks."""
+    found = drawn(run(PUSHES, *LONG, "--trainer.lr=0.01", *APART, nproc=3))
+    assert found["mixed_samples"] > 0
+    assert found["decreasing_versions"] == 0
+    assert found["unequal_tokens"] == 0
+    assert found["compared_tokens"] > 100
+    assert found["unequal_under_the_other_version"] > 0
+
+
+def test_an_engine_that_sleeps_has_the_same_bits(run: Run, alone: Ended) -> None:
+    words = (*STEPS, ALWAYS, "--split.train.ranks=0-0", "--split.infer.tp=2")
+    asleep = run(POISONED, *words, nproc=2)
+    check_same(asleep, alone, 2)
+    check_bits(asleep)
+
+
+def test_episodes_of_the_first_rank(run: Run, tmp_path: Path) -> None:
+    """Only that rank hears of their turns."""
+    (tmp_path / "episodes.py").write_text(EPISODES)
+    words = (*STEPS, f"--hooks.generate={tmp_path}/episodes.py:talk", "--split.infer.tp=2")
+    check_bits(run("grpo", *words, nproc=2))
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    """The rank that has no requests."""
+    killed = disturbed(tmp_path, "spmd-rl", "--split.infer.tp=2")
+    assert strike(killed, AT_STEP_2, kill_rank_1, before_step=4) != 0
+    assert re.search(r"lost rank 1 \(.*killed by SIGKILL", killed.output), killed.output
+
+
+def check_bits(ended: Ended) -> None:
+    assert ended.code == 0, ended.sentence
+    compared = [row for row in ended.metrics if "onpolicy/compared_tokens" in row]
+    assert sum(row["onpolicy/compared_tokens"] for row in compared) > 0
+    assert all(row["onpolicy/mismatched_tokens"] == 0 for row in compared)
