@@ -202,13 +202,14 @@ def why_none(tried: list[Attempt], room: Room) -> str:
     if len(whole) > 1:
         terms += f" = {as_size(sum(entry.num_bytes for entry in whole))}"
     why = f"no number of GPUs suffices: on {plan.world_size:,}, {needs}; more GPUs do not divide "
-    has_whole_copy = plan.placements.get(INFER) and plan.placements.infer.axes.get("ep", 1) == 1
+    infer = plan.placements.get(INFER)
+    has_whole_copy = infer and infer.axes.get("ep", 1) == infer.axes["tp"] == 1
     holds_weights = any(entry.role == INFER and entry.tag == "weights" for entry in whole)
     if not (has_whole_copy and holds_weights):
         return why + terms
     return (
-        f"{why}{terms}; each GPU of the native engine has a whole copy of the weights, which "
-        'SGLang divides over the GPUs of split.infer.tp (engine.kind = "sglang")'
+        f"{why}{terms}; each GPU has a whole copy of an engine's weights, which split.infer.tp "
+        "divides over several"
     )
 
 

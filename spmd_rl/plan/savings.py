@@ -1,10 +1,10 @@
 """Settings that save memory on a GPU, in the order of what they cost.
 
-First come layouts: engines that share their experts, or that divide their weights over several
-ranks, and a trainer that divides its experts, its sequences or its matrices. The native engine goes
-before SGLang, whose log-probs have other bits. Within a layout, settings of the trainer follow by
-their cost in speed. What a recipe does not have, or what does not go with another setting, is
-refused when it is tried.
+First come layouts: engines that share their experts or their matrices over several ranks, and a
+trainer that divides its experts, its sequences or its matrices. The native engine goes before
+SGLang, whose log-probs have other bits. Within a layout, settings of the trainer follow by their
+cost in speed. What a recipe does not have, or what does not go with another setting, is refused
+when it is tried.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ def _layouts(world_size: int) -> Iterator[Flags]:
     for size in parts:  # native engines share experts, and then the trainer too
         yield (f"--split.infer.ep={size}",)
         yield f"--split.infer.ep={size}", f"--split.train.ep={size}"
+    for size in (size for size in MATRIX_SIZES if world_size % size == 0):
+        yield (f"--split.infer.tp={size}",)  # native engines share matrices
     yield from _product_of(engines[1:], trainers)
 
 

@@ -1,0 +1,73 @@
+"""The plan of engines whose model several ranks share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.shapes import write_config
+from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.mesh.split import RoleSplit, Split
+from spmd_rl.model.read import read_spec
+from spmd_rl.plan import main
+from spmd_rl.plan.resolve import resolve, row_shards
+from spmd_rl.recipes.grpo import Config
+from spmd_rl.rollout.kinds import EngineConfig
+from spmd_rl.rollout.memory import engine_memory
+from spmd_rl.rollout.native.config import NativeEngineConfig
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("8B")
+    write_config("8B", folder)
+    return folder
+
+
+def config(model: Path, tp: int, engine: EngineConfig) -> Config:
+    return Config(
+        model=str(model), data="x", split=Split(infer=RoleSplit(tp=tp)), engine=engine
+    )  # fmt: skip
+
+
+def test_all_roles_sum_in_as_many_parts_as_ranks_share(model: Path) -> None:
+    native, sglang = NativeEngineConfig(), SglangEngineConfig(python="x")
+    assert row_shards(config(model, 4, native), 4) == {"train": 4, "infer": 4}
+    assert row_shards(config(model, 1, native), 4) == {}
+    assert row_shards(config(model, 4, sglang), 4) == {}
+    assert row_shards(config(model, 4, native), 2) == {}  # does not fit: the run itself says so
+
+
+def test_ranks_have_a_part_of_weights_and_pages(model: Path) -> None:
+    spec, cfg = read_spec(model), NativeEngineConfig()
+    alone, shared, eight = (
+        {one.tag: one.num_bytes for one in engine_memory(spec, cfg, True, tp=tp)}
+        for tp in (1, 2, 8)
+    )
+    whole = 2 * 4096 * (spec.vocab_size + 2 * spec.num_layers + 1) + 2 * 2 * 128 * spec.num_layers
+    assert shared["weights"] == (alone["weights"] - whole) // 2 + whole
+    assert eight["weights"] == (alone["weights"] - whole) // 8 + whole
+    plans = [resolve(config(model, tp, cfg), 8, 80 << 30) for tp in (1, 2)]
+    asked = [one.sleep and one.queue for one in plans]
+    assert asked[0] is not None and asked[1] is not None
+    assert plans[1].routes.between_bytes < plans[0].routes.between_bytes
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("split.infer.tp=3 nproc=3", "tp = 3: sums have equal bits over 2, 4 or 8 ranks alone"),
+        ("split.infer.tp=2 trainer.lora.rank=4", "tp = 2 does not go with adapters that are"),
+        (
+            "split.infer.tp=2 engine.weights=e4m3 trainer.weights=e4m3",
+            "tp = 2 does not go with engine.weights = 'e4m3'",
+        ),
+    ],
+)
+def test_what_ranks_do_not_share_is_refused(model: Path, words: str, sentence: str) -> None:
+    flags = [f"--{word}" for word in words.split()]
+    nproc = [] if "nproc" in words else ["--nproc=2"]
+    with pytest.raises((ConfigError, PlanError), match=sentence):
+        main(["grpo", f"--model={model}", "--data=x.jsonl", *flags, *nproc])
