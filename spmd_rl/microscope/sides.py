@@ -34,6 +34,7 @@ from spmd_rl.microscope.replay.forward_pass import (
 from spmd_rl.microscope.replay.megatron_pass import MegatronPass
 from spmd_rl.model.attention import backend_of
 from spmd_rl.model.low_precision.coded_cache import Exponents
+from spmd_rl.model.parts.part import row_shards_of_run
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.native.config import NativeEngineConfig
@@ -271,7 +272,8 @@ def forward_pass(
     if name == "transformers":
         return ReferencePass(model, dtype, device)
     role = settings.get("engine" if name == "engine" else "trainer", {})
-    network = load_model(model, dtype, device, role.get("weights", "full"), _exponents(role))
+    weights, shards = role.get("weights", "full"), row_shards_of_run(settings)
+    network = load_model(model, dtype, device, weights, _exponents(role), shards)
     if name == "engine":
         return EnginePass(network, _engine_config(settings.get("engine", {}), share_prompts))
     trainer = settings.get("trainer", {})

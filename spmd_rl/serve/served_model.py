@@ -13,6 +13,7 @@ from spmd_rl.config.load import read_toml
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.hf import fill
 from spmd_rl.model.lora import AdaptedBase
+from spmd_rl.model.parts.part import row_shards_of_run
 from spmd_rl.rollout.native.build import build
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
@@ -82,7 +83,8 @@ class ServedModel:
                 raise ConfigError(f"{self.checkpoint} holds a value model, which draws no tokens")
             adapted = AdaptedBase(weights.lora, self._random_seed) if weights.lora.rank else None
             own = replace(cfg, load_weights=False)
-            engine = build(own, folder, device, decode, adapted=adapted)
+            shards = row_shards_of_run(self.settings)
+            engine = build(own, folder, device, decode, adapted=adapted, row_shards=shards)
             fill(engine.model, weights.tensors)
             engine.sink().commit(weights.version)
         return engine

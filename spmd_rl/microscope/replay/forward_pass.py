@@ -8,6 +8,7 @@ and then `tap.observe` for the points that it can show.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,14 +66,17 @@ def load_model(
     device: torch.device,
     weights: WeightFormat = "full",
     exponents: Exponents | None = None,
+    row_shards: int = 1,
 ) -> CausalLM:
-    """Return the shared network with the folder's weights, rounded where `weights` says so.
+    """Return the shared network with the folder's weights, rounded where `weights` says so. It sums
+    as `row_shards` says (model/spec.py).
 
     With `exponents`, keys and values are rounded too.
     Raises: ConfigError if the folder does not serve.
     """
     with torch.device("meta"):
-        model = CausalLM(read_spec(folder), exponents=exponents)
+        spec = replace(read_spec(folder), row_shards=row_shards)
+        model = CausalLM(spec, exponents=exponents)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
     load_weights(model, folder, weights)
     return model
