@@ -42,6 +42,7 @@ def test_the_code_of_the_network_is_part_of_it(
 
 
 OTHERWISE = {
+    "row_shards": 2,
     "vocab_size": 105,
     "hidden_size": 128,
     "max_positions": 64,

@@ -13,6 +13,7 @@ import torch
 from spmd_rl.errors import ConfigError, ResidencyError, SpmdError
 from spmd_rl.hooks.config import HookConfig
 from spmd_rl.mesh.split import Placement
+from spmd_rl.mesh.world import World
 from spmd_rl.observe.trace import Trace
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.rollout.native.config import NativeEngineConfig
@@ -30,6 +31,7 @@ class Seat:
     placement = Placement("infer", (0,), {"dp": 1, "fsdp": 1, "tp": 1})
     shard_rank = 0
     row_shards = 1
+    world = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="test", restart=0)
     rank = 0
 
     def __init__(self) -> None:
