@@ -88,10 +88,7 @@ class Worker:
             self._pump()
 
     def _next_turn(self, dealer: Dealer) -> list[ReceivedCommand]:
-        """Return the commands to run now. Ranks that take turns agree on them.
-
-        Where a rank has died, its calls here fail as a collective would, and turns end.
-        """
+        """Return the commands to run now. Turns and calls fail where a rank of them has died."""
         try:
             if self._steps is not None:
                 return self._next_step_turn(dealer, self._steps)
@@ -104,9 +101,7 @@ class Worker:
     def _next_shard_turn(
         self, dealer: Dealer, shard: ShardTurns[ReceivedCommand] | None
     ) -> list[ReceivedCommand]:
-        """Return the commands to run now. In a shard of several ranks, its first rank decides while
-        a call is unanswered.
-        """
+        """Return the commands to run now; a shard's first rank decides while calls run."""
         if shard is None or not (self._running.num_unanswered or shard.has_untold):
             return (shard.take_early() if shard else []) or self._next(dealer)
         if not shard.is_first:
