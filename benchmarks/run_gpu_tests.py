@@ -58,6 +58,8 @@ NEEDS = {
     "recipes/test_sglang.py": Needs(4, alone=True),
     "train/test_megatron.py": Needs(4),
     "train/test_expert_ranks.py": Needs(4),
+    "recipes/test_expert_engines.py": Needs(4),
+    "train/test_shared_ranks.py": Needs(2),
     "train/test_optimizers.py": Needs(2),
 }
 

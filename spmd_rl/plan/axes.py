@@ -51,6 +51,7 @@ def _check_engine(
     if isinstance(engine, NativeEngineConfig):
         has_adapters = trainer is not None and trainer.lora.of_engine.rank > 0
         check_shared(engine, tp, has_adapters)
+        _check_sums(tp, trainer)
     ep = placement.axes.get("ep", 1)
     if ep == 1:
         return
@@ -61,6 +62,15 @@ def _check_engine(
         raise ConfigError(
             f"{at} does not go with adapters that are pushed alone: set "
             "trainer.lora.merged_push = true, so that a push brings whole weights"
+        )
+
+
+def _check_sums(tp: int, trainer: TrainerConfig | None) -> None:
+    """Raise a ConfigError for a trainer that does not sum as `tp` ranks of a native engine do."""
+    if tp > 1 and trainer is not None and not trainer.backend.sums_in_parts:
+        raise ConfigError(
+            f"split.infer.tp = {tp}: trainer.backend.kind = '{trainer.backend.kind}' does not sum "
+            "products as ranks that share a native engine do: set it to 'fsdp2'"
         )
 
 

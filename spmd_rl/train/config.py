@@ -52,6 +52,7 @@ class Fsdp2Config:
     """Settings of the FSDP2 backend alone."""
 
     mixtures_beside_engines: ClassVar[bool] = True  # whether an engine has its experts' bits
+    sums_in_parts: ClassVar[bool] = True  # as engines whose model ranks share
     # on one shard, each tensor is one piece, which an engine can share
     holds_whole_tensors: ClassVar[bool] = True
 

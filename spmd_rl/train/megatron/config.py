@@ -24,6 +24,7 @@ class MegatronConfig:
     """Settings of the Megatron-core backend alone (docs/megatron.md)."""
 
     mixtures_beside_engines: ClassVar[bool] = False  # no engine has its experts' bits
+    sums_in_parts: ClassVar[bool] = False
     holds_whole_tensors: ClassVar[bool] = False  # it fuses them
     wrap: ClassVar[Literal["auto"]] = "auto"  # of a frozen model with these log-probs
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import spmd_rl as rl
 from spmd_rl.config.dump import as_data
-from spmd_rl.mesh.split import Placement
 from spmd_rl.recipes import grpo
 from spmd_rl.recipes.grpo import check
 
@@ -21,31 +20,15 @@ __all__ = ["Config", "check", "main"]
 
 @dataclass(frozen=True, kw_only=True)
 class Config(grpo.Config):
-    lockstep: bool = False  # all engine ranks are one shard
     order: int = 0  # seeds the way in which samples are asked for; 0: all by one call
-
-
-class Lockstep(rl.Rollout):
-    """An engine of a shard whose step is a collective: its ranks must have the same requests."""
-
-    def pump(self) -> None:
-        stats = self.engine.stats()
-        facts = [stats["num_steps"], stats["num_running"], stats["num_waiting"], self.has_work()]
-        seen = self.context.all_gather_bytes(json.dumps(facts).encode())
-        assert len(set(seen)) == 1, seen
-        super().pump()
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
-    infer, role = roles.infer, rl.Rollout
-    if cfg.lockstep:
-        infer, role = Placement("infer", infer.ranks, {"dp": 1, "fsdp": 1, "tp": 2}), Lockstep
-        ctl.world.build([infer])
     rollout = ctl.spawn(
-        role,
+        rl.Rollout,
         cfg.engine,
-        on=infer,
+        on=roles.infer,
         model=cfg.model,
         reward=cfg.reward,
         hooks=cfg.hooks,

@@ -46,7 +46,7 @@ def test_another_seed_draws_others(run: Any, plain: Any) -> None:
 
 @pytest.fixture(scope="module")
 def late_words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Settings with a reward that takes a random time."""
+    """Settings of two ranks that share an engine, with a reward that takes a random time."""
     reward = tmp_path_factory.mktemp("reward") / "late.py"
     reward.write_text(
         "import asyncio, random\n"
@@ -54,21 +54,20 @@ def late_words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
         "    await asyncio.sleep(random.random() * 0.2)\n"
         "    return float(len(set(sample.tokens.tolist())))\n"
     )
-    return (*LONG, f"--reward={reward}:late")
+    return (*LONG, f"--reward={reward}:late", *SHARED, "--split.infer.tp=2")
 
 
 @pytest.fixture(scope="module")
 def plain_late(late_words: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return drawn(run_in(tmp_path_factory.mktemp("late"), REQUESTS, *late_words))
+    return drawn(run_in(tmp_path_factory.mktemp("late"), REQUESTS, *late_words, nproc=2))
 
 
 @pytest.mark.parametrize("order", [4, 5])
-def test_engines_of_a_shard_run_in_lockstep(
+def test_ranks_that_share_an_engine_have_the_same_requests(
     run: Any, order: int, late_words: tuple[str, ...], plain_late: Any
 ) -> None:
-    """Both ranks step with the same requests, although only the first hears of the rewards."""
-    words = (*late_words, f"--order={order}", "--lockstep=true", *SHARED)
-    shard = run(REQUESTS, *words, nproc=2)
+    """With aborts and answers that go on, although only the first rank hears of the rewards."""
+    shard = run(REQUESTS, *late_words, f"--order={order}", nproc=2)
     assert drawn(shard) == plain_late
     assert "0 answers were resumed" not in shard.output
 

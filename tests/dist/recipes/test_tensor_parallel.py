@@ -16,7 +16,7 @@ from tests.dist.recipes.conftest import EXAMPLE, Ended, Run, run_in
 from tests.dist.recipes.test_endings import AT_STEP_2, disturbed, kill_rank_1, strike
 from tests.dist.recipes.test_expert_engines import EPISODES
 from tests.dist.recipes.test_loops import EVEN
-from tests.dist.recipes.test_requests import LONG, PUSHES, REQUESTS, drawn
+from tests.dist.recipes.test_requests import LONG, PUSHES, drawn
 from tests.dist.recipes.test_sleep import ALWAYS, POISONED, check_same
 
 pytestmark = pytest.mark.dist
@@ -63,15 +63,6 @@ def test_two_engines_of_two_ranks_with_biases(run: Run, tmp_path: Path) -> None:
     folder = write_qwen2(tmp_path / "qwen2")
     words = (f"--model={folder}", "--trainer.init=folder", "--split.infer.tp=2")
     check_bits(run("grpo", *STEPS, *words, nproc=4))
-
-
-def test_requests_of_any_order(run: Run, tmp_path: Path) -> None:
-    """With aborts and answers that go on."""
-    words = (*LONG, "--split.train.ranks=0-0", "--split.infer.ranks=all", "--split.infer.tp=2")
-    plain = drawn(run(REQUESTS, *words, nproc=2, name="plain"))
-    mixed = run(REQUESTS, *words, "--order=1", nproc=2, name="mixed")
-    assert drawn(mixed) == plain
-    assert "0 answers were resumed" not in mixed.output
 
 
 def test_requests_go_on_under_pushed_weights(run: Run) -> None:

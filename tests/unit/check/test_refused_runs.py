@@ -73,7 +73,10 @@ def refused(
         ("--data=bad.jsonl", "bad.jsonl:2"),
         ("--data=long.jsonl", "1: prompt: the prompt has 202 tokens, but the model's context of"),
         ("--data=messages.jsonl", "1: prompt: a list of messages needs chat_template = true"),
-        ("--split.infer.tp=2 --nproc=2", "the native engine has the axes dp, fsdp and ep alone"),
+        (
+            "--split.infer.pp=2 --nproc=2",
+            "the native engine has the axes dp, fsdp, tp and ep alone",
+        ),
         ("--kl.coef=0.1 --kl.estimator=k1", "set kl.unbiased = true"),
         ("--algorithm=gspo --clip_low=0.2", "clip_low = 0.2: expected less than 0.1"),
         (f"{LORA} --kl.coef=0.1 --kl.refresh_every=2", "kl.refresh_every"),
