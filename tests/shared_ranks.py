@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.linear.shard_exchange import rounded
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.parts.part import ModelPart
@@ -41,22 +42,26 @@ class ThreadExchange:
         meeting: Meeting,
         rank: int,
         add: Callable[[list[Tensor]], Tensor] = sum_neighbours,
+        is_recordable: bool = False,
     ) -> None:
         self._meeting, self._rank, self._add = meeting, rank, add
+        self.is_recordable = is_recordable
 
-    def sum(self, part: Tensor) -> Tensor:
-        return self._add(self._meeting.all(self._rank, part))
+    def sum(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return rounded(self._add(self._meeting.all(self._rank, part)), bias, dtype)
 
     def gather_columns(self, own: Tensor) -> Tensor:
         return torch.cat(self._meeting.all(self._rank, own), 1)
 
 
 def parts(
-    num_ranks: int, add: Callable[[list[Tensor]], Tensor] = sum_neighbours
+    num_ranks: int,
+    add: Callable[[list[Tensor]], Tensor] = sum_neighbours,
+    is_recordable: bool = False,
 ) -> list[ModelPart]:
     meeting = Meeting(num_ranks)
-    ranks = range(num_ranks)
-    return [ModelPart(rank, num_ranks, ThreadExchange(meeting, rank, add)) for rank in ranks]
+    exchanges = [ThreadExchange(meeting, rank, add, is_recordable) for rank in range(num_ranks)]
+    return [ModelPart(rank, num_ranks, one) for rank, one in enumerate(exchanges)]
 
 
 def on_ranks(run: Callable[[int], T], num_ranks: int) -> list[T]:

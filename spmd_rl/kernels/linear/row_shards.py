@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.linear.linear import linear, linear_fp32
-from spmd_rl.kernels.linear.shard_exchange import ShardExchange
+from spmd_rl.kernels.linear.shard_exchange import ShardExchange, rounded
 from spmd_rl.kernels.runtime.differentiable import call
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 from spmd_rl.kernels.runtime.padding import dense
@@ -62,11 +62,10 @@ class RowParallel:
         out: Tensor = call(_RowParallel, x, weight, bias, self)
         return out
 
-    def sum_of_parts(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the sum over the parts of all ranks, in fp32. Shape: [T, N]."""
+    def own_sum(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the sum over this rank's parts, in fp32. Shape: [T, N]."""
         halves = zip(x.chunk(self.num_parts, 1), weight.chunk(self.num_parts, 1), strict=True)
-        own = sum_neighbours([linear_fp32(dense(a), dense(b)) for a, b in halves])
-        return own if self.exchange is None else self.exchange.sum(own)
+        return sum_neighbours([linear_fp32(dense(a), dense(b)) for a, b in halves])
 
 
 def shared_logits(hidden: Tensor, head: Tensor, part_rows: int) -> Tensor:
@@ -87,8 +86,8 @@ class _RowParallel(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: RowParallel
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        total = layer.sum_of_parts(x, weight)
-        return (total if bias is None else total + bias.float()).to(x.dtype)
+        finish = rounded if layer.exchange is None else layer.exchange.sum
+        return finish(layer.own_sum(x, weight), bias, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

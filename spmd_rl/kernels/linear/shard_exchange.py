@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,18 @@ from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 class ShardExchange(Protocol):
     """The way of partial sums and logits. One object serves all layers.
 
-    All ranks of its group call each method together, with equal shapes.
+    All ranks of its group call each method together, with equal shapes. Where it `is_recordable`,
+    the host does not wait, so that calls can be part of a recorded graph.
     """
 
-    def sum(self, part: Tensor) -> Tensor:
-        """Return the sum over ranks: neighbours are added, then neighbours of these sums.
+    @property
+    def is_recordable(self) -> bool: ...
 
-        It may overwrite `part`. Shape: [T, N] fp32.
+    def sum(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the sum over ranks, plus a bias, rounded once.
+
+        Neighbours are added, then neighbours of these sums. It may overwrite `part`.
+        Shape: part [T, N] fp32, bias [N]; returns [T, N] in `dtype`.
         """
         ...
 
@@ -32,12 +37,14 @@ class ShardExchange(Protocol):
 class TorchExchange:
     """By torch's collectives, whose ranks get all parts: the reference of bits."""
 
+    is_recordable: ClassVar[bool] = False
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def sum(self, part: Tensor) -> Tensor:
+    def sum(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Do what `ShardExchange.sum` says. Blocks: until all ranks of the group have called."""
-        return sum_neighbours(self._gather(part))
+        return rounded(sum_neighbours(self._gather(part)), bias, dtype)
 
     def gather_columns(self, own: Tensor) -> Tensor:
         """Do what `ShardExchange.gather_columns` says. Blocks: as `sum`."""
@@ -47,3 +54,8 @@ class TorchExchange:
         found = [torch.empty_like(own) for _ in range(self._group.size())]
         dist.all_gather(found, own.contiguous(), group=self._group)
         return found
+
+
+def rounded(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a sum plus a bias, rounded once. Shape: total [T, N] fp32, bias [N]."""
+    return (total if bias is None else total + bias.float()).to(dtype)

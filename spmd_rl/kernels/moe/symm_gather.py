@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,10 +20,9 @@ from torch import Tensor
 
 from spmd_rl.kernels.moe.expert_gather import OwnExperts, blocks_of
 from spmd_rl.kernels.moe.router import ExpertRoutes
+from spmd_rl.kernels.runtime.peer_memory import ALIGN_BYTES, PeerMemory
 
-ALIGN_BYTES = 256
 CHANNELS = (0, 1)  # of the barriers before the experts, and behind them
-MULTICAST_ENV = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # torch would set it up though nobody uses it
 
 
 class RowSizes(NamedTuple):
@@ -48,43 +45,31 @@ class SymmGather:
         Ranks: all of the group. Blocks: until each has called.
         Raises: ValueError where the ranks cannot have equally many experts.
         """
-        os.environ.setdefault(MULTICAST_ENV, "1")
-        from torch.distributed import _symmetric_memory as symmetric
-
         self.max_rows = max_rows
         self._blocks = blocks_of(group, num_experts)
         self._rank = group.rank()
         self._sizes = sizes
-        device = torch.device("cuda", torch.cuda.current_device())
-        num_bytes = sum(self._part_bytes())
-        memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-        handle = symmetric.rendezvous(memory, group)
-        self._use(memory, handle.buffer_ptrs, handle.barrier)
-        for channel in CHANNELS:  # loads its kernel, as a rehearsal has none
-            self._barrier(channel)
+        self._use(PeerMemory(group, sum(self._part_bytes()), CHANNELS))
 
     def rehearsal(self) -> SymmGather:
         """Return one that runs the same kernels in memory of its own, and waits for no rank.
 
         Its sums have no meaning. It is there to compile kernels while other ranks do other work.
         """
-        other, device = copy.copy(self), self._memory.device
-        memory = torch.zeros(len(self._memory), dtype=torch.uint8, device=device)
-        other._use(memory, [memory.data_ptr()] * self._blocks.num_ranks, _wait_for_nobody)
+        other = copy.copy(self)
+        other._use(self._memory.rehearsal())
         return other
 
-    def _use(self, memory: Tensor, pointers: Sequence[int], barrier: Callable[[int], None]) -> None:
-        """Have rows meet in `memory`, which is that of each rank at `pointers`."""
+    def _use(self, memory: PeerMemory) -> None:
+        """Have rows meet in `memory`."""
         from spmd_rl.kernels.moe.peer_triton import PeerTables
 
-        self._memory, self._barrier = memory, barrier
+        self._memory = memory
         firsts, self._parts = [0], []
         for num_bytes, dtype in zip(self._part_bytes(), self._dtypes(), strict=True):
-            self._parts.append(memory[firsts[-1] : firsts[-1] + num_bytes].view(dtype))
+            self._parts.append(memory.own[firsts[-1] : firsts[-1] + num_bytes].view(dtype))
             firsts.append(firsts[-1] + num_bytes)
-        tables = [[at + first for at in pointers] for first in firsts[:-1]]
-        table = torch.tensor(tables, dtype=torch.int64, device=memory.device)
-        self._peers = PeerTables(*table.unbind())
+        self._peers = PeerTables(*(memory.table(first) for first in firsts[:-1]))
 
     def run(self, x: Tensor, routes: ExpertRoutes, experts: OwnExperts) -> Tensor:
         """Do what `ExpertGather.run` says. The host does not wait.
@@ -98,14 +83,14 @@ class SymmGather:
         if len(x) > self.max_rows or found != self._sizes:
             raise ValueError(f"{len(x)} rows of {found} for {self.max_rows} of {self._sizes}")
         push(x, ExpertRoutes(ids, weights), self._peers, self._blocks, self._rank)
-        self._barrier(CHANNELS[0])
+        self._memory.barrier(CHANNELS[0])
         num_rows = self._blocks.num_ranks * len(x)
         rows, own_ids, own_weights, slots = (
             part[: num_rows * size].view(num_rows, size)
             for part, size in zip(self._parts, self._row_sizes(), strict=True)
         )
         place_slots(experts(rows, ExpertRoutes(own_ids, own_weights)), slots)
-        self._barrier(CHANNELS[1])
+        self._memory.barrier(CHANNELS[1])
         return sum_peers(ids, self._peers, self._blocks, self._rank, x)
 
     def _row_sizes(self) -> tuple[int, int, int, int]:
@@ -122,7 +107,3 @@ class SymmGather:
         sizes = zip(self._row_sizes(), self._dtypes(), strict=True)
         exact = [most * number * dtype.itemsize for number, dtype in sizes]
         return [math.ceil(one / ALIGN_BYTES) * ALIGN_BYTES for one in exact]
-
-
-def _wait_for_nobody(channel: int) -> None:
-    """The barrier of a rehearsal."""

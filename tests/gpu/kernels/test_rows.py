@@ -61,7 +61,7 @@ def test_parts_of_a_row_parallel_product(n: int, k: int, num_parts: int, rows, u
     assert unequal(sum_neighbours(parts).bfloat16(), whole) == 0
     halves = zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)
     own = RowParallel(num_parts // 2)
-    first, second = (own.sum_of_parts(a.contiguous(), b.contiguous()) for a, b in halves)
+    first, second = (own.own_sum(a.contiguous(), b.contiguous()) for a, b in halves)
     assert unequal((first + second).bfloat16(), whole) == 0
     for count in (1, 7, 64, 200):
         assert unequal(RowParallel(num_parts)(x[:count], weight, None), whole[:count]) == 0

@@ -1,0 +1,79 @@
+"""SymmExchange: a shared model's sums over the GPUs of a host, without waiting for the host.
+
+A call is three kernels: one that writes, a barrier, and one that reads (peer_sums_triton.py). More
+rows than a buffer holds go in several calls. So a step of many tokens takes the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmd_rl.kernels.runtime.peer_memory import PeerMemory
+
+BUFFER_BYTES = 8 << 20  # of a rank's two buffers each
+WORD_BYTES = 4
+
+
+class SymmExchange:
+    """By memory that every rank of `group` maps. It is a `ShardExchange`.
+
+    The bits are those of `TorchExchange`. All calls of a rank are on one stream.
+    """
+
+    is_recordable: ClassVar[bool] = True
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Make the memory on the current device, outside of any that sleeps.
+
+        Ranks: all of the group, 2, 4 or 8. Blocks: until each has called.
+        """
+        from spmd_rl.kernels.linear.peer_sums_triton import PeerBuffers
+
+        self._memory = PeerMemory(group, 2 * BUFFER_BYTES)
+        own, peers = self._memory.own.view(torch.int32).view(2, -1), self._memory.table(0)
+        turns = torch.zeros(2, dtype=torch.int32, device=own.device)
+        self._buffers = PeerBuffers(own, peers, turns)
+
+    def sum(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Do what `ShardExchange.sum` says. Raises: ValueError for rows longer than a buffer."""
+        from spmd_rl.kernels.linear.peer_sums_triton import sum_of_peers
+
+        out = torch.empty_like(part, dtype=dtype)
+        for rows in self._shared(part):
+            sum_of_peers(out[rows], bias, self._buffers)
+        return out
+
+    def gather_columns(self, own: Tensor) -> Tensor:
+        """Do what `ShardExchange.gather_columns` says, of elements of 4 or 8 bytes.
+
+        Raises: ValueError for rows longer than a buffer.
+        """
+        from spmd_rl.kernels.linear.peer_sums_triton import columns_of_peers
+
+        out = own.new_empty(len(own), self._memory.num_ranks * own.shape[1])
+        words = out.view(torch.int32)
+        for rows in self._shared(own):
+            columns_of_peers(words[rows], self._buffers)
+        return out
+
+    def _shared(self, own: Tensor) -> Iterator[slice]:
+        """Have all ranks put the same rows into their buffers, as many as fit, and yield them.
+
+        Whoever gets them reads them from all buffers before it asks for the next ones.
+        """
+        from spmd_rl.kernels.linear.peer_sums_triton import put
+
+        words = own.contiguous().view(torch.int32)
+        most = self._buffers.num_words // words.shape[1]
+        if most == 0:
+            raise ValueError(f"a row of {words.shape[1] * WORD_BYTES} bytes does not fit a buffer")
+        for first in range(0, len(words), most):
+            rows = slice(first, first + most)
+            put(words[rows], self._buffers)
+            self._memory.barrier(0)
+            yield rows
