@@ -77,10 +77,9 @@ def _build_native(cfg: NativeEngineConfig, site: EngineSite) -> Engine:
 
     context, experts = site.context, None
     if context.placement.axes.get("ep", 1) > 1:
-        ranks = context.placement.ranks_along(context.world.rank, ("ep",))
-        hosts = {rank // context.world.local_size for rank in ranks}
-        experts = ExpertRanks(context.axis_group(("ep",)), len(hosts) == 1)
-    part = part_of(context)
+        group = context.axis_group(("ep",))
+        experts = ExpertRanks(group, context.is_one_host(("ep",)))
+    part = part_of(context, records=cfg.cuda_graphs)
     row_shards = max(context.row_shards, part.count)
     check_shared(cfg, row_shards, site.adapted is not None)
     engine = build(

@@ -17,7 +17,7 @@ from spmd_rl.kernels.moe.route_hash import short
 from spmd_rl.kernels.moe.router import ExpertRoutes
 from spmd_rl.kernels.moe.symm_gather import RowSizes
 from spmd_rl.model.layers import moe_module
-from spmd_rl.rollout.native import engine, model_runner
+from spmd_rl.rollout.native import decode_graphs, engine, model_runner
 from spmd_rl.rollout.native.decode_graphs import DecodeGraphs, _Variant
 from spmd_rl.rollout.native.joint import joint_steps
 from spmd_rl.rollout.native.prefill_graphs import PassedTokens
@@ -76,10 +76,11 @@ class HostGraphs(DecodeGraphs):
         )
         self._newest_tokens[rows] = tokens
         buffer, output = inputs["buffer"] % 2, self._output_buffers
-        assert output.routes is not None and passed.hashed.state is not None
         output.tokens[buffer, : len(rows)] = tokens
         output.logprobs[buffer, : len(rows)] = logprobs
-        output.routes[buffer, : len(rows)] = short(passed.hashed.state)[: len(rows)]
+        if output.routes is not None:
+            assert passed.hashed.state is not None
+            output.routes[buffer, : len(rows)] = short(passed.hashed.state)[: len(rows)]
         inputs["buffer"].copy_(buffer + 1)
         inputs["positions"][:num_used] += 1
         return passed.routes
@@ -112,11 +113,25 @@ class _Padded:
         return out
 
 
+class NoPrefillGraphs:
+    """In place of graphs of prompts: none has room for any."""
+
+    num_recorded = 0
+
+    def __init__(self, *given: Any) -> None:
+        pass
+
+    def hidden_states(self, *given: Any) -> None:
+        return None
+
+
 def _recorded(
-    work: Callable[[], Tensor | None], memory: object, rehearsal: Callable[[], object]
+    work: Callable[[], Tensor | None],
+    memory: object,
+    rehearsal: Callable[[], object] | None = None,
 ) -> tuple[Any, Tensor | None]:
     """A graph whose replay does the work, and its static output."""
-    out = rehearsal()
+    out = (rehearsal or work)()
     assert out is None or isinstance(out, Tensor)
 
     def replay() -> None:
@@ -135,5 +150,7 @@ def use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "fits_cuda_graphs", lambda spec, backend: True)
     patch.setattr(engine, "prefill_bound", lambda spec, device, cfg: PrefillBound())
     patch.setattr(model_runner, "DecodeGraphs", HostGraphs)
+    patch.setattr(model_runner, "PrefillGraphs", NoPrefillGraphs)
     patch.setattr(moe_module, "SymmGather", HostGather)
     patch.setattr(joint_steps, "record", _recorded)
+    patch.setattr(decode_graphs, "record", _recorded)

@@ -303,9 +303,10 @@ class NativeEngine:
 
 
 def _fits_graphs(model: CausalLM, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether this rank's kernels can be recorded. Sums over ranks are not."""
+    """Return whether this rank's kernels can be recorded, and its exchange with other ranks."""
     backend = with_codes(backend_of(model.spec, dtype, device), model.exponents, device)
-    return fits_cuda_graphs(model.spec, backend) and model.part.count == 1
+    exchange = model.part.exchange
+    return fits_cuda_graphs(model.spec, backend) and (exchange is None or exchange.is_recordable)
 
 
 def prefill_bound(spec: ModelSpec, device: torch.device, cfg: NativeEngineConfig) -> PrefillBound:

@@ -90,10 +90,11 @@ def together(
     weights: dict[str, Tensor],
     num_ranks: int,
     add: Callable[[list[Tensor]], Tensor] = sum_neighbours,
+    is_recordable: bool = False,
     **cfg: Any,
 ) -> Together:
     config = NativeEngineConfig(**{"max_batch": 10, "max_step_tokens": 64, **cfg})
-    of_ranks = parts(num_ranks, add)
+    of_ranks = parts(num_ranks, add, is_recordable)
 
     def engine(rank: int) -> NativeEngine:
         return NativeEngine(part_of_model(model.spec, weights, of_ranks[rank]), config, CPU)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spmd_rl.kernels.linear.shard_exchange import TorchExchange
+from spmd_rl.kernels.linear.symm_exchange import SymmExchange
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.parts.part import WHOLE, ModelPart
 from spmd_rl.rollout.native.engine import NativeEngine
@@ -10,12 +11,18 @@ from spmd_rl.rollout.native.tp.follower import TpFollower
 from spmd_rl.rollout.native.tp.leader import TpLeader
 
 
-def part_of(context: RoleContext) -> ModelPart:
-    """Return this rank's part of the model. Ranks: all of the role."""
+def part_of(context: RoleContext, *, records: bool) -> ModelPart:
+    """Return this rank's part of the model.
+
+    If the engine `records` its steps, ranks add by memory of GPUs of one host, where they can.
+    Ranks: all of the role. Blocks: there, until all ranks of this engine have called.
+    """
     if context.placement.axes.get("tp", 1) == 1:
         return WHOLE
-    exchange = TorchExchange(context.axis_group(("tp",)))
-    return ModelPart(context.shard_rank, context.shard_size, exchange)
+    on_gpus = context.device.type == "cuda" and context.is_one_host(("tp",))
+    exchange = SymmExchange if records and on_gpus else TorchExchange
+    group = context.axis_group(("tp",))
+    return ModelPart(context.shard_rank, context.shard_size, exchange(group))
 
 
 def shared(engine: NativeEngine) -> NativeEngine | TpLeader | TpFollower:
