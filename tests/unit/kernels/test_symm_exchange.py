@@ -58,15 +58,15 @@ def test_sums_have_the_bits_of_the_reference(num_ranks: int, tmp_path: Path) -> 
 
 def test_controls_of_another_order_and_of_one_buffer_differ(tmp_path: Path) -> None:
     """A rank that puts into the buffer that others still read changes their sums."""
-    parts, way = drawn(4), (None, torch.float32)
+    parts, way = drawn(4)[:, :, :3], (None, torch.float32)
     in_order = ((parts[0] + parts[1]) + parts[2]) + parts[3]
     assert not torch.equal(wanted(parts, *way)[0], in_order)
     (found,) = results(Calls(CALLS, "summed", {}, [(parts, *way, False)]), tmp_path)
     assert not torch.equal(found, wanted(parts, *way))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_columns_are_those_of_all_ranks(num_ranks: int, tmp_path: Path) -> None:
+def test_columns_are_those_of_all_ranks(tmp_path: Path) -> None:
+    num_ranks = 4
     own, parts = drawn(num_ranks, 33), drawn(num_ranks)[:, 0]
     numbers = torch.arange(num_ranks * CALLS_OF_A_RANK).view(num_ranks, -1, 1, 1) + (1 << 40)
     calls = Calls(CALLS, "gathered", {}, [(own, parts), (numbers, parts)])

@@ -1,0 +1,143 @@
+"""Run under torchrun by test_shared_models.py: `shared_model_ranks.py WHAT OUT.json`.
+
+WHAT is exchanges or engines. Models are shared by 2 and 4 GPUs. The report has what differs, for
+each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmd_rl.kernels.linear.shard_exchange import ShardExchange, TorchExchange
+from spmd_rl.kernels.linear.symm_exchange import SymmExchange
+from spmd_rl.kernels.runtime.cuda_graph import record
+from spmd_rl.mesh.world import World, join, open_store
+from spmd_rl.model.hf import random_weights
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.parts.part import ModelPart
+from tests.dist.dispatcher_ranks import own_group
+from tests.gpu.rollout.graph_case import DEVICE, SPEC, USUAL, new_engine, unequal, workload
+from tests.samples import Samples, finish
+from tests.shared_ranks import part_of_model
+
+BF16 = torch.bfloat16
+ROWS = (1, 7, 64, 2048)  # the last ones take several turns of the buffers
+COLUMNS, VOCAB = 4096, 37984
+REPLAYS = 300
+
+
+def drawn(rows: int, columns: int, seed: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(rows, columns, device="cuda", generator=generator)
+
+
+def unequal_calls(symm: ShardExchange, reference: ShardExchange, rank: int) -> list[str]:
+    """The calls that give other bits than the reference."""
+    found = []
+    for rows in ROWS:
+        part, logits = drawn(rows, COLUMNS, rank), drawn(rows, VOCAB, rank)
+        bias = drawn(1, COLUMNS, 99)[0].to(BF16)
+        for way in ((None, torch.float32), (None, BF16), (bias, BF16)):
+            wanted = reference.sum(part.clone(), *way)
+            if not torch.equal(symm.sum(part.clone(), *way), wanted):
+                found.append(f"sum of {rows} rows, {way[1]}, {way[0] is not None}")
+        if not torch.equal(symm.gather_columns(logits), reference.gather_columns(logits)):
+            found.append(f"columns of {rows} rows")
+    number = torch.tensor([[rank + (1 << 40)]], device="cuda")
+    if not torch.equal(symm.gather_columns(number), reference.gather_columns(number)):
+        found.append("a number")
+    return found
+
+
+def step(exchange: ShardExchange, part: Tensor, layers: int) -> Tensor:
+    """Layers, and then the columns of all ranks: an odd number of calls."""
+    for _ in range(layers):
+        part = exchange.sum(part * 0.5, None, torch.float32)
+    return exchange.gather_columns(part)
+
+
+def unequal_replays(symm: ShardExchange, reference: ShardExchange, rank: int) -> int:
+    """Replays of two graphs, in turn with single calls, whose bits are not the reference's."""
+    part, memory = drawn(16, COLUMNS, rank), torch.cuda.graph_pool_handle()
+    graphs = [record(partial(step, symm, part, layers), memory) for layers in (4, 1)]
+    differ = 0
+    for number in range(REPLAYS):
+        part.copy_(drawn(16, COLUMNS, rank + 10 * number))
+        for (graph, out), layers in zip(graphs, (4, 1), strict=True):
+            graph.replay()
+            differ += not torch.equal(out, step(reference, part, layers))
+        symm.sum(part.clone(), None, torch.float32)
+    return differ
+
+
+def of_exchanges(world: World) -> dict[str, Any]:
+    report: dict[str, Any] = {}
+    for tp in (2, 4)[: world.size // 2]:
+        group = own_group(tp, world)
+        symm, reference = SymmExchange(group), TorchExchange(group)
+        report[f"tp {tp}, calls"] = unequal_calls(symm, reference, world.rank)
+        report[f"tp {tp}, replays"] = unequal_replays(symm, reference, world.rank)
+        parts = reference.gather_columns(drawn(64, COLUMNS, world.rank)).chunk(tp, 1)
+        whole = reference.sum(drawn(64, COLUMNS, world.rank), None, torch.float32)
+        in_order = sum(parts[1:], parts[0])
+        report[f"tp {tp}, control"] = float((in_order != whole).float().mean())
+    return report
+
+
+def samples_of(model: CausalLM, cfg: Any) -> tuple[Samples, int]:
+    engine = new_engine(model.to(DEVICE, BF16), cfg)
+    return finish(engine, workload()), engine.stats()["num_graphs"]
+
+
+def of_engines(world: World) -> dict[str, Any]:
+    """All ranks of an engine have the same requests, so they take the same steps."""
+    report: dict[str, Any] = {}
+    for tp in (2, 4)[: world.size // 2]:
+        spec = replace(SPEC, row_shards=tp)
+        weights, whole, group = dict(random_weights(spec, 0)), CausalLM(spec), own_group(tp, world)
+        whole.load_state_dict(weights)
+        alone, _ = samples_of(whole.requires_grad_(False), USUAL)
+        other = CausalLM(replace(SPEC, row_shards=1))
+        other.load_state_dict(weights)
+        control, _ = samples_of(other.requires_grad_(False), USUAL)
+        report[f"tp {tp}, control"] = unequal(control, alone)
+        exchanges: dict[str, Callable[[dist.ProcessGroup], ShardExchange]] = {
+            "symm": SymmExchange,
+            "torch": TorchExchange,
+        }
+        for name, exchange in exchanges.items():
+            part = ModelPart(world.rank % tp, tp, exchange(group))
+            for cfg in (USUAL, replace(USUAL, max_batch=5, max_step_tokens=33)):
+                model = part_of_model(spec, weights, part)
+                found, num_graphs = samples_of(model, cfg)
+                case = f"tp {tp}, {name}, {cfg.max_batch} at once"
+                report[case] = unequal(found, alone)
+                report[f"{case}, graphs"] = num_graphs
+    return report
+
+
+def main(what: str, out: Path) -> None:
+    world = World.from_env()
+    join(world, open_store(world))
+    every: list[Any] = [None] * world.size
+    with torch.no_grad():
+        own = of_exchanges(world) if what == "exchanges" else of_engines(world)
+    dist.all_gather_object(every, own)
+    if world.rank == 0:
+        out.write_text(json.dumps(every))
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
