@@ -6,11 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.mesh.split import RoleSplit, plan_split
+from spmd_rl.mesh.world import World
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import Engine, Request
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.rollout.native.tp import build
 from tests.dist import host_graphs
 from tests.dist.host_graphs import HostGraphs
 from tests.samples import Samples
@@ -102,3 +107,28 @@ def test_an_exchange_that_is_not_recordable_keeps_steps_eager(shared: Any, alone
     assert unequal(drawn(engines), alone) == 0
     assert replayed(engines) == []
     assert engines.stats()["num_graphs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "local_size", "records", "name"),
+    [
+        ("cuda", 4, True, "SymmExchange"),
+        ("cuda", 2, True, "SymmExchange"),
+        ("cuda", 1, True, "TorchExchange"),
+        ("cuda", 4, False, "TorchExchange"),
+        ("cpu", 4, True, "TorchExchange"),
+    ],
+)
+def test_memory_of_peers_is_for_recorded_steps_on_gpus_of_one_host(
+    device: str, local_size: int, records: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for one in ("SymmExchange", "TorchExchange"):
+        monkeypatch.setattr(build, one, lambda group, one=one: (one, group))
+    world = World(3, 4, 3 % local_size, local_size, 3 // local_size, run_id="test", restart=0)
+    placement = plan_split({"infer": RoleSplit(tp=2)}, 4).infer
+    nothing: Any = None
+    monkeypatch.setattr(RoleContext, "device", torch.device(device))
+    monkeypatch.setattr(RoleContext, "axis_group", lambda self, along: "a group")
+    context = RoleContext(world, placement, nothing, nothing, {})
+    part = build.part_of(context, records=records)
+    assert (part.index, part.count, part.exchange) == (1, 2, (name, "a group"))
