@@ -105,11 +105,6 @@ class RoleContext:
             )
         return self._axis_groups[ranks]
 
-    def is_one_host(self, along: Sequence[str]) -> bool:
-        """Whether one host has all ranks that `axis_group` has."""
-        ranks = self.placement.ranks_along(self.world.rank, along)
-        return len({rank // self.world.local_size for rank in ranks}) == 1
-
     def axis_mesh(self, along: Sequence[str]) -> DeviceMesh:
         """Return the ranks that `axis_group` has, as a mesh of one axis.
 

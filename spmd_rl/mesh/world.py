@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
@@ -61,6 +62,10 @@ class World:
             run_id=os.environ.get("TORCHELASTIC_RUN_ID", "none"),
             restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
+
+    def has_one_host(self, ranks: Sequence[int]) -> bool:
+        """Return whether all of these ranks are on one host."""
+        return len({rank // self.local_size for rank in ranks}) == 1
 
     @property
     def num_nodes(self) -> int:

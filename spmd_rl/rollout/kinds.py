@@ -77,8 +77,8 @@ def _build_native(cfg: NativeEngineConfig, site: EngineSite) -> Engine:
 
     context, experts = site.context, None
     if context.placement.axes.get("ep", 1) > 1:
-        group = context.axis_group(("ep",))
-        experts = ExpertRanks(group, context.is_one_host(("ep",)))
+        ranks = context.placement.ranks_along(context.world.rank, ("ep",))
+        experts = ExpertRanks(context.axis_group(("ep",)), context.world.has_one_host(ranks))
     part = part_of(context, records=cfg.cuda_graphs)
     row_shards = max(context.row_shards, part.count)
     check_shared(cfg, row_shards, site.adapted is not None)

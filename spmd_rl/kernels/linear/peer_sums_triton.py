@@ -97,7 +97,7 @@ def _sum_of_peers(
 
 
 @triton.jit
-def _two(peers, rank, first, at, inside):
+def _two(peers, rank, first, at, inside) -> tl.tensor:
     """The sum of the parts of two neighbours."""
     left = tl.multiple_of(tl.load(peers + rank).to(tl.pointer_type(tl.float32)), 16)
     right = tl.multiple_of(tl.load(peers + rank + 1).to(tl.pointer_type(tl.float32)), 16)

@@ -19,8 +19,9 @@ def part_of(context: RoleContext, *, records: bool) -> ModelPart:
     """
     if context.placement.axes.get("tp", 1) == 1:
         return WHOLE
-    on_gpus = context.device.type == "cuda" and context.is_one_host(("tp",))
-    exchange = SymmExchange if records and on_gpus else TorchExchange
+    ranks = context.placement.ranks_along(context.world.rank, ("tp",))
+    can_map = context.device.type == "cuda" and context.world.has_one_host(ranks)
+    exchange = SymmExchange if records and can_map else TorchExchange
     group = context.axis_group(("tp",))
     return ModelPart(context.shard_rank, context.shard_size, exchange(group))
 
