@@ -12,9 +12,10 @@ from spmd_rl.config.load import leaves, read_toml
 from spmd_rl.controller.run.recipe import Invocation, Recipe, load_recipe
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.plan import fewest_gpus as fewest
+from spmd_rl.plan import tp_choice
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.resolve import RunPlan, resolve
-from spmd_rl.plan.savings import key_of
+from spmd_rl.plan.savings import Flags, key_of
 from spmd_rl.plan.text import lines
 
 MAX_RANKS = 8192  # what a push moves is computed for every pair of ranks
@@ -46,6 +47,7 @@ def main(words: list[str]) -> int:
     print("\n".join(lines(plan)))
     if gpu_bytes is None:
         return _require_host(plan, room)
+    _print_tp(search, (), plan)
     try:
         plan.require(gpu_bytes)
     except PlanError as error:
@@ -77,12 +79,20 @@ def _print_fewest(search: fewest.Search, world_size: int | None) -> int:
         raise PlanError(fewest.why_none(tried, search.room))
     if best.lacks_pages:
         print(f"{'':12}{best.plan.queue}")
-        if world_size is None and (more := search.without_waiting(best)):
+        if more := search.without_waiting(best, worlds):
             print(f"{fewest.gpus(more):>10}  no sequence waits: {fewest.flags_of(more)}")
     if note := _sold_as(search.room.gpu_bytes / GIB):
         print(f"{'':12}counted for GPUs of {search.room.gpu_bytes / GIB:g} GiB{note}")
     print("\n".join(["", *lines(best.plan)]))
+    _print_tp(search, best.flags, best.plan)
     return 0
+
+
+def _print_tp(search: fewest.Search, flags: Flags, plan: RunPlan) -> None:
+    """Print the floors of a rollout's time by tp, and the best of them, where they are known."""
+    choice = tp_choice.tp_choice(search.configure, flags, plan, search.room.gpu_bytes)
+    if choice is not None:
+        print("\n".join(tp_choice.lines(choice)))
 
 
 def _advice(search: fewest.Search, world_size: int) -> str:

@@ -37,8 +37,18 @@ class Queue:
     num_held: int
 
     @property
+    def num_at_once(self) -> int:
+        """Sequences that run at once; at least one, whose pages are always there."""
+        return max(1, min(self.num_held, self.running.num_sequences))
+
+    @property
     def num_waiting(self) -> int:
-        return self.num_asked - min(self.num_held, self.running.num_sequences)
+        return self.num_asked - self.num_at_once
+
+    @property
+    def num_waves(self) -> int:
+        """How many times as many sequences as run at once decode, one set after the other."""
+        return -(-self.num_asked // self.num_at_once)
 
     @property
     def lacks_pages(self) -> bool:
@@ -50,7 +60,8 @@ class Queue:
         limit = "its pages hold" if self.lacks_pages else "engine.max_batch lets run"
         return (
             f"{self.num_waiting:,} of the {asked:,} sequences that a step asks of an engine wait: "
-            f"{limit} {asked - self.num_waiting:,} at once, of {tokens:,} tokens each"
+            f"{limit} {self.num_at_once:,} at once, of {tokens:,} tokens each, so they take "
+            f"{self.num_waves:,} waves"
         )
 
 

@@ -6,7 +6,7 @@ same ranks needs less memory on a GPU. In each world the settings of savings.py 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -92,9 +92,12 @@ class Search:
             raise PlanError(tried[-1].why_not)
         return tried
 
-    def without_waiting(self, after: Attempt) -> Attempt | None:
-        """Return the first larger world in which no sequence waits for room; None if none is."""
-        for world_size in (size for size in WORLDS if size > after.world_size):
+    def without_waiting(self, found_first: Attempt, worlds: Sequence[int]) -> Attempt | None:
+        """Return the first world in which no sequence waits for room; None if none is.
+
+        It may have as many GPUs as the first that fits, and then another layout.
+        """
+        for world_size in (size for size in worlds if size >= found_first.world_size):
             found = self.best(world_size, may_wait=False)
             if not found.why_not:
                 return found

@@ -35,7 +35,7 @@ def engine_memory(
     `lora` a push brings adapters alone, so that the base beside them is saved while it sleeps. The
     weights are split over `tp` ranks, and the experts are shared by `ep`.
     """
-    weights = _weight_bytes(spec, cfg, tp, ep)
+    weights = weight_bytes(spec, cfg, tp, ep)
     step = step_bytes(spec, cfg, tp, ep) if on_gpu else 0
     memory = [
         TagBytes("weights", weights, "drop" if cfg.sleep_weights else "fixed"),
@@ -43,31 +43,36 @@ def engine_memory(
         TagBytes("step", step, "drop"),
     ]
     if lora.rank:
-        adapters = sum(map(prod, lora.shapes(spec).values())) * ITEM_BYTES[_dtype(cfg)]
+        adapters = sum(map(prod, lora.shapes(spec).values())) * item_bytes(cfg)
         memory[0] = TagBytes("weights", weights, "save", changes=False)
         memory.append(TagBytes("adapters", adapters, "fixed"))
     return memory + cfg.memory_beside(weights, on_gpu, tp)
 
 
-def _weight_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int, ep: int) -> int:
+def weight_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int, ep: int) -> int:
     """Return the bytes of the weights of a rank; scales are too small to count."""
     if tp > 1:
         boxes = kind_of(cfg).boxes(spec, 0, tp).values()  # the first rank has no less than others
-        return sum(box.num_elements for box in boxes) * ITEM_BYTES[_dtype(cfg)]
+        return sum(box.num_elements for box in boxes) * item_bytes(cfg)
     num_codes = num_coded(spec, cfg.weights, ep)
     num_whole = _held_parameters(spec, ep) - num_codes
-    return num_whole * ITEM_BYTES[_dtype(cfg)] + num_codes
+    return num_whole * item_bytes(cfg) + num_codes
 
 
 def _held_parameters(spec: ModelSpec, ep: int) -> int:
     """Return how many parameters a rank has where `ep` ranks share the experts."""
     if ep == 1:
         return spec.num_parameters
-    num_shared = sum(
+    num_shared = expert_elements(spec)
+    return spec.num_parameters - num_shared + num_shared // ep
+
+
+def expert_elements(spec: ModelSpec) -> int:
+    """Return how many parameters all experts of a model have."""
+    return sum(
         count * sum(one.num_elements for one in block.parameters() if one.expert is not None)
         for block, count in Counter(spec.blocks).items()
     )
-    return spec.num_parameters - num_shared + num_shared // ep
 
 
 def step_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int = 1, ep: int = 1) -> int:
@@ -82,7 +87,7 @@ def step_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int = 1, ep: int = 1) -> 
     layer = max(one.in_forward + (one.routed if ep > 1 else 0) for one in costs)
     logits = cfg.max_batch * spec.vocab_size * ITEM_BYTES["float32"]
     sums = (tp + 1) * spec.hidden_size * ITEM_BYTES["float32"] if tp > 1 else 0
-    return num_tokens * (layer * ITEM_BYTES[_dtype(cfg)] + sums) + 2 * logits
+    return num_tokens * (layer * item_bytes(cfg) + sums) + 2 * logits
 
 
 def kv_bytes(
@@ -127,9 +132,10 @@ def sequence_kv_bytes(spec: ModelSpec, cfg: EngineConfig, num_tokens: int, tp: i
     return pages * cfg.page_tokens * _token_bytes(spec, cfg, tp)
 
 
-def _dtype(cfg: EngineConfig) -> str:
-    return "bfloat16" if cfg.dtype == "auto" else cfg.dtype
+def item_bytes(cfg: EngineConfig) -> int:
+    """Return the bytes of an element of an engine on a GPU."""
+    return ITEM_BYTES["bfloat16" if cfg.dtype == "auto" else cfg.dtype]
 
 
 def _token_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int) -> int:
-    return cache_token_bytes(spec, ITEM_BYTES[_dtype(cfg)], tp, cfg.cache)
+    return cache_token_bytes(spec, item_bytes(cfg), tp, cfg.cache)
