@@ -179,7 +179,8 @@ def test_sequences_that_find_no_room_are_counted(
     each, held = 512 // world, int(kv / 8.25)
     assert waits == (
         f"{each - held} of the {each} sequences that a step asks of an engine wait: "
-        f"its pages hold {held} at once, of 33,792 tokens each"
+        f"its pages hold {held} at once, of 33,792 tokens each, so they take "
+        f"{-(-each // held)} waves"
     )
     assert f"waiting      {waits}" in out
     (more,) = [line for line in summary if "no sequence waits: --nproc " in line]
@@ -193,7 +194,7 @@ def test_a_batch_that_is_too_small_for_a_step_is_counted(
     given = ["grpo", f"--model={models / '0.6B'}", "--data=x.jsonl", "--world=2"]
     assert (
         "waiting      224 of the 256 sequences that a step asks of an engine wait: "
-        "engine.max_batch lets run 32 at once, of 1,152 tokens each"
+        "engine.max_batch lets run 32 at once, of 1,152 tokens each, so they take 8 waves"
     ) in said(capsys, [*given, *words])
     out = said(capsys, asked(models / "0.6B", *words, "--world=2"))
     assert out[1] == ""
