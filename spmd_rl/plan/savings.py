@@ -77,7 +77,8 @@ def _layouts(world_size: int) -> Iterator[Flags]:
     parts = [size for size in EXPERT_SIZES if world_size % size == 0]
     trainers: list[Flags] = [(), *((f"--split.train.ep={size}",) for size in parts)]
     sizes = [size for size in MATRIX_SIZES if world_size % size == 0]
-    trainers += [(f"--{SEQUENCES}={size}",) for size in sizes]
+    sharing = [(f"--{SEQUENCES}={size}",) for size in sizes]
+    trainers += sharing
     for size in sizes:
         other_bits = "--run.exact=false"
         engines.append(("--engine.kind=sglang", other_bits, f"--split.infer.tp={size}"))
@@ -87,8 +88,8 @@ def _layouts(world_size: int) -> Iterator[Flags]:
     for size in parts:  # native engines share experts, and then the trainer too
         yield (f"--split.infer.ep={size}",)
         yield f"--split.infer.ep={size}", f"--split.train.ep={size}"
-    for size in (size for size in MATRIX_SIZES if world_size % size == 0):
-        yield (f"--split.infer.tp={size}",)  # native engines share matrices
+    for size in sizes:  # native engines share matrices
+        yield from _product_of([(f"--split.infer.tp={size}",)], [(), *sharing])
     yield from _product_of(engines[1:], trainers)
 
 

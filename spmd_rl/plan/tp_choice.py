@@ -156,8 +156,8 @@ def _why_more(first: RolloutFloor, best: RolloutFloor) -> str:
     if best.queue.num_waves < first.queue.num_waves:
         return (
             f"because keys and values overflow there: an engine holds {first.queue.num_at_once:,} "
-            f"of {first.queue.num_asked:,} sequences at once, which makes {_waves(first)} instead "
-            f"of {_waves(best)}"
+            f"of {first.queue.num_asked:,} sequences at once, which makes "
+            f"{first.queue.num_waves:,} waves instead of {best.queue.num_waves:,}"
         )
     saved = {name: getattr(first.step, name) - getattr(best.step, name) for name in WORDS}
     name = max(WORDS, key=saved.__getitem__)
@@ -191,11 +191,6 @@ def _fits(plan: RunPlan, gpu_bytes: int) -> bool:
     except PlanError:
         return False
     return True
-
-
-def _waves(floor: RolloutFloor) -> str:
-    count = floor.queue.num_waves
-    return f"{count:,} wave{'s' if count > 1 else ''}"
 
 
 def _milliseconds(seconds: float) -> str:
