@@ -78,11 +78,12 @@ def tp_choice(
 ) -> TpChoice | None:
     """Return the floors for a run with `flags`, which is planned as `plan`, on such GPUs.
 
-    None where they are not known: without an engine, a number of prompts, or a tp that fits.
+    None where there is no choice, on one rank, and where they are not known: without an engine, a
+    number of prompts, or a tp that fits.
     """
     gpu, needs = gpu_of(gpu_bytes), RunNeeds.of(configure(flags))
     infer = plan.placements.get(INFER)
-    if infer is None or not plan.on_gpu or needs.prompts_per_step is None:
+    if infer is None or infer.size == 1 or not plan.on_gpu or needs.prompts_per_step is None:
         return None
     planned, floors = infer.axes["tp"], []
     for tp in ROW_SHARDS:
