@@ -220,7 +220,9 @@ def test_a_step_may_learn_from_the_groups_that_there_are(
     assert [8 - row.get("rollout/missing", 0) for row in ended.metrics] == num_groups
     late = [uid for uids in learned(ended)[2:] for uid in uids]
     assert {uid % 8 for uid in late} == {5}
-    assert len(late) <= 4, "of 16 groups, two may teach"
+    assert max(num_groups[2:]) < 8
+    if nproc == 1:  # several engines may end the groups of a later batch first
+        assert len(late) <= 4, "of 16 groups, two may teach"
     assert [row["train/grad_norm"] > 0 for row in ended.metrics] == [True] * 4
 
 
