@@ -34,8 +34,9 @@ from spmd_rl.controller.live_counts import sum_counts
 from spmd_rl.controller.local_endpoint import LocalEndpoint, bind
 from spmd_rl.controller.running_calls import DeferredCall, RunningCalls
 from spmd_rl.controller.turns.join import shard_turns, step_turns
+from spmd_rl.controller.turns.lost_turn import LostTurnError
 from spmd_rl.controller.turns.shard_turns import ShardTurns
-from spmd_rl.controller.turns.step_turns import LostTurnError, StepTurns
+from spmd_rl.controller.turns.step_turns import StepTurns
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.observe.trace import Trace, now_ns
@@ -93,9 +94,9 @@ class Worker:
             if self._steps is not None:
                 return self._next_step_turn(dealer, self._steps)
             return self._next_shard_turn(dealer, self._shard)
-        except RuntimeError as error:  # torch's; the controller knows who has died
-            self._shard = self._steps = None
-            self._running.stop_sharing(error)
+        except LostTurnError as lost:  # this rank lives on until the controller says who is gone
+            self._shard = None
+            self._running.stop_sharing(lost.__cause__ or lost)
             return []
 
     def _next_shard_turn(
@@ -123,12 +124,7 @@ class Worker:
             return self._receive(dealer, seconds > 0, watched, seconds)
 
         has_work = any(role.has_work() for role in roles)
-        commands: list[ReceivedCommand] = []
-        try:
-            commands = turns.next(receive, running.num_unanswered, has_work)
-        except LostTurnError as lost:  # this rank lives on until the controller says who is gone
-            for name in self._pumps:
-                running.fail(name, lost.__cause__ or lost)
+        commands = turns.next(receive, running.num_unanswered, has_work)
         running.is_held_by_others = turns.is_open
         return commands
 

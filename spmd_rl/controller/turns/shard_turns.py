@@ -15,6 +15,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from spmd_rl.controller.turns.lost_turn import asked
+
 C = TypeVar("C")
 
 
@@ -36,6 +38,7 @@ class ShardTurns(Generic[C]):
 
     `broadcast` returns the bytes that the first rank gives; all ranks of the shard enter it.
     `is_shared` says whether a command went to all ranks of the shard. Others are run as they come.
+    All methods that wait for other ranks raise a LostTurnError where one is gone.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class ShardTurns(Generic[C]):
         """Begin a turn that runs these commands. Blocks: until the other ranks begin it."""
         turn = ShardTurn(self._answered, sum(map(self._is_shared, commands)))
         self._answered = []
-        self._broadcast(msgspec.msgpack.encode(turn))
+        asked(self._broadcast, msgspec.msgpack.encode(turn))
 
     def follow(
         self, receive: Callable[[bool], Iterable[C]], release: Callable[[Iterable[int]], None]
@@ -105,7 +108,7 @@ class ShardTurns(Generic[C]):
 
         Blocks: until they `hear`.
         """
-        self._broadcast(msgspec.msgpack.encode(ShardNews(news)))
+        asked(self._broadcast, msgspec.msgpack.encode(ShardNews(news)))
 
     def hear(self) -> bytes | None:
         """Return what the first rank tells; None where it begins a turn instead, as its role has
@@ -120,4 +123,4 @@ class ShardTurns(Generic[C]):
         return None
 
     def _hear(self, kind: Any) -> Any:
-        return msgspec.msgpack.decode(self._broadcast(b""), type=kind)
+        return msgspec.msgpack.decode(asked(self._broadcast, b""), type=kind)

@@ -17,16 +17,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+from spmd_rl.controller.turns.lost_turn import LostTurnError, asked
+
 C = TypeVar("C")
 
 IDLE_S = 0.002  # between two turns in which no rank has work
-
-
-class LostTurnError(Exception):
-    """A rank could not be asked, most likely because it is gone; its cause says more.
-
-    No turn is open on this rank then, until a command may leave a call unanswered again.
-    """
 
 
 class RankState(NamedTuple):
@@ -90,10 +85,10 @@ class StepTurns(Generic[C]):
         """Exchange what the ranks have; return how many shared commands all of them have got."""
         num_shared = sum(map(self._is_shared, self._waiting))
         try:
-            told = self._exchange(RankState(num_shared, num_unanswered, has_work))
-        except RuntimeError as error:  # as collectives raise it
-            self.is_open = self.steps = False
-            raise LostTurnError from error
+            told = asked(self._exchange, RankState(num_shared, num_unanswered, has_work))
+        except LostTurnError:
+            self.is_open = self.steps = False  # until a command may leave a call unanswered again
+            raise
         ranks = [RankState.of(values) for values in told]
         self.steps = any(rank.has_work for rank in ranks)
         self.is_open = any(rank.num_unanswered for rank in ranks)
