@@ -12,18 +12,9 @@ from torch import Tensor
 
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.kernels.low_precision.e4m3_blocks import block_scales, quantised
-from spmd_rl.model.low_precision.coded_tensors import hold_codes
 from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
-from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
-from spmd_rl.train.trainer import Trainer
-from spmd_rl.weights.ends import LocalEnds
-from spmd_rl.weights.executors import execute
 from spmd_rl.weights.local_tensors import LocalTensors
-from spmd_rl.weights.plan.layout_rules import compressed
-from spmd_rl.weights.plan.moves import plan_moves
-from spmd_rl.weights.proof.verification import Verifier
-from spmd_rl.weights.tensor_ends import CopyingSink, do_nothing
 from tests.dist.recipes.mixtures import write_mixture
 from tests.dist.train_case import make_batch
 from tests.unit.train.test_coded_masters import (
@@ -32,6 +23,7 @@ from tests.unit.train.test_coded_masters import (
     pushed,
     rounded_masters,
     scores_of,
+    verified,
 )
 
 EXPERT = "model.layers.1.mlp.experts.4.down_proj.weight"
@@ -92,28 +84,10 @@ def test_one_expert_that_differs_after_a_push_is_found_and_named(
     new_trainer: NewTrainer, mixture: Path, spoil: Callable[[LocalTensors], str]
 ) -> None:
     trainer = new_trainer(model=mixture, init="folder", weights="e4m3")
-    verifier, held = verified(trainer)
+    verifier, held, _ = verified(trainer)
     name = spoil(held)
     proof = verifier.compare(None)
     assert (proof.num_unequal, [one.name for one in proof.mismatches]) == (1, [name])
-
-
-def verified(trainer: Trainer) -> tuple[Verifier, LocalTensors]:
-    """Push once to an engine's tensors, which then are equal; return them and what compares."""
-    spec = trainer.backend.scorer.model.spec
-    engine = CausalLM(spec).requires_grad_(False)
-    hold_codes(engine, spec, "e4m3")
-    held = LocalTensors.whole(dict(engine.named_parameters()))
-    source = trainer.weight_source()
-    sink = CopyingSink(held.items(), do_nothing, lambda version: None)
-    ends = LocalEnds(0, source, sink, torch.device("cpu"))
-    layouts = [[compressed(end.layout(0))] for end in (source, sink)]
-    plan = plan_moves(*layouts, {0: 0}, 0)
-    execute(plan.moves, ends, None)
-    verifier = Verifier(plan.moves, (), ends)
-    proof = verifier.compare(None)
-    assert (proof.num_equal, proof.num_unequal, proof.num_unknown) == (len(held), 0, 0)
-    return verifier, held
 
 
 def is_power_of_two(scales: Tensor) -> bool:

@@ -30,7 +30,7 @@ from spmd_rl.weights.executors import execute
 from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.plan.layout import Box
 from spmd_rl.weights.plan.layout_rules import compressed
-from spmd_rl.weights.plan.moves import plan_moves
+from spmd_rl.weights.plan.moves import Traffic, plan_moves
 from spmd_rl.weights.proof.verification import Verifier
 from spmd_rl.weights.tensor_ends import CopyingSink, do_nothing
 from tests.dist.train_case import make_batch
@@ -224,6 +224,23 @@ def test_what_does_not_know_codes_is_refused(options: dict[str, object], message
 
 def test_one_code_that_differs_after_a_push_is_found_and_named(new_trainer: NewTrainer) -> None:
     trainer = new_trainer(weights="e4m3")
+    verifier, held, traffic = verified(trainer)
+    spec = trainer.backend.scorer.model.spec
+    coded, total = coded_shapes(spec, "e4m3"), spec.num_parameters
+    num_codes = sum(rows * columns for rows, columns in coded.values())
+    scales = sum(held[scale_name(name)].local.nbytes for name in coded)
+    assert traffic.copied_bytes == num_codes + scales + 4 * (total - num_codes)
+    name = sorted(coded)[0]
+    held[name].local.view(torch.uint8)[3, 5] ^= 1
+    proof = verifier.compare(None)
+    assert (proof.num_unequal, [one.name for one in proof.mismatches]) == (1, [name])
+
+
+def verified(trainer: Trainer) -> tuple[Verifier, LocalTensors, Traffic]:
+    """Push once to an engine's tensors, which then are equal.
+
+    Returns what compares both sides, the tensors, and what was moved.
+    """
     spec = trainer.backend.scorer.model.spec
     engine = CausalLM(spec).requires_grad_(False)
     hold_codes(engine, spec, "e4m3")
@@ -237,11 +254,4 @@ def test_one_code_that_differs_after_a_push_is_found_and_named(new_trainer: NewT
     verifier = Verifier(plan.moves, (), ends)
     proof = verifier.compare(None)
     assert (proof.num_equal, proof.num_unequal, proof.num_unknown) == (len(held), 0, 0)
-    coded, total = coded_shapes(spec, "e4m3"), spec.num_parameters
-    num_codes = sum(rows * columns for rows, columns in coded.values())
-    scales = sum(held[scale_name(name)].local.nbytes for name in coded)
-    assert traffic.copied_bytes == num_codes + scales + 4 * (total - num_codes)
-    name = sorted(coded)[0]
-    held[name].local.view(torch.uint8)[3, 5] ^= 1
-    proof = verifier.compare(None)
-    assert (proof.num_unequal, [one.name for one in proof.mismatches]) == (1, [name])
+    return verifier, held, traffic
