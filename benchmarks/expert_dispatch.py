@@ -12,10 +12,8 @@ Every time is the median of some turns, of the rank that took longest.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric
 
-from benchmarks.record import compared, counted, finish, gpu, gpu_machine, measured
+from benchmarks.gpu_ranks import run, seconds
+from benchmarks.record import compared, counted, measured
 from benchmarks.table import Row
 from spmd_rl.kernels.moe.deep_ep_buffer import PACKAGE, DeepEpBuffer
 from spmd_rl.kernels.moe.deep_ep_dispatcher import DeepEpDispatcher
@@ -34,12 +33,10 @@ from spmd_rl.kernels.moe.router import ExpertRoutes
 from spmd_rl.kernels.moe.symm_gather import RowSizes, SymmGather
 from spmd_rl.kernels.runtime.cuda_graph import record
 from spmd_rl.kernels.runtime.versions import installed
-from spmd_rl.mesh.world import World, join, open_store
 
 HIDDEN, EXPERTS, CHOSEN = 2048, 128, 8
 ROW_BYTES = 2 * HIDDEN
 TOKENS, ROWS, LAYERS = 16384, 64, 48
-TURNS, REPEATS = 5, 10
 DISPATCH_BAR = 0.85
 
 
@@ -48,25 +45,6 @@ class Sent(NamedTuple):
 
     rows: Tensor
     out: Tensor
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    """Return the time of one turn, of the rank that took longest."""
-    work()
-    found = []
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for _ in range(TURNS):
-        torch.cuda.synchronize()
-        dist.barrier()
-        start.record()
-        for _ in range(REPEATS):
-            work()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(start.elapsed_time(end) / 1000 / REPEATS)
-    slowest = torch.tensor(statistics.median(found), device="cuda")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest)
 
 
 def drawn(num_rows: int, rank: int) -> tuple[Tensor, ExpertRoutes]:
@@ -188,28 +166,10 @@ def decode_rows(group: dist.ProcessGroup, rank: int) -> Iterator[Row]:
         yield measured(f"{what}: {name}", 1e6 * seconds(work) / LAYERS, "us a layer")
 
 
-@torch.no_grad()
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
-    world = World.from_env()
-    join(world, open_store(world))
-    group = dist.new_group(list(range(world.size)))
-    assert isinstance(group, dist.ProcessGroup)
-    rows = [*train_rows(group, world.rank), *decode_rows(group, world.rank)]
-    dist.barrier()
-    missed = 0
-    if world.rank == 0:
-        versions = gpu() | {"deep_ep": installed(PACKAGE) or "none"}
-        missed = finish(
-            __file__, ("torch",), rows, save=options.save, machine=gpu_machine(), **versions
-        )
-    dist.destroy_process_group()
-    return missed
+def rows_of(group: dist.ProcessGroup) -> Iterator[Row]:
+    yield from train_rows(group, group.rank())
+    yield from decode_rows(group, group.rank())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__file__, __doc__, rows_of, deep_ep=installed(PACKAGE) or "none"))

@@ -11,7 +11,6 @@ Every time is the median of some turns, of the rank that took longest.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,13 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.expert_dispatch import seconds
-from benchmarks.record import compared, counted, finish, gpu, gpu_machine, measured
+from benchmarks.gpu_ranks import run, seconds
+from benchmarks.record import compared, counted, measured
 from benchmarks.table import Row
 from spmd_rl.kernels.linear.shard_exchange import ShardExchange, TorchExchange
 from spmd_rl.kernels.linear.symm_exchange import SymmExchange
 from spmd_rl.kernels.runtime.cuda_graph import record
-from spmd_rl.mesh.world import World, join, open_store
 
 HIDDEN_SIZES = (4096, 5120)
 ROWS = (1, 4, 16, 64, 256, 2048)
@@ -68,33 +66,12 @@ def rows_of(group: dist.ProcessGroup, symm: ShardExchange, shape: tuple[int, int
     yield measured(f"{what}: torch, with its host", eager, "us")
 
 
-@torch.no_grad()
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
-    world = World.from_env()
-    join(world, open_store(world))
-    group = dist.new_group(list(range(world.size)))
-    assert isinstance(group, dist.ProcessGroup)
+def all_rows(group: dist.ProcessGroup) -> Iterator[Row]:
     symm = SymmExchange(group)
-    rows = [
-        row
-        for hidden in HIDDEN_SIZES
-        for num_rows in ROWS
-        for row in rows_of(group, symm, (num_rows, hidden))
-    ]
-    dist.barrier()
-    missed = 0
-    if world.rank == 0:
-        missed = finish(
-            __file__, ("torch",), rows, save=options.save, machine=gpu_machine(), **gpu()
-        )
-    dist.destroy_process_group()
-    return missed
+    for hidden in HIDDEN_SIZES:
+        for num_rows in ROWS:
+            yield from rows_of(group, symm, (num_rows, hidden))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__file__, __doc__, all_rows))
