@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from spmd_rl.controller.channel.dealer import Dealer
+from spmd_rl.controller.turns.lost_turn import LostTurnError
 from spmd_rl.controller.turns.shard_turns import ShardTurn, ShardTurns
 from spmd_rl.controller.worker import Worker
 from spmd_rl.mesh.role_context import Meshes
@@ -106,3 +107,25 @@ def test_what_a_role_tells_comes_before_the_next_turn() -> None:
     assert released == [3]
     first.lead([])
     assert other.follow(lambda wait: [], released.extend) == []
+
+
+def fail(error: Exception) -> ShardTurns[Command]:
+    """Return the turns of a first rank whose broadcasts fail."""
+
+    def broadcast(data: bytes) -> bytes:
+        raise error
+
+    return ShardTurns(True, broadcast, is_shared)
+
+
+def test_a_turn_is_lost_where_a_collective_fails() -> None:
+    reset = RuntimeError("Connection reset by peer")
+    for call in (lambda: fail(reset).lead([]), lambda: fail(reset).tell(b""), fail(reset).hear):
+        with pytest.raises(LostTurnError, match="reset by peer") as lost:
+            call()
+        assert lost.value.__cause__ is reset
+
+
+def test_another_error_is_no_lost_turn() -> None:
+    with pytest.raises(ValueError, match="ours"):
+        fail(ValueError("ours")).lead([])
