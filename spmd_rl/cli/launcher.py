@@ -6,6 +6,7 @@ import gc
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import uuid
@@ -168,20 +169,20 @@ def _report_failed_rank(folder: Path, error: ChildFailedError) -> int:
     """Print how the rank that failed first ended, and return the exit code of the launcher."""
     first, failure = error.get_first_failure()
     fallback = f"rank {first} {describe_exit(failure.exitcode)}"
-    _print_exit_message(folder, fallback, exit_message.WAIT_S, f"lost rank {first} (")
+    _print_exit_message(folder, fallback, exit_message.WAIT_S, first)
     return max(failure.exitcode, 1)
 
 
 def _print_exit_message(
-    folder: Path, fallback: str, wait_s: float = 0.0, lost_rank: str = ""
+    folder: Path, fallback: str, wait_s: float = 0.0, first_failed: int | None = None
 ) -> None:
     """Print the first exit message that the ranks left, or `fallback` if there is none.
 
-    A message that begins with `lost_rank` does not say how that rank ended, so `fallback` is added.
+    If it says that the rank `first_failed` is lost, it does not say how: `fallback` is added.
     Blocks: until there is a message, `wait_s` at most.
     """
     messages = exit_message.wait_for(lambda: exit_message.read_last_start(folder), wait_s)
     sentence = messages[0] if messages else fallback
-    if lost_rank and sentence.startswith(lost_rank):
+    if re.match(rf"lost rank {first_failed}\b", sentence):
         sentence += f"; {fallback}"
     print(sentence, file=sys.stderr)

@@ -14,6 +14,7 @@ from spmd_rl.controller.channel import secret
 from spmd_rl.controller.channel.address import Address
 from spmd_rl.controller.channel.messages import Bye, Hello
 from spmd_rl.controller.lifecycle.controller_process import ControllerProcess
+from spmd_rl.controller.lifecycle.deadlines import DEATH_NEWS_S
 from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.controller.worker import Worker
@@ -47,8 +48,12 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     lifecycle.final_message.newest_step = lambda: _newest(lifecycle.checkpoints)
     if controller is not None:
         controller.final_message = lifecycle.final_message
-    join(world, store)
-    prove(world)
+    try:
+        join(world, store)
+        prove(world)
+    except RuntimeError:  # a connection has ended: the controller may know of a rank that has
+        lifecycle.await_end(DEATH_NEWS_S)
+        raise
     Worker(Meshes(world)).serve(lifecycle)
     dist.destroy_process_group()
     return _leave(lifecycle, controller)

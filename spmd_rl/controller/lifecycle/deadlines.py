@@ -9,6 +9,10 @@ from signal import Signals
 
 from spmd_rl.errors import DeadlineError, LostRankError, SpmdError
 
+# How long a failed collective may be ahead of the news of the death that caused it. A death on
+# another host is noticed at the next ping, and told once the last messages have been read.
+DEATH_NEWS_S = 2.0
+
 
 class TerminationNotice:
     """Notes that a signal ends the run from outside; `error` is then what the run ends with.

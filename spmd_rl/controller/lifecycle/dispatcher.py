@@ -25,6 +25,7 @@ from spmd_rl.controller.channel.router import Post, Router, Values
 from spmd_rl.controller.channel.secret import Keys
 from spmd_rl.controller.channel.shared_arrays import ControllerArrays
 from spmd_rl.controller.lifecycle.calls import CallRecord, OpenCalls
+from spmd_rl.controller.lifecycle.deadlines import DEATH_NEWS_S
 from spmd_rl.controller.lifecycle.error_messages import in_call, remote_error
 from spmd_rl.controller.lifecycle.failure_detector import FailureDetector
 from spmd_rl.controller.lifecycle.process_tree import parent_of
@@ -36,9 +37,6 @@ from spmd_rl.errors import DeadlineError, LostRankError, RemoteError, SpmdError
 from spmd_rl.observe.trace import Trace, now_ns
 
 PING_S = 1.0
-# How long a failed collective may be ahead of the news of the death that caused it. It is more than
-# PING_S.
-DEATH_NEWS_S = 1.5
 BYE_S = 30.0  # how long all ranks may take to stop in order
 FAILED_BYE_S = 3.0  # and when the run has failed
 

@@ -35,8 +35,12 @@ def lost_error(
 ) -> LostRankError:
     """Return the error that says which of `ranks` are lost, since when, and in which call."""
     seen = [workers[rank] for rank in ranks if rank in workers]
-    who = ", ".join(str(worker) for worker in seen) or f"rank {ranks[0]}"
-    silence_s = max((now - worker.heard for worker in seen), default=0.0)
+    if not seen:
+        return LostRankError(
+            f"lost rank {ranks[0]} before it had reported to the controller{refusals(refused)}"
+        )
+    who = ", ".join(str(worker) for worker in seen)
+    silence_s = max(now - worker.heard for worker in seen)
     return LostRankError(
         f"lost {who}, last heard {silence_s:.1f} s ago, {in_call(record)}{refusals(refused)}"
     )

@@ -18,6 +18,9 @@ from spmd_rl.controller.lifecycle.stacks import main_thread_location
 from spmd_rl.controller.lifecycle.world_shutdown import WorldShutdown
 from spmd_rl.errors import DeadlineError, LostRankError
 
+# for the last messages of a rank to be read, once its connection or its process has ended
+LAST_MESSAGES_S = 0.25
+
 
 class FailureDetector:
     """Decides that a run has failed, and begins its shutdown.
@@ -41,6 +44,7 @@ class FailureDetector:
         self._router = router
         self._shutdown = shutdown
         self._children = ChildWatcher(launcher)
+        self._unreachable: dict[int, float] = {}  # since when, by rank
 
     def watch(self, hello: Hello) -> None:
         """Watch the process of a worker, if it is on this host."""
@@ -52,8 +56,9 @@ class FailureDetector:
 
     def check(self, now: float) -> None:
         """End the run if a rank is lost, a signal ends it, or the recipe hangs."""
-        for rank in self._children.ended():
-            self.on_unreachable(rank)
+        silent = [r for r, since in self._unreachable.items() if now - since >= LAST_MESSAGES_S]
+        for rank in [*self._children.ended(), *silent]:
+            self._lose(rank, now)
         if lost := self._roster.lost(now):
             self._shutdown.fail(self._lost_error(lost, now), lost)
         elif termination := self._roster.terminated_by(now):
@@ -71,10 +76,11 @@ class FailureDetector:
             self._shutdown.fail(DeadlineError(f"{late}: the controller is at {location}"))
 
     def on_unreachable(self, rank: int) -> None:
-        """Act on the end of a rank's process or connection: it ends the run, unless all stop."""
-        self._shutdown.fail(self._lost_error([rank], time.monotonic()), [rank])
-        with self._roster.lock:
-            self._roster.note_gone(rank)
+        """Note the end of a rank's connection, or of rank 0.
+
+        A rank that ends itself says why in its last message, which may not have been read yet.
+        """
+        self._unreachable.setdefault(rank, time.monotonic())
 
     def on_dying(self, rank: int, dying: Dying) -> None:
         """Act on a worker that ends itself."""
@@ -86,6 +92,13 @@ class FailureDetector:
         """Act on a signal that the controller itself got."""
         recipients = f"the controller got {number.name}"
         self.termination.note_signal(number.name, recipients, time.monotonic())
+
+    def _lose(self, rank: int, now: float) -> None:
+        """Act on a rank that is gone: it ends the run, unless all stop."""
+        self._unreachable.pop(rank, None)
+        self._shutdown.fail(self._lost_error([rank], now), [rank])
+        with self._roster.lock:
+            self._roster.note_gone(rank)
 
     def _lost_error(self, ranks: Sequence[int], now: float) -> LostRankError:
         record = next(filter(None, map(self._calls.oldest_unanswered, ranks)), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 
@@ -57,6 +58,13 @@ class WorkerLifecycle:
         self.dealer.catch_signals(signal.SIGTERM, signal.SIGINT)
         self.dealer.post(hello)
         self.dealer.start()
+
+    def await_end(self, seconds: float) -> None:
+        """Give the controller `seconds` to end this process with the sentence that it knows.
+
+        Blocks: for all of that time, or until this process ends.
+        """
+        threading.Event().wait(seconds)
 
     def close(self) -> signal.Signals | None:
         """Close the dealer; return a signal that the launcher sent, if it sent any.

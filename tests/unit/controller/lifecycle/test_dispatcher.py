@@ -15,11 +15,21 @@ import pytest
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel.codec import NOTHING
-from spmd_rl.controller.channel.messages import Bye, Hello, Ping, Pong, StackRequest, Stacks, Stop
+from spmd_rl.controller.channel.messages import (
+    Bye,
+    Dying,
+    Hello,
+    Ping,
+    Pong,
+    StackRequest,
+    Stacks,
+    Stop,
+)
 from spmd_rl.controller.channel.router import Router
 from spmd_rl.controller.channel.secret import derive_keys
 from spmd_rl.controller.lifecycle import dispatcher, exit_message, snapshots
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
+from spmd_rl.controller.lifecycle.failure_detector import LAST_MESSAGES_S
 from spmd_rl.controller.lifecycle.shutdown import FinalMessage
 from spmd_rl.errors import ConfigError, DeadlineError, DiskError, LostRankError, SpmdError
 
@@ -42,7 +52,7 @@ def test_a_rank_0_that_is_gone_before_the_controller_listens_is_noticed(tmp_path
     theirs.close()
     with ours:
         lost = board(tmp_path, ours)
-        with pytest.raises(LostRankError, match="lost rank 0"):
+        with pytest.raises(LostRankError, match="lost rank 0 before it had reported"):
             lost.wait_for_all()
         assert lost.calls.cause is not None
         lost.stop(lost.calls.cause)
@@ -174,6 +184,7 @@ def test_the_controller_says_why_where_no_rank_can(
         for rank in range(2):
             ending.on_message(rank, Hello(rank, "host", 2**22 + rank), NOTHING, 0)
         ending.on_unreachable(0)
+        ending.on_tick(time.monotonic() + LAST_MESSAGES_S)
         if heeded:
             ending.on_message(1, Bye(), NOTHING, 0)
         ending.stop(ending.calls.cause)
@@ -196,12 +207,33 @@ def test_who_is_lost_is_told_with_how_to_go_on_once_the_screen_is_left(
         ending.final_message.leave_screen = lambda: said.append("the screen is left")
         ending.on_message(1, Hello(1, "host", 2**22), NOTHING, 0)
         ending.on_unreachable(1)
+        ending.on_tick(time.monotonic() + LAST_MESSAGES_S)
         ending.stop(ending.calls.cause)
     told = [sentence for sentence in said if sentence]
     assert told[0] == "the screen is left"
     assert told[1].startswith("lost rank 1 (host host, pid 4194304), last heard ")
     assert told[1].endswith(", between calls; the same command goes on after step 20")
     assert str(ending.calls.cause) == told[1]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_rank_that_ended_itself_is_heard_before_it_is_lost(tmp_path: Path, told: bool) -> None:
+    """The end of its connection is noticed before its last message is read."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ending = board(tmp_path, ours)
+        ending.on_message(1, Hello(1, "host", 2**22), NOTHING, 0)
+        now = time.monotonic()
+        ending.on_unreachable(1)
+        ending.on_tick(now)
+        assert ending.calls.cause is None
+        if told:
+            ending.on_message(1, Dying("lost its launcher (pid 7)"), NOTHING, 0)
+        ending.on_tick(now + 2 * LAST_MESSAGES_S)
+        ending.stop(ending.calls.cause)
+    who = "rank 1 (host host, pid 4194304)"
+    expected = f"{who} lost its launcher (pid 7), " if told else f"lost {who}, last heard "
+    assert str(ending.calls.cause).startswith(expected)
 
 
 released = threading.Event()

@@ -165,6 +165,14 @@ def test_without_a_file_or_room_it_goes_to_the_terminal(
             "lost rank 1 (host h, pid 12), between calls; rank 1 was killed by SIGKILL",
         ),
         (
+            "lost rank 1 before it had reported to the controller",
+            "lost rank 1 before it had reported to the controller; rank 1 was killed by SIGKILL",
+        ),
+        (
+            "lost rank 12 before it had reported to the controller",
+            "lost rank 12 before it had reported to the controller",
+        ),
+        (
             "lost rank 2 (host h, pid 13), between calls",
             "lost rank 2 (host h, pid 13), between calls",
         ),
@@ -183,9 +191,7 @@ def test_the_launcher_knows_what_killed_a_rank(
     monkeypatch.setenv(exit_message.ERROR_FILE_ENV, str(folder / "error.json"))
     if left:
         exit_message.write(left)
-    launcher._print_exit_message(
-        tmp_path, "rank 1 was killed by SIGKILL", lost_rank="lost rank 1 ("
-    )
+    launcher._print_exit_message(tmp_path, "rank 1 was killed by SIGKILL", first_failed=1)
     assert capfd.readouterr().err == f"{said}\n"
 
 
