@@ -139,6 +139,8 @@ def _of_frames(kind: str, rng: random.Random) -> Case | None:
 
 
 def _of_data(kind: str, rng: random.Random) -> Case:
+    # a busy machine takes seconds to build a model, or to start the processes of hooks anew
+    patient = ("--run.deadline_s=120",)
     match kind:
         case "nan reward":
             return Case(
@@ -147,10 +149,11 @@ def _of_data(kind: str, rng: random.Random) -> Case:
                 0.0,
                 r"no finite number",
                 recipe="arithmetic",
-                settings=("--reward=POISON:nan",),
+                settings=("--reward=POISON:nan", *patient),
             )
         case "nan gradient":
             settings = ("--warmup_lr=1e30", "--trainer.clip_norm=0", "--warmup_steps=5")
+            settings += patient
             return Case(
                 kind,
                 "0",
@@ -160,7 +163,7 @@ def _of_data(kind: str, rng: random.Random) -> Case:
                 settings=settings,
             )
         case "reward hangs":
-            settings = ("--reward=POISON:hangs", "--hooks.deadline_s=1")
+            settings = ("--reward=POISON:hangs", "--hooks.deadline_s=1", *patient)
             return Case(
                 kind,
                 "0",
@@ -170,7 +173,7 @@ def _of_data(kind: str, rng: random.Random) -> Case:
                 settings=settings,
             )
         case "reward never returns":
-            settings = ("--reward=POISON:hangs", "--hooks.deadline_s=0")
+            settings = ("--reward=POISON:hangs", "--hooks.deadline_s=0", "--run.deadline_s=15")
             return Case(
                 kind,
                 "0",
@@ -184,8 +187,7 @@ def _of_data(kind: str, rng: random.Random) -> Case:
                 f"--reward=POISON:{rng.choice(['hangs', 'raises', 'nan'])}",
                 "--hooks.deadline_s=0.2",
             )
-            # a busy machine takes seconds to start the processes of hooks anew
-            settings += ("--hooks.on_error=fail", "--steps=20", "--run.deadline_s=120")
+            settings += ("--hooks.on_error=fail", "--steps=20", *patient)
             return Case(
                 kind, "0", 0.0, "", may_complete=True, recipe="arithmetic", settings=settings
             )
@@ -196,7 +198,7 @@ def _of_data(kind: str, rng: random.Random) -> Case:
                 0.0,
                 r"poisoned",
                 recipe="arithmetic",
-                settings=("--reward=POISON:raises",),
+                settings=("--reward=POISON:raises", *patient),
             )
         case "kill rank in arithmetic":
             return Case(
