@@ -28,6 +28,7 @@ PRELOADED = [
     *("pytest", "tokenizers", "tests.dist.launched"),
     *("spmd_rl.cli.launcher", "spmd_rl.cli.rank", "spmd_rl.cli.main", "spmd_rl.plan.start"),
     *("spmd_rl.controller.worker_process", "spmd_rl.controller.link", "spmd_rl.check.inputs"),
+    *("spmd_rl.controller.run.controller_main", "spmd_rl.report.recorder"),
     *("spmd_rl.recipes.grpo", "spmd_rl.recipes.policy_update", "spmd_rl.hooks.child.main"),
     *("spmd_rl.rollout.build", "spmd_rl.rollout.rollout", "spmd_rl.rollout.native.build"),
     *("spmd_rl.train.build", "spmd_rl.train.training_role", "spmd_rl.train.fsdp2.backend"),

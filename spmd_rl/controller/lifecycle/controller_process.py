@@ -32,6 +32,16 @@ EXIT_S = 120.0  # for the controller to draw and report after its workers, on a 
 RANK_0_EXIT_S = 2.0  # for rank 0 to end once it has the final message
 
 
+def start(words: list[str], environment: dict[str, str], lifeline: int) -> subprocess.Popen[bytes]:
+    """Start `python -m spmd_rl controller` with these words and the descriptor of its lifeline."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "spmd_rl", "controller", *words],
+        env=environment,
+        pass_fds=[lifeline],
+        start_new_session=True,  # the ranks pass torchrun's signals on to it
+    )
+
+
 class ControllerProcess:
     """Rank 0's side of the controller process, which it starts.
 
@@ -49,19 +59,8 @@ class ControllerProcess:
         self.final_message = FinalMessage()
         self._lifeline, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "spmd_rl",
-                    "controller",
-                    *self._arguments(world, theirs),
-                    *arguments,
-                ],
-                env=self._environment(),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # the ranks pass torchrun's signals on to it
-            )
+            words = [*self._arguments(world, theirs), *arguments]
+            self._process = start(words, self._environment(), theirs.fileno())
         threading.Thread(target=self._watch, name="controller watcher", daemon=True).start()
 
     def await_address(self) -> Address:

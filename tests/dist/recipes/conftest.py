@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.dist.forked_controller import forking
 from tests.dist.launched import Launched
 
 REPO = Path(__file__).parents[3]
@@ -83,7 +84,7 @@ def run_in(
     given = filter(None, [os.environ.get("PYTHONPATH")])
     search = os.pathsep.join(map(str, [*([] if draws else [UNDRAWN]), REPO, *given]))
     paths = {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    process = Launched(command, folder, environment | paths)
+    process = Launched(command, folder, environment | paths, forking)
     try:
         out, err = process.communicate(timeout=1000)
     finally:

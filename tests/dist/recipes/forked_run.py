@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from tests.dist.forked_controller import forking
 from tests.dist.launched import Launched
 from tests.dist.recipes.conftest import UNDRAWN
 from tests.system.kill_resume import COMMAND, Outcome, Run
@@ -24,7 +25,7 @@ class ForkedRun(Run):
         if self.command != COMMAND:
             return super().finish()
         words = ["run", *self.words, f"--run.name={self.name}"]
-        process = Launched(words, self.cwd, self.environment())
+        process = Launched(words, self.cwd, self.environment(), forking)
         try:
             self.output = "".join(process.communicate(self.limit_s))
         finally:
