@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 import threading
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -53,6 +54,8 @@ def be_controller(words: list[str], environment: dict[str, str], lifeline: int) 
         code = run_rank(words)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
     finally:
         threading._shutdown()
         atexit._run_exitfuncs()
