@@ -72,18 +72,31 @@ def token_scores(
     return Scores(*call(_TokenScores, logits, targets, inv_temperature, candidates, words))
 
 
-def _sum_exp(terms: Tensor) -> Tensor:
-    """Sum the last dimension [M, V] in the contract's order."""
+def shard_size(vocab: int) -> int:
+    """Return how many entries a shard of the vocabulary has; the last ones may have fewer."""
+    return -(-vocab // NUM_VOCAB_SHARDS)
+
+
+def chunk_sums(terms: Tensor, shard: int, num_shards: int = NUM_VOCAB_SHARDS) -> Tensor:
+    """Sum each chunk of some shards of the vocabulary, on a CPU.
+
+    The contract's sum is that of the chunks of all shards, in one dimension.
+    Shape: terms [M, up to num_shards * shard]; returns [M, num_shards * chunks of a shard].
+    """
     num_rows, vocab = terms.shape
-    shard = -(-vocab // NUM_VOCAB_SHARDS)
     chunk = min(shard, VOCAB_CHUNK)
     num_chunks = -(-shard // chunk)
-    if NUM_VOCAB_SHARDS * shard != vocab:
-        terms = F.pad(terms, (0, NUM_VOCAB_SHARDS * shard - vocab))
-    terms = terms.view(num_rows, NUM_VOCAB_SHARDS, shard)
+    if num_shards * shard != vocab:
+        terms = F.pad(terms, (0, num_shards * shard - vocab))
+    terms = terms.view(num_rows, num_shards, shard)
     if num_chunks * chunk != shard:
         terms = F.pad(terms, (0, num_chunks * chunk - shard))
-    return terms.reshape(num_rows, NUM_VOCAB_SHARDS * num_chunks, chunk).sum(-1).sum(-1)
+    return terms.reshape(num_rows, num_shards * num_chunks, chunk).sum(-1)
+
+
+def _sum_exp(terms: Tensor) -> Tensor:
+    """Sum the last dimension [M, V] in the contract's order."""
+    return chunk_sums(terms, shard_size(terms.shape[1])).sum(-1)
 
 
 class _TokenScores(torch.autograd.Function):

@@ -123,7 +123,7 @@ def is_kept(words, row, column, vocab) -> tl.tensor:
 
 
 @triton.jit
-def _maximum(maxima, row, splits, BLOCK: tl.constexpr) -> tl.tensor:
+def row_maximum(maxima, row, splits, BLOCK: tl.constexpr) -> tl.tensor:
     split = tl.arange(0, BLOCK)
     return tl.max(
         tl.load(maxima + row * splits + split, mask=split < splits, other=float("-inf")), axis=0
@@ -137,21 +137,25 @@ def _shard_sums(
 ) -> None:  # fmt: skip
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
+    maximum = row_maximum(maxima, row, splits, BLOCK)
+    scale = tl.load(inv_temperature + row)
+    total, first_moment = sum_shard(
+        logits + row * vocab, scale, maximum, words, row, shard, vocab, SHARD, CHUNK
+    )
     at = row * tl.num_programs(1) + shard
-    sum_shard(
-        logits, inv_temperature, words, maxima, sums + at, weighted + at, row, shard, vocab,
-        splits, BLOCK, SHARD, CHUNK,
-    )  # fmt: skip
+    tl.store(sums + at, total)
+    tl.store(weighted + at, first_moment)
 
 
 @triton.jit
 def sum_shard(
-    logits, inv_temperature, words, maxima, summed, weighted, row, shard, vocab, splits,
-    BLOCK: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store a shard's sums of exp(z - m) and exp(z - m) * (z - m); m is the row's maximum."""
-    scale = tl.load(inv_temperature + row)
-    maximum = _maximum(maxima, row, splits, BLOCK)
+    scores, scale, maximum, words, row, shard, vocab, SHARD: tl.constexpr, CHUNK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return a shard's sums of exp(z - m) and exp(z - m) * (z - m).
+
+    `scores` are the row's logits, which `scale` multiplies, and m is the maximum of all. What the
+    compiler knows of their alignment decides the order of additions.
+    """
     total, first_moment = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
     for start in tl.range(0, SHARD, CHUNK, loop_unroll_factor=UNROLLED):
         within = start + tl.arange(0, CHUNK)
@@ -159,15 +163,12 @@ def sum_shard(
         inside = (within < SHARD) & (column < vocab)
         if words is not None:
             inside &= is_kept(words, row, column, vocab)
-        score = tl.load(
-            logits + row * vocab + column, mask=inside, other=0.0, eviction_policy="evict_first"
-        )
+        score = tl.load(scores + column, mask=inside, other=0.0, eviction_policy="evict_first")
         shifted = score * scale - maximum
         term = tl.where(inside, tl.exp(shifted), 0.0)
         total += term
         first_moment += tl.where(inside, term * shifted, 0.0)
-    tl.store(summed, tl.sum(total, axis=0))
-    tl.store(weighted, tl.sum(first_moment, axis=0))
+    return tl.sum(total, axis=0), tl.sum(first_moment, axis=0)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -177,7 +178,7 @@ def _combine(
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     wait()
-    maximum = _maximum(maxima, row, splits, BLOCK)
+    maximum = row_maximum(maxima, row, splits, BLOCK)
     total = tl.load(sums + row * NUM_SHARDS)
     first_moment = tl.load(weighted + row * NUM_SHARDS)
     for shard in tl.static_range(1, NUM_SHARDS):

@@ -54,13 +54,14 @@ def position_keys(bases: Tensor, positions: Tensor) -> Tensor:
     return mix_(bases + (positions + 1) * signed(GAMMA))
 
 
-def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
-    """Return standard Gumbel noise for every vocabulary entry of every row.
+def gumbel_noise(keys: Tensor, vocab: int, first: int = 0) -> Tensor:
+    """Return standard Gumbel noise for `vocab` entries of the vocabulary of every row, from the id
+    `first` on.
 
     Shape: keys [M] int64; returns [M, V] fp32. With v = (bits + 1/2) / 2^32 the noise is
     -log(-log1p(-v)), so that the upper tail keeps all 32 bits.
     """
-    ids = torch.arange(vocab, device=keys.device, dtype=torch.int64)
+    ids = torch.arange(first, first + vocab, device=keys.device, dtype=torch.int64)
     bits = shift_right(position_keys(keys.unsqueeze(1), ids), 32)
     v = bits.double().add_(0.5).mul_(2.0**-32)
     return v.neg_().log1p_().neg_().log_().neg_().float()
@@ -130,11 +131,22 @@ def _draw(scores: Tensor, inv_temperature: Tensor, keys: Tensor, greedy: Tensor 
         from spmd_rl.kernels.vocab.sampling_triton import gumbel_argmax
 
         return gumbel_argmax(scores, inv_temperature, keys, greedy)
-    noise = gumbel_noise(keys, scores.shape[1])
+    return noisy_scores(scores, inv_temperature, keys, greedy).argmax(dim=1)
+
+
+def noisy_scores(
+    scores: Tensor,
+    inv_temperature: Tensor,
+    keys: Tensor,
+    greedy: Tensor | None,
+    first: int = 0,
+) -> Tensor:
+    """Return what a draw on a CPU compares, of entries from the id `first` on. Shape: [M, V]."""
+    noise = gumbel_noise(keys, scores.shape[1], first)
     if greedy is not None:
         inv_temperature = inv_temperature.masked_fill(greedy, 1.0)
         noise = noise.masked_fill(greedy.unsqueeze(1), 0.0)
-    return (scores * inv_temperature.unsqueeze(1) + noise).argmax(dim=1)
+    return scores * inv_temperature.unsqueeze(1) + noise
 
 
 def _filtered(

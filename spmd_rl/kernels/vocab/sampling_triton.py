@@ -22,7 +22,7 @@ from triton.language.extra import libdevice
 from spmd_rl.kernels.runtime.padding import dense
 from spmd_rl.kernels.runtime.pdl import overlapping, wait
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
-from spmd_rl.kernels.vocab.logprob_triton import combined, shard_shape, sum_shard
+from spmd_rl.kernels.vocab.logprob_triton import combined, row_maximum, shard_shape, sum_shard
 
 BLOCK = 256
 BOUND_WARPS = 1
@@ -40,7 +40,7 @@ def gumbel_argmax(
     """
     scores = dense(scores)
     num_rows, vocab = scores.shape
-    bounds, _ = _bounds(scores, inv_temperature, keys, None, greedy)
+    bounds, _ = bounds_and_maxima(scores, inv_temperature, keys, None, greedy)
     drawn = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
     _draw[(num_rows,)](
         scores, inv_temperature, keys, None, greedy, bounds, drawn, vocab, BLOCK,
@@ -64,7 +64,7 @@ def gumbel_argmax_and_logprob(
     """
     logits = dense(logits)
     num_rows, vocab = logits.shape
-    bounds, maxima = _bounds(logits, inv_temperature, bases, positions, greedy)
+    bounds, maxima = bounds_and_maxima(logits, inv_temperature, bases, positions, greedy)
     drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     sums = logits.new_empty(2, num_rows, NUM_VOCAB_SHARDS)
     _draw_and_sum[(num_rows, NUM_VOCAB_SHARDS + 1)](
@@ -76,16 +76,18 @@ def gumbel_argmax_and_logprob(
     return tokens, combined(logits, tokens, inv_temperature, maxima, sums)[0]
 
 
-def _bounds(
+def bounds_and_maxima(
     scores: Tensor,
     inv_temperature: Tensor,
     keys: Tensor,
     positions: Tensor | None,
     greedy: Tensor | None,
+    first: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return upper bounds of each block's entries [M, blocks], and maxima [M, any].
 
-    The maxima are those of scores * inv_temperature.
+    The maxima are those of scores * inv_temperature. Of a part of the vocabulary, `first` is the id
+    of the first score.
     """
     num_rows, vocab = scores.shape
     blocks = triton.cdiv(vocab, BLOCK)
@@ -93,20 +95,20 @@ def _bounds(
     splits = triton.cdiv(blocks, blocks_each)
     bounds, maxima = scores.new_empty(num_rows, blocks), scores.new_empty(num_rows, splits)
     _bound[(num_rows, splits)](
-        scores, inv_temperature, keys, positions, greedy, bounds, maxima, vocab, blocks_each,
+        scores, inv_temperature, keys, positions, greedy, first, bounds, maxima, vocab, blocks_each,
         BLOCK, num_warps=BOUND_WARPS, enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
     return bounds, maxima
 
 
-@triton.jit(do_not_specialize=["blocks_each"])
+@triton.jit(do_not_specialize=["first", "blocks_each"])
 def _bound(
-    scores, inv_temperature, keys, positions, greedy, bounds, maxima, vocab, blocks_each,
+    scores, inv_temperature, keys, positions, greedy, first, bounds, maxima, vocab, blocks_each,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
-    key, scale, is_greedy = _settings(inv_temperature, keys, positions, greedy, row)
+    key, scale, is_greedy = _settings(inv_temperature, keys, positions, greedy, first, row)
     blocks, lane = tl.cdiv(vocab, BLOCK), tl.arange(0, BLOCK)
     steps = (lane + 1).to(tl.uint64) * GAMMA
     maximum = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -130,7 +132,10 @@ def _draw(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ) -> None:  # fmt: skip
     wait()
-    _draw_row(scores, inv_temperature, keys, positions, greedy, bounds, drawn, vocab, BLOCK, BLOCKS)
+    _, token = best_of_row(
+        scores, inv_temperature, keys, positions, greedy, None, bounds, vocab, BLOCK, BLOCKS
+    )
+    tl.store(drawn + tl.program_id(0), token.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -142,25 +147,31 @@ def _draw_and_sum(
     row, shard = tl.program_id(0).to(tl.int64), NUM_SHARDS - tl.program_id(1)
     wait()
     if shard == NUM_SHARDS:
-        _draw_row(
-            logits, inv_temperature, keys, positions, greedy, bounds, drawn, vocab, BLOCK, BLOCKS
+        _, token = best_of_row(
+            logits, inv_temperature, keys, positions, greedy, None, bounds, vocab, BLOCK, BLOCKS
         )
+        tl.store(drawn + row, token.to(tl.int64))
     else:
-        at = row * NUM_SHARDS + shard
-        sum_shard(
-            logits, inv_temperature, None, maxima, sums + at, weighted + at, row, shard, vocab,
-            splits, BLOCKS, SHARD, CHUNK,
-        )  # fmt: skip
+        maximum = row_maximum(maxima, row, splits, BLOCKS)
+        scale = tl.load(inv_temperature + row)
+        total, first_moment = sum_shard(
+            logits + row * vocab, scale, maximum, None, row, shard, vocab, SHARD, CHUNK
+        )
+        tl.store(sums + row * NUM_SHARDS + shard, total)
+        tl.store(weighted + row * NUM_SHARDS + shard, first_moment)
 
 
 @triton.jit
-def _draw_row(
-    scores, inv_temperature, keys, positions, greedy, bounds, drawn, vocab,
+def best_of_row(
+    scores, inv_temperature, keys, positions, greedy, first, bounds, vocab,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-) -> None:  # fmt: skip
-    """Search blocks, the highest bound first, while one may hold a better or equal lower entry."""
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Return the row's best entry and its column.
+
+    Blocks are searched, the highest bound first, while one may hold a better or equal lower entry.
+    """
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
-    key, scale, is_greedy = _settings(inv_temperature, keys, positions, greedy, row)
+    key, scale, is_greedy = _settings(inv_temperature, keys, positions, greedy, first, row)
     blocks = tl.cdiv(vocab, BLOCK)
     bound = tl.load(bounds + row * blocks + block, mask=block < blocks, other=float("-inf"))
     highest, top, chosen = tl.max(bound, axis=0), tl.full((), float("-inf"), tl.float32), vocab - 1
@@ -171,25 +182,27 @@ def _draw_row(
         if not is_greedy:
             entry = entry * scale + _noise(key + (column + 1).to(tl.uint64) * GAMMA)
         best = tl.max(entry, axis=0)
-        first = tl.min(tl.where(entry == best, column, vocab - 1), axis=0)
+        lowest = tl.min(tl.where(entry == best, column, vocab - 1), axis=0)
         chosen = tl.where(
-            best > top, first, tl.where(best == top, tl.minimum(first, chosen), chosen)
+            best > top, lowest, tl.where(best == top, tl.minimum(lowest, chosen), chosen)
         )
         top = tl.maximum(top, best)
         in_reach = (bound > top) | ((bound == top) & (block * BLOCK < chosen))
         bound = tl.where(in_reach & (block != at), bound, float("-inf"))
         highest = tl.max(bound, axis=0)
-    tl.store(drawn + row, chosen.to(tl.int64))
+    return top, chosen
 
 
 @triton.jit
 def _settings(
-    inv_temperature, keys, positions, greedy, row
+    inv_temperature, keys, positions, greedy, first, row
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return a row's key and scale, and whether it is greedy."""
+    """Return a row's key and scale, and whether it is greedy. Keys count from the id `first`."""
     key = tl.load(keys + row).to(tl.uint64)
     if positions is not None:
         key = _mix(key + (tl.load(positions + row) + 1).to(tl.uint64) * GAMMA)
+    if first is not None:
+        key += first.to(tl.uint64) * GAMMA
     is_greedy = False
     if greedy is not None:
         is_greedy = tl.load(greedy + row)
