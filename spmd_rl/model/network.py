@@ -118,16 +118,19 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Shape: hidden [M, C]; returns [M, V] fp32."""
-        if self.spec.row_shards == 1:
-            return linear_fp32(hidden, self.head)
-        part_rows = vocab_part_rows(self.spec, self.spec.row_shards)
-        own = shared_logits(hidden, self.head, part_rows)
+        own = self.own_logits(hidden)
         if self.part.exchange is None:
             return own
         missing = vocab_part_rows(self.spec, self.part.count) - own.shape[1]  # in the last part
         return self.part.exchange.gather_columns(F.pad(own, (0, missing)))[
             :, : self.spec.vocab_size
         ]
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the rows of the vocabulary that are here. Shape: as `logits`."""
+        if self.spec.row_shards == 1:
+            return linear_fp32(hidden, self.head)
+        return shared_logits(hidden, self.head, vocab_part_rows(self.spec, self.spec.row_shards))
 
     @property
     def head(self) -> Tensor:

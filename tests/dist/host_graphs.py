@@ -66,8 +66,8 @@ class HostGraphs(DecodeGraphs):
         given = self._newest_tokens[rows], positions, attend
         passed = PassedTokens.of(lambda: self._model(*given), variant.route_dtype)
         within = positions + 1 - inputs["answer_starts"]
-        tokens, logprobs = self._sampler(
-            self._model.logits(passed.hidden[: len(rows)]),
+        tokens, logprobs = self._draw(
+            passed.hidden[: len(rows)],
             inputs["inv_temperature"],
             inputs["random_bases"],
             within,

@@ -12,7 +12,7 @@ from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 
 
 class ShardExchange(Protocol):
-    """The way of partial sums and logits. One object serves all layers.
+    """The way of partial sums, and of what ranks draw from. One object serves all layers.
 
     All ranks of its group call each method together, with equal shapes. Where it `is_recordable`,
     the host does not wait, so that calls can be part of a recorded graph.

@@ -30,6 +30,7 @@ from spmd_rl.rollout.native.joint.joint_steps import JointSteps
 from spmd_rl.rollout.native.prefill_graphs import PassedTokens
 from spmd_rl.rollout.native.sampled_tokens import NO_COLUMNS, SampledOnDevice
 from spmd_rl.rollout.native.sequence_table import SequenceTable
+from spmd_rl.rollout.native.tp.head_draw import HeadDraw
 
 Sampler = Callable[..., tuple[Tensor, Tensor]]  # has the signature of `sample_and_score`
 # Two, since a step may be launched before the host has read the output of the step before it.
@@ -99,11 +100,11 @@ class DecodeGraphs:
         cache: KvCache,
         table: SequenceTable,
         memory: GraphMemory,
-        sampler: Sampler,
+        draw: HeadDraw,
         joint: JointSteps | None = None,
     ) -> None:
         self._model = model
-        self._sampler = sampler
+        self._draw = draw
         self._joint = joint
         self._cache = cache
         self._table = table
@@ -219,8 +220,8 @@ class DecodeGraphs:
             passed, kept = PassedTokens.of(lambda: self._model(*given), variant.route_dtype), None
         if variant.replays:
             kept = KeptRows.empty(inputs["replays"], self._model.spec.vocab_size)
-        tokens, logprobs = self._sampler(
-            self._model.logits(passed.hidden),
+        tokens, logprobs = self._draw(
+            passed.hidden,
             inputs["inv_temperature"],
             inputs["random_bases"],
             batch.within,

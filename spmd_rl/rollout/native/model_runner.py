@@ -27,6 +27,7 @@ from spmd_rl.rollout.native.recorded_routes import RecordedRoutes, RoutedStep
 from spmd_rl.rollout.native.sampled_tokens import NO_COLUMNS, SampledOnDevice, SampledTokens
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.native.step_plan import StepPlan
+from spmd_rl.rollout.native.tp.head_draw import HeadDraw
 
 NO_ROWS: NDArray[np.int64] = np.zeros(0, np.int64)
 
@@ -52,13 +53,13 @@ class ModelRunner:
             self._joint = JointSteps(model, experts.group, table.num_rows)
         self._decode_graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
+        self._draw = draw = HeadDraw(model, sampler)
         if graphs:
             memory = torch.cuda.graph_pool_handle()
-            self._decode_graphs = DecodeGraphs(model, cache, table, memory, sampler, self._joint)
+            self._decode_graphs = DecodeGraphs(model, cache, table, memory, draw, self._joint)
             if self._joint is None:
                 self._prefill_graphs = PrefillGraphs(model, cache, table.pages.shape[1], memory)
         self._routes: RecordedRoutes | None = None  # once a request asks for them
-        self._sampler = sampler
         self._model = model
         self._table = table
         self._device = device
@@ -144,8 +145,8 @@ class ModelRunner:
             nothing = SampledOnDevice(torch.empty(0, dtype=torch.int64), torch.empty(0))
             return SampledTokens(nothing, self._device, routed)
         last = self._tensor(last_tokens)
-        logits = self._model.logits(passed.hidden.index_select(0, last))
-        sampled = self._sample(plan.rows[samples], logits, passed.hashed.of_rows(last))
+        hidden = passed.hidden.index_select(0, last)
+        sampled = self._sample(plan.rows[samples], hidden, passed.hashed.of_rows(last))
         return SampledTokens(sampled, self._device, routed)
 
     @property
@@ -201,15 +202,15 @@ class ModelRunner:
         return PassedTokens.of(lambda: self._model(*inputs), self._route_dtype)
 
     def _sample(
-        self, rows: NDArray[np.int64], logits: Tensor, routes: Tensor | None
+        self, rows: NDArray[np.int64], hidden: Tensor, routes: Tensor | None
     ) -> SampledOnDevice:
-        table = self._table
+        table, vocab = self._table, self._model.spec.vocab_size
         greedy = table.greedy[rows]
         filters, kept = table.active_filters(rows), None
         if filters and table.replays[rows].any():
-            kept = KeptRows.empty(self._tensor(table.replays[rows]), logits.shape[1])
-        tokens, logprobs = self._sampler(
-            logits,
+            kept = KeptRows.empty(self._tensor(table.replays[rows]), vocab)
+        tokens, logprobs = self._draw(
+            hidden,
             self._tensor(table.inv_temperature[rows]),
             self._tensor(table.random_bases(rows)),
             self._tensor(table.length[rows] - table.prompt_length[rows]),
@@ -219,7 +220,7 @@ class ModelRunner:
         )
         if self._decode_graphs is not None:
             self._decode_graphs.set_newest_tokens(rows, tokens)
-        encoded = None if kept is None else encoded_rows(kept, logits.shape[1])
+        encoded = None if kept is None else encoded_rows(kept, vocab)
         columns = NO_COLUMNS if routes is None else {ROUTES: routes}
         return SampledOnDevice(tokens, logprobs, encoded, columns)
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.kernels import sample_and_score
 from spmd_rl.kernels.linear.shard_exchange import ShardExchange, TorchExchange
 from spmd_rl.kernels.linear.symm_exchange import SymmExchange
-from spmd_rl.kernels.runtime.cuda_graph import record
+from spmd_rl.kernels.runtime.cuda_graph import Outputs, record
+from spmd_rl.kernels.vocab.logprob import shard_size
+from spmd_rl.kernels.vocab.vocab_parallel import VocabPart, vocab_parallel_sample
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
@@ -34,6 +38,8 @@ BF16 = torch.bfloat16
 ROWS = (1, 7, 64, 2048)  # the last ones take several turns of the buffers
 COLUMNS, VOCAB = 4096, 37984
 REPLAYS = 300
+# 16 divides the second one but not its parts, and a part of the third one alone
+VOCABULARIES, DRAWS = (151936, 32016, 50268), 20
 
 
 def drawn(rows: int, columns: int, seed: int) -> Tensor:
@@ -80,12 +86,47 @@ def unequal_replays(symm: ShardExchange, reference: ShardExchange, rank: int) ->
     return differ
 
 
+def replayed(work: Callable[[], Outputs]) -> Callable[[], Outputs]:
+    """Return a call that replays the work."""
+    graph, out = record(work, torch.cuda.graph_pool_handle())
+
+    def replay() -> Outputs:
+        graph.replay()
+        return out
+
+    return replay
+
+
+def unequal_draws(exchange: ShardExchange, rank: int, tp: int) -> list[str]:
+    """Draws by parts of the vocabulary, called and replayed, that are not those of whole rows."""
+    found = []
+    for size, rows in product(VOCABULARIES, ROWS[:3]):
+        whole, scale = drawn(rows, size, 1), drawn(rows, 1, 2)[:, 0].abs() + 0.3
+        bases = torch.arange(rows, device="cuda") * 12345
+        asked, greedy = (scale, bases, bases % 501), torch.arange(rows, device="cuda") % 3 == 1
+        width, part = shard_size(size) * 8 // tp, VocabPart(rank % tp, tp, size, exchange)
+        mine = slice(part.first, part.first + width)
+        own = whole[:, mine].contiguous()
+        work = partial(vocab_parallel_sample, own, *asked, part, greedy=greedy)
+        ways = {"called": work} | ({"replayed": replayed(work)} if exchange.is_recordable else {})
+        for seed in range(1, DRAWS):
+            whole = drawn(rows, size, seed)
+            own.copy_(whole[:, mine])
+            wanted = sample_and_score(whole, *asked, greedy=greedy)
+            for way, draw in ways.items():
+                if not all(map(torch.equal, draw(), wanted)):
+                    found.append(f"{rows} rows of {size}, {way}, seed {seed}")
+    return found
+
+
 def of_exchanges(world: World) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for tp in (2, 4)[: world.size // 2]:
         group = own_group(tp, world)
         symm, reference = SymmExchange(group), TorchExchange(group)
         report[f"tp {tp}, calls"] = unequal_calls(symm, reference, world.rank)
+        for name, one in (("symm", symm), ("torch", reference)):
+            report[f"tp {tp}, {name}, draws"] = unequal_draws(one, world.rank, tp)
         report[f"tp {tp}, replays"] = unequal_replays(symm, reference, world.rank)
         parts = reference.gather_columns(drawn(64, COLUMNS, world.rank)).chunk(tp, 1)
         whole = reference.sum(drawn(64, COLUMNS, world.rank), None, torch.float32)

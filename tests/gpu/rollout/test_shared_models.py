@@ -42,6 +42,15 @@ def test_calls_have_the_bits_of_torch(tp: int, exchanges: Report) -> None:
         assert tp == 2 or of_rank[f"tp {tp}, control"] > 0.05
 
 
+@pytest.mark.parametrize("way", ["symm", "torch"])
+@pytest.mark.parametrize("tp", SIZES)
+def test_draws_by_parts_of_the_vocabulary_are_those_of_rows(
+    tp: int, way: str, exchanges: Report
+) -> None:
+    for of_rank in exchanges:
+        assert of_rank[f"tp {tp}, {way}, draws"] == []
+
+
 @pytest.mark.parametrize("tp", SIZES)
 def test_graphs_may_be_replayed_in_any_order(tp: int, exchanges: Report) -> None:
     for of_rank in exchanges:

@@ -18,7 +18,7 @@ from spmd_rl.kernels.vocab import logprob_triton, vocab_parallel_triton
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK, shard_size
 from spmd_rl.kernels.vocab.vocab_parallel import VocabPart
 from tests.shared_ranks import Meeting, ThreadExchange
-from tests.unit.kernels.compiled import compiled_of, instructions
+from tests.unit.kernels.compiled import compiled_of, compiling, instructions
 from tests.unit.kernels.interpreted import Calls, results
 
 CALLS = "tests.unit.kernels.vocab_parallel_calls"
@@ -109,6 +109,16 @@ def test_rows_with_another_alignment_are_seen(size: int, monkeypatch: pytest.Mon
     """Negative control."""
     monkeypatch.setattr(vocab_parallel_triton, "_missing_columns", lambda vocab, whole: 0)
     assert lanes(sums_of_part(size, 0, 2)) != lanes(sums_of_whole(size))
+
+
+def test_a_rank_gives_24_bytes_of_a_row_to_three_others() -> None:
+    part = VocabPart(1, 4, QWEN3_VOCAB, ThreadExchange(Meeting(1), 0))
+    keys, entries = torch.zeros(17, dtype=torch.int64), torch.zeros(17, 4, 4, dtype=torch.int32)
+    logits, ones = torch.zeros(17, QWEN3_VOCAB // 4), torch.ones(17)
+    with compiling():
+        own = vocab_parallel_triton.entries(logits, ones, keys, keys, None, part)
+        sums = vocab_parallel_triton.sums(logits, ones, entries, part)
+    assert own[0].nbytes + sums[0].nbytes == 24
 
 
 def test_draws_of_parts_compile_and_fuse_nothing() -> None:

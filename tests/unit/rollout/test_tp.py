@@ -11,16 +11,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels import sample_and_score
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.parts.part import vocab_part_rows
 from spmd_rl.rollout.engine import Request, StepOutput
 from spmd_rl.rollout.native.config import NativeEngineConfig
+from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.tp.follower import TpFollower
 from spmd_rl.rollout.native.tp.leader import TpLeader
 from spmd_rl.types.samples import Sample
 from tests.samples import Samples
-from tests.shared_ranks import on_ranks, part_of_model, parts, sum_neighbours
+from tests.shared_ranks import (
+    ThreadExchange,
+    on_ranks,
+    part_of_model,
+    parts,
+    sum_neighbours,
+)
 from tests.unit.rollout.conftest import _spec
 from tests.unit.rollout.test_exact import (
     FEATURES,
@@ -91,13 +100,15 @@ def together(
     num_ranks: int,
     add: Callable[[list[Tensor]], Tensor] = sum_neighbours,
     is_recordable: bool = False,
+    sampler: Sampler = sample_and_score,
     **cfg: Any,
 ) -> Together:
     config = NativeEngineConfig(**{"max_batch": 10, "max_step_tokens": 64, **cfg})
     of_ranks = parts(num_ranks, add, is_recordable)
 
     def engine(rank: int) -> NativeEngine:
-        return NativeEngine(part_of_model(model.spec, weights, of_ranks[rank]), config, CPU)
+        own = part_of_model(model.spec, weights, of_ranks[rank])
+        return NativeEngine(own, config, CPU, sampler=sampler)
 
     engines = Together(on_ranks(engine, num_ranks))
     engines.sink().commit(0)
@@ -133,6 +144,36 @@ def test_logprobs_are_the_training_forwards(
     weights, model = weights_and_model(2, family, heads)
     samples = finish(together(model, weights, 2), workload())
     assert mismatched_tokens(model, workload(), samples) == 0
+
+
+@pytest.fixture
+def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of a row that ranks gave each other, at each exchange of columns."""
+    seen: list[int] = []
+    gather = ThreadExchange.gather_columns
+
+    def seeing(self: ThreadExchange, own: Tensor) -> Tensor:
+        seen.append(own[0].nbytes)
+        return gather(self, own)
+
+    monkeypatch.setattr(ThreadExchange, "gather_columns", seeing)
+    return seen
+
+
+def test_ranks_give_each_other_a_few_words_of_a_row(finish: Any, gathered: list[int]) -> None:
+    """Filters take whole rows, and so does another sampler, in place of the engine's own."""
+    weights, model = weights_and_model(2, "qwen3", (4, 2))
+    plain, filtered = workload()[:4], workload()[4:6]
+    whole = 4 * vocab_part_rows(model.spec, 2)
+    for words, requests, sampler in (
+        ({16, 4 * 8 // 2}, plain, sample_and_score),
+        ({whole}, filtered, sample_and_score),
+        ({whole}, plain, lambda *given, **how: sample_and_score(*given, **how)),
+    ):
+        engines = together(model, weights, 2, sampler=sampler)
+        gathered.clear()
+        finish(engines, requests)
+        assert set(gathered) == words
 
 
 def test_sums_in_another_order_are_seen(mismatched_tokens: Any, finish: Any) -> None:
