@@ -97,6 +97,10 @@ class NativeEngine:
         self.is_pushing = False
         is_recorded = cfg.cuda_graphs and can_record(model, experts)
         self._async_scheduling = is_recorded and _fits_graphs(model, sizes.dtype, device)
+        bound = None
+        if self._async_scheduling:
+            bound = prefill_bound(model.own_spec, device, cfg)
+            model.pack_projections()
         self.table = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)
         self.scheduler = Scheduler(
             self.table,
@@ -105,10 +109,8 @@ class NativeEngine:
             prefix_cache=cfg.prefix_cache,
             eos_ids=spec.eos_ids,
             separate_prefill=self._async_scheduling,
-            prefill_bound=prefill_bound(spec, device, cfg) if self._async_scheduling else None,
+            prefill_bound=bound,
         )
-        if self._async_scheduling:
-            model.pack_projections()
         self._sampler = sampler
         self._stop_checker = StopChecker(self.table, decode)
         self._validator = RequestValidator(spec, max_kv_tokens=sizes.num_pages * sizes.page_size)
@@ -310,7 +312,7 @@ def _fits_graphs(model: CausalLM, dtype: torch.dtype, device: torch.device) -> b
 
 
 def prefill_bound(spec: ModelSpec, device: torch.device, cfg: NativeEngineConfig) -> PrefillBound:
-    """Return the bound of the work on prompts on a GPU."""
+    """Return the bound of the work on prompts on a GPU, of the layers that are on this rank."""
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     cost = PrefillCost.of_model(spec, num_processors)
     return PrefillBound(cost, cfg.max_prefill_ms / 1e3 or math.inf)

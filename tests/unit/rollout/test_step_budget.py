@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.shapes import write_config
+from spmd_rl.model.parts.part import ModelPart
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.native.prefill_cost import (
     ATTENTION_FLOPS_PER_S,
     LINEAR_FLOPS_PER_S,
@@ -26,8 +28,12 @@ COST = PrefillCost(token_s=1.0, key_s=0.25, tile_tokens=2, wave_tokens=4)
 
 
 @pytest.fixture(scope="module")
-def cost(tmp_path_factory: pytest.TempPathFactory) -> PrefillCost:
-    spec = write_config("0.6B", Path(tmp_path_factory.mktemp("shape")))
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return write_config("0.6B", Path(tmp_path_factory.mktemp("shape")))
+
+
+@pytest.fixture(scope="module")
+def cost(spec: ModelSpec) -> PrefillCost:
     return PrefillCost.of_model(spec, NUM_PROCESSORS)
 
 
@@ -52,6 +58,17 @@ def test_costs_are_those_of_the_shape(cost: PrefillCost) -> None:
     assert per_key == pytest.approx(4 * 28 * 16 * 128)
     assert cost.wave_tokens == 1024
     assert 16 * cost.wave_tokens // QUERY_TILE <= NUM_PROCESSORS, "tiles of one wave"
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_a_rank_that_shares_a_model_has_its_share(
+    spec: ModelSpec, cost: PrefillCost, tp: int
+) -> None:
+    """Of the linears and heads. With fewer heads, more tokens fill the GPU."""
+    own = PrefillCost.of_model(ModelPart(0, tp).spec(spec), NUM_PROCESSORS)
+    assert own.token_s == pytest.approx(cost.token_s / tp, rel=1e-3)
+    assert own.key_s == pytest.approx(cost.key_s / tp)
+    assert own.wave_tokens >= tp * cost.wave_tokens
 
 
 def test_a_step_takes_no_less_than_one_tile(cost: PrefillCost) -> None:

@@ -12,9 +12,12 @@ from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import Engine, Request
+from spmd_rl.rollout.native import engine as engine_module
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.rollout.native.step_budget import PrefillBound
 from spmd_rl.rollout.native.tp import build
 from tests.dist import host_graphs
 from tests.dist.host_graphs import HostGraphs
@@ -98,6 +101,23 @@ def test_ranks_replay_the_same_graphs_and_draw_what_one_engine_does(
     assert others == [first] * (num_ranks - 1)
     assert len(set(first)) > 2
     assert engines.stats()["num_graphs"] >= len(set(first))
+
+
+@pytest.mark.usefixtures("_on_host")
+def test_prompts_are_bounded_by_what_a_rank_computes(
+    shared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, model = shared
+    seen = []
+
+    def bound(spec: ModelSpec, device: torch.device, cfg: NativeEngineConfig) -> PrefillBound:
+        seen.append(spec)
+        return PrefillBound()
+
+    monkeypatch.setattr(engine_module, "prefill_bound", bound)
+    engines = together(model, weights, 2, is_recordable=True, **CFG).engines
+    assert seen == [one.model.own_spec for one in engines]
+    assert seen[0] != model.spec
 
 
 @pytest.mark.usefixtures("_on_host")
