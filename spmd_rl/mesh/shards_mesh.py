@@ -21,7 +21,7 @@ def shards_mesh(context: RoleContext) -> DeviceMesh:
 
     placement = context.placement
     if placement.axes.get("cp", 1) == 1:
-        return context.mesh
+        return context.mesh[DATA] if placement.axes.get("tp", 1) > 1 else context.mesh
     sizes = [placement.of_shards.axes[axis] for axis in DATA]
     return DeviceMesh.from_group(
         [context.mesh.get_group("dp"), context.axis_group(("fsdp", "cp"))],

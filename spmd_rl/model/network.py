@@ -27,6 +27,8 @@ from spmd_rl.kernels import (
     unpad_rows,
 )
 from spmd_rl.kernels.linear.row_shards import shared_logits
+from spmd_rl.kernels.linear.shard_gradients import gathered_columns, shared_input
+from spmd_rl.kernels.rowwise.embedding import embed_shared
 from spmd_rl.model.fused_projections import FusableLayer, join, lay_out
 from spmd_rl.model.layers.block_module import Block
 from spmd_rl.model.layers.norm_module import RmsNorm
@@ -40,19 +42,30 @@ from spmd_rl.model.spec import ModelSpec
 
 
 class Decoder(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
+    """A part of the layers of `spec`, between tokens and the last norm."""
+
+    def __init__(self, spec: ModelSpec, part: ModelPart) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.part = part
+        self._first_token, end = part.embedded(spec)
+        self.embed_tokens = nn.Embedding(end - self._first_token, spec.hidden_size)
+        blocks = enumerate(part.spec(spec).blocks)
         self.layers = nn.ModuleList(
-            Block(block, spec.rms_eps, number) for number, block in enumerate(spec.blocks)
+            Block(block, spec.rms_eps, number, part.exchange) for number, block in blocks
         )
         self.norm = RmsNorm(spec.hidden_size, spec.rms_eps)
 
     def forward(self, tokens: Tensor, rotary: Rotary, attend: TokenAttention) -> Tensor:
-        x, residual = embed(tokens, self.embed_tokens.weight), None
+        x, residual = self._embedded(tokens), None
         for layer in self.layers:
             x, residual = layer(x, residual, rotary, attend)
         return self.norm(x, residual)[0]
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        weight, exchange = self.embed_tokens.weight, self.part.exchange
+        if exchange is None or not self.part.cuts_embedding:
+            return embed(tokens, weight)
+        return embed_shared(tokens, weight, self._first_token, exchange)
 
 
 class CausalLM(nn.Module):
@@ -61,8 +74,8 @@ class CausalLM(nn.Module):
     A tied head has no parameter of its own. Build the model under `torch.device("meta")` to
     allocate nothing. The host makes the rotary table in fp32 at its first use on a device, and all
     later passes share it. With a rank in `lora`, layers have adapters. With `exponents`, attention
-    takes keys and values rounded to 8 bits. Ranks of an engine may each have a `part` of the model;
-    they call it together, and get the same.
+    takes keys and values rounded to 8 bits. Ranks may each have a `part` of the model; they call it
+    together, and get the same.
     Raises: ConfigError for `exponents` of layers that keep other arrays.
     """
 
@@ -81,10 +94,11 @@ class CausalLM(nn.Module):
         self.lora = lora
         self.part = part
         self.own_spec = part.spec(spec)  # of the layers that are here
-        self.model = Decoder(self.own_spec)
-        first, end = part.vocabulary(spec)
+        self.model = Decoder(spec, part)
+        self._first_row, end = part.vocabulary(spec)
+        num_rows = end - self._first_row
         self.lm_head = (
-            None if spec.tie_embeddings else Linear(spec.hidden_size, end - first, bias=False)
+            None if spec.tie_embeddings else Linear(spec.hidden_size, num_rows, bias=False)
         )
         share_products(self, spec, part)
         for name, module in list(self.named_modules()):
@@ -114,6 +128,7 @@ class CausalLM(nn.Module):
             tokens, positions = pad_rows(tokens), pad_rows(positions)
         rotary = Rotary(positions, *self.rope_tables(positions.device))
         hidden = unpad_rows(self.model(tokens, rotary, attend), num_tokens)
+        hidden = shared_input(hidden, self.part.exchange)  # of which ranks have different logits
         return hidden if rows is None else self.logits(hidden.index_select(0, rows))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -122,9 +137,8 @@ class CausalLM(nn.Module):
         if self.part.exchange is None:
             return own
         missing = vocab_part_rows(self.spec, self.part.count) - own.shape[1]  # in the last part
-        return self.part.exchange.gather_columns(F.pad(own, (0, missing)))[
-            :, : self.spec.vocab_size
-        ]
+        whole = gathered_columns(F.pad(own, (0, missing)), self._first_row, self.part.exchange)
+        return whole[:, : self.spec.vocab_size]
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the rows of the vocabulary that are here. Shape: as `logits`."""
@@ -140,7 +154,7 @@ class CausalLM(nn.Module):
         """
         if self.lm_head is not None:
             return self.lm_head.weight
-        if self.part.count == 1:
+        if self.part.count == 1 or self.part.cuts_embedding:
             return self.model.embed_tokens.weight
         return self.model.embed_tokens.weight[slice(*self.part.vocabulary(self.spec))]
 

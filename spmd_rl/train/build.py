@@ -26,15 +26,15 @@ from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
 from spmd_rl.train.fsdp2.axes import check_axes
 from spmd_rl.train.fsdp2.backend import Fsdp2
-from spmd_rl.train.fsdp2.expert_shards import ExpertShards
-from spmd_rl.train.fsdp2.sequence_shards import SequenceShards
 from spmd_rl.train.fsdp2.sharded_model import ShardedModel
+from spmd_rl.train.fsdp2.sharing import Sharing
 from spmd_rl.train.learner import Learner
 
 NO_VALUE_HEAD = (
     "lora.rank is set for a model with a value head, which would not be trained: adapters are for "
     "language models, so set it to 0"
 )
+NO_SHARED_VALUE_HEAD = "ranks do not share the matrices of a model with a value head: set it to 1"
 
 
 def build_fsdp2(
@@ -52,14 +52,11 @@ def build_fsdp2(
     check_axes(cfg, context.placement, spec)
     if cfg.lora.rank and head == "value":
         raise ConfigError(NO_VALUE_HEAD)
-    experts, sequences = None, None
-    cp = size_of(context.placement.axes, "cp")
-    if size_of(context.placement.axes, "ep") > 1:
-        experts = ExpertShards(context, fsdp2_settings(cfg).ep_dispatcher)
-    if cp > 1:
-        sequences = SequenceShards(context.axis_group(("cp",)))
+    if size_of(context.placement.axes, "tp") > 1 and head == "value":
+        raise ConfigError(f"split.{context.placement.name}.tp: {NO_SHARED_VALUE_HEAD}")
+    sharing = Sharing.of(spec, context, fsdp2_settings(cfg).ep_dispatcher)
     mesh = shards_mesh(context)
-    backend = Fsdp2(spec, mesh, cfg, context.device, head, memory, experts, sequences)
+    backend = Fsdp2(spec, mesh, cfg, context.device, head, memory, sharing)
     weights = first_weights(cfg, folder, head, backend.local)
     if cfg.lora.rank:  # the base never changes, so it is rounded once
         backend.fill(as_rounded(weights, spec, cfg.weights))
@@ -67,7 +64,8 @@ def build_fsdp2(
         backend.note_base(context)
     else:
         backend.fill(weights)
-    # a rank has its share of a micro-batch alone
+    # along cp, a rank has its share of a micro-batch alone
+    cp = size_of(context.placement.axes, "cp")
     return Learner(backend, context, replace(cfg, max_tokens=cp * cfg.max_tokens))
 
 
@@ -124,7 +122,8 @@ def _spec(folder: str, context: RoleContext) -> ModelSpec:
     """Return the model of a folder, with the arithmetic of this run."""
     if not folder:
         raise ConfigError("model is empty: name a Hugging Face model folder")
-    return replace(read_spec(folder), row_shards=context.row_shards)
+    shards = max(context.row_shards, size_of(context.placement.axes, "tp"))
+    return replace(read_spec(folder), row_shards=shards)
 
 
 def _frozen_scorer(cfg: FrozenConfig, spec: ModelSpec, head: Head) -> Scorer | ValueScorer:

@@ -43,8 +43,19 @@ class TorchExchange:
         self._group = group
 
     def sum(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Do what `ShardExchange.sum` says. Blocks: until all ranks of the group have called."""
-        return rounded(sum_neighbours(self._gather(part)), bias, dtype)
+        """Do what `ShardExchange.sum` says. Blocks: until all ranks of the group have called.
+
+        Where ranks can have equally many rows, each adds up some, and gives them to the others.
+        """
+        size = self._group.size()
+        if len(part) % size:
+            return rounded(sum_neighbours(self._gather(part)), bias, dtype)
+        parts = torch.empty_like(part)
+        dist.all_to_all_single(parts, part.contiguous(), group=self._group)
+        own = rounded(sum_neighbours(parts.chunk(size)), bias, dtype)
+        out = own.new_empty(part.shape)
+        dist.all_gather_into_tensor(out, own, group=self._group)
+        return out
 
     def gather_columns(self, own: Tensor) -> Tensor:
         """Do what `ShardExchange.gather_columns` says. Blocks: as `sum`."""

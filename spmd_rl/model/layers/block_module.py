@@ -5,15 +5,23 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from spmd_rl.kernels import Rotary, TokenAttention
+from spmd_rl.kernels.linear.shard_exchange import ShardExchange
+from spmd_rl.kernels.linear.shard_gradients import shared_input
 from spmd_rl.model.layers.block import NORMS, BlockSpec
 from spmd_rl.model.layers.norm_module import RmsNorm
 
 
 class Block(nn.Module):
-    """Block `number` of a decoder. Its modules have the names that its layers give themselves."""
+    """Block `number` of a decoder. Its modules have the names that its layers give themselves.
 
-    def __init__(self, spec: BlockSpec, rms_eps: float, number: int) -> None:
+    Ranks that share it are behind `exchange`.
+    """
+
+    def __init__(
+        self, spec: BlockSpec, rms_eps: float, number: int, exchange: ShardExchange | None = None
+    ) -> None:
         super().__init__()
+        self._exchange = exchange
         for layer in spec.layers:
             self.add_module(layer.name, layer.module(number))
         for norm in NORMS:
@@ -26,6 +34,6 @@ class Block(nn.Module):
         """Map (x, residual) to the next pair; a layer's input and output are residual + x."""
         first_norm, mixer, second_norm, mlp = (getattr(self, name) for name in self._order)
         normed, residual = first_norm(x, residual)
-        x = mixer(normed, rotary, attend)
+        x = mixer(shared_input(normed, self._exchange), rotary, attend)
         normed, residual = second_norm(x, residual)
-        return mlp(normed), residual
+        return mlp(shared_input(normed, self._exchange)), residual

@@ -1,7 +1,7 @@
-"""Part of a model that one rank of an engine has, where several ranks share the model. No torch.
+"""Part of a model that one rank has, where several ranks share the model. No torch.
 
 Ranks share heads by groups of queries with a key, hidden units of MLPs, and the rows of the head of
-the vocabulary. Each has the embedding and the norms whole.
+the vocabulary. Each has the norms whole, and in an engine the embedding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.shard import shard_box
-from spmd_rl.model.spec import EMBEDDING, ModelSpec
+from spmd_rl.model.spec import EMBEDDING, ModelSpec, block_prefix
 from spmd_rl.weights.plan.layout import Box
 
 if TYPE_CHECKING:
@@ -24,11 +24,15 @@ VOCAB_SHARDS = 8  # as a sum over the vocabulary has (kernels/vocab/logprob.py)
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Part `index` of `count`; the ranks that have the others are behind `exchange`."""
+    """Part `index` of `count`; the ranks that have the others are behind `exchange`.
+
+    With `cuts_embedding`, ranks share the rows of the embedding as those of the head.
+    """
 
     index: int = 0
     count: int = 1
     exchange: ShardExchange | None = None
+    cuts_embedding: bool = False
 
     def spec(self, spec: ModelSpec) -> ModelSpec:
         """Return the model with the layers of this part, which all parts have alike."""
@@ -40,9 +44,27 @@ class ModelPart:
     def boxes(self, spec: ModelSpec) -> Mapping[str, Box]:
         """Return the box of each parameter that this part has."""
         whole = (
-            replace(one, cut=None) if one.name == EMBEDDING else one for one in spec.parameters()
+            replace(one, cut=None) if one.name == EMBEDDING and not self.cuts_embedding else one
+            for one in spec.parameters()
         )
         return {one.name: shard_box(one, self.index, self.count, VOCAB_SHARDS) for one in whole}
+
+    def shared_by_heads(self, spec: ModelSpec) -> frozenset[str]:
+        """Return the parameters that each rank uses whole for its own heads or hidden units alone.
+
+        Their gradient is a sum over ranks. Of others that ranks have whole, each has all of it.
+        """
+        return frozenset(
+            block_prefix(number) + one.name
+            for number, block in enumerate(spec.blocks)
+            for layer in block.layers
+            for one in layer.parameters()
+            if one.cut is None and not one.writes_residual
+        )
+
+    def embedded(self, spec: ModelSpec) -> tuple[int, int]:
+        """Return the range of the vocabulary's rows in the embedding of this part."""
+        return self.vocabulary(spec) if self.cuts_embedding else (0, spec.vocab_size)
 
     def vocabulary(self, spec: ModelSpec) -> tuple[int, int]:
         """Return the range of the vocabulary's rows in the head of this part."""

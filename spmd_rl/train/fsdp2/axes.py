@@ -9,8 +9,9 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.fsdp2.expert_axis import check_expert_axis
 from spmd_rl.train.fsdp2.sequence_axis import check_sequence_axis
+from spmd_rl.train.fsdp2.tensor_axis import check_tensor_axis
 
-AXES = (*DATA, "cp", "ep")
+AXES = (*DATA, "cp", "tp", "ep")
 ADVICE = 'a trainer with trainer.backend.kind = "megatron" has this one too'
 
 
@@ -23,6 +24,7 @@ def check_axes(cfg: TrainerConfig, placement: Placement, spec: ModelSpec | None)
     _check_parts(cfg.data_parts, placement)
     check_sequence_axis(cfg, placement, spec)
     check_expert_axis(cfg, placement, spec)
+    check_tensor_axis(cfg, placement, spec)
 
 
 def _check_parts(num_parts: int, placement: Placement) -> None:

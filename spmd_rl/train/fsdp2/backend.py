@@ -5,6 +5,7 @@ The optimizer works on the local shards as plain tensors (optimizers.py).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
@@ -28,6 +29,7 @@ from spmd_rl.model.lora import is_adapter
 from spmd_rl.model.low_precision.coded_cache import kv_exponents
 from spmd_rl.model.low_precision.coded_weights import coded_shapes, weights_fact
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.parts.part import ModelPart
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.model.value_head import ValueModel, ValueScorer
@@ -41,11 +43,10 @@ from spmd_rl.train.fsdp2.coded_masters import CodedMasters, SharedMasters
 from spmd_rl.train.fsdp2.coded_source import CodedSource
 from spmd_rl.train.fsdp2.determinism import require_deterministic, sum_gradients
 from spmd_rl.train.fsdp2.exact_norm import exact_square_norm
-from spmd_rl.train.fsdp2.expert_shards import ExpertShards
 from spmd_rl.train.fsdp2.kept_activations import keep_less
 from spmd_rl.train.fsdp2.merged_source import MergedSource
-from spmd_rl.train.fsdp2.sequence_shards import SequenceShards
 from spmd_rl.train.fsdp2.sharded_model import ShardedModel
+from spmd_rl.train.fsdp2.sharing import ALONE, Sharing
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.train.optimizer.optimizers import ShardOptimizer, build_optimizer
 from spmd_rl.train.optimizer.parameter_groups import FP32_BYTES, UpdateRule, update_rules
@@ -70,8 +71,7 @@ class Fsdp2(ShardedModel):
         device: torch.device,
         head: Head = "lm",
         memory: RoleMemory | None = None,
-        experts: ExpertShards | None = None,
-        sequences: SequenceShards | None = None,
+        sharing: Sharing = ALONE,
     ) -> None:
         dtype = getattr(torch, cfg.dtype)
         if cfg.deterministic:
@@ -82,7 +82,7 @@ class Fsdp2(ShardedModel):
         self.balances = has_balance(spec, cfg)
         self._is_adamw = cfg.optimizer.kind == "adamw"
         _require_one_shard(self._offload, mesh.size(1))
-        scorer = _scorer(spec, cfg, head)
+        scorer = _scorer(spec, cfg, head, sharing.part)
         self._activations = keep_less(scorer.model, settings, device, memory)
         base = _make_base(scorer.model, dtype) if cfg.lora.rank else frozenset[str]()
         rules = _freeze(scorer.model, cfg, mesh.size(1), base)
@@ -96,8 +96,7 @@ class Fsdp2(ShardedModel):
             reshard,
             base,
             partial(self._allocating, cfg),
-            experts,
-            sequences,
+            sharing,
         )
         self._hold(cfg)
         sum_gradients(self.units, cfg.deterministic)
@@ -236,23 +235,30 @@ class Fsdp2(ShardedModel):
             if parameter.grad is not None and self.local[name].numel():
                 grad = parameter.grad
                 self.local[name].grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        if self._tensors is not None:
+            self._tensors.sum_uncut(self._named_gradients())
         if self._exact_norm_group is not None:
             group, most = self._exact_norm_group, self.scorer.model.spec.num_parameters
             exact = exact_square_norm(self._gradients(), most, group)
             if exact is not None:
                 return exact if group.rank() == 0 else 0.0
-        own = frozenset[str]() if self._experts is None else self._experts.own
-        of_experts = self._gradients(own)
-        others = self._gradients(self.local.keys() - own)
-        return _square_norm(of_experts) + _square_norm(others) / self.num_replicas
+        by_copies = defaultdict[int, list[Tensor]](list)
+        for name, gradient in self._named_gradients().items():
+            by_copies[self._num_copies(name)].append(gradient)
+        return sum(_square_norm(found) / copies for copies, found in by_copies.items())
 
-    def _gradients(self, names: Container[str] | None = None) -> list[Tensor]:
-        named = self.local.items()
-        return [
-            one.grad
-            for name, one in named
-            if one.grad is not None and (names is None or name in names)
-        ]
+    def _num_copies(self, name: str) -> int:
+        """Return how many ranks have the same shard of a parameter."""
+        if self._experts is not None and name in self._experts.own:
+            return 1
+        is_uncut = self._tensors is not None and name in self._tensors.uncut
+        return self.num_replicas * (self._tensors.size if self._tensors and is_uncut else 1)
+
+    def _gradients(self) -> list[Tensor]:
+        return list(self._named_gradients().values())
+
+    def _named_gradients(self) -> dict[str, Tensor]:
+        return {name: one.grad for name, one in self.local.items() if one.grad is not None}
 
     def step(self, lr: float, grad_scale: float) -> None:
         self._memory.require("an optimizer step", "moments")
@@ -326,11 +332,13 @@ def _freeze(
     return rules
 
 
-def _scorer(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> Scorer | ValueScorer:
+def _scorer(
+    spec: ModelSpec, cfg: TrainerConfig, head: Head, part: ModelPart
+) -> Scorer | ValueScorer:
     """Return the module that computes what the head gives, on the meta device."""
     with torch.device("meta"):
         if head == "value":
             return ValueScorer(ValueModel(spec, kv_exponents(cfg)), cfg.attention_split)
         recomputes = fsdp2_settings(cfg).recompute == "all"
-        model = CausalLM(spec, cfg.lora, kv_exponents(cfg))
+        model = CausalLM(spec, cfg.lora, kv_exponents(cfg), part)
         return Scorer(model, cfg.logit_rows, recomputes, cfg.attention_split)

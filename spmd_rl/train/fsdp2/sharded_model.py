@@ -10,19 +10,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.algo.losses import Needs
@@ -37,12 +31,12 @@ from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.value_head import ValueScorer
 from spmd_rl.train.backend import Outputs, State, Visit, VisitTop
-from spmd_rl.train.fsdp2.expert_shards import ExpertShards
-from spmd_rl.train.fsdp2.sequence_shards import SequenceShards
+from spmd_rl.train.fsdp2.sharing import ALONE, Sharing
+from spmd_rl.train.fsdp2.units import forget_pass, mixed_precision, modules_of_units, shard
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.ends import WeightSource
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
-from spmd_rl.weights.plan.layout import Box, Dims, Layout, chunk_box
+from spmd_rl.weights.plan.layout import Box, Dims, Layout, chunk_box, chunk_of_box
 from spmd_rl.weights.proof.digest import base_fact, combine, digest
 from spmd_rl.weights.tensor_ends import TensorSource, do_nothing
 
@@ -56,8 +50,8 @@ class ShardedModel:
     `state`, `source` and `names` leave them out. FSDP leaves them alone where there is one shard,
     for it would hold them twice. Every rank has the fixed parameters whole. `allocating` is entered
     to allocate the base, and to allocate the rest; its arguments say which, and how many bytes each
-    tensor takes. With `experts`, a rank has its own of these alone. With `sequences`, it computes
-    its own rows of each micro-batch.
+    tensor takes. As `sharing` says, a rank has experts of its own or a part of each matrix, or
+    computes its own rows of each micro-batch.
     """
 
     gradients = "fsdp2"
@@ -74,8 +68,7 @@ class ShardedModel:
         reshard_after_forward: bool | None = None,
         base: Collection[str] = (),
         allocating: Allocating = lambda is_base, sizes: nullcontext(),
-        experts: ExpertShards | None = None,
-        sequences: SequenceShards | None = None,
+        sharing: Sharing = ALONE,
     ) -> None:
         spec = scorer.model.spec
         backend_of(spec, dtype, device, scorer.attention_split)  # refuses what cannot run
@@ -89,11 +82,13 @@ class ShardedModel:
         self.base = frozenset(base)
         self.base_fact: dict[str, str | int] = {}
         self._fixed = spec.fixed_names()
-        self._experts = experts
-        self._sequences = sequences
+        self._experts, self._tensors = sharing.experts, sharing.tensors
+        self._sequences = sharing.sequences
         self._shapes = {name: tuple(one.shape) for name, one in scorer.model.named_parameters()}
-        if experts is not None:
-            experts.split(scorer.model)
+        if self._tensors is not None:
+            self._shapes |= self._tensors.shapes
+        if self._experts is not None:
+            self._experts.split(scorer.model)
         self.units = self._make_units(mesh, gathers_whole, reshard_after_forward)
         if isinstance(scorer, Scorer):
             register_fsdp_forward_method(scorer, "top_logprobs")
@@ -112,13 +107,13 @@ class ShardedModel:
         whole = {named[name] for name in self._whole_names()}
         units: list[FSDPModule] = []
         if experts is not None and experts.num_shards > 1:
-            policy = _mixed_precision((), torch.float32)
-            units = _shard(experts.modules, experts.mesh, policy, reshard, set())
+            policy = mixed_precision((), torch.float32)
+            units = shard(experts.modules, experts.mesh, policy, reshard, set())
         num_bytes = sum(one.nbytes for one in self.scorer.parameters() if one not in whole)
-        modules = _units(self.scorer, experts is None and gathers_whole(num_bytes))
-        policy = _mixed_precision((one for one in named.values() if one not in whole), self._dtype)
+        modules = modules_of_units(self.scorer, experts is None and gathers_whole(num_bytes))
+        policy = mixed_precision((one for one in named.values() if one not in whole), self._dtype)
         axes = mesh if mesh.size(0) > 1 else mesh["fsdp"]
-        return units + _shard(modules, axes, policy, reshard, whole)
+        return units + shard(modules, axes, policy, reshard, whole)
 
     def _materialise(self, allocating: Allocating) -> None:
         """Give all parameters memory: of the base, and of the rest, inside one context each.
@@ -141,8 +136,8 @@ class ShardedModel:
             for name, whole in weights:
                 if name not in self.local:
                     continue
-                rows = self._box(name, tuple(whole.shape))
-                self.local[name].copy_(whole.narrow(0, rows.offset[0], rows.extent[0]))
+                box = self._box(name, tuple(whole.shape))
+                self.local[name].copy_(whole[tuple(map(slice, box.offset, box.end))])
 
     @property
     def replays(self) -> RouteShape | None:
@@ -221,7 +216,7 @@ class ShardedModel:
 
     def _end_failed_pass(self) -> None:
         """Have FSDP forget a pass that raised, and free its gathered weights."""
-        _forget_pass(self.units)
+        forget_pass(self.units)
         self._free_gathered()
 
     def _free_gathered(self) -> None:
@@ -251,7 +246,7 @@ class ShardedModel:
         if self._experts is not None and name in self._experts.names:
             return self._experts.whole(name, own, self._shapes[name], self.device)
         assert own is not None
-        return own
+        return own if self._tensors is None else self._tensors.whole(name, own, self.device)
 
     def local_weights(self) -> LocalTensors:
         """Return this rank's shards of the weights."""
@@ -290,61 +285,12 @@ class ShardedModel:
         """Return this rank's part of a parameter."""
         if self._experts is not None and name in self._experts.names:
             return self._experts.box(shape)
-        return chunk_box(shape, *((0, 1) if name in self._fixed else (self.shard, self.num_shards)))
+        shard, num_shards = (0, 1) if name in self._fixed else (self.shard, self.num_shards)
+        if self._tensors is not None:
+            return chunk_of_box(self._tensors.boxes[name], shard, num_shards)
+        return chunk_box(shape, shard, num_shards)
 
 
 def _own(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter, the memory itself."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _forget_pass(units: Sequence[FSDPModule]) -> None:
-    """Have FSDP forget a pass that raised.
-
-    FSDP frees no weights of a pass that it takes for unfinished. The next pass would use them, even
-    after a load. torch 2.13 has a method for this.
-    """
-    root = units[-1]
-    if hasattr(root, "reset_iter_state"):
-        root.reset_iter_state()
-        return
-    for unit in units:
-        state = cast(Any, unit)._get_fsdp_state()
-        state._training_state = TrainingState.IDLE
-        state._state_ctx.iter_forward_root = None
-        if state._fsdp_param_group is not None:
-            state._fsdp_param_group._training_state = TrainingState.IDLE
-
-
-def _units(scorer: Scorer | ValueScorer, gathers_whole: bool) -> list[nn.Module]:
-    """Return the modules to shard: the whole scorer, or each layer and then the rest."""
-    return [scorer] if gathers_whole else [*scorer.model.model.layers, scorer]
-
-
-def _shard(
-    modules: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | None,
-    whole: set[nn.Parameter],
-) -> list[FSDPModule]:
-    """Make each module a unit whose weights are gathered at once, but for those that are whole."""
-    for module in modules:
-        fully_shard(
-            module,
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=reshard_after_forward,
-            ignored_params=whole or None,
-        )
-    return [cast(FSDPModule, module) for module in modules]
-
-
-def _mixed_precision(sharded: Iterable[Tensor], dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Return the policy: compute in `dtype`, and sum gradients in float32."""
-    is_stored_so = all(parameter.dtype == dtype for parameter in sharded)
-    return MixedPrecisionPolicy(
-        param_dtype=None if is_stored_so else dtype,
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=False,
-    )

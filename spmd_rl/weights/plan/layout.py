@@ -94,6 +94,13 @@ def chunk_box(shape: Dims, part: int, num_parts: int) -> Box:
     return range_box(shape, 0, part * rows, (part + 1) * rows)
 
 
+def chunk_of_box(box: Box, part: int, num_parts: int) -> Box:
+    """Return the rows of a box that FSDP2 gives to shard `part` of those that share it."""
+    rows = chunk_box(box.extent, part, num_parts)
+    offset = tuple(o + first for o, first in zip(box.offset, rows.offset, strict=True))
+    return Box(offset, rows.extent)
+
+
 def range_box(shape: Dims, dim: int, start: int, stop: int) -> Box:
     """Return the box of a range along `dim`, as far as the tensor has it; it may be empty."""
     start, stop = min(start, shape[dim]), min(stop, shape[dim])

@@ -125,8 +125,8 @@ def test_axes_are_checked_before_a_run(tmp_path: Any) -> None:
     megatron = replace(plain, trainer=TrainerConfig(backend=MegatronConfig()))
     placements = plan_split(plain.split, 4)
     check_axes(RunNeeds.of(megatron), placements)
-    with pytest.raises(PlanError, match="FSDP2 has the axes dp, fsdp, cp and ep alone"):
-        check_axes(RunNeeds.of(plain), placements)
+    with pytest.raises(PlanError, match="FSDP2 has the axes dp, fsdp, cp, tp and ep alone"):
+        check_axes(RunNeeds.of(plain), plan_split(Split(RoleSplit(pp=2)), 4))
     with pytest.raises(ConfigError, match="does not divide the 4 attention heads"):
         check_axes(RunNeeds.of(megatron), plan_split(Split(RoleSplit(tp=3)), 3))
     with pytest.raises(PlanError, match=r"split\.infer\.pp = 2: this role has the axes"):

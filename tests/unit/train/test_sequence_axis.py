@@ -41,8 +41,8 @@ def test_the_loss_that_balances_experts_is_named() -> None:
 
 
 def test_an_axis_of_megatron_alone_is_named() -> None:
-    with pytest.raises(PlanError, match="tp = 2: FSDP2 has the axes dp, fsdp, cp and ep alone"):
-        check(TrainerConfig(), tp=2)
+    with pytest.raises(PlanError, match="pp = 2: FSDP2 has the axes dp, fsdp, cp, tp and ep alone"):
+        check(TrainerConfig(), pp=2)
 
 
 @pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
