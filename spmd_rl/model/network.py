@@ -29,6 +29,7 @@ from spmd_rl.kernels import (
 from spmd_rl.kernels.linear.row_shards import shared_logits
 from spmd_rl.kernels.linear.shard_gradients import gathered_columns, shared_input
 from spmd_rl.kernels.rowwise.embedding import embed_shared
+from spmd_rl.kernels.vocab.lm_head import HeadRows
 from spmd_rl.model.fused_projections import FusableLayer, join, lay_out
 from spmd_rl.model.layers.block_module import Block
 from spmd_rl.model.layers.norm_module import RmsNorm
@@ -138,7 +139,7 @@ class CausalLM(nn.Module):
             return own
         missing = vocab_part_rows(self.spec, self.part.count) - own.shape[1]  # in the last part
         whole = gathered_columns(F.pad(own, (0, missing)), self._first_row, self.part.exchange)
-        return whole[:, : self.spec.vocab_size]
+        return whole[:, : self.spec.vocab_size].contiguous()
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the rows of the vocabulary that are here. Shape: as `logits`."""
@@ -157,6 +158,11 @@ class CausalLM(nn.Module):
         if self.part.count == 1 or self.part.cuts_embedding:
             return self.model.embed_tokens.weight
         return self.model.embed_tokens.weight[slice(*self.part.vocabulary(self.spec))]
+
+    @property
+    def head_rows(self) -> HeadRows:
+        """The rows of the vocabulary that `head` has."""
+        return HeadRows(self._first_row, self.spec.vocab_size)
 
     def adapters(self) -> Iterator[Linear]:
         """Yield the layers that adapters consist of."""

@@ -127,6 +127,7 @@ class Scorer(nn.Module):
                 entropy_grad=entropy_grad,
                 candidates=candidates,
                 kept=batch.kept,
+                rows=self.model.head_rows,
             )
         scores = self._score_in_chunks(hidden, batch, candidates)
         return scores if entropy_grad else scores._replace(entropy=scores.entropy.detach())

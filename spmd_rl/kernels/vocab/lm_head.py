@@ -25,6 +25,13 @@ from spmd_rl.kernels.vocab.scores import ScoreGradients, Scores
 Logits = Callable[[Tensor], Tensor]
 
 
+class HeadRows(NamedTuple):
+    """The first row of the head that a rank has, and how many the vocabulary has."""
+
+    first: int
+    vocab_size: int
+
+
 def head_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -36,6 +43,7 @@ def head_logprobs(
     entropy_grad: bool = False,
     candidates: Tensor | None = None,
     kept: KeptSets | None = None,
+    rows: HeadRows | None = None,
 ) -> Scores:
     """Return `token_scores` of the head's logits, on NVIDIA GPUs.
 
@@ -44,10 +52,16 @@ def head_logprobs(
     `hidden` with `weight` (`linear_fp32`); the backward pass assumes that product. It keeps [M, V]
     elements of the weight's size.
 
-    Shape: hidden [M, C], weight [V, C], targets [M] int64, inv_temperature [M] fp32, candidates
+    Where ranks share the head, `rows` says which a rank has. Then `logits` returns those of all,
+    and a backward pass this rank's part of the gradient of `hidden`. For the log-probs alone, it
+    keeps [M, V'] elements.
+
+    Shape: hidden [M, C], weight [V, C] or of some rows [V', C], targets [M] int64, inv_temperature [M] fp32, candidates
     [M, K] int64.
     """
-    head = _HeadInputs(logits, targets, inv_temperature, num_rows, kept, torch.is_grad_enabled())
+    rows = rows or HeadRows(0, len(weight))
+    keeps = torch.is_grad_enabled()
+    head = _HeadInputs(logits, targets, inv_temperature, num_rows, kept, keeps, rows)
     if not entropy_grad and candidates is None:
         logprobs, entropy = _HeadLogprobs.apply(hidden, weight, head)
         return Scores(logprobs, entropy, None)
@@ -64,6 +78,7 @@ class _HeadInputs(NamedTuple):
     num_rows: int
     kept: KeptSets | None
     keeps: bool
+    own: HeadRows
 
     def chunks(self, hidden: Tensor) -> Iterator[_HeadChunk]:
         for start in range(0, len(hidden), self.num_rows):
@@ -71,6 +86,10 @@ class _HeadInputs(NamedTuple):
             logits = self.logits(hidden[rows])
             words = None if self.kept is None else self.kept.words(rows, logits.shape[1])
             yield _HeadChunk(rows, logits, self.targets[rows], self.inv_temperature[rows], words)
+
+    def columns(self, weight: Tensor) -> slice:
+        """Return which columns of all logits are those of `weight`."""
+        return slice(self.own.first, self.own.first + len(weight))
 
 
 class _HeadChunk(NamedTuple):
@@ -95,6 +114,7 @@ class _HeadLogprobs(torch.autograd.Function):
         one = torch.ones_like(head.inv_temperature)
         shape = len(hidden) if head.keeps else 0, len(weight)
         slopes = hidden.new_empty(shape, dtype=weight.dtype)
+        is_whole = len(weight) == head.own.vocab_size
         for part, logits, targets, inv_temperature, words in head.chunks(hidden):
             logprob[part], entropy[part], norms = logprob_forward(
                 logits, targets, inv_temperature, NUM_VOCAB_SHARDS, VOCAB_CHUNK, words
@@ -102,10 +122,12 @@ class _HeadLogprobs(torch.autograd.Function):
             if head.keeps:
                 scores = Scores(logprob[part], entropy[part], None)
                 grads = ScoreGradients(one[part], None, None)
+                out = slopes[part] if is_whole else torch.empty_like(logits, dtype=weight.dtype)
                 logprob_backward(
-                    grads, scores, logits, targets, None, inv_temperature, norms, slopes[part],
-                    words=words,
-                )  # fmt: skip
+                    grads, scores, logits, targets, None, inv_temperature, norms, out, words=words
+                )
+                if not is_whole:
+                    slopes[part] = out[:, head.columns(weight)]
         ctx.save_for_backward(hidden, weight, slopes)
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
@@ -131,7 +153,7 @@ class _HeadScores(torch.autograd.Function):
         logprob, entropy = (torch.empty_like(head.inv_temperature) for _ in range(2))
         norms = logprob.new_empty(2, len(logprob))
         found: list[Tensor] = []
-        shape = len(hidden) if head.keeps else 0, len(weight)
+        shape = len(hidden) if head.keeps else 0, head.own.vocab_size
         kept = hidden.new_empty(shape, dtype=_same_size_float(weight.dtype))
         for part, logits, targets, inv_temperature, words in head.chunks(hidden):
             logprob[part], entropy[part], norms[:, part] = logprob_forward(
@@ -145,6 +167,7 @@ class _HeadScores(torch.autograd.Function):
                 shift_logits(logits, inv_temperature, norms[:, part], kept[part], words)
         of_candidates = None if candidates is None else torch.cat(found)
         inputs = head.targets, head.inv_temperature, candidates
+        ctx.columns = head.columns(weight)
         ctx.save_for_backward(hidden, weight, kept, norms, *inputs, logprob, entropy, of_candidates)
         return logprob, entropy, of_candidates
 
@@ -163,7 +186,8 @@ class _HeadScores(torch.autograd.Function):
         )  # fmt: skip
         # A second backward pass would read gradients as logits: torch now refuses it.
         torch.autograd.graph.increment_version(kept)
-        return grad_logits @ weight, grad_logits.t() @ hidden, None, None
+        own = grad_logits[:, ctx.columns]
+        return own @ weight, own.t() @ hidden, None, None
 
 
 def _same_size_float(dtype: torch.dtype) -> torch.dtype:

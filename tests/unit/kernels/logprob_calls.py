@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.vocab import logprob_backward_triton, logprob_triton
-from spmd_rl.kernels.vocab.lm_head import head_logprobs
+from spmd_rl.kernels.vocab.lm_head import HeadRows, head_logprobs
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK, score_gradients
 from spmd_rl.kernels.vocab.scores import Scores
 
@@ -47,16 +47,22 @@ def head(
     candidates: Tensor | None,
     grads: Plain,
     num_rows: int,
+    first: int = 0,
+    end: int | None = None,
 ) -> Plain:
-    """Return scores of `head_logprobs`, and the gradients of `hidden` and `weight`."""
-    leaves = [one.clone().requires_grad_() for one in (hidden, weight)]
+    """Return scores of `head_logprobs`, and the gradients of `hidden` and `weight`.
+
+    They are those of a rank that has the rows of `weight` from `first` to `end`.
+    """
+    leaves = [one.clone().requires_grad_() for one in (hidden, weight[first:end])]
 
     def logits(rows: Tensor) -> Tensor:
-        return rows.float() @ leaves[1].float().t()
+        return rows.float() @ weight.float().t()
 
     scores = head_logprobs(
         *leaves, logits, targets, inv_temperature, num_rows,
         entropy_grad=grads[1] is not None, candidates=candidates,
+        rows=HeadRows(first, len(weight)),
     )  # fmt: skip
     used = [(out, grad) for out, grad in zip(scores, grads, strict=True) if grad is not None]
     torch.autograd.backward(*(list(part) for part in zip(*used, strict=True)))

@@ -121,6 +121,20 @@ def test_gradients_of_a_head_are_those_of_float64(interpreted: Interpreted) -> N
             assert distance(one, expected) < TOLERANCE[head.weight.dtype]
 
 
+def test_gradients_of_parts_of_a_head_add_up(interpreted: Interpreted) -> None:
+    """Ranks have some rows each, and the same scores."""
+    ends = [(0, 30), (30, 77)]
+    cases = [(made_head(77, torch.float32), fields) for fields in MIXTURES]
+    calls = [(*head.arguments(fields), *part) for head, fields in cases for part in ends]
+    found = interpreted("head", calls)
+    for (head, fields), first, second in zip(cases, found[::2], found[1::2], strict=True):
+        for one, other in zip(first[:3], second[:3], strict=True):
+            assert one is None or torch.equal(one, other)
+        of_hidden, of_weight = head.expected(fields)
+        assert distance(first[3] + second[3], of_hidden) < 1e-6
+        assert distance(torch.cat([first[4], second[4]]), of_weight) < 1e-6
+
+
 def test_recomputed_logits_give_a_head_other_gradients_in_half_precision(
     interpreted: Interpreted,
 ) -> None:

@@ -96,6 +96,7 @@ def test_ranks_have_the_logits_of_one(
     expected = logits(whole, tokens, lengths)
     for found in on_ranks(of_rank, num_ranks):
         assert torch.equal(found, expected)
+        assert found.is_contiguous()  # as kernels take them
     plain = CausalLM(replace(spec, row_shards=1))
     plain.load_state_dict(weights)
     if dtype == torch.float32:
