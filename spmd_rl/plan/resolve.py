@@ -246,17 +246,21 @@ def planned_settings(
 
 def row_shards(cfg: object, world_size: int) -> Mapping[str, int]:
     """Return in how many parts the models of each placement sum row-parallel products: as many as
-    ranks share one in an engine whose bits are the trainer's. None are named where this is 1.
+    ranks share one at most, in a trainer that sums in parts or an engine whose bits are the
+    trainer's. None are named where this is 1.
     """
     needs = RunNeeds.of(cfg)
-    if needs.engine is None or not needs.engine.promises_bits or needs.split is None:
+    if needs.split is None:
         return {}
     try:
         placements = plan_split(needs.split, world_size)
     except PlanError:  # the run itself reports it
         return {}
-    infer = placements.get(INFER)
-    size = 1 if infer is None else infer.axes["tp"]
+    of_bits = {
+        INFER: needs.engine is not None and needs.engine.promises_bits,
+        TRAIN: needs.trainer is not None and needs.trainer.backend.sums_in_parts,
+    }
+    size = max(one.axes["tp"] if of_bits.get(name) else 1 for name, one in placements.items())
     return dict.fromkeys(placements, size) if size > 1 else {}
 
 

@@ -1,24 +1,32 @@
-"""Run under torchrun by test_tensor_shards.py: `tensor_ranks.py DENSE OUT.json`, on 4 ranks, where
-1, 2 and 4 of them share each matrix. Log-probs are told as bits.
+"""Run under torchrun by test_tensor_shards.py: `tensor_ranks.py DENSE BIASED OUT.json`, on 4 ranks,
+where 1, 2 and 4 of them share each matrix. Log-probs are told as bits.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
 
+from spmd_rl.kernels.linear import shard_exchange
 from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
-from tests.dist.checkpoint_ranks import logprobs
+from tests.dist.checkpoint_ranks import digests, logprobs, step
+from tests.dist.sequence_ranks import top
+from tests.dist.train_ranks import train_on_all_scores
 
 SPLITS = {
     "tp 1": RoleSplit(),
@@ -28,25 +36,116 @@ SPLITS = {
 }
 CONFIG = TrainerConfig(init="random", lr=1e-2, eps=1e-4, max_tokens=60)
 ROW_SHARDS = 4
+Shares = list[tuple[str, tuple[list[int], list[int]], bytes]]
 
 
-def main(dense: Path, out: Path) -> None:
+def gradients(trainer: Trainer) -> tuple[dict[str, Tensor], bool]:
+    """The whole gradients of a train step that leaves the weights alone, and whether ranks with the
+    same box have the same.
+    """
+    backend = trainer.backend
+    shares: Shares = []
+
+    def watched(lr: float, scale: float) -> None:
+        for name, one in backend.state()["weights"]:
+            box = list(one.box.offset), list(one.box.end)
+            assert one.local.grad is not None
+            shares.append((name, box, one.local.grad.numpy().tobytes()))
+        backend.discard()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "step", watched)
+        step(trainer, 0)
+    by_rank = trainer.context.all_gather_bytes(msgspec.msgpack.encode(shares))
+    return joined([msgspec.msgpack.decode(blob, type=Shares) for blob in by_rank], backend)
+
+
+def joined(by_rank: Sequence[Shares], backend: Any) -> tuple[dict[str, Tensor], bool]:
+    shapes = {name: one.shape for name, one in backend.state()["weights"]}
+    whole = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    seen: dict[tuple[str, str], bytes] = {}
+    for shares in by_rank:
+        for name, (start, end), values in shares:
+            part = whole[name][tuple(map(slice, start, end))]
+            part.copy_(torch.frombuffer(bytearray(values), dtype=torch.float32).view(part.shape))
+            seen.setdefault((name, str((start, end))), values)
+    alike = all(
+        seen[name, str(tuple(box))] == values
+        for shares in by_rank
+        for name, box, values in shares
+    )  # fmt: skip
+    return whole, alike
+
+
+def in_a_row(parts: Sequence[Tensor]) -> Tensor:
+    """A sum whose tree has another shape."""
+    for part in parts[1:]:
+        parts[0].add_(part)
+    return parts[0]
+
+
+class Runs:
+    """Trainers of a model on all ranks, one for each split of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.world = World.from_env()
+        join(self.world, open_store(self.world))
+        self.meshes = Meshes(self.world)
+        self.placements = {
+            name: plan_split({"train": one}, 4).train for name, one in SPLITS.items()
+        }
+        self.meshes.build(list(self.placements.values()))
+        self.folder = folder
+
+    def built(self, split: str, folder: Path | None = None, **settings: Any) -> Trainer:
+        context = self.meshes.context(self.placements[split], ROW_SHARDS)
+        return Trainer(replace(CONFIG, **settings), context, str(folder or self.folder))
+
+    def saved(self, split: str, folder: Path) -> tuple[Any, ...]:
+        """What a trainer is that has learned once, and saved that."""
+        trainer = self.built(split)
+        step(trainer, 0)
+        trainer.save(str(folder))
+        trainer.wait_until_saved()
+        return digests(trainer), logprobs(trainer)
+
+    def resumed(self, split: str, folder: Path) -> tuple[Any, ...]:
+        trainer = self.built(split, seed=7)
+        trainer.load(str(folder))
+        return digests(trainer), logprobs(trainer)
+
+
+def main(dense: Path, biased: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    world = World.from_env()
-    join(world, open_store(world))
-    meshes = Meshes(world)
-    placements = {name: plan_split({"train": one}, 4).train for name, one in SPLITS.items()}
-    meshes.build(list(placements.values()))
-
-    def built(split: str, **settings: Any) -> Trainer:
-        context = meshes.context(placements[split], ROW_SHARDS)
-        return Trainer(replace(CONFIG, **settings), context, str(dense))
-
-    report: dict[str, Any] = {"dense": {split: logprobs(built(split)) for split in SPLITS}}
-    if world.rank == 0:
+    runs, report = Runs(dense), dict[str, Any]()
+    rank, folder = runs.world.rank, out.parent
+    report |= {name: {} for name in ("dense", "biased", "top", "alike", "saved", "resumed")}
+    for split in SPLITS:
+        trainer = runs.built(split)
+        report["dense"][split] = logprobs(trainer)
+        report["top"][split] = top(trainer)
+        found, report["alike"][split] = gradients(trainer)
+        if rank == 0:
+            save_file(found, folder / f"{split}.safetensors")
+    for split in ("tp 1", "tp 4"):
+        report["biased"][split] = logprobs(runs.built(split, biased, init="folder"))
+    report["scores"] = [train_on_all_scores(runs.built(split)) for split in ("tp 1", "tp 2")]
+    for recompute in ("none", "cheap", "all"):
+        backend = Fsdp2Config(recompute=recompute, wrap="layer")
+        trainer = runs.built("tp 2", deterministic=True, backend=backend, logit_rows=16)
+        step(trainer, 0)
+        report[recompute] = digests(trainer)
+    for split, other in (("tp 1", "tp 4"), ("2 copies, tp 2", "tp 1")):
+        report["saved"][split] = runs.saved(split, folder / split)
+        report["resumed"][split] = runs.resumed(other, folder / split)
+    runs.built("tp 2").export_hf(str(folder / "hf"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_exchange, "sum_neighbours", in_a_row)
+        report["control"] = logprobs(runs.built("tp 4"))
+    if rank == 0:
         out.write_text(json.dumps(report))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))

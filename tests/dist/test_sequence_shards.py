@@ -72,9 +72,14 @@ def test_tokens_in_another_order_show(report: Report) -> None:
 def test_gradients_are_those_of_transformers_in_float64(
     split: str, work: Path, report: Report
 ) -> None:
+    check_gradients(work / "hf", work / f"{split}.safetensors")
+
+
+def check_gradients(folder: Path, gradients: Path) -> None:
+    """Compare gradients of a train step's loss with those of transformers in float64."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(work / "hf", dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     batch, logprobs = make_batch(0), []
     starts = np.cumsum(batch.lengths) - batch.lengths
     temperature = torch.from_numpy(np.where(batch.temperature == 0, 1, batch.temperature))
@@ -85,7 +90,7 @@ def test_gradients_are_those_of_transformers_in_float64(
     weight = torch.from_numpy(batch.weight * batch.advantages * batch.mask).double()
     loss = -(weight * torch.cat(logprobs)).sum() / batch.denominator
     loss.backward()
-    found = load_file(work / f"{split}.safetensors")
+    found = load_file(gradients)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         error = (found[name].double() - parameter.grad).norm() / parameter.grad.norm()

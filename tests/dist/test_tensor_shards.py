@@ -6,21 +6,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.dist.recipes.test_tensor_parallel import write_qwen2
 from tests.dist.tensor_ranks import SPLITS
+from tests.dist.test_sequence_shards import check_gradients
 from tests.dist.torchrun import torchrun
-from tests.dist.train_case import write_model_folder
+from tests.dist.train_case import make_batch, write_model_folder
 
 pytestmark = pytest.mark.dist
 
 Report = dict[str, Any]
 
 
-def with_even_sizes(folder: Path) -> Path:
-    """Have a model heads and hidden units that four ranks can share."""
+def with_sizes(folder: Path, **sizes: int) -> Path:
+    """Have a model sizes that four ranks can share."""
     path = folder / "config.json"
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 56}
     path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
     return folder
 
@@ -32,11 +34,61 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(work: Path) -> Report:
-    dense = with_even_sizes(write_model_folder(work / "dense"))
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    dense = with_sizes(write_model_folder(work / "dense"), intermediate_size=56, **heads)
+    biased = write_qwen2(work / "biased", num_key_value_heads=4)
     out = work / "4.json"
-    return torchrun("tensor_ranks.py", 4, out, str(dense), str(out))
+    return torchrun("tensor_ranks.py", 4, out, str(dense), str(biased), str(out))
 
 
 @pytest.mark.parametrize("split", list(SPLITS)[1:])
 def test_log_probs_have_the_bits_of_a_rank_with_whole_matrices(split: str, report: Report) -> None:
     assert report["dense"][split] == report["dense"]["tp 1"]
+
+
+def test_biases_and_a_tied_head_are_shared_too(report: Report) -> None:
+    assert report["biased"]["tp 4"] == report["biased"]["tp 1"]
+
+
+@pytest.mark.parametrize("split", list(SPLITS)[1:])
+def test_the_likeliest_tokens_are_the_same(split: str, report: Report) -> None:
+    ids, _ = report["top"]["tp 1"]
+    assert np.shape(ids) == (make_batch(5).num_tokens, 3)
+    assert report["top"][split] == report["top"]["tp 1"]
+
+
+def test_a_tree_of_another_shape_shows(report: Report) -> None:
+    assert report["control"] != report["dense"]["tp 1"]
+
+
+@pytest.mark.parametrize("split", list(SPLITS))
+def test_gradients_are_those_of_transformers_in_float64(
+    split: str, work: Path, report: Report
+) -> None:
+    check_gradients(work / "hf", work / f"{split}.safetensors")
+
+
+@pytest.mark.parametrize("split", list(SPLITS))
+def test_ranks_that_have_the_same_weights_have_the_same_gradients(
+    split: str, report: Report
+) -> None:
+    assert report["alike"][split]
+
+
+def test_entropies_and_candidates_have_gradients(report: Report) -> None:
+    alone, shared = report["scores"]
+    for step, other in zip(alone, shared, strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/entropy"):
+            assert other[name] == pytest.approx(step[name], rel=2e-5)
+        assert other["onpolicy/compared_tokens"] == step["onpolicy/compared_tokens"]
+        assert other["train/tokens"] == step["train/tokens"]
+
+
+@pytest.mark.parametrize("recompute", ["cheap", "all"])
+def test_layers_that_are_computed_again_exchange_again(recompute: str, report: Report) -> None:
+    assert report[recompute] == report["none"]
+
+
+@pytest.mark.parametrize("split", ["tp 1", "2 copies, tp 2"])
+def test_a_checkpoint_goes_on_with_other_parts(split: str, report: Report) -> None:
+    assert report["resumed"][split] == report["saved"][split]

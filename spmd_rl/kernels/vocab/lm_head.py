@@ -56,8 +56,8 @@ def head_logprobs(
     and a backward pass this rank's part of the gradient of `hidden`. For the log-probs alone, it
     keeps [M, V'] elements.
 
-    Shape: hidden [M, C], weight [V, C] or of some rows [V', C], targets [M] int64, inv_temperature [M] fp32, candidates
-    [M, K] int64.
+    Shape: hidden [M, C], weight [V, C] or of some rows [V', C], targets [M] int64, inv_temperature
+    [M] fp32, candidates [M, K] int64.
     """
     rows = rows or HeadRows(0, len(weight))
     keeps = torch.is_grad_enabled()

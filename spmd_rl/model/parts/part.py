@@ -77,9 +77,11 @@ WHOLE = ModelPart()
 
 def row_shards_of_run(settings: Mapping[str, Any]) -> int:
     """Return the `row_shards` of a run's models, from its settings as plain data."""
+    split = settings.get("split", {})
     is_native = settings.get("engine", {}).get("kind", "native") == "native"
-    tp: int = settings.get("split", {}).get("infer", {}).get("tp", 1)
-    return tp if is_native else 1
+    backend = settings.get("trainer", {}).get("backend", {}).get("kind", "fsdp2")
+    sharing = {"infer": is_native, "train": backend == "fsdp2"}
+    return max(split.get(role, {}).get("tp", 1) if sums else 1 for role, sums in sharing.items())
 
 
 def vocab_part_rows(spec: ModelSpec, num_parts: int) -> int:

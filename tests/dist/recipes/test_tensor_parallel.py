@@ -26,12 +26,15 @@ STEPS = ("--steps=2", f"--reward={EVEN}", "--engine.num_pages=256")
 APART = ("--split.train.ranks=1", "--split.infer.ranks=2", "--split.infer.tp=2")
 
 
-def write_qwen2(folder: Path) -> Path:
-    """Write a folder with weights whose projections have biases that are not zero."""
+def write_qwen2(folder: Path, **sizes: int) -> Path:
+    """Write a folder with weights whose projections have biases that are not zero.
+
+    `sizes` are set in its config.
+    """
     shutil.copytree(EXAMPLE / "model", folder)
     config = json.loads((folder / "config.json").read_text())
     family = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(config | family | {"head_dim": 16}))
+    (folder / "config.json").write_text(json.dumps(config | family | {"head_dim": 16} | sizes))
     weights = dict(random_weights(read_spec(folder), 3))
     for name, one in weights.items():
         if name.endswith("bias"):
@@ -87,6 +90,19 @@ def test_episodes_of_the_first_rank(run: Run, tmp_path: Path) -> None:
     (tmp_path / "episodes.py").write_text(EPISODES)
     words = (*STEPS, f"--hooks.generate={tmp_path}/episodes.py:talk", "--split.infer.tp=2")
     check_bits(run("grpo", *words, nproc=2))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "words"),
+    [
+        (2, ["--split.train.tp=2"]),
+        (2, ["--split.train.tp=2", "--split.infer.tp=2"]),
+        (4, ["--split.train.tp=2", "--split.infer.tp=4"]),
+    ],
+)
+def test_trainers_of_two_ranks(run: Run, num_ranks: int, words: list[str]) -> None:
+    """Pushes go from parts of matrices to engines that share a model among any number of ranks."""
+    check_bits(run("grpo", *STEPS, "--trainer.lr=0.01", *words, nproc=num_ranks))
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
