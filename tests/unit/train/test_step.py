@@ -180,13 +180,13 @@ def test_a_model_has_no_memory_before_it_is_sharded(
 ) -> None:
     spec, folder, there = read_spec(model_folder), tmp_path / "hf", []
     save_folder(folder, model_folder, random_weights(spec, seed=3))
-    shard = sharded_model._shard
+    shard = sharded_model.shard
 
     def looked_at(modules: list[Scorer], *rest: Any) -> Any:
         there.extend(parameter.device.type for parameter in modules[-1].parameters())
         return shard(modules, *rest)
 
-    monkeypatch.setattr(sharded_model, "_shard", looked_at)
+    monkeypatch.setattr(sharded_model, "shard", looked_at)
     weights = _weights(new_trainer(model=str(folder), init=init, seed=3))
     assert set(there) == {"meta"}
     assert weights.keys() == spec.parameter_shapes().keys()
