@@ -16,6 +16,7 @@ from spmd_rl.mesh.axes import MODEL, groups_along
 from spmd_rl.mesh.split import Placement, Placements, disjoint, plan_split
 from spmd_rl.model.low_precision.coded_cache import format_sentences
 from spmd_rl.model.low_precision.coded_weights import CODE_DTYPE, coded_shapes
+from spmd_rl.model.parts.part import ModelPart
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import Ledger, as_size
@@ -30,6 +31,7 @@ from spmd_rl.rollout.kinds import kind_of
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.cost.memory import dtype_on_gpu
+from spmd_rl.weights.plan.layout import Box
 
 
 @dataclass(frozen=True)
@@ -281,12 +283,26 @@ def _push_routes(
         codes = Counter(map(whole, coded.values()))
         routes = push_routes(train, infer, codes, CODE_DTYPE, world_size)
         return routes + push_routes(train, infer, others, dtype, world_size)
-    tensors = Counter(map(whole, shapes.values()))
-    if tp > 1:
-        ranks = [kind_of(engine).boxes(spec, rank, tp) for rank in range(tp)]
-        wanted = {name: tuple(boxes[name] for boxes in ranks) for name in shapes}
-        tensors = Counter((shape, wanted[name]) for name, shape in shapes.items())
-    return push_routes(train, infer, tensors, dtype, world_size)
+    wanted = [kind_of(engine).boxes(spec, rank, tp) for rank in range(tp)] if tp > 1 else []
+    given = _given_boxes(train, trainer, spec)
+    kinds = {name: whole(shape) for name, shape in shapes.items()}
+    if wanted:
+        boxes_of = {name: tuple(boxes[name] for boxes in wanted) for name in shapes}
+        kinds = {name: kind._replace(boxes=boxes_of[name]) for name, kind in kinds.items()}
+    if given:
+        kinds = {name: kind._replace(given=given[name]) for name, kind in kinds.items()}
+    return push_routes(train, infer, Counter(kinds.values()), dtype, world_size)
+
+
+def _given_boxes(
+    train: Placement, trainer: TrainerConfig, spec: ModelSpec
+) -> dict[str, tuple[Box, ...]]:
+    """Return the boxes that ranks of FSDP2 along tp have of each parameter, each once."""
+    tp = train.axes["tp"]
+    if tp == 1 or trainer.backend.kind != "fsdp2":
+        return {}
+    parts = [ModelPart(rank, tp, cuts_embedding=True).boxes(spec) for rank in range(tp)]
+    return {name: tuple(dict.fromkeys(part[name] for part in parts)) for name in parts[0]}
 
 
 def _holders(placements: Placements, trainer: TrainerConfig | None) -> Placement | None:

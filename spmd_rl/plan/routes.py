@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +18,20 @@ from numpy.typing import NDArray
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.low_precision.coded_weights import CODE_DTYPE, WeightFormat, coded_shapes
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.weights.plan.layout import ITEM_BYTES, Box, Dims, chunk_box
+from spmd_rl.weights.plan.layout import ITEM_BYTES, Box, Dims, chunk_box, chunk_of_box
 from spmd_rl.weights.plan.moves import ROUNDS_AT_ONCE, bucket_bytes
 
-# a tensor's shape, and what the ranks of one engine want of it, in their order along tp
-Wanted = tuple[Dims, tuple[Box, ...]]
+
+class Wanted(NamedTuple):
+    """A kind of tensor: its shape, and what the ranks of one engine want of it, along tp.
+
+    `given` are the boxes that FSDP2 shards, where a trainer's ranks along tp have such: one that
+    all have, or one of each.
+    """
+
+    shape: Dims
+    boxes: tuple[Box, ...]
+    given: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,20 +104,33 @@ def push_routes(
     are sharded among `owners`, if given, as experts are. If `takers` are given, they alone of the
     engine's ranks want these tensors.
     """
-    holders = np.array(train.ranks).reshape(-1, train.axes["fsdp"])
+    sizes = np.zeros((world_size, world_size), np.int64)
+    for kind, count in tensors.items():
+        holders, shards = _held(train, kind, owners)
+        num_bytes = np.array([[_common(box, one) for one in shards] for box in kind.boxes])
+        num_bytes *= ITEM_BYTES[dtype] * count
+        for index, (rank, sources) in enumerate(_sources(holders, tuple(takers) or infer.ranks)):
+            sizes[sources, rank] += num_bytes[index % len(kind.boxes)]
+    return Routes(sizes, bucket_bytes(train.size, infer.size))
+
+
+def _held(
+    train: Placement, kind: Wanted, owners: Sequence[int]
+) -> tuple[NDArray[np.int64], list[Box]]:
+    """Return the ranks that have each shard of a tensor [replicas, shards], and the shards."""
+    fsdp, given = train.axes["fsdp"], kind.given
+    if given:
+        ranks = np.array(train.ranks).reshape(-1, fsdp, train.axes["tp"])
+        of_copies = ranks if len(given) > 1 else ranks.swapaxes(1, 2)
+        shards = [chunk_of_box(box, part, fsdp) for part in range(fsdp) for box in given]
+        return of_copies.reshape(-1, len(shards)), shards
+    holders = np.array(train.ranks).reshape(-1, fsdp)
     if train.size > train.data_size:  # a model cut along tp or pp, copied along the data axes
         holders = np.array(train.shards)
     if owners:
         holders = np.array([owners])
     num_shards = holders.shape[1]
-    sizes = np.zeros((world_size, world_size), np.int64)
-    for (shape, boxes), count in tensors.items():
-        shards = [chunk_box(shape, part, num_shards) for part in range(num_shards)]
-        num_bytes = np.array([[_common(box, one) for one in shards] for box in boxes])
-        num_bytes *= ITEM_BYTES[dtype] * count
-        for index, (rank, sources) in enumerate(_sources(holders, tuple(takers) or infer.ranks)):
-            sizes[sources, rank] += num_bytes[index % len(boxes)]
-    return Routes(sizes, bucket_bytes(train.size, infer.size))
+    return holders, [chunk_box(kind.shape, part, num_shards) for part in range(num_shards)]
 
 
 def routes_of_experts(
@@ -159,7 +182,7 @@ def _parts(
 
 def whole(shape: Dims) -> Wanted:
     """Return the kind of a tensor that every rank of an engine wants whole."""
-    return shape, (Box((0,) * len(shape), shape),)
+    return Wanted(shape, (Box((0,) * len(shape), shape),))
 
 
 def _common(box: Box, shard: Box) -> int:

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from spmd_rl.mesh.split import Placement, RoleSplit, plan_split
 from spmd_rl.model.low_precision.coded_weights import CODE_DTYPE, WeightFormat, coded_shapes
 from spmd_rl.plan.routes import Wanted, push_routes, routes_of_experts, whole
-from spmd_rl.weights.plan.layout import Box, Dims, Layout, Piece, chunk_box
+from spmd_rl.weights.plan.layout import (
+    Box,
+    Dims,
+    Layout,
+    Piece,
+    chunk_box,
+    chunk_of_box,
+    range_box,
+)
 from spmd_rl.weights.plan.moves import bucket_bytes, plan_moves
 from tests.specs import dense_spec, with_experts
 
@@ -84,7 +92,7 @@ def test_ranks_of_an_engine_get_their_parts(boxes: tuple[Box, Box]) -> None:
     train = Placement("train", (1, 2, 3), {"dp": 1, "fsdp": 3, "tp": 1})
     infer = Placement("infer", (0, 1, 2, 3), {"dp": 1, "fsdp": 2, "tp": 2})
     shape = (5, 6)
-    found = push_routes(train, infer, {(shape, boxes): 7}, "bfloat16", 4)
+    found = push_routes(train, infer, {Wanted(shape, boxes): 7}, "bfloat16", 4)
     source = [
         Layout(rank, (Piece("any", shape, "float32", chunk_box(shape, part, 3)),))
         for part, rank in enumerate(train.ranks)
@@ -97,6 +105,51 @@ def test_ranks_of_an_engine_get_their_parts(boxes: tuple[Box, Box]) -> None:
         for move in plan_moves(source, destination, None, rank).moves:
             if move.dst == rank:
                 moved[move.src, rank] += move.num_bytes * 7
+    assert {pair: found[pair] for pair in found} == moved
+
+
+def _cut(shape: Dims, dim: int | None, num_parts: int) -> tuple[Box, ...]:
+    """The boxes of ranks that share a tensor along `dim`; None: each has all of it."""
+    if dim is None:
+        return (range_box(shape, 0, 0, shape[0]),)
+    size = -(-shape[dim] // num_parts)
+    parts = range(num_parts)
+    return tuple(range_box(shape, dim, part * size, (part + 1) * size) for part in parts)
+
+
+@given(
+    dp=st.sampled_from([1, 2]),
+    fsdp=st.sampled_from([1, 2, 3]),
+    tp=st.sampled_from([2, 4]),
+    taken=st.sampled_from([1, 2, 4]),
+    first=st.integers(0, 8),
+    shape=st.tuples(st.integers(4, 20), st.integers(4, 20)),
+    dim=st.sampled_from([None, 0, 1]),
+)
+def test_trainers_that_share_matrices_give_their_parts(
+    dp: int, fsdp: int, tp: int, taken: int, first: int, shape: Dims, dim: int | None
+) -> None:
+    size = dp * fsdp * tp
+    train = Placement("train", tuple(range(size)), {"dp": dp, "fsdp": fsdp, "tp": tp})
+    ranks = tuple(range(first, first + 2 * taken))
+    infer = Placement("infer", ranks, {"dp": 1, "fsdp": 2, "tp": taken})
+    given, wanted = _cut(shape, dim, tp), _cut(shape, dim, taken)
+    world_size = max(size, ranks[-1] + 1)
+    kind = Wanted(shape, wanted, given)
+    found = push_routes(train, infer, {kind: 3}, "bfloat16", world_size)
+    source = []
+    for rank in train.ranks:
+        box = chunk_of_box(given[rank % tp % len(given)], rank // tp % fsdp, fsdp)
+        source.append(Layout(rank, (Piece("any", shape, "float32", box),)))
+    destination = [
+        Layout(rank, (Piece("any", shape, "bfloat16", wanted[seat % len(wanted)]),))
+        for seat, rank in enumerate(infer.ranks)
+    ]
+    moved: Pairs = Counter()
+    for rank in infer.ranks:
+        for move in plan_moves(source, destination, None, rank).moves:
+            if move.dst == rank:
+                moved[move.src, rank] += move.num_bytes * 3
     assert {pair: found[pair] for pair in found} == moved
 
 
