@@ -138,7 +138,7 @@ class MemoryModel:
             and train is not None
             # the base beside adapters
             and {"base", "pushed_base"}.isdisjoint(item.tag for item in self.memory[TRAIN])
-            and train.of_shards.axes["fsdp"] == 1
+            and train.of_shards.axes["fsdp"] == train.axes["tp"] == engine.placement.axes["tp"] == 1
             and any(role.name == TRAIN and role.holds_whole_tensors for role in self.roles)
             and set(engine.placement.ranks) <= set(train.ranks)
         )

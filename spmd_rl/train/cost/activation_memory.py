@@ -20,7 +20,8 @@ class HeadShape:
     """The sizes of a head: `rows` of logits exist at once, of `scored` tokens in all.
 
     `keeps_slopes` says that the forward pass keeps the slopes of all logits (kernels/vocab/lm_head)
-    instead of computing the logits again.
+    instead of computing the logits again. Each of `tp` ranks has a part of the head, and the logits
+    of all.
     """
 
     vocab: int
@@ -28,17 +29,19 @@ class HeadShape:
     rows: int
     scored: int
     keeps_slopes: bool
+    tp: int = 1
 
     def bytes_in_forward(self, element_bytes: int) -> int:
         """Return the slopes, and two chunks of fp32 logits: a chunk is made before the last is
         freed.
         """
         num_chunks = 2 if self.scored > self.rows else 1
-        return self._slopes(element_bytes) + num_chunks * self._logits()
+        whole = num_chunks * self._logits() + self._exchanged(element_bytes)
+        return self._slopes(element_bytes) + whole
 
     def weight_bytes(self, element_bytes: int) -> int:
         """Return the gradient of the head's weight, which waits until the backward pass ends."""
-        return self.vocab * self.hidden * element_bytes
+        return -(-self.vocab // self.tp) * self.hidden * element_bytes
 
     def bytes_in_backward(self, element_bytes: int) -> int:
         """Return the peak of the head's backward pass.
@@ -50,10 +53,19 @@ class HeadShape:
         if self.keeps_slopes:
             return self._slopes(element_bytes) + weight
         rounded = min(self.rows, self.scored) * self.vocab * element_bytes
-        return 2 * self._logits() + rounded + 2 * weight
+        return 2 * self._logits() + rounded + 2 * weight + self._exchanged(element_bytes)
+
+    def _exchanged(self, element_bytes: int) -> int:
+        """Return what ranks that share the head have of a chunk besides: its logits as parts, and
+        this rank's before; or its slopes, of which a rank keeps its own.
+        """
+        if self.tp == 1:
+            return 0
+        slopes = min(self.rows, self.scored) * self.vocab * element_bytes
+        return max(self._logits() + self._logits() // self.tp, slopes)
 
     def _slopes(self, element_bytes: int) -> int:
-        return self.scored * self.vocab * element_bytes if self.keeps_slopes else 0
+        return self.scored * -(-self.vocab // self.tp) * element_bytes if self.keeps_slopes else 0
 
     def _logits(self) -> int:
         return min(self.rows, self.scored) * self.vocab * 4

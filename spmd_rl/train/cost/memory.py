@@ -25,6 +25,7 @@ from spmd_rl.train.cost.adapter_memory import adapter_sizes, merge_bytes, num_ad
 from spmd_rl.train.cost.exchange_memory import exchanging
 from spmd_rl.train.cost.expert_memory import split_step_sizes
 from spmd_rl.train.cost.step_memory import StepSizes, step_memory
+from spmd_rl.train.cost.tensor_memory import own_shapes, sharing, unit_sizes
 from spmd_rl.train.optimizer.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from spmd_rl.train.optimizer.parameter_groups import FP32_BYTES, moment_bytes, update_rules
 from spmd_rl.weights.plan.layout import ITEM_BYTES
@@ -93,9 +94,10 @@ def _sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head
         return _adapter_step_sizes(spec, cfg, placement)
     if placement.axes.get("ep", 1) > 1:
         return _split_step_sizes(spec, cfg, placement, head)
-    shapes = spec.trainable_shapes(head)
+    tp = size_of(placement.axes, "tp")
+    shapes = own_shapes(spec, head, tp)
     rules = update_rules(shapes, cfg, num_shards)
-    layer, layers, rest = _unit_sizes(spec, head)
+    layer, layers, rest = unit_sizes(spec, head, tp)
     num_parameters = layers + rest
     is_one_unit = fsdp2_settings(cfg).gathers_whole(num_parameters * FP32_BYTES)
     unit = num_parameters if is_one_unit else max(layer, rest)
@@ -114,7 +116,7 @@ def _sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placement, head: Head
         grads=(num_trained if is_whole else reduced) * FP32_BYTES,
         reduced_grads=reduced * FP32_BYTES,
         gathered=num_gathered * element_bytes if is_copied else 0,
-        activations=_activations(spec, cfg, head),
+        activations=_activations(spec, cfg, head, tp=tp),
         kept_copies=num_parameters * element_bytes if is_one_unit and num_shards > 1 else 0,
         gather_copies=unit * element_bytes if is_copied else 0,
         layer_copies=_copies(min(layer, unit), num_shards),
@@ -135,7 +137,7 @@ def _split_step_sizes(
 def _adapter_step_sizes(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -> StepSizes:
     """Return the sizes of a trainer whose adapters alone learn; its base is a tag of its own."""
     num_shards, element_bytes = placement.axes["fsdp"], ITEM_BYTES[dtype_on_gpu(cfg)]
-    layer, _, rest = _unit_sizes(spec, "lm")
+    layer, _, rest = unit_sizes(spec, "lm")
     adapted = num_adapted(spec, cfg.lora)
     is_gathered = num_shards > 1  # the base too; FSDP leaves it alone where there is one shard
     unit_bytes = adapted * FP32_BYTES + is_gathered * spec.num_parameters * element_bytes
@@ -166,7 +168,7 @@ def frozen_memory(
     once.
     """
     element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
-    layer, layers, rest = _unit_sizes(spec, head)
+    layer, layers, rest = unit_sizes(spec, head)
     num_parameters = layers + rest
     is_whole = cfg.gathers_whole(num_parameters * element_bytes)
     num_gathered = num_parameters if is_whole else min(spec.num_layers, 2) * layer + rest
@@ -189,36 +191,39 @@ def frozen_memory(
     ]
 
 
-def _activations(spec: ModelSpec, cfg: TrainerConfig, head: Head, cp: int = 1) -> Activations:
-    """Return what a micro-batch keeps on one of `cp` ranks that share its tokens."""
+def _activations(
+    spec: ModelSpec, cfg: TrainerConfig, head: Head, cp: int = 1, tp: int = 1
+) -> Activations:
+    """Return what a micro-batch keeps on one of `cp` ranks that share its tokens, or of `tp` ranks
+    that share each matrix.
+    """
+    element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
     settings = fsdp2_settings(cfg)
     offloads, recompute = settings.offload_activations, settings.recompute
     keeps_slopes = dtype_on_gpu(cfg) != "float32" and recompute != "all"
     return activations(
-        [block.cost() if cp == 1 else exchanging(block) for block in spec.blocks],
+        [exchanging(one) if cp > 1 else sharing(one, tp, element_bytes) for one in spec.blocks],
         spec.hidden_size,
-        _head_shape(spec, cfg, head, keeps_slopes),
+        _head_shape(spec, cfg, head, keeps_slopes, tp),
         num_tokens=cfg.max_tokens,
-        element_bytes=ITEM_BYTES[dtype_on_gpu(cfg)],
+        element_bytes=element_bytes,
         recompute=recompute,
         num_on_gpu=OFFLOADING_LAYERS if offloads else None,
     )
 
 
 def _head_shape(
-    spec: ModelSpec, cfg: TrainerConfig | FrozenConfig, head: Head, keeps_slopes: bool
+    spec: ModelSpec,
+    cfg: TrainerConfig | FrozenConfig,
+    head: Head,
+    keeps_slopes: bool,
+    tp: int = 1,
 ) -> HeadShape:
     if head == "value":
         return NO_HEAD
     return HeadShape(
-        spec.vocab_size, spec.hidden_size, cfg.logit_rows, cfg.max_tokens, keeps_slopes
+        spec.vocab_size, spec.hidden_size, cfg.logit_rows, cfg.max_tokens, keeps_slopes, tp
     )
-
-
-def _unit_sizes(spec: ModelSpec, head: Head) -> tuple[int, int, int]:
-    """Return the parameters of the largest layer, of all layers, and of those outside of them."""
-    layers = [block.cost().parameters for block in spec.blocks]
-    return max(layers), sum(layers), sum(one.num_elements for one in spec.outer_parameters(head))
 
 
 def _copies(unit: int, num_shards: int) -> int:

@@ -1,0 +1,45 @@
+"""Memory of a model whose matrices ranks share (axis tp of FSDP2), on one of them. Pure.
+
+The first rank has no less than the others. Norms and the residual stream are whole on each. Sums
+over ranks are of float32, of which there are the rank's own and what it received.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spmd_rl.model.layers.block import BlockSpec
+from spmd_rl.model.layers.layer import Dims, LayerCost, num_elements
+from spmd_rl.model.parts.part import ModelPart
+from spmd_rl.model.spec import Head, ModelSpec
+from spmd_rl.weights.plan.layout import ITEM_BYTES
+
+SUMS = 2  # of float32, in a forward and in a backward pass
+
+
+def own_shapes(spec: ModelSpec, head: Head, tp: int) -> dict[str, Dims]:
+    """Return the shape of every parameter of a rank that an optimizer may change, by name."""
+    shapes = spec.trainable_shapes(head)
+    if tp == 1:
+        return shapes
+    boxes = ModelPart(0, tp, cuts_embedding=True).boxes(spec)
+    return {name: boxes[name].extent for name in shapes}
+
+
+def unit_sizes(spec: ModelSpec, head: Head, tp: int = 1) -> tuple[int, int, int]:
+    """Return a rank's parameters of the largest layer, of all layers, and of those outside."""
+    layers = [num_elements(block.parameters()) for block in ModelPart(0, tp).spec(spec).blocks]
+    outer = spec.outer_parameters(head)
+    if tp == 1:
+        return max(layers), sum(layers), num_elements(outer)
+    boxes = ModelPart(0, tp, cuts_embedding=True).boxes(spec)
+    return max(layers), sum(layers), sum(boxes[one.name].num_elements for one in outer)
+
+
+def sharing(block: BlockSpec, tp: int, element_bytes: int) -> LayerCost:
+    """Return the cost of a block on one of `tp` ranks, and that of their sums."""
+    cost = block.cost(tp)
+    if tp == 1:
+        return cost
+    sums = SUMS * block.hidden_size * ITEM_BYTES["float32"] // element_bytes
+    return replace(cost, gradients=cost.gradients + sums, workspace=cost.workspace + sums)
