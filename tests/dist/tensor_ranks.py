@@ -50,7 +50,7 @@ def gradients(trainer: Trainer) -> tuple[dict[str, Tensor], bool]:
         for name, one in backend.state()["weights"]:
             box = list(one.box.offset), list(one.box.end)
             assert one.local.grad is not None
-            shares.append((name, box, one.local.grad.numpy().tobytes()))
+            shares.append((name, box, one.local.grad.cpu().numpy().tobytes()))
         backend.discard()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,0 +1,69 @@
+"""Run under torchrun by test_tensor_ranks.py: `tensor_ranks.py MODEL OUT.json`, on 2 GPUs.
+
+Ranks share each matrix. Log-probs are told as bits.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from spmd_rl.mesh.role_context import Meshes
+from spmd_rl.mesh.split import RoleSplit, plan_split
+from spmd_rl.mesh.world import World, join, open_store
+from spmd_rl.train.config import Fsdp2Config, TrainerConfig
+from spmd_rl.train.trainer import Trainer
+from tests.dist.checkpoint_ranks import logprobs
+from tests.dist.sequence_ranks import top
+from tests.dist.tensor_ranks import gradients
+from tests.dist.train_ranks import train_on_all_scores
+
+SPLITS = {"one": RoleSplit(ranks="0-0"), "tp 2": RoleSplit(tp=2)}
+BACKENDS = {
+    "slopes": Fsdp2Config(),
+    "cheap": Fsdp2Config(recompute="cheap", wrap="layer"),
+    "all": Fsdp2Config(recompute="all", wrap="layer"),
+    "moments": Fsdp2Config(offload="moments"),
+}
+
+
+def main(model: Path, out: Path) -> None:
+    world = World.from_env()
+    join(world, open_store(world))
+    meshes = Meshes(world)
+    placements = {name: plan_split({"train": one}, 2).train for name, one in SPLITS.items()}
+    meshes.build(list(placements.values()))
+    report: dict[str, Any] = {name: {} for name in ("first", "top", "scores", "alike")}
+    for split, placement in placements.items():
+        if world.rank not in placement.ranks:
+            continue
+
+        def built(backend: str, row_shards: int = 2, placement: Any = placement) -> Trainer:
+            cfg = TrainerConfig(
+                init="random", lr=1e-2, max_tokens=120, logit_rows=32, backend=BACKENDS[backend]
+            )
+            return Trainer(cfg, meshes.context(placement, row_shards), str(model))
+
+        trainer = built("slopes")
+        report["first"][split], report["top"][split] = logprobs(trainer), top(trainer)
+        for backend in BACKENDS:
+            found, alike = gradients(built(backend))
+            report["alike"][f"{split}, {backend}"] = alike
+            if world.rank == 0:
+                save_file(found, out.parent / f"{split}, {backend}.safetensors")
+        report["scores"][split] = train_on_all_scores(trainer)
+        if split == "one":
+            report["first"]["one sum"] = logprobs(built("slopes", row_shards=1))
+    dist.barrier()
+    if world.rank == 0:
+        out.write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
