@@ -20,7 +20,9 @@ from spmd_rl.plan.resolve import RunPlan, resolve
 from spmd_rl.plan.roles import INFER, TRAIN
 from spmd_rl.plan.savings import (
     LEAST_MICRO_BATCH,
+    MATRICES,
     MICRO_BATCH,
+    OTHER_BITS,
     SEQUENCES,
     Flags,
     key_of,
@@ -136,8 +138,8 @@ class Search:
             needs = RunNeeds.of(self.configure(flags))
             if world_size > 1 and _needs_one_shard(needs):
                 return None
-            if _num_sharing(needs) == 1 and any(key_of(flag) == SEQUENCES for flag in flags):
-                return None  # Megatron-core would share sequences with other bits
+            if _shares_with_other_bits(needs, flags):
+                return None
             cfg = self.configure((*flags, *_with_longest(needs)))
             plan = resolve(cfg, world_size, self.room.gpu_bytes)
         except (ConfigError, PlanError) as error:
@@ -222,6 +224,13 @@ def _with_longest(needs: RunNeeds) -> Flags:
     if needs.trainer is None or needs.trainer.max_tokens >= longest:
         return ()
     return (MICRO_BATCH.format(longest),)
+
+
+def _shares_with_other_bits(needs: RunNeeds, flags: Flags) -> bool:
+    """Return whether Megatron-core would share sequences or matrices in a run of equal bits."""
+    is_fsdp2 = needs.trainer is not None and needs.trainer.backend.kind == "fsdp2"
+    shares = {SEQUENCES, MATRICES} & {key_of(flag) for flag in flags}
+    return bool(shares) and not is_fsdp2 and OTHER_BITS not in flags
 
 
 def _num_sharing(needs: RunNeeds) -> int:

@@ -38,7 +38,8 @@ SAVERS: tuple[Flags, ...] = (
     (MICRO_BATCH, MOMENTS, *FULL),
     (MICRO_BATCH, MASTER, ALL, ACTIVATIONS),
 )
-SEQUENCES = "split.train.cp"
+SEQUENCES, MATRICES = "split.train.cp", "split.train.tp"
+OTHER_BITS = "--run.exact=false"
 EXPERT_SIZES = (2, 4, 8, 16, 32, 64, 128)
 MATRIX_SIZES = (2, 4, 8)  # ranks of one host
 
@@ -77,13 +78,12 @@ def _layouts(world_size: int) -> Iterator[Flags]:
     parts = [size for size in EXPERT_SIZES if world_size % size == 0]
     trainers: list[Flags] = [(), *((f"--split.train.ep={size}",) for size in parts)]
     sizes = [size for size in MATRIX_SIZES if world_size % size == 0]
-    sharing = [(f"--{SEQUENCES}={size}",) for size in sizes]
+    sharing = [(f"--{axis}={size}",) for axis in (SEQUENCES, MATRICES) for size in sizes]
     trainers += sharing
     for size in sizes:
-        other_bits = "--run.exact=false"
-        engines.append(("--engine.kind=sglang", other_bits, f"--split.infer.tp={size}"))
+        engines.append(("--engine.kind=sglang", OTHER_BITS, f"--split.infer.tp={size}"))
         sequence = "--trainer.backend.sequence_parallel=true"
-        trainers.append((f"--split.train.tp={size}", sequence, other_bits))
+        trainers.append((f"--{MATRICES}={size}", sequence, OTHER_BITS))
     yield from _product_of(engines[:1], trainers)
     for size in parts:  # native engines share experts, and then the trainer too
         yield (f"--split.infer.ep={size}",)
