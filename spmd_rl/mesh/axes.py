@@ -21,7 +21,7 @@ GRID = ("pp", "dp", "fsdp", "cp", "tp")
 EXPERT_GRID = ("pp", "edp", "ep")
 DATA = ("dp", "fsdp")
 SHARD = ("pp", "cp", "tp")  # along these, ranks share the work on the same data
-MODEL = (*SHARD, "ep")  # axes of a trainer of Megatron-core; FSDP2 has cp and ep, engines ep or tp
+MODEL = (*SHARD, "ep")  # axes of a trainer of Megatron-core; FSDP2 has no pp, engines have ep or tp
 STAGE_ENDS = "stage_ends"  # the first and the last stage, which share a tied embedding
 # all sets of axes along which ranks of a model's shard talk to each other
 COMMUNICATING: tuple[tuple[str, ...], ...] = (

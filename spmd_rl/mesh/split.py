@@ -8,7 +8,7 @@ A split is one `RoleSplit` per role. Its `ranks` read:
 
 The axis `dp` replicates the model and `fsdp` shards it; data is split over both. Along `tp`, `pp`
 and `cp`, ranks share the work on the same data, as a trainer of Megatron-core does (axes.py); one
-of FSDP2 has `cp` alone of these. The ranks of an engine share it along `tp`. Along `ep`, ranks of a
+of FSDP2 has no `pp`. The ranks of an engine share it along `tp`. Along `ep`, ranks of a
 trainer share experts, and so do those of native engines.
 """
 
@@ -42,7 +42,7 @@ class RoleSplit:
     # shards of a trainer's model, among which data is split too; 0: all ranks that the other axes
     # leave
     fsdp: int = 0
-    # tp and pp are those of a trainer of Megatron-core; an engine has tp:
+    # pp is that of a trainer of Megatron-core; an engine has tp:
     tp: int = 1  # ranks that share each matrix
     pp: int = 1  # stages of a pipeline, each with some of the layers
     cp: int = 1  # ranks that share the tokens of each sequence

@@ -25,7 +25,7 @@ class ModelSpec:
 
     Its folder may hold tensors that the network lacks; their names begin as `unused` says. A run
     chooses `row_shards`: in how many parts row-parallel products are summed, which is the most
-    ranks that share the model in one of its engines.
+    ranks that share the model in its trainer or one of its engines.
     """
 
     family: str

@@ -1,1 +1,1 @@
-"""Parts of a model, where several ranks of an engine share it."""
+"""Parts of a model, where several ranks share it."""
