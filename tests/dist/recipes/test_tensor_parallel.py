@@ -95,7 +95,7 @@ def test_episodes_of_the_first_rank(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "words"),
     [
-        (2, ["--split.train.tp=2"]),
+        (3, ["--split.train.ranks=2", "--split.train.tp=2", "--split.infer.ranks=1"]),
         (2, ["--split.train.tp=2", "--split.infer.tp=2"]),
         (4, ["--split.train.tp=2", "--split.infer.tp=4"]),
     ],

@@ -155,4 +155,7 @@ def test_a_recorded_run_says_how_its_models_sum() -> None:
     split = {"split": {"infer": {"tp": 4}}}
     assert row_shards_of_run(split) == 4
     assert row_shards_of_run(split | {"engine": {"kind": "sglang"}}) == 1
+    shared = {"split": {"infer": {"tp": 2}, "train": {"tp": 8}}}
+    assert row_shards_of_run(shared) == 8
+    assert row_shards_of_run(shared | {"trainer": {"backend": {"kind": "megatron"}}}) == 2
     assert row_shards_of_run({}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.rollout.memory import engine_memory
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.megatron.config import MegatronConfig
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(model: Path, tp: int, engine: EngineConfig) -> Config:
-    return Config(
-        model=str(model), data="x", split=Split(infer=RoleSplit(tp=tp)), engine=engine
-    )  # fmt: skip
+def config(model: Path, tp: int, engine: EngineConfig, of_trainer: int = 1) -> Config:
+    split = Split(train=RoleSplit(tp=of_trainer), infer=RoleSplit(tp=tp))
+    return Config(model=str(model), data="x", split=split, engine=engine)
 
 
 def test_all_roles_sum_in_as_many_parts_as_ranks_share(model: Path) -> None:
@@ -38,6 +40,10 @@ def test_all_roles_sum_in_as_many_parts_as_ranks_share(model: Path) -> None:
     assert row_shards(config(model, 1, native), 4) == {}
     assert row_shards(config(model, 4, sglang), 4) == {}
     assert row_shards(config(model, 4, native), 2) == {}  # does not fit: the run itself says so
+    assert row_shards(config(model, 2, native, of_trainer=4), 4) == {"train": 4, "infer": 4}
+    assert row_shards(config(model, 4, sglang, of_trainer=2), 4) == {"train": 2, "infer": 2}
+    megatron = replace(config(model, 1, native, 2), trainer=TrainerConfig(backend=MegatronConfig()))
+    assert row_shards(megatron, 2) == {}
 
 
 def test_ranks_have_a_part_of_weights_and_pages(model: Path) -> None:
@@ -60,6 +66,7 @@ def test_ranks_have_a_part_of_weights_and_pages(model: Path) -> None:
     [
         ("split.infer.tp=3 nproc=3", "tp = 3: sums have equal bits over 2, 4 or 8 ranks alone"),
         ("split.infer.tp=2 trainer.lora.rank=4", "tp = 2 does not go with adapters that are"),
+        ("split.train.tp=2 trainer.lora.rank=4", "train.tp = 2 does not go with trainer.lora"),
         (
             "split.infer.tp=2 engine.weights=e4m3 trainer.weights=e4m3",
             "tp = 2 does not go with engine.weights = 'e4m3'",
