@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import groupby
 from typing import Literal
 
@@ -75,13 +76,7 @@ class ModelSpec:
 
     def parameters(self, head: Head = "lm") -> Iterator[TensorSpec]:
         """Yield every parameter in the network's order, by its name in a Hugging Face folder."""
-        embedding, *others = self.outer_parameters(head)
-        yield embedding
-        for number, block in enumerate(self.blocks):
-            prefix = block_prefix(number)
-            for one in block.parameters():
-                yield replace(one, name=prefix + one.name)
-        yield from others
+        yield from _parameters(self, head)
 
     def outer_parameters(self, head: Head = "lm") -> list[TensorSpec]:
         """Return the parameters that belong to no block: of the embedding, a norm and the head."""
@@ -157,3 +152,14 @@ class ModelSpec:
 def block_prefix(number: int) -> str:
     """Return how the names of all parameters of block `number` begin."""
     return f"model.layers.{number}."
+
+
+@lru_cache(maxsize=4)  # a mixture has tens of thousands, and a plan asks again for each layout
+def _parameters(spec: ModelSpec, head: Head) -> tuple[TensorSpec, ...]:
+    embedding, *others = spec.outer_parameters(head)
+    of_blocks = (
+        replace(one, name=block_prefix(number) + one.name)
+        for number, block in enumerate(spec.blocks)
+        for one in block.parameters()
+    )
+    return (embedding, *of_blocks, *others)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 Dims = tuple[int, ...]
@@ -101,6 +102,7 @@ def chunk_of_box(box: Box, part: int, num_parts: int) -> Box:
     return Box(offset, rows.extent)
 
 
+@lru_cache(maxsize=1024)  # the many experts of a mixture have few shapes
 def range_box(shape: Dims, dim: int, start: int, stop: int) -> Box:
     """Return the box of a range along `dim`, as far as the tensor has it; it may be empty."""
     start, stop = min(start, shape[dim]), min(stop, shape[dim])
