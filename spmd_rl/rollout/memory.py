@@ -13,6 +13,7 @@ from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.model.low_precision.coded_weights import num_coded
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import TagBytes
+from spmd_rl.offload.peer_bytes import EXCHANGE_BYTES, GatheredRow, gather_bytes
 from spmd_rl.rollout.kinds import EngineConfig, kind_of
 from spmd_rl.rollout.kv_pages import cache_token_bytes, kv_budget, kv_pages
 from spmd_rl.rollout.native.config import GPU_STEP_TOKENS
@@ -33,7 +34,8 @@ def engine_memory(
 
     The temporary memory of a step belongs to its CUDA graphs, and sleeps when the pages do. With
     `lora` a push brings adapters alone, so that the base beside them is saved while it sleeps. The
-    weights are split over `tp` ranks, and the experts are shared by `ep`.
+    weights are split over `tp` ranks, and the experts are shared by `ep`. Ranks that map each
+    other's memory are taken as those of one host: on several hosts they allocate none.
     """
     weights = weight_bytes(spec, cfg, tp, ep)
     step = step_bytes(spec, cfg, tp, ep) if on_gpu else 0
@@ -46,7 +48,22 @@ def engine_memory(
         adapters = sum(map(prod, lora.shapes(spec).values())) * item_bytes(cfg)
         memory[0] = TagBytes("weights", weights, "save", changes=False)
         memory.append(TagBytes("adapters", adapters, "fixed"))
+    if on_gpu and cfg.maps_peers and tp * ep > 1:
+        memory.append(TagBytes("peers", peer_bytes(spec, cfg, tp, ep), "fixed"))
     return memory + cfg.memory_beside(weights, on_gpu, tp)
+
+
+def peer_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int, ep: int) -> int:
+    """Return what a rank allocates so that others of its host map it: for the sums over `tp` ranks,
+    and for the rows that `ep` ranks give each other's experts.
+    """
+    total = EXCHANGE_BYTES if tp > 1 else 0
+    if ep > 1:
+        copies = max(block.cost().routed for block in spec.distinct_blocks())
+        chosen = copies // (2 * spec.hidden_size)
+        row = GatheredRow(spec.hidden_size, chosen, item_bytes(cfg))
+        total += sum(gather_bytes(row, ep * cfg.max_batch))
+    return total
 
 
 def weight_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int, ep: int) -> int:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.kernels.runtime.peer_memory import PeerMemory
+from spmd_rl.offload.peer_bytes import EXCHANGE_BYTES
 
-BUFFER_BYTES = 8 << 20  # of a rank's two buffers each
 WORD_BYTES = 4
 
 
@@ -34,7 +34,7 @@ class SymmExchange:
         """
         from spmd_rl.kernels.linear.peer_sums_triton import PeerBuffers
 
-        self._memory = PeerMemory(group, 2 * BUFFER_BYTES)
+        self._memory = PeerMemory(group, EXCHANGE_BYTES)
         own, peers = self._memory.own.view(torch.int32).view(2, -1), self._memory.table(0)
         turns = torch.zeros(2, dtype=torch.int32, device=own.device)
         self._buffers = PeerBuffers(own, peers, turns)

@@ -11,7 +11,6 @@ were read before the barrier behind its experts, and the slots are written behin
 from __future__ import annotations
 
 import copy
-import math
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,8 @@ from torch import Tensor
 
 from spmd_rl.kernels.moe.expert_gather import OwnExperts, blocks_of
 from spmd_rl.kernels.moe.router import ExpertRoutes
-from spmd_rl.kernels.runtime.peer_memory import ALIGN_BYTES, PeerMemory
+from spmd_rl.kernels.runtime.peer_memory import PeerMemory
+from spmd_rl.offload.peer_bytes import GatheredRow, gather_bytes
 
 CHANNELS = (0, 1)  # of the barriers before the experts, and behind them
 
@@ -103,7 +103,6 @@ class SymmGather:
 
     def _part_bytes(self) -> list[int]:
         """Return the bytes of each part: rows, ids, weights and slots of all ranks, aligned."""
-        most = self._blocks.num_ranks * self.max_rows
-        sizes = zip(self._row_sizes(), self._dtypes(), strict=True)
-        exact = [most * number * dtype.itemsize for number, dtype in sizes]
-        return [math.ceil(one / ALIGN_BYTES) * ALIGN_BYTES for one in exact]
+        hidden, chosen, dtype = self._sizes
+        row = GatheredRow(hidden, chosen, dtype.itemsize)
+        return gather_bytes(row, self._blocks.num_ranks * self.max_rows)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ALIGN_BYTES = 256
 MULTICAST_ENV = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # torch would set it up though nobody uses it
 
 

@@ -55,6 +55,11 @@ class NativeEngineConfig:
         """The tokens of a page on a GPU."""
         return self.page_size or GPU_PAGE_SIZE
 
+    @property
+    def maps_peers(self) -> bool:
+        """Whether ranks of a host map each other's memory, so that steps can be recorded."""
+        return self.cuda_graphs
+
     def memory_beside(self, weight_bytes: int, on_gpu: bool, tp: int) -> list[TagBytes]:
         """Return what a rank keeps besides weights, pages and the work of a step: nothing."""
         return []

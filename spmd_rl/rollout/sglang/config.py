@@ -26,6 +26,7 @@ class SglangEngineConfig:
     cache: ClassVar[CacheFormat] = "full"
     cache_exponents: ClassVar[Exponents] = (0, 0)
     takes_adapters: ClassVar[bool] = False  # a push brings whole weights
+    maps_peers: ClassVar[bool] = False  # the memory of a child's ranks is SGLang's own
     returns_kept_sets: ClassVar[bool] = False  # SGLang does not say which tokens it left
     # SGLang sizes its own pages and steps; the plan counts keys and values by the token
     num_pages: ClassVar[int] = 0

@@ -12,7 +12,7 @@ from spmd_rl.kernels.linear.symm_exchange import SymmExchange
 from tests.unit.kernels.peer_ranks import on_ranks
 
 peer_sums_triton.BLOCK = 64
-symm_exchange.BUFFER_BYTES = 512  # a few rows, so that a call takes several turns
+symm_exchange.EXCHANGE_BYTES = 1024  # a few rows, so that a call takes several turns
 
 
 def summed(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, alternates: bool) -> Tensor:

@@ -18,7 +18,7 @@ from spmd_rl.kernels.vocab import logprob_triton, vocab_parallel_triton
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK, shard_size
 from spmd_rl.kernels.vocab.vocab_parallel import VocabPart
 from tests.shared_ranks import Meeting, ThreadExchange
-from tests.unit.kernels.compiled import compiled_of, compiling, instructions
+from tests.unit.kernels.compiled import compiled_of, compiling, instructions, ptx_of
 from tests.unit.kernels.interpreted import Calls, results
 
 CALLS = "tests.unit.kernels.vocab_parallel_calls"
@@ -96,11 +96,15 @@ def lanes(compiled: Any) -> set[str]:
 
 @pytest.mark.parametrize("size", [QWEN3_VOCAB, NO_MULTIPLE_IN_PARTS, MULTIPLE_IN_A_PART])
 def test_sums_of_parts_add_in_the_order_of_the_whole(size: int) -> None:
-    wanted = lanes(sums_of_whole(size))
+    whole = sums_of_whole(size)
+    wanted = instructions(whole.asm["ptx"])
     for rank, count in ((0, 2), (3, 4), (7, 8)):
         compiled = sums_of_part(size, rank, count)
-        assert lanes(compiled) == wanted
+        assert lanes(compiled) == lanes(whole)
         found = instructions(compiled.asm["ptx"])
+        for one in ("ex2.approx.f32", "sub.rn.f32", "fma.rn.f32"):
+            assert found[one] == wanted[one]
+        assert found["ex2.approx.f32"] > 0
         assert size != QWEN3_VOCAB or any("ld.global" in one and "v4" in one for one in found)
 
 
@@ -127,7 +131,11 @@ def test_draws_of_parts_compile_and_fuse_nothing() -> None:
     asked = torch.zeros(17, QWEN3_VOCAB // 4), torch.ones(17), keys, keys, keys > 0
     launch = partial(vocab_parallel_triton.entries, *asked, part)
     compiled_of(vocab_parallel_triton._entries, launch)
-    launch = partial(vocab_parallel_triton.drawn, given, torch.zeros(17, NUM_VOCAB_SHARDS))
-    compiled = compiled_of(vocab_parallel_triton._drawn, launch)
-    found = instructions(compiled.asm["ptx"])
-    assert found["add.rn.f32"] + found["add.f32"] >= NUM_VOCAB_SHARDS - 1
+    sums = torch.zeros(2, 17, NUM_VOCAB_SHARDS)
+    launch = partial(vocab_parallel_triton.drawn, given, sums[0])
+    ours = instructions(ptx_of(vocab_parallel_triton._drawn, launch))
+    of_whole = torch.zeros(17, QWEN3_VOCAB), keys, torch.ones(17), torch.zeros(17, 5), sums
+    launch = partial(logprob_triton.combined, *of_whole)
+    theirs = instructions(ptx_of(logprob_triton._combine, launch))
+    assert ours["fma.rn.f32"] == theirs["fma.rn.f32"]  # those of the logarithm
+    assert theirs["add.rn.f32"] - ours["add.rn.f32"] == NUM_VOCAB_SHARDS - 1  # of the entropy

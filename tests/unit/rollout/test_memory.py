@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from benchmarks.shapes import write_config
+import pytest
+import torch
+
+from benchmarks.shapes import MIXTURE, write_config
+from spmd_rl.kernels.linear import symm_exchange
+from spmd_rl.kernels.moe import symm_gather
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.offload.ledger import TagBytes
+from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.rollout.kv_pages import cache_token_bytes, kv_budget, kv_pages
 from spmd_rl.rollout.memory import engine_memory, running_kv_bytes
 from spmd_rl.rollout.native.config import NativeEngineConfig
@@ -84,6 +93,53 @@ def test_ranks_that_share_an_sglang_engine_have_a_part_and_a_communicator(spec: 
     )
     assert 1 < 2 * shared["weights"] / alone["weights"] < 1.001  # each has the norms
     assert shared["child"] - alone["child"] == 420 << 20
+
+
+def peers(spec: ModelSpec, cfg: EngineConfig, on_gpu: bool = True, **ranks: int) -> list[TagBytes]:
+    return [item for item in engine_memory(spec, cfg, on_gpu, **ranks) if item.tag == "peers"]
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+def test_ranks_that_share_a_model_map_two_buffers(spec: ModelSpec, tp: int) -> None:
+    native = NativeEngineConfig()
+    assert peers(spec, native, tp=tp) == [TagBytes("peers", 2 * 8 << 20, "fixed")]
+    assert peers(spec, native) == peers(spec, native, on_gpu=False, tp=tp) == []
+    assert peers(spec, NativeEngineConfig(cuda_graphs=False), tp=tp) == []
+    assert peers(spec, SglangEngineConfig(), tp=tp) == []
+
+
+def test_ranks_that_share_experts_map_rows_and_what_these_get(tmp_path: Path) -> None:
+    """Of Qwen3-30B-A3B: 8 of the experts for each row of 2,048 in bfloat16."""
+    mixture = write_config(MIXTURE, tmp_path)
+    (item,) = peers(mixture, NativeEngineConfig(max_batch=256), ep=8)
+    rows = 8 * 256
+    assert item.num_bytes == rows * (2048 * 2 + 8 * 8 + 8 * 4 + 8 * 2048 * 2)
+    assert item.num_bytes == (72 << 20) + (192 << 10)
+    (odd,) = peers(mixture, NativeEngineConfig(max_batch=1), ep=2)
+    assert odd.num_bytes == 2 * 2048 * 2 + 256 + 256 + 2 * 8 * 2048 * 2  # parts are aligned
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_ranks_map_what_is_counted(
+    spec: ModelSpec, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    asked: list[int] = []
+
+    def memory(group: Any, num_bytes: int, channels: Any = (0,)) -> Any:
+        asked.append(num_bytes)
+        own = torch.zeros(num_bytes, dtype=torch.uint8)
+        return SimpleNamespace(own=own, table=lambda first: None)
+
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: ranks)
+    for module in (symm_exchange, symm_gather):
+        monkeypatch.setattr(module, "PeerMemory", memory)
+    mixture, cfg = with_experts(spec, 16, 4, 1024), NativeEngineConfig(max_batch=3)
+    symm_exchange.SymmExchange(group)
+    sizes = symm_gather.RowSizes(4096, 4, torch.bfloat16)
+    symm_gather.SymmGather(group, 16, cfg.max_batch, sizes)
+    counted = [*peers(spec, cfg, tp=ranks), *peers(mixture, cfg, ep=ranks)]
+    assert asked == [one.num_bytes for one in counted]
 
 
 def test_ranks_that_share_experts_have_a_part_of_them_and_all_else(spec: ModelSpec) -> None:
