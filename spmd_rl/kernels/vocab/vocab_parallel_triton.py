@@ -14,17 +14,17 @@ from torch import Tensor
 
 from spmd_rl.kernels.runtime.padding import dense
 from spmd_rl.kernels.runtime.pdl import overlapping, wait
-from spmd_rl.kernels.vocab import sampling_triton, vocab_parallel
+from spmd_rl.kernels.vocab import sampling_triton, vocab_part
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
 from spmd_rl.kernels.vocab.logprob_triton import row_maximum, shard_shape, sum_shard
 from spmd_rl.kernels.vocab.sampling_triton import best_of_row, bounds_and_maxima
-from spmd_rl.kernels.vocab.vocab_parallel import VocabPart
+from spmd_rl.kernels.vocab.vocab_part import VocabPart
 
-WORDS = tl.constexpr(vocab_parallel.ENTRY_WORDS)
-MAXIMUM = tl.constexpr(vocab_parallel.MAXIMUM)
-BEST = tl.constexpr(vocab_parallel.BEST)
-CHOSEN = tl.constexpr(vocab_parallel.CHOSEN)
-ID = tl.constexpr(vocab_parallel.ID)
+WORDS = tl.constexpr(vocab_part.ENTRY_WORDS)
+MAXIMUM = tl.constexpr(vocab_part.MAXIMUM)
+BEST = tl.constexpr(vocab_part.BEST)
+CHOSEN = tl.constexpr(vocab_part.CHOSEN)
+ID = tl.constexpr(vocab_part.ID)
 ALIGNMENT = 16
 
 

@@ -24,7 +24,8 @@ from spmd_rl.kernels.linear.shard_exchange import ShardExchange, TorchExchange
 from spmd_rl.kernels.linear.symm_exchange import SymmExchange
 from spmd_rl.kernels.runtime.cuda_graph import Outputs, record
 from spmd_rl.kernels.vocab.logprob import shard_size
-from spmd_rl.kernels.vocab.vocab_parallel import VocabPart, vocab_parallel_sample
+from spmd_rl.kernels.vocab.vocab_parallel import vocab_parallel_sample
+from spmd_rl.kernels.vocab.vocab_part import VocabPart
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM

@@ -16,7 +16,8 @@ from torch import Tensor
 from spmd_rl.kernels import sample_and_score, stream_bases
 from spmd_rl.kernels.vocab import vocab_parallel
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, shard_size
-from spmd_rl.kernels.vocab.vocab_parallel import VocabPart, vocab_parallel_sample
+from spmd_rl.kernels.vocab.vocab_parallel import vocab_parallel_sample
+from spmd_rl.kernels.vocab.vocab_part import VocabPart
 from tests.shared_ranks import Meeting, ThreadExchange, on_ranks
 
 Draws = tuple[Tensor, Tensor]

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from spmd_rl.kernels.vocab import logprob_triton, vocab_parallel_triton
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK, shard_size
-from spmd_rl.kernels.vocab.vocab_parallel import VocabPart
+from spmd_rl.kernels.vocab.vocab_part import VocabPart
 from tests.shared_ranks import Meeting, ThreadExchange
 from tests.unit.kernels.compiled import compiled_of, compiling, instructions, ptx_of
 from tests.unit.kernels.interpreted import Calls, results

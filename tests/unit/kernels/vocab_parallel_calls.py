@@ -16,7 +16,7 @@ from torch import Tensor
 from spmd_rl.kernels.vocab import sampling_triton, vocab_parallel_triton
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, shard_size
 from spmd_rl.kernels.vocab.sampling_triton import _mix
-from spmd_rl.kernels.vocab.vocab_parallel import VocabPart
+from spmd_rl.kernels.vocab.vocab_part import VocabPart
 from tests.shared_ranks import Meeting, ThreadExchange
 
 

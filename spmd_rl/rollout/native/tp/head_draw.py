@@ -7,18 +7,18 @@ a sampler of the caller's own. Then ranks gather whole rows, and each draws from
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from spmd_rl.kernels import sample_and_score
 from spmd_rl.kernels.vocab.kept_words import KeptRows
-from spmd_rl.kernels.vocab.vocab_parallel import VocabPart, vocab_parallel_sample
+from spmd_rl.kernels.vocab.vocab_parallel import vocab_parallel_sample
+from spmd_rl.kernels.vocab.vocab_part import VocabPart
 from spmd_rl.model.network import CausalLM
 
-if TYPE_CHECKING:
-    from spmd_rl.rollout.native.decode_graphs import Sampler
+Sampler = Callable[..., tuple[Tensor, Tensor]]  # has the signature of `sample_and_score`
 
 
 @dataclass(frozen=True)
