@@ -31,8 +31,8 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.native.auto_sizes import choose_sizes
 from spmd_rl.rollout.native.config import NativeEngineConfig
-from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.replay import ReplayEngine, ReplayStep
+from spmd_rl.rollout.native.tp.head_draw import Sampler
 
 VERSION = 0
 OWN_DRAWS = "log-probs of its own draw"

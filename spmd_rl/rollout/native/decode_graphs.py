@@ -9,7 +9,7 @@ padding is written nowhere, and its tokens are dropped.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +32,6 @@ from spmd_rl.rollout.native.sampled_tokens import NO_COLUMNS, SampledOnDevice
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.native.tp.head_draw import HeadDraw
 
-Sampler = Callable[..., tuple[Tensor, Tensor]]  # has the signature of `sample_and_score`
 # Two, since a step may be launched before the host has read the output of the step before it.
 NUM_OUTPUT_BUFFERS = 2
 

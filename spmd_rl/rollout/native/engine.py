@@ -27,7 +27,6 @@ from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.rollout.engine import Request, StepOutput
 from spmd_rl.rollout.native.auto_sizes import agree, choose_sizes
 from spmd_rl.rollout.native.config import NativeEngineConfig
-from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.engine_memory import EngineMemory
 from spmd_rl.rollout.native.joint.joint_steps import ExpertRanks, can_record
 from spmd_rl.rollout.native.model_runner import ModelRunner
@@ -40,6 +39,7 @@ from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.native.step_budget import PrefillBound
 from spmd_rl.rollout.native.step_plan import StepPlan
 from spmd_rl.rollout.native.stop_checker import StopChecker
+from spmd_rl.rollout.native.tp.head_draw import Sampler
 from spmd_rl.types.prompts import prompt_name
 from spmd_rl.types.samples import Sample, SampleStatus
 from spmd_rl.weights.local_tensors import LocalTensors

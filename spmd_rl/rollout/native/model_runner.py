@@ -20,14 +20,14 @@ from spmd_rl.model.layers.moe_module import mixtures, shares_experts
 from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import SamplingConfig
-from spmd_rl.rollout.native.decode_graphs import DecodeGraphs, Sampler
+from spmd_rl.rollout.native.decode_graphs import DecodeGraphs
 from spmd_rl.rollout.native.joint.joint_steps import ExpertRanks, JointSteps
 from spmd_rl.rollout.native.prefill_graphs import PassedTokens, PrefillChunks, PrefillGraphs
 from spmd_rl.rollout.native.recorded_routes import RecordedRoutes, RoutedStep
 from spmd_rl.rollout.native.sampled_tokens import NO_COLUMNS, SampledOnDevice, SampledTokens
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.native.step_plan import StepPlan
-from spmd_rl.rollout.native.tp.head_draw import HeadDraw
+from spmd_rl.rollout.native.tp.head_draw import HeadDraw, Sampler
 
 NO_ROWS: NDArray[np.int64] = np.zeros(0, np.int64)
 

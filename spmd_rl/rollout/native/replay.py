@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.config import NativeEngineConfig
-from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.engine import InFlightStep, NativeEngine
 from spmd_rl.rollout.native.model_runner import ModelRunner
 from spmd_rl.rollout.native.prefill_graphs import PREFILL_SIZES
 from spmd_rl.rollout.native.step_plan import StepPlan
+from spmd_rl.rollout.native.tp.head_draw import Sampler
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.native.config import NativeEngineConfig
-from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.rollout.native.tp.head_draw import Sampler
 from spmd_rl.types.kept_sets import set_ends
 from spmd_rl.types.samples import Sample
 from tests import samples

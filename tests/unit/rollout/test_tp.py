@@ -17,9 +17,9 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.parts.part import vocab_part_rows
 from spmd_rl.rollout.engine import Request, StepOutput
 from spmd_rl.rollout.native.config import NativeEngineConfig
-from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.tp.follower import TpFollower
+from spmd_rl.rollout.native.tp.head_draw import Sampler
 from spmd_rl.rollout.native.tp.leader import TpLeader
 from spmd_rl.types.samples import Sample
 from tests.samples import Samples
