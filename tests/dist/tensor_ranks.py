@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmd_rl.kernels.linear import shard_exchange
+from spmd_rl.kernels.linear.shard_exchange import TorchExchange
 from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
@@ -84,6 +86,18 @@ def in_a_row(parts: Sequence[Tensor]) -> Tensor:
     return parts[0]
 
 
+def exchanged(group: dist.ProcessGroup) -> list[bool]:
+    """Whether sums over four ranks, of few rows and of many, are those of numpy in the tree."""
+    exchange, found = TorchExchange(group), []
+    for num_rows in (1, 3, 4, 16):
+        generator = torch.Generator().manual_seed(num_rows)
+        a, b, c, d, bias = torch.randn(5, num_rows, 24, generator=generator).numpy()
+        own = torch.from_numpy([a, b, c, d][group.rank()].copy())
+        total = exchange.sum(own, torch.from_numpy(bias[0]), torch.float32)
+        found.append(np.array_equal(total.numpy(), ((a + b) + (c + d)) + bias[0]))
+    return found
+
+
 class Runs:
     """Trainers of a model on all ranks, one for each split of them."""
 
@@ -127,6 +141,8 @@ def main(dense: Path, biased: Path, out: Path) -> None:
         found, report["alike"][split] = gradients(trainer)
         if rank == 0:
             save_file(found, folder / f"{split}.safetensors")
+    group = runs.meshes.context(runs.placements["tp 4"]).axis_group(("tp",))
+    report["exchanged"] = exchanged(group)
     for split in ("tp 1", "tp 4"):
         report["biased"][split] = logprobs(runs.built(split, biased, init="folder"))
     report["scores"] = [train_on_all_scores(runs.built(split)) for split in ("tp 1", "tp 2")]

@@ -46,6 +46,10 @@ def test_log_probs_have_the_bits_of_a_rank_with_whole_matrices(split: str, repor
     assert report["dense"][split] == report["dense"]["tp 1"]
 
 
+def test_sums_of_few_rows_and_of_many_have_one_tree(report: Report) -> None:
+    assert report["exchanged"] == [True] * 4
+
+
 def test_biases_and_a_tied_head_are_shared_too(report: Report) -> None:
     assert report["biased"]["tp 4"] == report["biased"]["tp 1"]
 

@@ -29,6 +29,7 @@ BACKENDS = {
     "cheap": Fsdp2Config(recompute="cheap", wrap="layer"),
     "all": Fsdp2Config(recompute="all", wrap="layer"),
     "moments": Fsdp2Config(offload="moments"),
+    "master": Fsdp2Config(offload="master"),
 }
 
 

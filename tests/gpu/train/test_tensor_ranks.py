@@ -44,7 +44,7 @@ def test_one_sum_has_other_bits(report: Any) -> None:
     assert report["first"]["one sum"] != report["first"]["one"]
 
 
-@pytest.mark.parametrize("backend", ["slopes", "cheap", "all", "moments"])
+@pytest.mark.parametrize("backend", ["slopes", "cheap", "all", "moments", "master"])
 def test_gradients_are_near_those_of_one_gpu(backend: str, folder: Path, report: Any) -> None:
     assert report["alike"][f"tp 2, {backend}"]
     alone, shared = (
