@@ -35,7 +35,7 @@ class Meeting:
 
 
 class ThreadExchange:
-    """Implements `ShardExchange`. `add` makes one tensor of those of all ranks."""
+    """Implements `RowExchange`. `add` makes one tensor of those of all ranks."""
 
     def __init__(
         self,
@@ -49,6 +49,13 @@ class ThreadExchange:
 
     def sum(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         return rounded(self._add(self._meeting.all(self._rank, part)), bias, dtype)
+
+    def sum_rows(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        whole = self.sum(part, bias, dtype)
+        return whole.chunk(self._meeting.barrier.parties)[self._rank]
+
+    def rows(self, own: Tensor) -> Tensor:
+        return torch.cat(self._meeting.all(self._rank, own))
 
     def gather_columns(self, own: Tensor) -> Tensor:
         return torch.cat(self._meeting.all(self._rank, own), 1)

@@ -27,7 +27,7 @@ from spmd_rl.kernels import (
     unpad_rows,
 )
 from spmd_rl.kernels.linear.row_shards import shared_logits
-from spmd_rl.kernels.linear.shard_gradients import gathered_columns, shared_input
+from spmd_rl.kernels.linear.shard_gradients import all_rows, gathered_columns
 from spmd_rl.kernels.rowwise.embedding import embed_shared
 from spmd_rl.kernels.vocab.lm_head import HeadRows
 from spmd_rl.model.fused_projections import FusableLayer, join, lay_out
@@ -52,7 +52,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(end - self._first_token, spec.hidden_size)
         blocks = enumerate(part.spec(spec).blocks)
         self.layers = nn.ModuleList(
-            Block(block, spec.rms_eps, number, part.exchange) for number, block in blocks
+            Block(block, spec.rms_eps, number, part.rows) for number, block in blocks
         )
         self.norm = RmsNorm(spec.hidden_size, spec.rms_eps)
 
@@ -60,13 +60,13 @@ class Decoder(nn.Module):
         x, residual = self._embedded(tokens), None
         for layer in self.layers:
             x, residual = layer(x, residual, rotary, attend)
-        return self.norm(x, residual)[0]
+        return all_rows(self.norm(x, residual)[0], self.part.rows)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        weight, exchange = self.embed_tokens.weight, self.part.exchange
-        if exchange is None or not self.part.cuts_embedding:
+        weight, rows = self.embed_tokens.weight, self.part.rows
+        if rows is None:
             return embed(tokens, weight)
-        return embed_shared(tokens, weight, self._first_token, exchange)
+        return embed_shared(tokens, weight, self._first_token, rows)
 
 
 class CausalLM(nn.Module):
@@ -124,12 +124,11 @@ class CausalLM(nn.Module):
         Shape: tokens and positions [T] int64, rows [M] int64; returns [T, C], or [M, V] fp32.
         """
         num_tokens = tokens.shape[0]
-        # Only the contract's kernels take any number of rows.
-        if torch.is_grad_enabled() or not is_exact(self.head):
+        # Only the contract's kernels take any number of rows, and ranks need equally many.
+        if torch.is_grad_enabled() or not is_exact(self.head) or self.part.trains:
             tokens, positions = pad_rows(tokens), pad_rows(positions)
         rotary = Rotary(positions, *self.rope_tables(positions.device))
         hidden = unpad_rows(self.model(tokens, rotary, attend), num_tokens)
-        hidden = shared_input(hidden, self.part.exchange)  # of which ranks have different logits
         return hidden if rows is None else self.logits(hidden.index_select(0, rows))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -155,7 +154,7 @@ class CausalLM(nn.Module):
         """
         if self.lm_head is not None:
             return self.lm_head.weight
-        if self.part.count == 1 or self.part.cuts_embedding:
+        if self.part.count == 1 or self.part.trains:
             return self.model.embed_tokens.weight
         return self.model.embed_tokens.weight[slice(*self.part.vocabulary(self.spec))]
 

@@ -301,7 +301,7 @@ def _given_boxes(
     tp = train.axes["tp"]
     if tp == 1 or trainer.backend.kind != "fsdp2":
         return {}
-    parts = [ModelPart(rank, tp, cuts_embedding=True).boxes(spec) for rank in range(tp)]
+    parts = [ModelPart(rank, tp, trains=True).boxes(spec) for rank in range(tp)]
     return {name: tuple(dict.fromkeys(part[name] for part in parts)) for name in parts[0]}
 
 

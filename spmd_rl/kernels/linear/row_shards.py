@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.linear.linear import linear, linear_fp32
-from spmd_rl.kernels.linear.shard_exchange import ShardExchange, rounded
+from spmd_rl.kernels.linear.shard_exchange import RowExchange, ShardExchange, rounded
 from spmd_rl.kernels.runtime.differentiable import call
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 from spmd_rl.kernels.runtime.padding import dense
@@ -52,11 +52,13 @@ class RowParallel:
     """A product whose ranks have columns of the weight; this one has `num_parts` of the parts.
 
     Ranks that share the layer add what they have by `exchange`, so they call together and with
-    equally many rows. Gradients are those of the whole product: they take no part in the contract.
+    equally many rows. With `rows`, each keeps its own rows of the sum. Gradients are those of the
+    whole product: they take no part in the contract.
     """
 
     num_parts: int
     exchange: ShardExchange | None = None
+    rows: RowExchange | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out: Tensor = call(_RowParallel, x, weight, bias, self)
@@ -86,16 +88,20 @@ class _RowParallel(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: RowParallel
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.rows = layer.rows
         finish = rounded if layer.exchange is None else layer.exchange.sum
+        if layer.rows is not None:
+            finish = layer.rows.sum_rows
         return finish(layer.own_sum(x, weight), bias, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad = grads[0] if ctx.rows is None else ctx.rows.rows(grads[0])
         return (
-            grads[0] @ weight if needs_x else None,
-            grads[0].t() @ x if needs_weight else None,
+            grad @ weight if needs_x else None,
+            grad.t() @ x if needs_weight else None,
             grads[0].sum(0) if needs_bias else None,
             None,
         )

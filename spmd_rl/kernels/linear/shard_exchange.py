@@ -34,8 +34,23 @@ class ShardExchange(Protocol):
         ...
 
 
+class RowExchange(ShardExchange, Protocol):
+    """An exchange of a trainer's ranks, each of which may have some rows of what all have.
+
+    They are equally many, one rank's after the other's.
+    """
+
+    def sum_rows(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return this rank's rows of what `sum` returns. Shape: part [P T, N]; returns [T, N]."""
+        ...
+
+    def rows(self, own: Tensor) -> Tensor:
+        """Return the rows of all ranks. Shape: own [T, N]; returns [P T, N]."""
+        ...
+
+
 class TorchExchange:
-    """By torch's collectives, whose ranks get all parts: the reference of bits."""
+    """By torch's collectives: the reference of bits. It is a `RowExchange`."""
 
     is_recordable: ClassVar[bool] = False
 
@@ -50,11 +65,19 @@ class TorchExchange:
         size = self._group.size()
         if len(part) % size:
             return rounded(sum_neighbours(self._gather(part)), bias, dtype)
-        parts = torch.empty_like(part)
-        dist.all_to_all_single(parts, part.contiguous(), group=self._group)
-        own = rounded(sum_neighbours(parts.chunk(size)), bias, dtype)
-        out = own.new_empty(part.shape)
-        dist.all_gather_into_tensor(out, own, group=self._group)
+        return self.rows(self.sum_rows(part, bias, dtype))
+
+    def sum_rows(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Do what `RowExchange.sum_rows` says. Blocks: as `sum`."""
+        sent = part.contiguous()
+        parts = torch.empty_like(sent)
+        dist.all_to_all_single(parts, sent, group=self._group)
+        return rounded(sum_neighbours(parts.chunk(self._group.size())), bias, dtype)
+
+    def rows(self, own: Tensor) -> Tensor:
+        """Do what `RowExchange.rows` says. Blocks: as `sum`."""
+        out = own.new_empty(self._group.size() * len(own), *own.shape[1:])
+        dist.all_gather_into_tensor(out, own.contiguous(), group=self._group)
         return out
 
     def gather_columns(self, own: Tensor) -> Tensor:

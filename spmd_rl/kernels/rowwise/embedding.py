@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.kernels.linear.shard_exchange import ShardExchange
-from spmd_rl.kernels.linear.shard_gradients import summed
+from spmd_rl.kernels.linear.shard_exchange import RowExchange
+from spmd_rl.kernels.linear.shard_gradients import own_rows_of_sum
 
 
 def embed(ids: Tensor, weight: Tensor) -> Tensor:
@@ -22,13 +22,13 @@ def embed(ids: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(ids, weight)
 
 
-def embed_shared(ids: Tensor, weight: Tensor, first: int, exchange: ShardExchange) -> Tensor:
-    """Return rows `ids` of a table of which this rank has the rows from `first` on.
+def embed_shared(ids: Tensor, weight: Tensor, first: int, exchange: RowExchange) -> Tensor:
+    """Return this rank's part of rows `ids` of a table, of which it has the rows from `first` on.
 
     The others are -0.0 here: a sum with it has every bit of a row.
-    Shape: ids [T] int64, weight [V', C]; returns [T, C]. Blocks: until all ranks have called.
+    Shape: ids [P T] int64, weight [V', C]; returns [T, C]. Blocks: until all ranks have called.
     """
     others = (ids < first) | (ids >= first + len(weight))
     rows = embed((ids - first).masked_fill(others, 0), weight)
     own = rows.float().masked_fill(others.unsqueeze(1), -0.0)
-    return summed(own, exchange, weight.dtype)
+    return own_rows_of_sum(own, exchange, weight.dtype)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from spmd_rl.kernels import Rotary, TokenAttention
-from spmd_rl.kernels.linear.shard_exchange import ShardExchange
-from spmd_rl.kernels.linear.shard_gradients import shared_input
+from spmd_rl.kernels.linear.shard_exchange import RowExchange
+from spmd_rl.kernels.linear.shard_gradients import all_rows
 from spmd_rl.model.layers.block import NORMS, BlockSpec
 from spmd_rl.model.layers.norm_module import RmsNorm
 
@@ -14,14 +14,14 @@ from spmd_rl.model.layers.norm_module import RmsNorm
 class Block(nn.Module):
     """Block `number` of a decoder. Its modules have the names that its layers give themselves.
 
-    Ranks that share it are behind `exchange`.
+    A trainer's ranks that share it are behind `rows`. Each has its rows of x and residual.
     """
 
     def __init__(
-        self, spec: BlockSpec, rms_eps: float, number: int, exchange: ShardExchange | None = None
+        self, spec: BlockSpec, rms_eps: float, number: int, rows: RowExchange | None = None
     ) -> None:
         super().__init__()
-        self._exchange = exchange
+        self._rows = rows
         for layer in spec.layers:
             self.add_module(layer.name, layer.module(number))
         for norm in NORMS:
@@ -34,6 +34,6 @@ class Block(nn.Module):
         """Map (x, residual) to the next pair; a layer's input and output are residual + x."""
         first_norm, mixer, second_norm, mlp = (getattr(self, name) for name in self._order)
         normed, residual = first_norm(x, residual)
-        x = mixer(shared_input(normed, self._exchange), rotary, attend)
+        x = mixer(all_rows(normed, self._rows), rotary, attend)
         normed, residual = second_norm(x, residual)
-        return mlp(shared_input(normed, self._exchange)), residual
+        return mlp(all_rows(normed, self._rows)), residual

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.shard import shard_box
-from spmd_rl.model.spec import EMBEDDING, ModelSpec, block_prefix
+from spmd_rl.model.spec import EMBEDDING, ModelSpec
 from spmd_rl.weights.plan.layout import Box
 
 if TYPE_CHECKING:
-    from spmd_rl.kernels.linear.shard_exchange import ShardExchange
+    from spmd_rl.kernels.linear.shard_exchange import RowExchange, ShardExchange
 
 ROW_SHARDS = (1, 2, 4, 8)  # numbers of ranks that may share a model with equal bits
 VOCAB_SHARDS = 8  # as a sum over the vocabulary has (kernels/vocab/logprob.py)
@@ -26,13 +26,19 @@ VOCAB_SHARDS = 8  # as a sum over the vocabulary has (kernels/vocab/logprob.py)
 class ModelPart:
     """Part `index` of `count`; the ranks that have the others are behind `exchange`.
 
-    With `cuts_embedding`, ranks share the rows of the embedding as those of the head.
+    With `trains`, it is a trainer's: ranks share the rows of the embedding as those of the head,
+    and between layers the rows of tokens.
     """
 
     index: int = 0
     count: int = 1
     exchange: ShardExchange | None = None
-    cuts_embedding: bool = False
+    trains: bool = False
+
+    @property
+    def rows(self) -> RowExchange | None:
+        """The exchange of a trainer's ranks."""
+        return cast("RowExchange | None", self.exchange) if self.trains else None
 
     def spec(self, spec: ModelSpec) -> ModelSpec:
         """Return the model with the layers of this part, which all parts have alike."""
@@ -44,27 +50,14 @@ class ModelPart:
     def boxes(self, spec: ModelSpec) -> Mapping[str, Box]:
         """Return the box of each parameter that this part has."""
         whole = (
-            replace(one, cut=None) if one.name == EMBEDDING and not self.cuts_embedding else one
+            replace(one, cut=None) if one.name == EMBEDDING and not self.trains else one
             for one in spec.parameters()
         )
         return {one.name: shard_box(one, self.index, self.count, VOCAB_SHARDS) for one in whole}
 
-    def shared_by_heads(self, spec: ModelSpec) -> frozenset[str]:
-        """Return the parameters that each rank uses whole for its own heads or hidden units alone.
-
-        Their gradient is a sum over ranks. Of others that ranks have whole, each has all of it.
-        """
-        return frozenset(
-            block_prefix(number) + one.name
-            for number, block in enumerate(spec.blocks)
-            for layer in block.layers
-            for one in layer.parameters()
-            if one.cut is None and not one.writes_residual
-        )
-
     def embedded(self, spec: ModelSpec) -> tuple[int, int]:
         """Return the range of the vocabulary's rows in the embedding of this part."""
-        return self.vocabulary(spec) if self.cuts_embedding else (0, spec.vocab_size)
+        return self.vocabulary(spec) if self.trains else (0, spec.vocab_size)
 
     def vocabulary(self, spec: ModelSpec) -> tuple[int, int]:
         """Return the range of the vocabulary's rows in the head of this part."""

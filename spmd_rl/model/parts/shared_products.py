@@ -30,4 +30,4 @@ def _product(num_parts: int, whole: TensorSpec, own: TensorSpec, part: ModelPart
     assert whole.cut is not None
     dim = whole.cut.dim
     num_own = own.shape[dim] * num_parts // whole.shape[dim]
-    return ColumnParallel(num_own) if dim == 0 else RowParallel(num_own, part.exchange)
+    return ColumnParallel(num_own) if dim == 0 else RowParallel(num_own, part.exchange, part.rows)

@@ -1,7 +1,8 @@
 """Memory of a model whose matrices ranks share (axis tp of FSDP2), on one of them. Pure.
 
-The first rank has no less than the others. Norms and the residual stream are whole on each. Sums
-over ranks are of float32, of which there are the rank's own and what it received.
+The first rank has no less than the others. Between layers a rank has its part of the tokens, and
+before a layer it gathers them all, which that layer keeps. Sums over ranks are of float32, of which
+there are the rank's own and what it received.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from spmd_rl.model.parts.part import ModelPart
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.weights.plan.layout import ITEM_BYTES
 
-SUMS = 2  # of float32, in a forward and in a backward pass
+SUMS = 2  # of float32 that exist at once, in a forward and in a backward pass
+GATHERED = 2  # inputs of the two layers of a block, where one rank keeps those of its norms
 
 
 def own_shapes(spec: ModelSpec, head: Head, tp: int) -> dict[str, Dims]:
@@ -22,7 +24,7 @@ def own_shapes(spec: ModelSpec, head: Head, tp: int) -> dict[str, Dims]:
     shapes = spec.trainable_shapes(head)
     if tp == 1:
         return shapes
-    boxes = ModelPart(0, tp, cuts_embedding=True).boxes(spec)
+    boxes = ModelPart(0, tp, trains=True).boxes(spec)
     return {name: boxes[name].extent for name in shapes}
 
 
@@ -32,7 +34,7 @@ def unit_sizes(spec: ModelSpec, head: Head, tp: int = 1) -> tuple[int, int, int]
     outer = spec.outer_parameters(head)
     if tp == 1:
         return max(layers), sum(layers), num_elements(outer)
-    boxes = ModelPart(0, tp, cuts_embedding=True).boxes(spec)
+    boxes = ModelPart(0, tp, trains=True).boxes(spec)
     return max(layers), sum(layers), sum(boxes[one.name].num_elements for one in outer)
 
 
@@ -41,5 +43,13 @@ def sharing(block: BlockSpec, tp: int, element_bytes: int) -> LayerCost:
     cost = block.cost(tp)
     if tp == 1:
         return cost
-    sums = SUMS * block.hidden_size * ITEM_BYTES["float32"] // element_bytes
-    return replace(cost, gradients=cost.gradients + sums, workspace=cost.workspace + sums)
+    hidden = block.hidden_size
+    sums = SUMS * hidden * ITEM_BYTES["float32"] // element_bytes
+    return replace(
+        cost,
+        kept_inputs=-(-cost.kept_inputs // tp),
+        kept_products=cost.kept_products + GATHERED * hidden,
+        kept_cheap=cost.kept_cheap - GATHERED * hidden,
+        gradients=cost.gradients + sums,
+        workspace=cost.workspace + sums,
+    )

@@ -25,14 +25,12 @@ class TensorShards:
         self._group = context.axis_group(("tp",))
         self.size, rank = self._group.size(), self._group.rank()
         self._exchange = TorchExchange(self._group)
-        self.part = ModelPart(rank, self.size, self._exchange, cuts_embedding=True)
+        self.part = ModelPart(rank, self.size, self._exchange, trains=True)
         self.shapes: Mapping[str, Dims] = spec.parameter_shapes()
         self._boxes = [
-            ModelPart(index, self.size, cuts_embedding=True).boxes(spec)
-            for index in range(self.size)
+            ModelPart(index, self.size, trains=True).boxes(spec) for index in range(self.size)
         ]
         self.boxes: Mapping[str, Box] = self._boxes[rank]
-        self._by_heads = self.part.shared_by_heads(spec)
         self.uncut = frozenset(one.name for one in spec.parameters() if one.cut is None)
 
     def whole(self, name: str, own: Tensor, device: torch.device) -> Tensor:
@@ -52,19 +50,14 @@ class TensorShards:
         return found
 
     def sum_uncut(self, gradients: Mapping[str, Tensor]) -> None:
-        """Have all ranks agree on the gradients of what each has whole, in fp32.
+        """Sum the gradients of what each rank has whole, in fp32: they are of its heads or rows.
 
-        Those of norms of heads are summed over ranks. Each has all of the others, perhaps with
-        other sums over FSDP's ranks: then their mean keeps the weights of all ranks alike.
         Ranks: all of the group. Blocks: until each has called.
         """
-        names = sorted(self.uncut & gradients.keys())
-        if not names:
+        found = [gradients[name] for name in sorted(self.uncut & gradients.keys())]
+        if not found:
             return
-        parts = [
-            gradients[name].flatten() / (1 if name in self._by_heads else self.size)
-            for name in names
-        ]
-        total = self._exchange.sum(torch.cat(parts).unsqueeze(0), None, torch.float32)[0]
-        for name, one in zip(names, total.split([len(part) for part in parts]), strict=True):
-            gradients[name].copy_(one.view_as(gradients[name]))
+        flat = torch.cat([one.flatten() for one in found]).unsqueeze(0)
+        total = self._exchange.sum(flat, None, torch.float32)[0]
+        for one, part in zip(found, total.split([one.numel() for one in found]), strict=True):
+            one.copy_(part.view_as(one))

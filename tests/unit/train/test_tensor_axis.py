@@ -66,7 +66,7 @@ def test_settings_that_it_does_not_go_with_are_named(cfg: TrainerConfig, words: 
 def test_a_rank_has_the_weights_that_are_counted(tp: int, tied: bool) -> None:
     spec = replace(DENSE, tie_embeddings=tied, row_shards=tp)
     with torch.device("meta"):
-        model = CausalLM(spec, part=ModelPart(0, tp, cuts_embedding=True))
+        model = CausalLM(spec, part=ModelPart(0, tp, trains=True))
     held = {name: tuple(one.shape) for name, one in model.named_parameters()}
     assert own_shapes(spec, "lm", tp) == held
     _, layers, rest = unit_sizes(spec, "lm", tp)
