@@ -8,7 +8,7 @@ The plan reads what `RunNeeds` has of the config: `split` places roles, `model` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from spmd_rl.errors import ConfigError, PlanError
@@ -25,13 +25,13 @@ from spmd_rl.plan.concurrency import Queue, num_asked, running
 from spmd_rl.plan.memory import MemoryModel, kv_sized
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole, planned_roles, uncounted
-from spmd_rl.plan.routes import Routes, push_routes, routes_of_experts, whole
+from spmd_rl.plan.routes import Routes, Wanted, push_routes, routes_of_experts, whole
 from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, everything
 from spmd_rl.rollout.kinds import kind_of
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.cost.memory import dtype_on_gpu
-from spmd_rl.weights.plan.layout import Box
+from spmd_rl.weights.plan.layout import Box, Dims
 
 
 @dataclass(frozen=True)
@@ -285,13 +285,20 @@ def _push_routes(
         return routes + push_routes(train, infer, others, dtype, world_size)
     wanted = [kind_of(engine).boxes(spec, rank, tp) for rank in range(tp)] if tp > 1 else []
     given = _given_boxes(train, trainer, spec)
-    kinds = {name: whole(shape) for name, shape in shapes.items()}
-    if wanted:
-        boxes_of = {name: tuple(boxes[name] for boxes in wanted) for name in shapes}
-        kinds = {name: kind._replace(boxes=boxes_of[name]) for name, kind in kinds.items()}
-    if given:
-        kinds = {name: kind._replace(given=given[name]) for name, kind in kinds.items()}
-    return push_routes(train, infer, Counter(kinds.values()), dtype, world_size)
+    return push_routes(train, infer, _kinds(shapes, wanted, given), dtype, world_size)
+
+
+def _kinds(
+    shapes: Mapping[str, Dims],
+    wanted: Sequence[Mapping[str, Box]],
+    given: Mapping[str, tuple[Box, ...]],
+) -> Counter[Wanted]:
+    """Return the number of tensors of each kind. Without boxes in `wanted`, all want all."""
+    found = Counter[Wanted]()
+    for name, shape in shapes.items():
+        boxes = tuple(of_rank[name] for of_rank in wanted) or whole(shape).boxes
+        found[Wanted(shape, boxes, given.get(name, ()))] += 1
+    return found
 
 
 def _given_boxes(

@@ -84,9 +84,7 @@ class ShardedModel:
         self._fixed = spec.fixed_names()
         self._experts, self._tensors = sharing.experts, sharing.tensors
         self._sequences = sharing.sequences
-        self._shapes = {name: tuple(one.shape) for name, one in scorer.model.named_parameters()}
-        if self._tensors is not None:
-            self._shapes |= self._tensors.shapes
+        self._shapes = self._whole_shapes()
         if self._experts is not None:
             self._experts.split(scorer.model)
         self.units = self._make_units(mesh, gathers_whole, reshard_after_forward)
@@ -98,6 +96,12 @@ class ShardedModel:
             name: nn.Parameter(_own(parameter).detach(), parameter.requires_grad)
             for name, parameter in self.parameters.items()
         }
+
+    def _whole_shapes(self) -> dict[str, Dims]:
+        """Return the shape of each parameter of the whole model, before experts are split."""
+        if self._tensors is not None:
+            return dict(self._tensors.shapes)
+        return {name: tuple(one.shape) for name, one in self.scorer.model.named_parameters()}
 
     def _make_units(
         self, mesh: DeviceMesh, gathers_whole: Callable[[int], bool], reshard: bool | None
