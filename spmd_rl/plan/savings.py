@@ -76,21 +76,23 @@ def _layouts(world_size: int) -> Iterator[Flags]:
     """Yield the layouts of a world: all ranks with all of the model, then cut along some axes."""
     engines: list[Flags] = [()]
     parts = [size for size in EXPERT_SIZES if world_size % size == 0]
-    trainers: list[Flags] = [(), *((f"--split.train.ep={size}",) for size in parts)]
+    exact: list[Flags] = [(), *((f"--split.train.ep={size}",) for size in parts)]
+    inexact: list[Flags] = []
     sizes = [size for size in MATRIX_SIZES if world_size % size == 0]
-    sharing = [(f"--{axis}={size}",) for axis in (SEQUENCES, MATRICES) for size in sizes]
-    trainers += sharing
+    sharing = [(f"--{SEQUENCES}={size}",) for size in sizes]
+    matrices = {size: (f"--{MATRICES}={size}",) for size in sizes}
+    exact += sharing
     for size in sizes:
         engines.append(("--engine.kind=sglang", OTHER_BITS, f"--split.infer.tp={size}"))
         sequence = "--trainer.backend.sequence_parallel=true"
-        trainers.append((f"--{MATRICES}={size}", sequence, OTHER_BITS))
-    yield from _product_of(engines[:1], trainers)
+        inexact.append((*matrices[size], sequence, OTHER_BITS))
+    yield from _product_of(engines[:1], [*exact, *matrices.values(), *inexact])
     for size in parts:  # native engines share experts, and then the trainer too
         yield (f"--split.infer.ep={size}",)
         yield f"--split.infer.ep={size}", f"--split.train.ep={size}"
     for size in sizes:  # native engines share matrices
-        yield from _product_of([(f"--split.infer.tp={size}",)], [(), *sharing])
-    yield from _product_of(engines[1:], trainers)
+        yield from _product_of([(f"--split.infer.tp={size}",)], [(), *sharing, matrices[size]])
+    yield from _product_of(engines[1:], [*exact, *inexact])
 
 
 def _product_of(engines: Iterable[Flags], trainers: Sequence[Flags]) -> Iterator[Flags]:

@@ -30,7 +30,7 @@ def own_shapes(spec: ModelSpec, head: Head, tp: int) -> dict[str, Dims]:
 
 def unit_sizes(spec: ModelSpec, head: Head, tp: int = 1) -> tuple[int, int, int]:
     """Return a rank's parameters of the largest layer, of all layers, and of those outside."""
-    layers = [num_elements(block.parameters()) for block in ModelPart(0, tp).spec(spec).blocks]
+    layers = [block.cost().parameters for block in ModelPart(0, tp).spec(spec).blocks]
     outer = spec.outer_parameters(head)
     if tp == 1:
         return max(layers), sum(layers), num_elements(outer)
