@@ -1,15 +1,16 @@
-"""Products of decoding with weights in 8 bits, beside our own with weights in bfloat16.
+"""Products of decoding with weights in few bits, beside our own with weights in bfloat16.
 
 Each number is the median over replays of a graph, as in decode_gemm.py. The two take turns, and the
 weights are cold in L2. The bits of both are compared first, with the decoded weight.
 
-    python -m benchmarks.kernels.coded_gemm [--tiles] [--save]
+    python -m benchmarks.kernels.coded_gemm [--weights e4m3] [--tiles] [--save]
 
 With --tiles, all tiles that could serve are timed instead, and the fastest is printed.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 
@@ -21,10 +22,11 @@ from benchmarks.kernels.timing import in_turns
 from benchmarks.record import compared, counted, finish, gpu, gpu_machine
 from benchmarks.table import Row
 from spmd_rl.kernels import linear
-from spmd_rl.kernels.low_precision.block_codes import BlockCodes
+from spmd_rl.kernels.low_precision.code_format import BlockCodes, CodeFormat
 from spmd_rl.kernels.low_precision.coded_gemm_triton import CodedTile, coded_matmul_into
-from spmd_rl.kernels.low_precision.e4m3_blocks import decode, quantised
+from spmd_rl.kernels.low_precision.formats import FORMATS
 from spmd_rl.kernels.low_precision.products import coded_linear
+from spmd_rl.types.code_layout import BLOCK
 
 FUSED = ("qkv", "o", "gate_up", "down")  # products of an engine
 SHARED_BYTES = 220 << 10
@@ -36,19 +38,20 @@ def products() -> dict[str, tuple[int, int]]:
     }
 
 
-def cold_codes(n: int, k: int) -> list[BlockCodes]:
-    """Return twice as many weights as of bf16, as each has half of its bytes."""
-    return [quantised(weight) for weight in (*cold_weights(n, k), *cold_weights(n, k))]
+def cold_codes(n: int, k: int, own: CodeFormat) -> list[BlockCodes]:
+    """Return as many bytes of weights as of bf16."""
+    times = 16 // own.layout.bits
+    return [own.quantised(weight) for _ in range(times) for weight in cold_weights(n, k)]
 
 
 def differing(x: Tensor, weight: BlockCodes) -> int:
-    expected = linear(x, decode(weight.codes, weight.scales, torch.bfloat16))
+    expected = linear(x, weight.decoded(torch.bfloat16))
     return int((coded_linear(x, weight) != expected).sum())
 
 
 @torch.no_grad()
-def measure(name: str, n: int, k: int) -> list[Row]:
-    plain, coded = cold_weights(n, k), cold_codes(n, k)
+def measure(name: str, n: int, k: int, own: CodeFormat) -> list[Row]:
+    plain, coded = cold_weights(n, k), cold_codes(n, k, own)
     # inputs of both ops have one number, so that they take turns: pairs of weights
     pairs = list(zip(itertools.cycle(plain), coded, strict=False))
     found = []
@@ -59,14 +62,14 @@ def measure(name: str, n: int, k: int) -> list[Row]:
             pairs,
             rounds=4,
         )
-        what = f"{name} {n}x{k}, {m} rows"
+        what = f"{own.layout.name}: {name} {n}x{k}, {m} rows"
         found.append(compared(what, ours, "us", peer="bf16", peer_value=bf16))
         print(f"{what}: {ours:.2f} us, bf16 {bf16:.2f} us, {bf16 / ours:.2f}x", flush=True)
         found.append(counted(f"{what}, equal bits", [differing(x, coded[0]) == 0]))
     return found
 
 
-def possible_tiles(m: int) -> list[CodedTile]:
+def possible_tiles(m: int, own: CodeFormat) -> list[CodedTile]:
     """Return tiles for m rows of x that fit into shared memory."""
     heights = [height for height in (16, 32, 64, 128) if height >= min(m, 128)][:2]
     tall = [max(heights[0], 64)]
@@ -75,7 +78,9 @@ def possible_tiles(m: int) -> list[CodedTile]:
         *itertools.product(heights, (64, 128), (64, 128), (4, 8), (False,)),
         *itertools.product(tall, (16, 32, 64, 128), (64, 128), (4,), (True,)),
     ):
-        bytes_of_stage = width * step + 2 * height * step
+        if own.layout.per_byte > 1 and step < BLOCK:
+            continue
+        bytes_of_stage = width * step // own.layout.per_byte + 2 * height * step
         for stages in (3, 4, 6, 8, 12):
             rest = 2 * width * step  # the decoded tile
             if stages * bytes_of_stage + rest <= SHARED_BYTES:
@@ -84,13 +89,13 @@ def possible_tiles(m: int) -> list[CodedTile]:
 
 
 @torch.no_grad()
-def tune(name: str, n: int, k: int) -> None:
+def tune(name: str, n: int, k: int, own: CodeFormat) -> None:
     """Print the fastest tiles for a product, beside bf16."""
-    plain, coded = cold_weights(n, k), cold_codes(n, k)
+    plain, coded = cold_weights(n, k), cold_codes(n, k, own)
     for m in ROWS:
         x = torch.randn(m, k, device="cuda").bfloat16()
         out = x.new_empty(m, n)
-        tiles = possible_tiles(m)
+        tiles = possible_tiles(m, own)
         ways = [
             lambda weight, tile=tile: coded_matmul_into(out, x, weight, None, tile)  # noqa: B023
             for tile in tiles
@@ -103,15 +108,26 @@ def tune(name: str, n: int, k: int) -> None:
 
 
 def main() -> int:
-    if "--tiles" in sys.argv:
+    options = options_of(__doc__)
+    own = FORMATS[options.weights]
+    if options.tiles:
         for name, shape in products().items():
-            tune(name, *shape)
+            tune(name, *shape, own)
         return 0
-    rows = [row for name, shape in products().items() for row in measure(name, *shape)]
+    rows = [row for name, shape in products().items() for row in measure(name, *shape, own)]
     packages = ("torch", "triton")
-    return finish(
-        __file__, packages, rows, save="--save" in sys.argv, machine=gpu_machine(), **gpu()
+    return finish(__file__, packages, rows, save=options.save, machine=gpu_machine(), **gpu())
+
+
+def options_of(description: str | None) -> argparse.Namespace:
+    """Return the options of a benchmark of codes."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--weights", choices=FORMATS, default="e4m3")
+    parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--save", action="store_true")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

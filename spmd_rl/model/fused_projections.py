@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from spmd_rl.kernels import linear, silu_mul, silu_mul_linear
 from spmd_rl.kernels.linear.adapters import add_adapters
 from spmd_rl.kernels.linear.swiglu import is_one_kernel
-from spmd_rl.kernels.low_precision.block_codes import BLOCK, BlockCodes
+from spmd_rl.kernels.low_precision.code_format import BlockCodes
 from spmd_rl.kernels.low_precision.products import coded_linear
 from spmd_rl.model.linear import Linear
 
@@ -35,9 +35,8 @@ class JoinedAdapters(NamedTuple):
 
 @dataclass
 class FusedProjections:
-    """Projections as one product.
+    """Projections as one product. With `codes`, the weight is theirs.
 
-    With `scales`, the weight is codes.
     Shape: weight [N, K] and bias [N] of all of them together.
     """
 
@@ -45,17 +44,17 @@ class FusedProjections:
     bias: Tensor | None
     widths: list[int]
     adapters: JoinedAdapters | None = None
-    scales: Tensor | None = None
+    codes: BlockCodes | None = None
 
     def product(self, x: Tensor) -> Sequence[Tensor]:
         """Return each projection of x [T, K], a view of the product's columns.
 
         What the joined adapters make of x is in it.
         """
-        if self.scales is None:
-            whole = linear(x, self.weight, self.bias)
+        if self.codes is not None:
+            whole = coded_linear(x, self.codes, self.bias)
         else:
-            whole = coded_linear(x, BlockCodes(self.weight, self.scales), self.bias)
+            whole = linear(x, self.weight, self.bias)
         if self.adapters is not None:
             down, up, scale = self.adapters
             whole, _ = add_adapters(whole, x, down, up, scale, self.widths)
@@ -63,7 +62,7 @@ class FusedProjections:
 
     def fuses(self, x: Tensor) -> bool:
         """Return whether `gated` of x is a single kernel, whose product nobody can see."""
-        is_plain = self.bias is None and self.scales is None
+        is_plain = self.bias is None and self.codes is None
         return is_plain and is_one_kernel(x, self.weight)
 
     def gated(self, x: Tensor) -> Tensor:
@@ -129,16 +128,19 @@ def join(projections: Sequence[Linear]) -> FusedProjections | None:
     if not all(map(_are_adjacent, columns)):
         return None
     weight, *others = map(_whole, columns)
-    has_codes = projections[0].has_codes
-    if has_codes and any(one.out_features % BLOCK for one in projections[:-1]):
-        return None
-    scales = others.pop() if has_codes else None
+    codes = None
+    if projections[0].has_codes:
+        each = projections[0].codes
+        height = each.format.layout.block_rows
+        if any(one.out_features % height for one in projections[:-1]):
+            return None
+        codes = BlockCodes(weight, others.pop(), each.num_columns, each.format)
     return FusedProjections(
         weight,
         others[0] if others else None,
         [len(one.weight) for one in projections],
         _joined_adapters(projections),
-        scales,
+        codes,
     )
 
 

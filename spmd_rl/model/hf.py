@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.low_precision.block_codes import CODE
-from spmd_rl.kernels.low_precision.e4m3_blocks import decode
+from spmd_rl.kernels.low_precision.e4m3_blocks import CODE, E4M3
 from spmd_rl.model.companion_files import MODEL_FILES, copy_files
 from spmd_rl.model.families import FAMILIES
 from spmd_rl.model.lora import B
@@ -79,7 +78,8 @@ def read_stored(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tenso
 def _decoded(codes: Tensor, scales: StoredTensor) -> Tensor:
     """Return what a stored weight in block FP8 stands for, in float32."""
     with safe_open(scales.path, framework="pt") as file:
-        return decode(codes, file.get_tensor(scales.key).float(), torch.float32)
+        found = file.get_tensor(scales.key)
+        return E4M3.decode(codes, found, codes.shape[1], torch.float32)
 
 
 def load_weights(
@@ -90,7 +90,7 @@ def load_weights(
 ) -> None:
     """Fill the parameters of `model`, or those in `held`, from the folder, cast to their dtype.
 
-    With "e4m3", the weights that are in 8 bits become codes where the model holds codes. Elsewhere
+    Weights that `weights` says are in few bits become codes where the model holds codes. Elsewhere
     they become what their codes stand for.
 
     Raises: as `model_weights`.

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from spmd_rl.kernels import linear
 from spmd_rl.kernels.linear.adapters import add_adapters
 from spmd_rl.kernels.linear.row_shards import SharedProduct
-from spmd_rl.kernels.low_precision.block_codes import CODE, BlockCodes, Weight, num_blocks
-from spmd_rl.kernels.low_precision.e4m3_blocks import rounded
+from spmd_rl.kernels.low_precision.code_format import BlockCodes, CodeFormat, Weight
 from spmd_rl.kernels.low_precision.products import coded_linear
 from spmd_rl.model.lora import LoraConfig
 
@@ -19,13 +18,14 @@ from spmd_rl.model.lora import LoraConfig
 class Linear(nn.Linear):
     """A linear layer with the contract's product.
 
-    `adapt` gives it an adapter, and `hold_codes` a weight in 8 bits. A layer that ranks may share
+    `adapt` gives it an adapter, and `hold_codes` a weight in few bits. A layer that ranks may share
     has another `product`, and neither of both.
     """
 
     weight_scale_inv: nn.Parameter | None  # of codes
-    # of a weight that its layer has whole and rounds in each pass (`coded_masters.py`)
-    master_scales: Tensor | None = None
+    # of the weight, as codes or as a whole master weight that each pass rounds
+    format: CodeFormat | None = None
+    master_scales: Tensor | None = None  # (`coded_masters.py`)
 
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__(in_features, out_features, bias)
@@ -33,18 +33,19 @@ class Linear(nn.Linear):
         self.lora_B: Linear | None = None
         self.is_switched_off = False  # whether the adapter is left out
         self.scale = 1.0
-        self.has_codes = False  # in place of the weight
         self.product: SharedProduct = linear
         self.register_parameter("weight_scale_inv", None)
 
-    def hold_codes(self) -> None:
+    def hold_codes(self, code_format: CodeFormat) -> None:
         """Have codes and scales in place of the weight, unset. No gradient can be taken."""
-        codes = torch.empty_like(self.weight, dtype=CODE)
-        shape = num_blocks((self.out_features, self.in_features))
-        scales = torch.empty(shape, dtype=torch.float32, device=codes.device)
+        layout, device = code_format.layout, self.weight.device
+        whole = self.out_features, self.in_features
+        codes = torch.empty(layout.code_shape(whole), dtype=code_format.code_dtype, device=device)
+        shape = layout.scale_shape(whole)
+        scales = torch.empty(shape, dtype=code_format.scale_dtype, device=device)
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
-        self.has_codes = True
+        self.format = code_format
 
     def adapt(self, lora: LoraConfig) -> None:
         """Add an adapter, whose weights are unset."""
@@ -53,10 +54,15 @@ class Linear(nn.Linear):
         self.scale = lora.scale
 
     @property
+    def has_codes(self) -> bool:
+        """Whether codes are in place of the weight."""
+        return self.weight_scale_inv is not None
+
+    @property
     def codes(self) -> BlockCodes:
-        """The weight in 8 bits of a layer that holds codes."""
-        assert self.weight_scale_inv is not None
-        return BlockCodes(self.weight, self.weight_scale_inv)
+        """The weight in few bits of a layer that holds codes."""
+        assert self.weight_scale_inv is not None and self.format is not None
+        return BlockCodes(self.weight, self.weight_scale_inv, self.in_features, self.format)
 
     @property
     def operand(self) -> Weight:
@@ -66,7 +72,8 @@ class Linear(nn.Linear):
     def operand_in(self, dtype: torch.dtype) -> Weight:
         """Return what a pass in `dtype` multiplies with, without a gradient."""
         if self.master_scales is not None:
-            return rounded(self.weight.detach(), self.master_scales, dtype)
+            assert self.format is not None
+            return self.format.rounded(self.weight.detach(), self.master_scales, dtype)
         return self.codes if self.has_codes else self.weight.to(dtype)
 
     @property

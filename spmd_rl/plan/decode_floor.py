@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from spmd_rl.model.low_precision.coded_weights import coded_sizes
 from spmd_rl.model.spec import EMBEDDING, ModelSpec
 from spmd_rl.rollout.kinds import EngineConfig, kind_of
 from spmd_rl.rollout.memory import expert_elements, item_bytes, sequence_kv_bytes, weight_bytes
@@ -104,8 +105,8 @@ def decode_work(spec: ModelSpec, cfg: EngineConfig, tp: int, ep: int) -> DecodeW
     """
     blocks = [block.cost(tp) for block in spec.blocks]
     experts = expert_elements(spec)
-    is_coded = cfg.weights != "full"
-    expert_bytes = experts / (tp * ep) * (1 if is_coded else item_bytes(cfg))
+    num_coded, coded_bytes = coded_sizes(spec, cfg.weights, ep, experts_alone=True)
+    expert_bytes = (experts / (tp * ep) - num_coded) * item_bytes(cfg) + coded_bytes
     head = spec.vocab_size * spec.hidden_size / tp
     return DecodeWork(
         shared_bytes=int(_read_bytes(spec, cfg, tp, ep) - expert_bytes),

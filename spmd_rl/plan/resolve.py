@@ -15,7 +15,7 @@ from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.axes import MODEL, groups_along
 from spmd_rl.mesh.split import Placement, Placements, disjoint, plan_split
 from spmd_rl.model.low_precision.coded_cache import format_sentences
-from spmd_rl.model.low_precision.coded_weights import CODE_DTYPE, coded_shapes
+from spmd_rl.model.low_precision.coded_weights import coded_shapes
 from spmd_rl.model.parts.part import ModelPart
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
@@ -31,6 +31,7 @@ from spmd_rl.rollout.kinds import kind_of
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.cost.memory import dtype_on_gpu
+from spmd_rl.types.code_layout import LAYOUTS
 from spmd_rl.weights.plan.layout import Box, Dims
 
 
@@ -278,10 +279,11 @@ def _push_routes(
     if infer.axes.get("ep", 1) > 1 or (ep > 1 and train.size == train.data_size):
         return routes_of_experts(train, infer, spec, dtype, world_size, engine.weights)
     coded = coded_shapes(spec, engine.weights)
-    if coded:  # their scales are too small to count
+    if coded:  # their scales are at most a thirtieth of the codes, and are not counted
+        layout = LAYOUTS[engine.weights]
         others = Counter(whole(shape) for name, shape in shapes.items() if name not in coded)
-        codes = Counter(map(whole, coded.values()))
-        routes = push_routes(train, infer, codes, CODE_DTYPE, world_size)
+        codes = Counter(whole(layout.code_shape(shape)) for shape in coded.values())
+        routes = push_routes(train, infer, codes, layout.code_dtype, world_size)
         return routes + push_routes(train, infer, others, dtype, world_size)
     wanted = [kind_of(engine).boxes(spec, rank, tp) for rank in range(tp)] if tp > 1 else []
     given = _given_boxes(train, trainer, spec)

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.mesh.split import Placement
-from spmd_rl.model.low_precision.coded_weights import CODE_DTYPE, WeightFormat, coded_shapes
+from spmd_rl.model.low_precision.coded_weights import WeightFormat, coded_shapes
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.types.code_layout import LAYOUTS, CodeLayout
 from spmd_rl.weights.plan.layout import ITEM_BYTES, Box, Dims, chunk_box, chunk_of_box
 from spmd_rl.weights.plan.moves import ROUNDS_AT_ONCE, bucket_bytes
 
@@ -144,8 +145,9 @@ def routes_of_experts(
     """Return the routes where ranks of the trainer, of engines or of both share experts."""
     sizes = (train.axes.get("ep", 1), infer.axes.get("ep", 1))
     routes = Routes.none(world_size)
-    for is_coded, one in ((False, dtype), (True, CODE_DTYPE)):
-        others, experts = _parts(spec, *sizes, weights, is_coded)
+    layout = LAYOUTS.get(weights)
+    for codes, one in ((None, dtype), *([(layout, layout.code_dtype)] if layout else ())):
+        others, experts = _parts(spec, *sizes, weights, codes)
         routes += push_routes(train, infer, others, one, world_size)
         for (part, taken), tensors in experts.items():
             ends = _copies(train, part), _copies(infer, taken)
@@ -162,16 +164,20 @@ def _copies(placement: Placement, part: int) -> tuple[int, ...]:
 
 @lru_cache(64)
 def _parts(
-    spec: ModelSpec, num_given: int, num_taken: int, weights: WeightFormat, is_coded: bool
+    spec: ModelSpec, num_given: int, num_taken: int, weights: WeightFormat, codes: CodeLayout | None
 ) -> tuple[Mapping[Wanted, int], Mapping[tuple[int, int], Mapping[Wanted, int]]]:
     """Return the number of tensors of each kind: of what is no expert, and of the experts by the
     part of the trainer that has them and that of the engine.
 
-    They are those in 8 bits, or the others; scales are too small to count.
+    They are those that are `codes`, or the others. Scales are not counted: they are at most a
+    thirtieth of their codes.
     """
     coded = coded_shapes(spec, weights)
     shapes = spec.parameter_shapes()
-    kinds = {name: whole(shape) for name, shape in shapes.items() if (name in coded) == is_coded}
+    if codes is not None:
+        kinds = {name: whole(codes.code_shape(shape)) for name, shape in coded.items()}
+    else:
+        kinds = {name: whole(shape) for name, shape in shapes.items() if name not in coded}
     given, taken = spec.expert_parts(num_given), spec.expert_parts(num_taken)
     experts: dict[tuple[int, int], Counter[Wanted]] = defaultdict(Counter)
     for name, part in given.items():

@@ -53,9 +53,10 @@ def check_adapters(cfg: PolicyRecipe) -> None:
 
 
 def check_coded_weights(cfg: PolicyRecipe) -> None:
-    """Raise a ConfigError for a reference that would take weights in 8 bits by a push."""
-    if cfg.trainer.weights == "e4m3":
-        expected = '0 with trainer.weights = "e4m3": a push to the reference brings no codes'
+    """Raise a ConfigError for a reference that would take weights in few bits by a push."""
+    weights = cfg.trainer.weights
+    if weights != "full":
+        expected = f'0 with trainer.weights = "{weights}": a push to the reference brings no codes'
         require(cfg.kl.refresh_every == 0, "kl.refresh_every", cfg.kl.refresh_every, expected)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import prod
 
 from spmd_rl.model.lora import NO_LORA, LoraConfig
-from spmd_rl.model.low_precision.coded_weights import num_coded
+from spmd_rl.model.low_precision.coded_weights import coded_sizes
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.peer_bytes import EXCHANGE_BYTES, GatheredRow, gather_bytes
@@ -67,13 +67,12 @@ def peer_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int, ep: int) -> int:
 
 
 def weight_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int, ep: int) -> int:
-    """Return the bytes of the weights of a rank; scales are too small to count."""
+    """Return the bytes of the weights of a rank."""
     if tp > 1:
         boxes = kind_of(cfg).boxes(spec, 0, tp).values()  # the first rank has no less than others
         return sum(box.num_elements for box in boxes) * item_bytes(cfg)
-    num_codes = num_coded(spec, cfg.weights, ep)
-    num_whole = _held_parameters(spec, ep) - num_codes
-    return num_whole * item_bytes(cfg) + num_codes
+    num_coded, coded_bytes = coded_sizes(spec, cfg.weights, ep)
+    return (_held_parameters(spec, ep) - num_coded) * item_bytes(cfg) + coded_bytes
 
 
 def _held_parameters(spec: ModelSpec, ep: int) -> int:

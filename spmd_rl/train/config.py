@@ -33,11 +33,11 @@ KIND_TO_OFFLOAD = (
 KIND_OF_LORA = "'adamw' with lora.rank: other optimizers are not for adapters"
 BACKEND_OF_LORA = "'fsdp2' with lora.rank: Megatron-core is not given adapters here"
 OFFLOAD_OF_LORA = "'none' with lora.rank: the moments of adapters are small"
-BACKEND_OF_CODES = "'fsdp2' with weights = 'e4m3': Megatron-core does not compute with their codes"
+BACKEND_OF_CODES = "'fsdp2' with weights in codes: Megatron-core does not compute with them"
 BACKEND_OF_CACHE = (
     "'fsdp2' with cache = 'e4m3': Megatron-core does not round the keys and values of its attention"
 )
-MERGED_OF_CODES = "false with weights = 'e4m3': merged weights would be rounded once more"
+MERGED_OF_CODES = "false with weights in codes: merged weights would be rounded once more"
 KIND_OF_PARTS = "'adamw' or 'muon' with data_parts: moments in 8 bits depend on a rank's shard"
 BACKEND_OF_BALANCE = "'fsdp2' with router_aux_loss_coef: Megatron-core is not given that loss"
 FREEZE_OF_LORA = "() with lora.rank: lora.targets says what is trained"
@@ -196,7 +196,7 @@ class TrainerConfig:
         _require_split(self.attention_split)
         self._check_lora()
         self._check_parts()
-        if self.weights == "e4m3":
+        if self.weights != "full":
             backend = self.backend.kind
             require(backend == "fsdp2", "backend.kind", backend, BACKEND_OF_CODES)
         check_cache(self)

@@ -1,4 +1,4 @@
-"""Dispatch of products with a weight in 8 bits on NVIDIA GPUs; all ways have the same bits.
+"""Dispatch of products with a weight in few bits on NVIDIA GPUs; all ways have the same bits.
 
 With few rows of x, memory sets the time, so codes are decoded in registers. With many rows a
 bfloat16 copy of the weight is made first, which costs little beside its product.
@@ -12,7 +12,7 @@ from torch import Tensor
 from spmd_rl.kernels.linear.dispatch import matmul
 from spmd_rl.kernels.linear.tiles import SHARED_ROWS, choose_tile
 from spmd_rl.kernels.linear.triton_gemm import matmul_into
-from spmd_rl.kernels.low_precision.block_codes import BlockCodes
+from spmd_rl.kernels.low_precision.code_format import BlockCodes
 from spmd_rl.kernels.low_precision.coded_gemm_triton import (
     COPY_UNIT,
     CodedTile,
@@ -37,9 +37,9 @@ EARLY_ROWS = SHARED_ROWS.stop - 1
 def coded_matmul(x: Tensor, weight: BlockCodes, bias: Tensor | None) -> Tensor:
     """Return x @ decoded weight.T + bias with fp32 accumulators and one rounding.
 
-    Shape: x [M, K] bf16, codes [N, K], bias [N] bf16; returns [M, N] bf16.
+    Shape: x [M, K] bf16, weight [N, K], bias [N] bf16; returns [M, N] bf16.
     """
-    (n, k), x = weight.codes.shape, dense(x)
+    (n, k), x = weight.shape, dense(x)
     tile = choose_coded_tile(len(x), n)
     if tile is not None and k % COPY_UNIT == 0:
         out = x.new_empty(len(x), n)

@@ -1,4 +1,4 @@
-"""GEMM in Triton whose weight is in 8 bits, for few rows of x on NVIDIA Hopper.
+"""GEMM in Triton whose weight is in few bits, for few rows of x on NVIDIA Hopper.
 
 Codes are decoded in registers, so that they alone move through memory. The tensor cores get the
 bfloat16 numbers that codes stand for, in one ascending chain over K, as in `linear/triton_gemm.py`.
@@ -17,19 +17,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from spmd_rl.kernels.low_precision.block_codes import BLOCK, BlockCodes
+from spmd_rl.kernels.low_precision.code_format import BlockCodes
+from spmd_rl.kernels.low_precision.unpack_triton import products_of, scale_offset
 from spmd_rl.kernels.runtime.pdl import overlapping, wait
+from spmd_rl.types.code_layout import BLOCK
 
 COPY_UNIT = 16  # columns: the copy engine moves rows of whole units of 16 bytes
-# The bits of a code, moved to where bfloat16 has exponent and mantissa, are 2^-120 times the code.
-_SHIFT = 2.0**120
-SHIFT = tl.constexpr(_SHIFT)
 
 
 class CodedTile(NamedTuple):
     """Sizes of a program: `m` rows of x, `n` rows of the weight and `k` of K in a step.
 
-    `n` and `k` divide a block, so that a step has one scale. The first operand has 64 rows or more:
+    `n` and `k` divide a block, so that a step has one scale of a row; where a byte has several
+    codes, `k` is a block. The first operand has 64 rows or more:
     it is the weight, or with `x_first` x, whose missing rows are zeros.
     """
 
@@ -50,12 +50,15 @@ def coded_matmul_into(
     `COPY_UNIT`.
     """
     (m, k), n = x.shape, out.shape[1]
-    codes = weight.codes.view(torch.uint8)
+    codes, layout = weight.codes.view(torch.uint8), weight.format.layout
+    assert layout.per_byte == 1 or tile.k == BLOCK, "a byte has codes of both halves of a block"
+    part = tile.k // layout.per_byte
     _coded_matmul[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
-        TensorDescriptor.from_tensor(x, [tile.m, tile.k]),
-        TensorDescriptor.from_tensor(codes, [tile.n, tile.k]),
+        TensorDescriptor.from_tensor(x, [tile.m, part]),
+        TensorDescriptor.from_tensor(codes, [tile.n, part]),
         weight.scales, out if bias is None else bias, out, m, n, k, out.stride(0),
         bias is not None, tile.x_first, tile.m, tile.n, tile.k, BLOCK,
+        layout.block_rows, layout.bits,
         num_warps=tile.warps, num_stages=tile.stages, **overlapping(),
     )  # fmt: skip
 
@@ -65,12 +68,15 @@ def _coded_matmul(
     x, codes, scales, bias, out, m, n, k, out_stride,
     HAS_BIAS: tl.constexpr, X_FIRST: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
+    PER_BYTE: tl.constexpr = 8 // BITS
     tiles_m = tl.cdiv(m, TILE_M)
     first_row = (tl.program_id(0) % tiles_m) * TILE_M
     first_column = (tl.program_id(0) // tiles_m) * TILE_N
+    column, row = first_column + tl.arange(0, TILE_N), first_row + tl.arange(0, TILE_M)
     blocks = tl.cdiv(k, BLOCK)
-    row_scales = scales + first_column // BLOCK * blocks
+    row_scales = scales + scale_offset(first_column, column, n, blocks, BLOCK_N)
     wait()
     total = tl.zeros((TILE_M, TILE_N) if X_FIRST else (TILE_N, TILE_M), tl.float32)
     scale = tl.load(row_scales)
@@ -78,48 +84,18 @@ def _coded_matmul(
         # the scale of the next step is on its way while this one multiplies
         following = min((start + TILE_K) // BLOCK, blocks - 1)
         next_scale = tl.load(row_scales + following)
-        values = _decoded(codes.load([first_column, start]), scale)
-        rows = x.load([first_row, start])
-        if X_FIRST:
-            total = tl.dot(rows, tl.trans(values), total)
-        else:
-            total = tl.dot(values, tl.trans(rows), total)
+        packed = codes.load([first_column, start // PER_BYTE])
+        for part in tl.static_range(PER_BYTE):
+            values = products_of(packed, scale, part, BITS)
+            rows = x.load([first_row, start + part * (TILE_K // PER_BYTE)])
+            if X_FIRST:
+                total = tl.dot(rows, tl.trans(values), total)
+            else:
+                total = tl.dot(values, tl.trans(rows), total)
         scale = next_scale
     if X_FIRST:
         total = tl.trans(total)
-    column, row = first_column + tl.arange(0, TILE_N), first_row + tl.arange(0, TILE_M)
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[:, None]
     at = out + row.to(tl.int64)[None, :] * out_stride + column[:, None]
     tl.store(at, total.to(out.dtype.element_ty), mask=(row < m)[None, :] & (column < n)[:, None])
-
-
-@triton.jit
-def _decoded(codes, scale) -> tl.tensor:
-    """Return the numbers that codes stand for, four at a time, each times a power of two once."""
-    factor = (scale * SHIFT).to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
-    factors = tl.zeros(codes.shape, tl.int32) + (factor | (factor << 16))
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 low, high, sign, size;
-        prmt.b32 low, $2, 0, 0x1404;
-        prmt.b32 high, $2, 0, 0x3424;
-        and.b32 sign, low, 0x80008000;
-        shr.b32 size, low, 4;
-        and.b32 size, size, 0x07f007f0;
-        or.b32 low, size, sign;
-        and.b32 sign, high, 0x80008000;
-        shr.b32 size, high, 4;
-        and.b32 size, size, 0x07f007f0;
-        or.b32 high, size, sign;
-        mul.rn.bf16x2 $0, low, $3;
-        mul.rn.bf16x2 $1, high, $3;
-        }
-        """,
-        "=r,=r,r,r,r,r,r",
-        [codes, factors],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )

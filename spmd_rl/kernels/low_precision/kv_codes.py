@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.block_codes import CODE
+from spmd_rl.kernels.low_precision.e4m3_blocks import CODE
 from spmd_rl.kernels.runtime.differentiable import call
 
 LARGEST = 448.0  # of all codes

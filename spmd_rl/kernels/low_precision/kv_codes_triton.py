@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.block_codes import CODE
+from spmd_rl.kernels.low_precision.e4m3_blocks import CODE
 from spmd_rl.kernels.runtime.padding import dense_heads
 
 BLOCK = 1024  # elements of a program at most

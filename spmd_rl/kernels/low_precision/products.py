@@ -1,4 +1,4 @@
-"""Linear layers whose weight is in 8 bits; they have the bits of the weight that it stands for."""
+"""Linear layers whose weight is in few bits; they have the bits of the decoded one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.linear.linear import is_exact, linear
-from spmd_rl.kernels.low_precision.block_codes import BlockCodes, Weight
-from spmd_rl.kernels.low_precision.e4m3_blocks import decode
+from spmd_rl.kernels.low_precision.code_format import BlockCodes, Weight
 
 
 def coded_linear(x: Tensor, weight: BlockCodes, bias: Tensor | None = None) -> Tensor:
@@ -19,9 +18,9 @@ def coded_linear(x: Tensor, weight: BlockCodes, bias: Tensor | None = None) -> T
         from spmd_rl.kernels.low_precision.coded_dispatch import coded_matmul
 
         return coded_matmul(x, weight, bias)
-    return linear(x, decode(weight.codes, weight.scales, x.dtype), bias)
+    return linear(x, weight.decoded(x.dtype), bias)
 
 
 def whole(weight: Weight, dtype: torch.dtype) -> Tensor:
     """Return what codes stand for, in `dtype`; a weight that is no codes stays as it is."""
-    return decode(*weight, dtype) if isinstance(weight, BlockCodes) else weight
+    return weight.decoded(dtype) if isinstance(weight, BlockCodes) else weight

@@ -1,4 +1,4 @@
-"""Grouped GEMMs on NVIDIA Hopper whose weights are in 8 bits: each row times its expert's weight.
+"""Grouped GEMMs on NVIDIA Hopper whose weights are in few bits: each row times its expert's weight.
 
 Codes are decoded in registers, as `low_precision/coded_gemm_triton.py` does it. Each element has
 the chain over K of `grouped_triton.py`, so its bits are those of a product with decoded weights.
@@ -13,36 +13,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.block_codes import BLOCK
-from spmd_rl.kernels.low_precision.coded_gemm_triton import _decoded
+from spmd_rl.kernels.low_precision.unpack_triton import products_of, scale_offset
 from spmd_rl.kernels.moe.expert_addresses import Addresses
 from spmd_rl.kernels.moe.grouped_tiles import GroupedTile
 from spmd_rl.kernels.moe.grouped_triton import _gated, _place_of, _rows_in, _rows_of, _store
 from spmd_rl.kernels.moe.order_triton import DeviceOrder
 from spmd_rl.kernels.runtime.pdl import overlapping, wait
+from spmd_rl.types.code_layout import BLOCK
 
 
 class CodedTiles(NamedTuple):
     """Tiles for gate and up with their activation, and for any other product.
 
-    Their `n` and `k` divide a block, so that a step has one scale. The weight is the first operand.
+    Their `n` and `k` divide a block, so that a step has one scale of a row. With codes of 4 bits
+    `k` is a block. The weight is the first operand.
     """
 
     gated: GroupedTile
     plain: GroupedTile
 
 
-# Rows of a tile, which the order of slots has chosen: its tiles.
-TILES: dict[int, CodedTiles] = {
-    16: CodedTiles(
-        GroupedTile(16, 64, 128, 4, 4, swap=True), GroupedTile(16, 64, 128, 4, 5, swap=True)
-    ),
-    64: CodedTiles(
-        GroupedTile(64, 64, 64, 4, 4, swap=True), GroupedTile(64, 64, 128, 4, 4, swap=True)
-    ),
-    128: CodedTiles(
-        GroupedTile(128, 128, 64, 8, 4, swap=True), GroupedTile(128, 128, 64, 8, 4, swap=True)
-    ),
+# Bits of a code, and rows of a tile, which the order of slots has chosen: its tiles.
+TILES: dict[int, dict[int, CodedTiles]] = {
+    8: {
+        16: CodedTiles(
+            GroupedTile(16, 64, 128, 4, 4, swap=True), GroupedTile(16, 64, 128, 4, 5, swap=True)
+        ),
+        64: CodedTiles(
+            GroupedTile(64, 64, 64, 4, 4, swap=True), GroupedTile(64, 64, 128, 4, 4, swap=True)
+        ),
+        128: CodedTiles(
+            GroupedTile(128, 128, 64, 8, 4, swap=True), GroupedTile(128, 128, 64, 8, 4, swap=True)
+        ),
+    },
 }
 
 
@@ -58,21 +61,24 @@ def coded_grouped_matmul(
 ) -> Tensor:
     """Return what `grouped_matmul` does with decoded weights, rounded once to x's dtype.
 
-    Shape: x [T, C] or [S, C], codes of P parts [N, C], scales [T K] fp32 by slot; returns
+    Shape: x [T, C] or [S, C], weights of P parts [N, C], scales [T K] fp32 by slot; returns
     [S, P N], or if gated [S, N].
     """
-    tiles = TILES[order.tile_rows]
+    layout = weights.layout
+    assert layout is not None and weights.scales is not None, "the weights are not codes"
+    tiles = TILES[layout.bits][order.tile_rows]
     tile = tile or (tiles.gated if gated else tiles.plain)
-    assert weights.scales is not None, "the weights are not codes"
+    assert layout.per_byte == 1 or tile.k == BLOCK, "a byte has codes of both halves of a block"
     parts, (n, k) = weights.num_parts, weights.shape
     out = x.new_empty(order.num_slots, n if gated else parts * n)
     out_parts = 1 if gated else parts
     _coded_grouped[(order.max_tiles * triton.cdiv(n, tile.n) * out_parts,)](
         x, weights.table, weights.scales, out, order.slots, order.starts, order.tiles,
-        out if scales is None else scales, k, n, x.stride(0), order.max_tiles, weights.num_experts,
-        out_parts, order.experts_per_token, gathers, scales is not None, gated,
-        weights.is_aligned, n % tile.n == 0, k % tile.k == 0, order.is_one_token,
-        tile.m, tile.n, tile.k, tile.group, BLOCK,
+        out if scales is None else scales, k, n, layout.code_shape((n, k))[1], x.stride(0),
+        order.max_tiles, weights.num_experts, out_parts, order.experts_per_token, gathers,
+        scales is not None, gated, weights.is_aligned, n % tile.n == 0, k % tile.k == 0,
+        order.is_one_token, tile.m, tile.n, tile.k, tile.group,
+        BLOCK, layout.block_rows, layout.bits,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
     return out
@@ -80,13 +86,15 @@ def coded_grouped_matmul(
 
 @triton.jit(do_not_specialize=["max_tiles", "num_experts"])
 def _coded_grouped(
-    x, table, scale_table, out, slots, starts, tiles, scales, k, n, x_stride, max_tiles,
-    num_experts, OUT_PARTS: tl.constexpr, PER_TOKEN: tl.constexpr,
+    x, table, scale_table, out, slots, starts, tiles, scales, k, n, code_columns, x_stride,
+    max_tiles, num_experts, OUT_PARTS: tl.constexpr, PER_TOKEN: tl.constexpr,
     GATHERS: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, ONE_TOKEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
+    PER_BYTE: tl.constexpr = 8 // BITS
+    PART_K: tl.constexpr = TILE_K // PER_BYTE
     of_part = tl.cdiv(n, TILE_N)
     columns = of_part * OUT_PARTS
     wait()
@@ -103,13 +111,13 @@ def _coded_grouped(
     source = slot // PER_TOKEN if GATHERS else tl.where(is_row, row, 0)
     x_at = x + source.to(tl.int64)[:, None] * x_stride
     blocks = tl.cdiv(k, BLOCK)
-    scale_row = first_column // BLOCK * blocks
+    scale_row = scale_offset(first_column, column, n, blocks, BLOCK_N)
     entry = part * num_experts + expert
-    first, first_scales = _codes_of(table, scale_table, entry, scale_row, ALIGNED)
+    first, first_scales = _codes_of(table, scale_table, entry, scale_row, ALIGNED, BITS)
     second, second_scales = first, first_scales
     if GATED:
         entry += num_experts
-        second, second_scales = _codes_of(table, scale_table, entry, scale_row, ALIGNED)
+        second, second_scales = _codes_of(table, scale_table, entry, scale_row, ALIGNED, BITS)
     total = tl.zeros((TILE_N, TILE_M), tl.float32)
     up_total = total
     scale, up_scale = tl.load(first_scales), tl.load(second_scales)
@@ -117,13 +125,17 @@ def _coded_grouped(
         # the scales of the next step are on their way while this one multiplies
         next_scale = _after(first_scales, start, blocks, TILE_K, BLOCK)
         next_up_scale = _after(second_scales, start, blocks, TILE_K, BLOCK) if GATED else next_scale
-        step = start + tl.arange(0, TILE_K)
-        rows = _rows_of(x_at, 0, step, k, is_row, EVEN_K)
-        total = _add_product(total, first, scale, rows, column, step, n, k, EVEN_N and EVEN_K)
+        byte = start // PER_BYTE + tl.arange(0, PART_K)
+        packed = _tile_of(first, column, byte, n, code_columns, EVEN_N and EVEN_K)
+        up_packed = packed
         if GATED:
-            up_total = _add_product(
-                up_total, second, up_scale, rows, column, step, n, k, EVEN_N and EVEN_K
-            )
+            up_packed = _tile_of(second, column, byte, n, code_columns, EVEN_N and EVEN_K)
+        for piece in tl.static_range(PER_BYTE):
+            step = start + piece * PART_K + tl.arange(0, PART_K)
+            rows = tl.trans(_rows_of(x_at, 0, step, k, is_row, EVEN_K))
+            total = tl.dot(products_of(packed, scale, piece, BITS), rows, total)
+            if GATED:
+                up_total = tl.dot(products_of(up_packed, up_scale, piece, BITS), rows, up_total)
         scale, up_scale = next_scale, next_up_scale
     if GATED:
         total = _gated(total, up_total, out.dtype.element_ty)
@@ -141,7 +153,9 @@ def _after(scales, start, blocks, TILE_K: tl.constexpr, BLOCK: tl.constexpr) -> 
 
 
 @triton.jit
-def _codes_of(table, scale_table, entry, scale_row, ALIGNED: tl.constexpr) -> tl.tuple:
+def _codes_of(
+    table, scale_table, entry, scale_row, ALIGNED: tl.constexpr, BITS: tl.constexpr
+) -> tl.tuple:
     """Return the pointers to an expert's codes, and to the scales of a row of blocks."""
     codes = tl.load(table + entry).to(tl.pointer_type(tl.uint8))
     scales = tl.load(scale_table + entry).to(tl.pointer_type(tl.float32))
@@ -149,11 +163,9 @@ def _codes_of(table, scale_table, entry, scale_row, ALIGNED: tl.constexpr) -> tl
 
 
 @triton.jit
-def _add_product(total, codes, scale, rows, column, step, n, k, EVEN: tl.constexpr) -> tl.tensor:
-    """Add the product of a tile of codes [N, K]; beyond the weight they stand for zero."""
-    at = codes + column[:, None] * k + step[None, :]
+def _tile_of(codes, column, byte, n, code_columns, EVEN: tl.constexpr) -> tl.tensor:
+    """Return a tile of codes [N, K]; beyond the weight they stand for zero."""
+    at = codes + column[:, None] * code_columns + byte[None, :]
     if EVEN:
-        tile = tl.load(at)
-    else:
-        tile = tl.load(at, mask=(column < n)[:, None] & (step < k)[None, :], other=0)
-    return tl.dot(_decoded(tile, scale), tl.trans(rows), total)
+        return tl.load(at)
+    return tl.load(at, mask=(column < n)[:, None] & (byte < code_columns)[None, :], other=0)

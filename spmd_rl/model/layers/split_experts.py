@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels import is_exact, linear, linear_fp32, pad_rows, silu_mul, unpad_rows
-from spmd_rl.kernels.low_precision.block_codes import Weight
+from spmd_rl.kernels.low_precision.code_format import Weight
 from spmd_rl.kernels.low_precision.products import whole
 from spmd_rl.kernels.moe.dispatcher import Dispatched, EpDispatcher
 from spmd_rl.kernels.moe.expert_addresses import KeptAddresses

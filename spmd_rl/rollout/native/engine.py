@@ -14,11 +14,11 @@ from torch import Tensor
 from spmd_rl.errors import ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
 from spmd_rl.kernels.attention.coded_backend import with_codes
-from spmd_rl.kernels.low_precision.block_codes import CODE, BlockCodes
-from spmd_rl.kernels.low_precision.products import whole
+from spmd_rl.kernels.low_precision.code_format import BlockCodes
 from spmd_rl.model.attention import backend_of, fits_cuda_graphs
 from spmd_rl.model.low_precision.coded_cache import kv_exponents
-from spmd_rl.model.low_precision.coded_weights import scale_name, weights_fact
+from spmd_rl.model.low_precision.coded_tensors import coded_weights
+from spmd_rl.model.low_precision.coded_weights import weights_fact
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.parts.local_weights import local_weights
 from spmd_rl.model.spec import ModelSpec
@@ -184,7 +184,8 @@ class NativeEngine:
         if self.model.lora.rank and not self._base_fact:
             weights = local_weights(self.model, pushed=False)
             base = {name: one.local for name, one in weights.items()}
-            self._base_fact = base_fact(_base_digests(base, self.sizes.dtype))
+            codes = coded_weights(base, self.model.spec, self.cfg.weights)
+            self._base_fact = base_fact(_base_digests(base, codes, self.sizes.dtype))
         return facts | self._base_fact | weights_fact(self.cfg.weights)
 
     def stats(self) -> dict[str, int]:
@@ -331,11 +332,11 @@ def check_logprobs(
         raise SpmdError(f"weights version {version} give NaN logits: {where}")
 
 
-def _base_digests(base: dict[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
+def _base_digests(
+    base: dict[str, Tensor], codes: dict[str, BlockCodes], dtype: torch.dtype
+) -> dict[str, int]:
     """Return the digests of a base in `dtype`; where it is codes, of what they stand for."""
-    coded = [name for name, one in base.items() if one.dtype == CODE]
-    codes = {name: BlockCodes(base.pop(name), base.pop(scale_name(name))) for name in coded}
     found = digest(LocalTensors.whole(base))
-    for name, one in codes.items():  # one at a time, as they are twice as large
-        found |= digest(LocalTensors.whole({name: whole(one, dtype)}))
+    for name, one in codes.items():  # one at a time, as they are larger
+        found |= digest(LocalTensors.whole({name: one.decoded(dtype)}))
     return found

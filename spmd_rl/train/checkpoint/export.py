@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spmd_rl.controller.run.checksums import check
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.low_precision.block_codes import CODE
+from spmd_rl.kernels.low_precision.e4m3_blocks import CODE
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import save_folder
 from spmd_rl.model.lora import NO_LORA, LoraConfig

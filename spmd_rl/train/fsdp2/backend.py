@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ConfigError
+from spmd_rl.kernels.low_precision.formats import FORMATS
 from spmd_rl.model.attention import head_size
 from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.lora import is_adapter
@@ -107,8 +108,10 @@ class Fsdp2(ShardedModel):
         self._weights = cfg.weights
         self._coded = self._coded_masters(group)
 
-    def _coded_masters(self, group: ProcessGroup) -> CodedMasters:
+    def _coded_masters(self, group: ProcessGroup) -> CodedMasters | None:
         """Return the master weights that compute as codes, by the ranks that shard them."""
+        if self._weights == "full":
+            return None
         coded, experts = coded_shapes(self.scorer.model.spec, self._weights), self._experts
         names = (self.local.keys() - self.base) & coded.keys()
         own = frozenset[str]() if experts is None else experts.own
@@ -116,7 +119,7 @@ class Fsdp2(ShardedModel):
         if experts is not None:
             of_own = self.shards_of(sorted(names & own))
             parts.append(SharedMasters(of_own, experts.mesh.get_group(), torch.float32))
-        return CodedMasters(parts, self.scorer.model)
+        return CodedMasters(parts, self.scorer.model, FORMATS[self._weights])
 
     def _accumulating(self, cfg: TrainerConfig) -> Accumulation:
         """Return the order of sums over micro-batches, for as many parts of the data as it has."""
@@ -164,13 +167,14 @@ class Fsdp2(ShardedModel):
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         super().fill(weights)
-        self._coded.update()
+        if self._coded is not None:
+            self._coded.update()
 
     def contract(self) -> dict[str, str | int]:
         return super().contract() | weights_fact(self._weights)
 
     def source(self, on_open: Callable[[], None] = do_nothing) -> WeightSource:
-        if self._coded.scales:
+        if self._coded is not None and self._coded.scales:
             return CodedSource(self.local_weights(), self._coded, on_open)
         lora = self.scorer.model.lora
         if not lora.merged_push:
@@ -265,7 +269,8 @@ class Fsdp2(ShardedModel):
         if grad_scale != 1.0:
             torch._foreach_mul_(self._gradients(), grad_scale)
         self.optimizer.step(lr)
-        self._coded.update()
+        if self._coded is not None:
+            self._coded.update()
         self._memory.note_change("master")
         self.discard()
 
@@ -279,7 +284,8 @@ class Fsdp2(ShardedModel):
 
     def on_loaded(self, optimizer_steps: int) -> None:
         self.optimizer.on_loaded(optimizer_steps)
-        self._coded.update()
+        if self._coded is not None:
+            self._coded.update()
 
 
 def _square_norm(gradients: Sequence[Tensor]) -> float:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.kernels.low_precision.block_codes import num_blocks
-from spmd_rl.kernels.low_precision.e4m3_blocks import block_maxima, block_scales, rounded
+from spmd_rl.kernels.low_precision.code_format import CodeFormat
 from spmd_rl.model.layers.moe import is_of_expert
 from spmd_rl.model.linear import Linear
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
@@ -43,9 +42,15 @@ class SharedMasters(NamedTuple):
 
 
 class CodedMasters:
-    """This rank's rows of the weights of `model` that are in 8 bits, and the scales of all rows."""
+    """This rank's rows of the weights of `model` that are in few bits, and the scales of all rows.
 
-    def __init__(self, parts: Iterable[SharedMasters], model: nn.Module) -> None:
+    Scales are kept in float32, and a push brings them in the dtype of the format.
+    """
+
+    def __init__(
+        self, parts: Iterable[SharedMasters], model: nn.Module, code_format: CodeFormat
+    ) -> None:
+        self.format = code_format
         self._parts = [part for part in parts if part.shards]
         self.shards = {name: one for part in self._parts for name, one in part.shards.items()}
         self.scales: dict[str, Tensor] = {}
@@ -55,7 +60,7 @@ class CodedMasters:
 
     def _with_scales(self, shards: LocalTensors) -> Tensor:
         """Give all weights of a part scales, side by side in the memory that is returned."""
-        shapes = {name: num_blocks(one.shape) for name, one in shards.items()}
+        shapes = {name: self.format.layout.scale_shape(one.shape) for name, one in shards.items()}
         sizes = [rows * columns for rows, columns in shapes.values()]
         flat = next(iter(shards.values())).local.new_ones(sum(sizes), requires_grad=False)
         for (name, shape), scales in zip(shapes.items(), flat.split(sizes), strict=True):
@@ -69,11 +74,30 @@ class CodedMasters:
         Ranks: all that share the weights.
         """
         for part, flat in zip(self._parts, self._flat, strict=True):
-            maxima = _maxima(part.shards)
+            maxima = self._maxima(part.shards)
             found = torch.cat([maxima[name].flatten() for name in part.shards])
             if part.group.size() > 1:
                 dist.all_reduce(found, dist.ReduceOp.MAX, part.group)
-            flat.copy_(block_scales(found))
+            flat.copy_(self.format.scales_of(found))
+
+    def _maxima(self, shards: LocalTensors) -> dict[str, Tensor]:
+        """Return the largest magnitude in each block of each weight, as far as its shard has it.
+
+        Small weights of one shape, such as those of experts, are looked at together.
+        """
+        alike = defaultdict[tuple[Dims, Box], list[str]](list)
+        for name, shard in shards.items():
+            alike[shard.shape, shard.box].append(name)
+        found = dict[str, Tensor]()
+        for (shape, box), names in alike.items():
+            at_once = max(1, STACKED_ELEMENTS // max(1, box.num_elements))
+            for first in range(0, len(names), at_once):
+                some = names[first : first + at_once]
+                tensors = [shards[name].local.detach() for name in some]
+                values = torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
+                of_some = self.format.maxima(values, shape[0], box.offset[0])
+                found |= zip(some, of_some, strict=True)
+        return found
 
     def _attach(self, part: SharedMasters, model: nn.Module) -> None:
         """Set FSDP's own hooks of a sharded tensor, which it looks up by their names.
@@ -86,41 +110,31 @@ class CodedMasters:
             if isinstance(layer.weight, DTensor):
                 num_rows = -(-shard.shape[0] // part.group.size())
                 local = cast(Any, layer.weight._local_tensor)
-                local.fsdp_pre_all_gather = _rounding(shard, scales, num_rows, part.dtype)
+                rows = _Rows(shard, scales, num_rows, part.dtype)
+                local.fsdp_pre_all_gather = _rounding(self.format, rows)
                 local.fsdp_post_all_gather = _as_gathered
             else:
                 assert is_of_expert(name), f"FSDP leaves {name} alone"
-                layer.master_scales = scales
+                layer.format, layer.master_scales = self.format, scales
 
 
-def _maxima(shards: LocalTensors) -> dict[str, Tensor]:
-    """Return the largest magnitude in each block of each weight, as far as its shard has it.
+class _Rows(NamedTuple):
+    """The rows of a weight that this rank has, its scales, and `num_rows` of each rank."""
 
-    Small weights of one shape, such as those of experts, are looked at together.
-    """
-    alike = defaultdict[tuple[Dims, Box], list[str]](list)
-    for name, shard in shards.items():
-        alike[shard.shape, shard.box].append(name)
-    found = dict[str, Tensor]()
-    for (shape, box), names in alike.items():
-        at_once = max(1, STACKED_ELEMENTS // max(1, box.num_elements))
-        for first in range(0, len(names), at_once):
-            some = names[first : first + at_once]
-            tensors = [shards[name].local.detach() for name in some]
-            values = torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
-            found |= zip(some, block_maxima(values, shape[0], box.offset[0]), strict=True)
-    return found
+    shard: LocalTensor
+    scales: Tensor
+    num_rows: int
+    dtype: torch.dtype
 
 
-def _rounding(
-    shard: LocalTensor, scales: Tensor, num_rows: int, dtype: torch.dtype
-) -> Callable[..., Gathered]:
-    """Return FSDP's hook that makes what is gathered: `num_rows` rows of each rank."""
+def _rounding(code_format: CodeFormat, own: _Rows) -> Callable[..., Gathered]:
+    """Return FSDP's hook that makes what is gathered."""
 
     def before(
         mesh: object, outer_size: object, outer_stride: object, module: object, policy: object
     ) -> Gathered:
-        rows = rounded(shard.local.detach(), scales, dtype, shard.box.offset[0])
+        shard, scales, num_rows, dtype = own
+        rows = code_format.rounded(shard.local.detach(), scales, dtype, shard.box.offset[0])
         missing = num_rows - len(rows)
         return (F.pad(rows, (0, 0, 0, missing)) if missing else rows,), None
 

@@ -1,4 +1,4 @@
-"""CodedSource: the source of a push that moves the codes and scales of weights in 8 bits."""
+"""CodedSource: the source of a push that moves the codes and scales of weights in few bits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.e4m3_blocks import encode
-from spmd_rl.model.low_precision.coded_weights import CODE_DTYPE, scale_name
+from spmd_rl.model.low_precision.coded_weights import scale_name
 from spmd_rl.train.fsdp2.coded_masters import CodedMasters
 from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.plan.layout import Box, Layout, Piece
@@ -44,11 +43,10 @@ class CodedSource:
             scales = self._coded.scales[self._weight_of[name]]
             out.copy_(scales[box.within(_whole(scales))])
         elif name in self._coded.scales:
-            held = self._coded.shards[name]
-            rows, columns = box.within(held.box)
-            values = held.local.detach()[rows]
-            codes = encode(values, self._coded.scales[name], box.offset[0])
-            out.copy_(codes[:, columns])
+            held, (first, column) = self._coded.shards[name], box.offset
+            values = held.local.detach().narrow(0, first - held.box.offset[0], box.extent[0])
+            codes = self._coded.format.encode(values, self._coded.scales[name], first)
+            out.copy_(codes.narrow(1, column, box.extent[1]))
         else:
             self._plain.read(name, box, out)
 
@@ -58,9 +56,11 @@ class CodedSource:
             if scales is None:
                 yield piece
                 continue
-            box = _whole(scales)
-            yield replace(piece, dtype=CODE_DTYPE)
-            yield Piece(scale_name(piece.name), box.extent, "float32", box)
+            layout, box = self._coded.format.layout, _whole(scales)
+            shape = layout.code_shape(piece.shape)
+            rows = Box(piece.box.offset, (piece.box.extent[0], shape[1]))
+            yield replace(piece, shape=shape, dtype=layout.code_dtype, box=rows)
+            yield Piece(scale_name(piece.name), box.extent, layout.scale_dtype, box)
 
 
 def _whole(tensor: Tensor) -> Box:

@@ -1,4 +1,4 @@
-"""Experts in 8 bits on a GPU: the bits of what their codes stand for, among any rows."""
+"""Experts in few bits on a GPU: the bits of what their codes stand for, among any rows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from spmd_rl.kernels import linear_fp32
-from spmd_rl.kernels.low_precision.block_codes import BlockCodes
-from spmd_rl.kernels.low_precision.e4m3_blocks import decode
+from spmd_rl.kernels.low_precision.code_format import BlockCodes
+from spmd_rl.kernels.low_precision.formats import FORMATS
 from spmd_rl.kernels.runtime.cuda_graph import capture
 from spmd_rl.model.layers.moe_module import MoeMlp
 from spmd_rl.model.linear import Linear
@@ -23,18 +23,18 @@ pytestmark = pytest.mark.skipif(not HOPPER, reason="the kernel needs wgmma of Ho
 ROWS = (1, 2, 8, 33, 64, 256, 512, 3000)
 
 
-def coded_mixture(name: str) -> tuple[MoeMlp, MoeMlp]:
+def coded_mixture(name: str, of_codes: str) -> tuple[MoeMlp, MoeMlp]:
     """Return a layer whose experts hold codes of all kinds, and one with what these stand for."""
     coded, plain = mixture(name), mixture(name)
     for number, (expert, other) in enumerate(zip(coded.experts, plain.experts, strict=True)):
         for layer, twin in zip(expert.children(), other.children(), strict=True):
             assert isinstance(layer, Linear) and isinstance(twin, Linear)
             rows, columns = layer.weight.shape
-            codes, scales = weight_of(rows, columns, number)
-            layer.hold_codes()
-            layer.codes.codes.copy_(codes)
-            layer.codes.scales.copy_(scales)
-            twin.weight = nn.Parameter(decode(codes, scales, torch.bfloat16))
+            weight = weight_of(rows, columns, number, of_codes)
+            layer.hold_codes(weight.format)
+            layer.codes.codes.copy_(weight.codes)
+            layer.codes.scales.copy_(weight.scales)
+            twin.weight = nn.Parameter(weight.decoded(torch.bfloat16))
     return coded, plain
 
 
@@ -44,9 +44,12 @@ def codes_of(module: MoeMlp, name: str) -> list[BlockCodes]:
 
 
 @pytest.mark.parametrize("name", ["uneven", "30B-A3B", "GLM-4.5-Air"])
+@pytest.mark.parametrize("of_codes", FORMATS)
 @torch.no_grad()
-def test_codes_have_the_bits_of_what_they_stand_for(name: str, rows, unequal) -> None:
-    coded, plain = coded_mixture(name)
+def test_codes_have_the_bits_of_what_they_stand_for(
+    of_codes: str, name: str, rows, unequal
+) -> None:
+    coded, plain = coded_mixture(name, of_codes)
     for count in ROWS:
         x = rows("normal", count, SIZES[name].hidden)
         found, expected = coded(x), plain(x)
@@ -55,9 +58,10 @@ def test_codes_have_the_bits_of_what_they_stand_for(name: str, rows, unequal) ->
     assert unequal(one_by_one(coded, x), expected) == 0
 
 
+@pytest.mark.parametrize("of_codes", FORMATS)
 @torch.no_grad()
-def test_rows_in_a_decoding_step_have_the_bits_of_a_prompts(rows, unequal) -> None:
-    coded, _ = coded_mixture("30B-A3B")
+def test_rows_in_a_decoding_step_have_the_bits_of_a_prompts(of_codes: str, rows, unequal) -> None:
+    coded, _ = coded_mixture("30B-A3B", of_codes)
     x = rows("normal", 4096, SIZES["30B-A3B"].hidden)
     whole = coded(x)
     for size in (1, 8, 64, 256):
@@ -65,9 +69,10 @@ def test_rows_in_a_decoding_step_have_the_bits_of_a_prompts(rows, unequal) -> No
         assert unequal(torch.cat(parts), whole[: 2 * size]) == 0, size
 
 
+@pytest.mark.parametrize("of_codes", FORMATS)
 @torch.no_grad()
-def test_a_graph_reads_the_codes_of_a_later_push(rows, unequal) -> None:
-    coded, plain = coded_mixture("30B-A3B")
+def test_a_graph_reads_the_codes_of_a_later_push(of_codes: str, rows, unequal) -> None:
+    coded, plain = coded_mixture("30B-A3B", of_codes)
     x = rows("normal", 8, SIZES["30B-A3B"].hidden)
     coded(x)  # makes the tables
     graph, out = capture(lambda: coded(x), torch.cuda.graph_pool_handle())
@@ -78,9 +83,10 @@ def test_a_graph_reads_the_codes_of_a_later_push(rows, unequal) -> None:
     assert unequal(out, plain(x)) > 0
 
 
+@pytest.mark.parametrize("of_codes", FORMATS)
 @torch.no_grad()
-def test_control_one_code_of_one_expert_changes_the_output(rows, unequal) -> None:
-    coded, plain = coded_mixture("tiny")
+def test_control_one_code_of_one_expert_changes_the_output(of_codes: str, rows, unequal) -> None:
+    coded, plain = coded_mixture("tiny", of_codes)
     x = rows("normal", 64, SIZES["tiny"].hidden)
     assert unequal(coded(x), plain(x)) == 0
     chosen = int(linear_fp32(x, coded.gate.weight)[0].argmax())

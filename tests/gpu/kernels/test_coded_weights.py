@@ -1,24 +1,18 @@
-"""Weights in 8 bits on a GPU: rounding as on the CPU, and products with the bits of bfloat16."""
+"""Weights in few bits on a GPU: rounding as on the CPU, and products with the bits of bfloat16."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from spmd_rl.kernels import linear
-from spmd_rl.kernels.low_precision.block_codes import BlockCodes, num_blocks
-from spmd_rl.kernels.low_precision.e4m3_blocks import (
-    LEAST_EXPONENT,
-    MOST_EXPONENT,
-    block_maxima,
-    block_scales,
-    decode,
-    encode,
-    quantised,
-    rounded,
-)
+from spmd_rl.kernels.low_precision.code_format import BlockCodes
+from spmd_rl.kernels.low_precision.formats import FORMATS
 from spmd_rl.kernels.low_precision.products import coded_linear
+from spmd_rl.types.code_layout import BLOCK
 
 if torch.cuda.is_available():
     from spmd_rl.kernels.low_precision.coded_dispatch import TILES
@@ -46,69 +40,98 @@ SHAPES = (
 )
 
 
-def weight_of(n: int, k: int, seed: int = 0) -> BlockCodes:
+def weight_of(n: int, k: int, seed: int = 0, name: str = "e4m3") -> BlockCodes:
     """Return codes of all kinds, denormal ones too, with scales far apart."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    codes = torch.randint(0, 256, (n, k), generator=generator, device="cuda", dtype=torch.uint8)
-    codes[(codes & 0x7F) == 0x7F] = 0  # NaN
-    exponents = torch.randint(-14, -6, num_blocks((n, k)), generator=generator, device="cuda")
-    return BlockCodes(codes.view(torch.float8_e4m3fn), exponents.float().exp2())
+    generator, found = torch.Generator("cuda").manual_seed(seed), FORMATS[name]
+
+    def drawn(first: int, last: int, shape: tuple[int, int]) -> Tensor:
+        return torch.randint(first, last, shape, generator=generator, device="cuda")
+
+    codes = drawn(0, 256, found.layout.code_shape((n, k))).to(torch.uint8)
+    if name == "e4m3":
+        codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+    shape = found.layout.scale_shape((n, k))
+    scales = drawn(-14, -6, shape).float().exp2()
+    if name != "e4m3":  # five bits
+        scales *= drawn(16, 32, shape) / 16
+    dtypes = found.code_dtype, found.scale_dtype
+    return BlockCodes(codes.view(dtypes[0]), scales.to(dtypes[1]), k, found)
+
+
+def with_scales(weight: BlockCodes, scale: float) -> BlockCodes:
+    return replace(weight, scales=torch.full_like(weight.scales, scale))
+
+
+def exact(weight: BlockCodes) -> Tensor:
+    """Return what codes stand for, in float64."""
+    scales = weight.scales.double()
+    wide = scales.repeat_interleave(weight.format.layout.block_rows, 0)[: weight.shape[0]]
+    numbers = weight.format.numbers(weight.codes, weight.num_columns).double()
+    return numbers * wide.repeat_interleave(BLOCK, 1)[:, : weight.num_columns]
 
 
 def bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
 
 
-@pytest.mark.parametrize("exponent", [LEAST_EXPONENT, -9, 0, MOST_EXPONENT])
-def test_every_code_is_decoded_to_its_number(exponent: int) -> None:
-    codes = torch.arange(256, dtype=torch.uint8).repeat(2, 1)
-    scales = torch.full((1, 2), 2.0**exponent)
-    host = BlockCodes(codes.view(torch.float8_e4m3fn), scales)
-    expected = decode(host.codes, host.scales, torch.bfloat16)
-    found = decode_on_gpu(BlockCodes(host.codes.cuda(), scales.cuda())).cpu()
+@pytest.mark.parametrize("exponent", [-117, -9, 0, 7])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_code_is_decoded_to_its_number(name: str, exponent: int) -> None:
+    """Bytes of all kinds, in each place of a block."""
+    weight = with_scales(weight_of(256, 512, 0, name), 2.0**exponent)
+    weight.codes.view(torch.uint8)[:] = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+    found, expected = decode_on_gpu(weight), exact(weight)
     finite = ~expected.isnan()
-    assert torch.equal(bits(found)[finite], bits(expected)[finite])
+    assert torch.equal(found.double()[finite], expected[finite])
     assert torch.equal(found.isnan(), expected.isnan())
 
 
-@pytest.mark.parametrize("exponent", [LEAST_EXPONENT, -9, 0, MOST_EXPONENT])
-def test_the_product_decodes_every_code(exponent: int) -> None:
+@pytest.mark.parametrize("exponent", [-117, -9, 0, 7])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_product_decodes_every_code(name: str, exponent: int) -> None:
     """A product with one column of x that is 1, and 0 elsewhere, is a column of the weight."""
+    weight = with_scales(weight_of(256, 128, 0, name), 2.0**exponent)
     codes = torch.arange(256, dtype=torch.uint8)
-    codes[(codes & 0x7F) == 0x7F] = 0
-    codes = codes.repeat(128, 1).t().contiguous().cuda()  # [256, 128]
-    weight = BlockCodes(codes.view(torch.float8_e4m3fn), torch.full((2, 1), 2.0**exponent).cuda())
-    x = torch.eye(128, device="cuda", dtype=torch.bfloat16)[:16]
-    expected = decode_on_gpu(weight)[:, :16].t()
-    assert torch.equal(coded_linear(x, weight), expected)
+    if name == "e4m3":
+        codes[(codes & 0x7F) == 0x7F] = 0
+    weight.codes.view(torch.uint8)[:] = codes.unsqueeze(1)
+    expected = decode_on_gpu(weight).t()
+    x = torch.eye(128, device="cuda", dtype=torch.bfloat16)
+    for first in range(0, 128, 16):
+        found = coded_linear(x[first : first + 16], weight)
+        assert torch.equal(found, expected[first : first + 16])
 
 
 @pytest.mark.parametrize("first_row", [0, 37])
 @pytest.mark.parametrize("shape", [(300, 256), (129, 200), (5, 16)])
-def test_rounding_is_that_of_the_cpu(shape: tuple[int, int], first_row: int) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_rounding_is_that_of_the_cpu(name: str, shape: tuple[int, int], first_row: int) -> None:
+    own = FORMATS[name]
     values = torch.randn(shape) * torch.randn(shape).mul(3).exp2()
     values[0, :9] = torch.tensor([0, -0.0, 1, 17 / 16, 19 / 16, 2**-9, 3 * 2**-10, 448, 2**-10])
     whole = first_row + shape[0]
-    maxima = block_maxima(values, whole, first_row)
-    assert torch.equal(block_maxima(values.cuda(), whole, first_row).cpu(), maxima)
-    scales = block_scales(maxima)
-    assert torch.equal(block_scales(maxima.cuda()).cpu(), scales)
-    codes = encode(values, scales, first_row)
-    assert torch.equal(bits(encode(values.cuda(), scales.cuda(), first_row)).cpu(), bits(codes))
+    maxima = own.maxima(values, whole, first_row)
+    assert torch.equal(own.maxima(values.cuda(), whole, first_row).cpu(), maxima)
+    scales = own.scales_of(maxima)
+    assert torch.equal(own.scales_of(maxima.cuda()).cpu(), scales)
+    codes = own.encode(values, scales, first_row)
+    found = own.encode(values.cuda(), scales.cuda(), first_row)
+    assert torch.equal(bits(found).cpu(), bits(codes))
     for dtype in (torch.bfloat16, torch.float32):
-        found = rounded(values.cuda(), scales.cuda(), dtype, first_row).cpu()
-        assert torch.equal(found, decode(codes, scales, dtype, first_row))
+        rounded = own.rounded(values.cuda(), scales.cuda(), dtype, first_row).cpu()
+        assert torch.equal(rounded, own.decode(codes, scales, shape[1], dtype, first_row))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_product_has_the_bits_of_the_decoded_weight(
-    shape: tuple[int, int], has_bias: bool, rows, unequal
+    name: str, shape: tuple[int, int], has_bias: bool, rows, unequal
 ) -> None:
     n, k = shape
-    weight = weight_of(n, k)
+    weight = weight_of(n, k, 0, name)
     decoded = decode_on_gpu(weight)
-    assert torch.equal(decoded, decode(weight.codes, weight.scales, torch.bfloat16))
+    assert torch.equal(decoded, weight.decoded(torch.bfloat16))
     bias = rows("normal", 1, n)[0] if has_bias else None
     x = rows("normal", max(NUM_ROWS), k)
     for m in NUM_ROWS:
@@ -117,7 +140,8 @@ def test_a_product_has_the_bits_of_the_decoded_weight(
 
 
 @pytest.mark.parametrize("kind", ["wide", "cancelling"])
-def test_hard_numbers_have_the_same_chain(kind: str, unequal) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_hard_numbers_have_the_same_chain(name: str, kind: str, unequal) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
     n, k = 512, 4096
     x = torch.randn(64, k, generator=generator, device="cuda")
@@ -127,24 +151,28 @@ def test_hard_numbers_have_the_same_chain(kind: str, unequal) -> None:
         x[:, ::2] = 1024.0
         x[:, 1::2] = -1024.0
         x[:, 5::97] = 2.0**-15
-    weight, x = weight_of(n, k, 2), x.bfloat16()
+    weight, x = weight_of(n, k, 2, name), x.bfloat16()
     expected = linear(x, decode_on_gpu(weight))
     assert unequal(coded_linear(x, weight), expected) == 0
 
 
-def test_every_tile_has_the_same_bits(rows, unequal) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_tile_has_the_same_bits(name: str, rows, unequal) -> None:
     n, k = 1024, 2048
-    weight = weight_of(n, k)
+    weight = weight_of(n, k, 0, name)
     x = rows("normal", 100, k)
     expected = linear(x, decode_on_gpu(weight))
     for tile in {tile for pair in TILES.values() for tile in pair} | X_FIRST:
+        if weight.format.layout.per_byte > 1 and tile.k < BLOCK:
+            continue
         out = x.new_empty(100, n)
         coded_matmul_into(out, x, weight, None, tile)
         assert unequal(out, expected) == 0, tile
 
 
-def test_graphs_replay_the_same_bits(rows, unequal) -> None:
-    weight, x = weight_of(1024, 2048), rows("normal", 16, 2048)
+@pytest.mark.parametrize("name", FORMATS)
+def test_graphs_replay_the_same_bits(name: str, rows, unequal) -> None:
+    weight, x = weight_of(1024, 2048, 0, name), rows("normal", 16, 2048)
     expected = coded_linear(x, weight)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -154,24 +182,20 @@ def test_graphs_replay_the_same_bits(rows, unequal) -> None:
         assert unequal(found, expected) == 0
 
 
-def test_control_a_scale_that_is_no_power_of_two_is_found() -> None:
-    weight = weight_of(256, 256)
-    odd = BlockCodes(weight.codes, weight.scales * 1.2)
-    exact = odd.codes.double() * odd.scales.double().repeat_interleave(128, 0).repeat_interleave(
-        128, 1
-    )
-    assert not torch.equal(decode_on_gpu(odd).double(), exact)
-    even = weight.codes.double() * weight.scales.double().repeat_interleave(
-        128, 0
-    ).repeat_interleave(128, 1)
-    assert torch.equal(decode_on_gpu(weight).double(), even)
+@pytest.mark.parametrize("name", FORMATS)
+def test_control_a_scale_of_more_bits_is_found(name: str) -> None:
+    weight = weight_of(256, 256, 0, name)
+    odd = replace(weight, scales=weight.scales.float() * 1.23)
+    assert not torch.equal(decode_on_gpu(odd).double(), exact(odd))
+    assert torch.equal(decode_on_gpu(weight).double(), exact(weight))
 
 
-def test_control_one_code_changes_the_product(rows, unequal) -> None:
-    weight, x = weight_of(1024, 2048), rows("normal", 16, 2048)
+@pytest.mark.parametrize("name", FORMATS)
+def test_control_one_code_changes_the_product(name: str, rows, unequal) -> None:
+    weight, x = weight_of(1024, 2048, 0, name), rows("normal", 16, 2048)
     before = coded_linear(x, weight)
-    column = int(weight.codes[3].float().abs().argmax())
-    weight.codes.view(torch.uint8)[3, column] ^= 0x80  # its sign
+    column = int(weight.decoded(torch.float32)[3, :64].abs().argmax())
+    weight.codes.view(torch.uint8)[3, column] ^= 0x88  # signs
     assert unequal(coded_linear(x, weight), before) > 0
 
 
@@ -181,8 +205,9 @@ def test_control_mma_sync_in_another_order_is_not_taken() -> None:
     assert issubclass(CodedTile, tuple)
 
 
-def test_quantised_weights_are_those_of_the_cpu() -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_weights_are_those_of_the_cpu(name: str) -> None:
     weight = torch.randn(300, 272)
-    host, device = quantised(weight), quantised(weight.cuda())
+    host, device = FORMATS[name].quantised(weight), FORMATS[name].quantised(weight.cuda())
     assert torch.equal(host.scales, device.scales.cpu())
     assert torch.equal(bits(host.codes), bits(device.codes).cpu())

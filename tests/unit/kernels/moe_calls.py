@@ -9,7 +9,8 @@ import torch.distributed as dist
 import triton.language as tl
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.e4m3_blocks import decode, quantised
+from spmd_rl.kernels.low_precision import unpack_triton
+from spmd_rl.kernels.low_precision.e4m3_blocks import E4M3
 from spmd_rl.kernels.moe import (
     adapted_experts,
     coded_grouped_triton,
@@ -186,25 +187,25 @@ def coded_output(
     swapped = TILE._replace(n=64, k=64, swap=True)
     for rows in (16, 32):
         one = swapped._replace(m=rows)
-        coded_grouped_triton.TILES[rows] = coded_grouped_triton.CodedTiles(one, one)
+        coded_grouped_triton.TILES[8][rows] = coded_grouped_triton.CodedTiles(one, one)
     grouped_tiles.TILES[1 << 31] = Tiles(*[swapped._replace(m=32)] * 3, TILE)
     grouped_tiles.TILES[4] = Tiles(swapped, swapped, swapped, TILE)
-    coded_grouped_triton._decoded = _decoded  # type: ignore[attr-defined]
+    unpack_triton.e4m3_products = _e4m3_products  # type: ignore[attr-defined]
     coded, plain = mixture(sizes, True, state), mixture(sizes, True, state)
     for expert, other in zip(coded.experts, plain.experts, strict=True):
         for layer, twin in zip(expert.children(), other.children(), strict=True):
             assert isinstance(layer, Linear) and isinstance(twin, Linear)
-            codes, scales = quantised(layer.weight)
-            layer.hold_codes()
-            layer.codes.codes.copy_(codes)
-            layer.codes.scales.copy_(scales)
-            twin.weight.data = decode(codes, scales, torch.float32)
+            coded_weight = E4M3.quantised(layer.weight)
+            layer.hold_codes(E4M3)
+            layer.codes.codes.copy_(coded_weight.codes)
+            layer.codes.scales.copy_(coded_weight.scales)
+            twin.weight.data = coded_weight.decoded(torch.float32)
     with torch.no_grad():
         logits = x @ coded.gate.weight.t()
         return coded.all_at_once(x, logits), plain.all_at_once(x, logits)
 
 
-def _decoded(codes: tl.tensor, scale: tl.tensor) -> tl.tensor:
+def _e4m3_products(codes: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """Return the numbers that codes stand for: the interpreter knows no assembly."""
     bits = codes.to(tl.int32)
     exponent, mantissa = (bits >> 3) & 15, (bits & 7).to(tl.float32)

@@ -10,10 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 from spmd_rl.kernels.low_precision import coded_gemm_triton, rounding_triton
-from spmd_rl.kernels.low_precision.block_codes import BLOCK
 from spmd_rl.kernels.low_precision.coded_dispatch import TILES, WIDE, choose_coded_tile
 from spmd_rl.kernels.low_precision.coded_gemm_triton import CodedTile
-from spmd_rl.kernels.low_precision.e4m3_blocks import quantised
+from spmd_rl.kernels.low_precision.e4m3_blocks import E4M3
+from spmd_rl.types.code_layout import BLOCK
 from tests.unit.kernels.compiled import instructions, ptx_of, spilled_bytes
 
 WGMMA_ROWS, WGMMA_K = 64, 16
@@ -27,7 +27,7 @@ X_FIRST = [CodedTile(64, 16, 128, 4, 8, True), CodedTile(128, 32, 64, 4, 6, True
 def product_ptx(tile: CodedTile) -> str:
     n, k = 256, 1024
     x = torch.zeros(8, k, dtype=torch.bfloat16)
-    weight, out = quantised(torch.randn(n, k)), torch.zeros(8, n, dtype=torch.bfloat16)
+    weight, out = E4M3.quantised(torch.randn(n, k)), torch.zeros(8, n, dtype=torch.bfloat16)
     return ptx_of(
         coded_gemm_triton._coded_matmul,
         lambda: coded_gemm_triton.coded_matmul_into(out, x, weight, None, tile),
@@ -58,9 +58,12 @@ def test_a_step_has_one_scale_and_one_multiplication_for_two_codes(tile: CodedTi
 
 def test_codes_are_rounded_to_nearest_by_one_instruction() -> None:
     values = torch.randn(64, 128)
-    scales = quantised(values).scales
+    scales = E4M3.quantised(values).scales
     found = instructions(
-        ptx_of(rounding_triton._round, lambda: rounding_triton.encode_on_gpu(values, scales, 0))
+        ptx_of(
+            rounding_triton._round,
+            lambda: rounding_triton.encode_on_gpu(E4M3.layout, values, scales, 0),
+        )
     )
     assert found["cvt.rn.satfinite.e4m3x2.f32"] > 0
     assert found["div.rn.f32"] > 0, "the inverse of a scale is exact"

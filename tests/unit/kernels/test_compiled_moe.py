@@ -11,8 +11,7 @@ pytest.importorskip("triton")
 
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.block_codes import BLOCK
-from spmd_rl.kernels.low_precision.e4m3_blocks import quantised
+from spmd_rl.kernels.low_precision.e4m3_blocks import E4M3
 from spmd_rl.kernels.moe import (
     coded_grouped_triton,
     combine_triton,
@@ -24,6 +23,7 @@ from spmd_rl.kernels.moe.coded_grouped_triton import TILES as CODED
 from spmd_rl.kernels.moe.expert_addresses import Addresses, addresses
 from spmd_rl.kernels.moe.grouped_tiles import OUTER, REFERENCE, TILES, GroupedTile
 from spmd_rl.kernels.moe.order_triton import DeviceOrder, most_tiles
+from spmd_rl.types.code_layout import BLOCK
 from tests.unit.kernels.compiled import SHARED_BYTES, compiled_of, instructions, spilled_bytes
 
 BF16 = torch.bfloat16
@@ -130,12 +130,12 @@ def test_gradients_of_weights_are_one_chain(of_down: bool) -> None:
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("tile_rows", CODED)
+@pytest.mark.parametrize("tile_rows", CODED[8])
 def test_products_of_codes_are_the_same_chain(tile_rows: int, gated: bool) -> None:
     """Codes alone are copied, two are multiplied at once, and no register is spilled."""
-    tile = CODED[tile_rows].gated if gated else CODED[tile_rows].plain
+    tile = CODED[8][tile_rows].gated if gated else CODED[8][tile_rows].plain
     assert tile.m == tile_rows and BLOCK % tile.n == 0 and BLOCK % tile.k == 0
-    x, weight = rows(TOKENS, HIDDEN), quantised(torch.zeros(INNER, HIDDEN))
+    x, weight = rows(TOKENS, HIDDEN), E4M3.quantised(torch.zeros(INNER, HIDDEN))
     weights = addresses([[weight] * EXPERTS] * 2)
     compiled = compiled_of(
         coded_grouped_triton._coded_grouped,

@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.low_precision.block_codes import BLOCK, CODE
-from spmd_rl.kernels.low_precision.e4m3_blocks import decode, quantised
+from spmd_rl.kernels.low_precision.e4m3_blocks import CODE, E4M3
 from spmd_rl.model.hf import model_weights, random_weights, save_folder
 from spmd_rl.model.low_precision.block_fp8 import BLOCK_SHAPE, CONFIG_KEY
 from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
 from spmd_rl.model.read import read_spec
+from spmd_rl.types.code_layout import BLOCK
 from tests.dist.recipes.conftest import EXAMPLE
 from tests.dist.recipes.mixtures import write_mixture
 
@@ -79,12 +79,12 @@ def test_an_export_is_read_back_to_the_numbers_of_its_codes(tmp_path: Path, fami
             fixed = name in spec.fixed_names()
             assert torch.equal(back[name], weight if fixed else weight.bfloat16()), name
             continue
-        codes, scales = quantised(weight)
-        assert torch.equal(stored[name].view(torch.uint8), codes.view(torch.uint8))
-        assert torch.equal(stored[scale_name(name)], scales)
-        assert torch.equal(back[name], decode(codes, scales, torch.float32))
+        found = E4M3.quantised(weight)
+        assert torch.equal(stored[name].view(torch.uint8), found.codes.view(torch.uint8))
+        assert torch.equal(stored[scale_name(name)], found.scales)
+        assert torch.equal(back[name], found.decoded(torch.float32))
         # an engine or a trainer in 8 bits has these numbers again
-        assert torch.equal(decode(*quantised(back[name]), torch.float32), back[name])
+        assert torch.equal(E4M3.quantised(back[name]).decoded(torch.float32), back[name])
     assert {scale_name(name) for name in coded} <= stored.keys()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from benchmarks.shapes import write_config
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.layers.sigmoid_router import SigmoidRouter
+from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.model.read import read_spec
 from spmd_rl.plan import main
 from spmd_rl.rollout.memory import engine_memory
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.train.cost.flops import train_flops
+from spmd_rl.types.code_layout import LAYOUTS
 
 H200 = "--gpu-gib=139.8"
 QWEN3_30B_A3B = {
@@ -180,21 +183,24 @@ def test_the_least_number_of_gpus(
         assert _fitting(capsys).split(" fits: ")[0].strip() == "8 GPUs"
 
 
+@pytest.mark.parametrize("weights", LAYOUTS)
 @pytest.mark.parametrize("ep", [1, 4])
-def test_an_engine_in_8_bits_holds_a_byte_for_each_element_of_an_expert(
-    model: tuple[str, Path], ep: int
+def test_an_engine_in_few_bits_holds_codes_and_scales_of_its_experts(
+    model: tuple[str, Path], ep: int, weights: WeightFormat
 ) -> None:
     spec = read_spec(model[1])
     full, coded = (
-        engine_memory(spec, NativeEngineConfig(weights=weights), True, ep=ep)[0].num_bytes
-        for weights in ("full", "e4m3")
+        engine_memory(spec, replace(NativeEngineConfig(), weights=one), True, ep=ep)[0].num_bytes
+        for one in ("full", weights)
     )
     held = [one for one in spec.parameters() if "layers" in one.name and len(one.shape) == 2]
     routers = [one for one in held if one.name.endswith(".gate.weight")]
-    shared = sum(one.num_elements for one in held if one.expert is not None)
-    codes = sum(one.num_elements for one in held) - sum(one.num_elements for one in routers)
+    layout = LAYOUTS[weights]
+    saved = {one.name: 2 * one.num_elements - layout.num_bytes(one.shape) for one in held}
+    shared = sum(saved[one.name] for one in held if one.expert is not None)
+    every = sum(saved.values()) - sum(saved[one.name] for one in routers)
     assert len(routers) == len([one for one in spec.blocks if isinstance(one.mlp, Moe)])
-    assert full - coded == codes - shared + shared // ep
+    assert full - coded == every - shared + shared // ep
 
 
 def _fitting(capsys: pytest.CaptureFixture[str]) -> str:

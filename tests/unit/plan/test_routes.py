@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.mesh.split import Placement, RoleSplit, plan_split
-from spmd_rl.model.low_precision.coded_weights import CODE_DTYPE, WeightFormat, coded_shapes
+from spmd_rl.model.low_precision.coded_weights import WeightFormat, coded_shapes
 from spmd_rl.plan.routes import Wanted, push_routes, routes_of_experts, whole
+from spmd_rl.types.code_layout import LAYOUTS
 from spmd_rl.weights.plan.layout import (
     Box,
     Dims,
@@ -179,12 +180,17 @@ def test_experts_go_from_ranks_that_have_them_to_those_that_want_them(
     split = {"train": RoleSplit("0-3", dp=dp, ep=ep), "infer": RoleSplit(ranks, ep=taken)}
     train, infer = plan_split(split, 7).values()
     found = routes_of_experts(train, infer, spec, "bfloat16", 7, weights)
-    coded = coded_shapes(spec, weights)
+    coded, layout = coded_shapes(spec, weights), LAYOUTS.get(weights)
     given, taken_as = (
-        {name: CODE_DTYPE if name in coded else other for name in spec.parameter_shapes()}
+        {
+            name: layout.code_dtype if layout and name in coded else other
+            for name in spec.parameter_shapes()
+        }
         for other in ("float32", "bfloat16")
     )
-    shapes, parts = spec.parameter_shapes(), spec.expert_parts(ep)
+    shapes, parts = dict(spec.parameter_shapes()), spec.expert_parts(ep)
+    if layout is not None:
+        shapes |= {name: layout.code_shape(shape) for name, shape in coded.items()}
     wanting = spec.expert_parts(taken)
     wanted = [
         tuple(

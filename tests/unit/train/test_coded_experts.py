@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.kernels.low_precision.e4m3_blocks import block_scales, quantised
+from spmd_rl.kernels.low_precision.e4m3_blocks import E4M3
 from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
 from spmd_rl.model.read import read_spec
 from spmd_rl.weights.local_tensors import LocalTensors
@@ -57,10 +57,10 @@ def test_a_push_brings_each_experts_codes_and_its_router_as_it_is(
 ) -> None:
     trainer = new_trainer(model=mixture, init="folder", weights="e4m3")
     found, whole = pushed(trainer), masters(trainer)
-    codes, scales = quantised(whole[EXPERT])
-    assert torch.equal(found[EXPERT].view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(found[scale_name(EXPERT)], scales)
-    assert scales.shape == (1, 2)
+    coded = E4M3.quantised(whole[EXPERT])
+    assert torch.equal(found[EXPERT].view(torch.uint8), coded.codes.view(torch.uint8))
+    assert torch.equal(found[scale_name(EXPERT)], coded.scales)
+    assert coded.scales.shape == (1, 2)
     for name in whole.keys() - coded_shapes(read_spec(mixture), "e4m3"):
         assert torch.equal(found[name], whole[name]), name
     assert "model.layers.1.mlp.gate.weight" in whole.keys() - coded_shapes(
@@ -98,4 +98,4 @@ def test_every_scale_is_a_power_of_two(new_trainer: NewTrainer, mixture: Path) -
     found = pushed(new_trainer(model=mixture, init="folder", weights="e4m3"))
     scales = [one for name, one in found.items() if name.endswith("_scale_inv")]
     assert scales and all(map(is_power_of_two, scales))
-    assert not is_power_of_two(1.25 * block_scales(torch.ones(1)))
+    assert not is_power_of_two(1.25 * E4M3.scales_of(torch.ones(1)))

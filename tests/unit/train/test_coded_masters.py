@@ -14,8 +14,7 @@ from torch import Tensor
 
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.low_precision.block_codes import BlockCodes
-from spmd_rl.kernels.low_precision.e4m3_blocks import decode, quantised
+from spmd_rl.kernels.low_precision.e4m3_blocks import E4M3
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.low_precision.coded_tensors import hold_codes
 from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
@@ -47,7 +46,7 @@ def rounded_masters(trainer: Trainer) -> dict[str, Tensor]:
     coded = coded_names(trainer)
     found = {name: trainer.backend.gather(name).detach() for name in trainer.backend.names()}
     return {
-        name: decode(*quantised(one), torch.float32) if name in coded else one.clone()
+        name: E4M3.quantised(one).decoded(torch.float32) if name in coded else one.clone()
         for name, one in found.items()
     }
 
@@ -104,7 +103,7 @@ def test_gradients_reach_the_masters_as_if_nothing_were_rounded(new_trainer: New
 def rounded_of(weights: dict[str, Tensor], trainer: Trainer) -> dict[str, Tensor]:
     coded = coded_names(trainer)
     return {
-        name: decode(*quantised(one), torch.float32) if name in coded else one
+        name: E4M3.quantised(one).decoded(torch.float32) if name in coded else one
         for name, one in weights.items()
     }
 
@@ -126,10 +125,9 @@ def test_a_push_brings_codes_and_scales_of_the_weights_as_they_are(new_trainer: 
     assert found.keys() == whole.keys() | set(map(scale_name, coded))
     for name, weight in whole.items():
         if name in coded:
-            expected = quantised(weight)
-            held = BlockCodes(found[name], found[scale_name(name)])
-            assert torch.equal(held.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-            assert torch.equal(held.scales, expected.scales)
+            expected = E4M3.quantised(weight)
+            assert torch.equal(found[name].view(torch.uint8), expected.codes.view(torch.uint8))
+            assert torch.equal(found[scale_name(name)], expected.scales)
         else:
             assert torch.equal(found[name], weight)
 
