@@ -58,4 +58,16 @@ E4M3 = CodeLayout(
         "as they are: embeddings, head, norms, routers, biases"
     ),
 )
-LAYOUTS = {one.name: one for one in (E4M3,)}
+INT4 = CodeLayout(
+    name="int4",
+    bits=4,
+    code_dtype="uint8",
+    scale_dtype="bfloat16",
+    scale_bytes=2,
+    block_rows=1,
+    rule=(
+        "codes from -7 to 7 in groups of 128 columns of a row with scales of 5 significant bits; "
+        "as they are: embeddings, head, norms, routers, biases"
+    ),
+)
+LAYOUTS = {one.name: one for one in (E4M3, INT4)}

@@ -9,6 +9,24 @@ import triton.language as tl
 # The bits of a code, moved to where bfloat16 has exponent and mantissa, are 2^-120 times the code.
 _SHIFT = 2.0**120
 SHIFT = tl.constexpr(_SHIFT)
+# $2 has four codes, and $3 what two of them are multiplied by.
+UNPACK = tl.constexpr("""
+    {
+    .reg .b32 low, high, sign, size;
+    prmt.b32 low, $2, 0, 0x1404;
+    prmt.b32 high, $2, 0, 0x3424;
+    and.b32 sign, low, 0x80008000;
+    shr.b32 size, low, 4;
+    and.b32 size, size, 0x07f007f0;
+    or.b32 low, size, sign;
+    and.b32 sign, high, 0x80008000;
+    shr.b32 size, high, 4;
+    and.b32 size, size, 0x07f007f0;
+    or.b32 high, size, sign;
+    mul.rn.bf16x2 $0, low, $3;
+    mul.rn.bf16x2 $1, high, $3;
+    }
+""")
 
 
 @triton.jit
@@ -20,23 +38,7 @@ def e4m3_products(codes, scale) -> tl.tensor:
     factor = (scale * SHIFT).to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
     factors = tl.zeros(codes.shape, tl.int32) + (factor | (factor << 16))
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 low, high, sign, size;
-        prmt.b32 low, $2, 0, 0x1404;
-        prmt.b32 high, $2, 0, 0x3424;
-        and.b32 sign, low, 0x80008000;
-        shr.b32 size, low, 4;
-        and.b32 size, size, 0x07f007f0;
-        or.b32 low, size, sign;
-        and.b32 sign, high, 0x80008000;
-        shr.b32 size, high, 4;
-        and.b32 size, size, 0x07f007f0;
-        or.b32 high, size, sign;
-        mul.rn.bf16x2 $0, low, $3;
-        mul.rn.bf16x2 $1, high, $3;
-        }
-        """,
+        UNPACK,
         "=r,=r,r,r,r,r,r",
         [codes, factors],
         dtype=tl.bfloat16,

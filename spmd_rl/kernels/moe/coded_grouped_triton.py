@@ -46,6 +46,17 @@ TILES: dict[int, dict[int, CodedTiles]] = {
             GroupedTile(128, 128, 64, 8, 4, swap=True), GroupedTile(128, 128, 64, 8, 4, swap=True)
         ),
     },
+    4: {
+        16: CodedTiles(
+            GroupedTile(16, 64, 128, 4, 4, swap=True), GroupedTile(16, 64, 128, 4, 5, swap=True)
+        ),
+        64: CodedTiles(
+            GroupedTile(64, 64, 128, 4, 3, swap=True), GroupedTile(64, 64, 128, 4, 4, swap=True)
+        ),
+        128: CodedTiles(
+            GroupedTile(128, 128, 128, 8, 3, swap=True), GroupedTile(128, 128, 128, 8, 3, swap=True)
+        ),
+    },
 }
 
 
@@ -158,7 +169,10 @@ def _codes_of(
 ) -> tl.tuple:
     """Return the pointers to an expert's codes, and to the scales of a row of blocks."""
     codes = tl.load(table + entry).to(tl.pointer_type(tl.uint8))
-    scales = tl.load(scale_table + entry).to(tl.pointer_type(tl.float32))
+    if BITS == 4:
+        scales = tl.load(scale_table + entry).to(tl.pointer_type(tl.bfloat16))
+    else:
+        scales = tl.load(scale_table + entry).to(tl.pointer_type(tl.float32))
     return tl.multiple_of(codes, 16) if ALIGNED else codes, scales + scale_row
 
 

@@ -13,7 +13,7 @@ from spmd_rl.model.layers.layer import TensorSpec
 from spmd_rl.model.spec import ModelSpec, block_prefix
 from spmd_rl.types.code_layout import LAYOUTS
 
-WeightFormat = Literal["full", "e4m3"]
+WeightFormat = Literal["full", "e4m3", "int4"]
 
 
 def scale_name(weight: str) -> str:

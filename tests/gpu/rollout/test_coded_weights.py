@@ -17,7 +17,7 @@ from spmd_rl.types.samples import Sample
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, USUAL, new_engine, unequal, workload
 from tests.samples import finish
 
-NAMES: tuple[WeightFormat, ...] = ("e4m3",)
+NAMES: tuple[WeightFormat, ...] = ("e4m3", "int4")
 CODED = {name: replace(USUAL, weights=name) for name in NAMES}
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spmd_rl.kernels.low_precision import unpack_triton
-from spmd_rl.kernels.low_precision.e4m3_blocks import E4M3
+from spmd_rl.kernels.low_precision.formats import FORMATS
 from spmd_rl.kernels.moe import (
     adapted_experts,
     coded_grouped_triton,
@@ -177,26 +177,29 @@ def padded(
 
 
 def coded_output(
-    sizes: tuple[int, ...], state: dict[str, Tensor], x: Tensor
+    name: str, sizes: tuple[int, ...], state: dict[str, Tensor], x: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the output of a mixture whose experts are codes, and of one with what these stand for.
 
     Both have the same tiles.
     """
     use_small_tiles()
+    own = FORMATS[name]
     swapped = TILE._replace(n=64, k=64, swap=True)
-    for rows in (16, 32):
-        one = swapped._replace(m=rows)
-        coded_grouped_triton.TILES[8][rows] = coded_grouped_triton.CodedTiles(one, one)
+    for rows in (16, 32):  # with several codes in a byte, several products of 64 columns are a step
+        one = swapped._replace(m=rows, k=64 * own.layout.per_byte)
+        tiles = coded_grouped_triton.CodedTiles(one, one)
+        coded_grouped_triton.TILES[own.layout.bits][rows] = tiles
     grouped_tiles.TILES[1 << 31] = Tiles(*[swapped._replace(m=32)] * 3, TILE)
     grouped_tiles.TILES[4] = Tiles(swapped, swapped, swapped, TILE)
     unpack_triton.e4m3_products = _e4m3_products  # type: ignore[attr-defined]
+    unpack_triton.int4_products = _int4_products  # type: ignore[attr-defined]
     coded, plain = mixture(sizes, True, state), mixture(sizes, True, state)
     for expert, other in zip(coded.experts, plain.experts, strict=True):
         for layer, twin in zip(expert.children(), other.children(), strict=True):
             assert isinstance(layer, Linear) and isinstance(twin, Linear)
-            coded_weight = E4M3.quantised(layer.weight)
-            layer.hold_codes(E4M3)
+            coded_weight = own.quantised(layer.weight)
+            layer.hold_codes(own)
             layer.codes.codes.copy_(coded_weight.codes)
             layer.codes.scales.copy_(coded_weight.scales)
             twin.weight.data = coded_weight.decoded(torch.float32)
@@ -212,3 +215,8 @@ def _e4m3_products(codes: tl.tensor, scale: tl.tensor) -> tl.tensor:
     normal = (1 + mantissa / 8) * tl.exp2(exponent.to(tl.float32) - 7)
     size = tl.where(exponent == 0, mantissa / 512, normal)
     return tl.where(bits >> 7 == 1, -size, size) * scale
+
+
+def _int4_products(packed: tl.tensor, scale: tl.tensor, part: Any) -> tl.tensor:
+    nibbles = (packed.to(tl.int32) >> (4 * int(part))) & 15
+    return ((nibbles ^ 8) - 8).to(tl.float32) * scale.to(tl.float32)[:, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ pytest.importorskip("triton")
 from spmd_rl.kernels.low_precision import coded_gemm_triton, rounding_triton
 from spmd_rl.kernels.low_precision.coded_dispatch import TILES, WIDE, choose_coded_tile
 from spmd_rl.kernels.low_precision.coded_gemm_triton import CodedTile
-from spmd_rl.kernels.low_precision.e4m3_blocks import E4M3
+from spmd_rl.kernels.low_precision.formats import FORMATS
 from spmd_rl.types.code_layout import BLOCK
 from tests.unit.kernels.compiled import instructions, ptx_of, spilled_bytes
 
@@ -24,20 +25,33 @@ ALL_TILES = sorted({tile for pair in TILES.values() for tile in pair})
 X_FIRST = [CodedTile(64, 16, 128, 4, 8, True), CodedTile(128, 32, 64, 4, 6, True)]
 
 
-def product_ptx(tile: CodedTile) -> str:
+# of a format, and of tiles that serve it
+PRODUCTS = [
+    (name, tile)
+    for name, one in FORMATS.items()
+    for tile in (*ALL_TILES, *X_FIRST)
+    if one.layout.per_byte == 1 or tile.k == BLOCK
+]
+
+
+@lru_cache
+def product_ptx(name: str, tile: CodedTile) -> str:
     n, k = 256, 1024
     x = torch.zeros(8, k, dtype=torch.bfloat16)
-    weight, out = E4M3.quantised(torch.randn(n, k)), torch.zeros(8, n, dtype=torch.bfloat16)
+    weight, out = (
+        FORMATS[name].quantised(torch.randn(n, k)),
+        torch.zeros(8, n, dtype=torch.bfloat16),
+    )
     return ptx_of(
         coded_gemm_triton._coded_matmul,
         lambda: coded_gemm_triton.coded_matmul_into(out, x, weight, None, tile),
     )
 
 
-@pytest.mark.parametrize("tile", [*ALL_TILES, *X_FIRST], ids=str)
-def test_a_step_is_one_chain_of_wgmma(tile: CodedTile) -> None:
+@pytest.mark.parametrize(("name", "tile"), PRODUCTS, ids=str)
+def test_a_step_is_one_chain_of_wgmma(name: str, tile: CodedTile) -> None:
     """mma.sync would take its steps of K from codes in another order."""
-    found = instructions(ptx := product_ptx(tile))
+    found = instructions(ptx := product_ptx(name, tile))
     chains = re.findall(r"wgmma\.mma_async\S*k16\.f32\.bf16\.bf16", ptx)
     rows = tile.m if tile.x_first else tile.n  # of the first operand
     height = rows if tile.warps == 4 else rows // 2  # of a group of four warps
@@ -48,25 +62,28 @@ def test_a_step_is_one_chain_of_wgmma(tile: CodedTile) -> None:
     assert spilled_bytes(ptx) == 0
 
 
-@pytest.mark.parametrize("tile", [*ALL_TILES, *X_FIRST], ids=str)
-def test_a_step_has_one_scale_and_one_multiplication_for_two_codes(tile: CodedTile) -> None:
+@pytest.mark.parametrize(("name", "tile"), PRODUCTS, ids=str)
+def test_a_step_has_one_multiplication_for_two_codes(name: str, tile: CodedTile) -> None:
     assert BLOCK % tile.n == 0 and BLOCK % tile.k == 0
-    found = instructions(product_ptx(tile))
+    found = instructions(product_ptx(name, tile))
     of_thread = tile.n * tile.k // (32 * tile.warps)
     assert found["mul.rn.bf16x2"] == of_thread // 2
 
 
-def test_codes_are_rounded_to_nearest_by_one_instruction() -> None:
-    values = torch.randn(64, 128)
-    scales = E4M3.quantised(values).scales
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_are_rounded_to_nearest(name: str) -> None:
+    own, values = FORMATS[name], torch.randn(64, 128)
+    scales = own.quantised(values).scales
     found = instructions(
         ptx_of(
             rounding_triton._round,
-            lambda: rounding_triton.encode_on_gpu(E4M3.layout, values, scales, 0),
+            lambda: rounding_triton.encode_on_gpu(own.layout, values, scales, 0),
         )
     )
-    assert found["cvt.rn.satfinite.e4m3x2.f32"] > 0
-    assert found["div.rn.f32"] > 0, "the inverse of a scale is exact"
+    if name == "e4m3":
+        assert found["cvt.rn.satfinite.e4m3x2.f32"] > 0
+    assert found["div.rn.f32"] > 0, "the inverse of a scale is that of the CPU"
+    assert not any(one.startswith("fma") for one in found), "it would round once less than the CPU"
 
 
 def test_many_rows_and_none_have_no_tile() -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.e4m3_blocks import E4M3
+from spmd_rl.kernels.low_precision.formats import FORMATS
 from spmd_rl.kernels.moe import (
     coded_grouped_triton,
     combine_triton,
@@ -131,11 +131,14 @@ def test_gradients_of_weights_are_one_chain(of_down: bool) -> None:
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tile_rows", CODED[8])
-def test_products_of_codes_are_the_same_chain(tile_rows: int, gated: bool) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_of_codes_are_the_same_chain(name: str, tile_rows: int, gated: bool) -> None:
     """Codes alone are copied, two are multiplied at once, and no register is spilled."""
-    tile = CODED[8][tile_rows].gated if gated else CODED[8][tile_rows].plain
+    own = FORMATS[name]
+    tiles = CODED[own.layout.bits][tile_rows]
+    tile = tiles.gated if gated else tiles.plain
     assert tile.m == tile_rows and BLOCK % tile.n == 0 and BLOCK % tile.k == 0
-    x, weight = rows(TOKENS, HIDDEN), E4M3.quantised(torch.zeros(INNER, HIDDEN))
+    x, weight = rows(TOKENS, HIDDEN), own.quantised(torch.zeros(INNER, HIDDEN))
     weights = addresses([[weight] * EXPERTS] * 2)
     compiled = compiled_of(
         coded_grouped_triton._coded_grouped,

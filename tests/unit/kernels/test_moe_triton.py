@@ -73,14 +73,14 @@ def test_outputs_and_gradients_are_those_of_one_expert_after_the_other(tmp_path:
 def test_codes_have_the_bits_of_what_they_stand_for(tmp_path: Path) -> None:
     """Over several blocks of both weights, with experts without tokens, and for one token."""
     calls = []
-    for tokens in (12, 2, 1):
+    for name, tokens in (("e4m3", 12), ("e4m3", 2), ("e4m3", 1), ("int4", 12), ("int4", 1)):
         sizes = (136, 5, 2, 144)
         module = mixture(sizes, True)
         for number, expert in enumerate(module.experts):  # scales far apart
-            for name, one in expert.named_parameters():
-                one.data[:, 128:] *= 2.0 ** (number - (9 if "down" in name else 3))
+            for weight, one in expert.named_parameters():
+                one.data[:, 128:] *= 2.0 ** (number - (9 if "down" in weight else 3))
         state = {name: one.detach().clone() for name, one in module.named_parameters()}
-        calls.append((sizes, state, drawn(tokens, sizes[0])))
+        calls.append((name, sizes, state, drawn(tokens, sizes[0])))
     for codes, decoded in results(Calls(CALLS, "coded_output", {}, calls), tmp_path):
         assert codes.isfinite().all() and codes.any()
         assert torch.equal(codes, decoded)

@@ -1,0 +1,25 @@
+"""Calls of the kernels that round weights to codes, for Triton's interpreter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels.low_precision.code_format import BlockCodes
+from spmd_rl.kernels.low_precision.formats import FORMATS
+from spmd_rl.kernels.low_precision.rounding_triton import (
+    decode_on_gpu,
+    encode_on_gpu,
+    rounded_on_gpu,
+)
+
+
+def of_rows(
+    name: str, values: Tensor, scales: Tensor, first_row: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes of rows, what they stand for, and what they do where they are all rows."""
+    own = FORMATS[name]
+    codes = encode_on_gpu(own.layout, values, scales, first_row)
+    rounded = rounded_on_gpu(own.layout, values, scales, torch.float32, first_row)
+    held = scales[first_row : first_row + len(values)].to(own.scale_dtype)
+    return codes, rounded, decode_on_gpu(BlockCodes(codes, held, values.shape[1], own))
