@@ -169,7 +169,7 @@ def test_routes_are_those_of_the_plan(case: Case) -> None:
 
 @pytest.mark.parametrize(("dp", "ep"), [(1, 1), (1, 2), (1, 4), (2, 2), (4, 2)])
 @pytest.mark.parametrize(("ranks", "taken"), [("0-3", 1), ("4-6", 1), ("2-5", 2), ("0-3", 4)])
-@pytest.mark.parametrize("weights", ["full", "e4m3"])
+@pytest.mark.parametrize("weights", ["full", "e4m3", "int4"])
 def test_experts_go_from_ranks_that_have_them_to_those_that_want_them(
     dp: int, ep: int, ranks: str, taken: int, weights: WeightFormat
 ) -> None:

@@ -1,4 +1,4 @@
-"""An engine whose weights are in 8 bits: the bits of an engine with what its codes stand for."""
+"""An engine whose weights are in few bits: the bits of an engine with what its codes stand for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmd_rl.config.run import RunConfig
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.hf import fill, random_weights
 from spmd_rl.model.low_precision.coded_tensors import as_codes, as_rounded, hold_codes
-from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
+from spmd_rl.model.low_precision.coded_weights import WeightFormat, coded_shapes, scale_name
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import Request, SamplingConfig
@@ -23,6 +23,7 @@ from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.train.config import TrainerConfig
+from spmd_rl.types.code_layout import LAYOUTS
 from spmd_rl.weights.ends import WeightSink
 from tests.specs import dense_spec, with_experts
 
@@ -42,7 +43,7 @@ SPEC = dense_spec(
 )
 
 
-def engine_of(weights: str, tensors: Weights) -> NativeEngine:
+def engine_of(weights: WeightFormat, tensors: Weights) -> NativeEngine:
     model = CausalLM(SPEC).requires_grad_(False)
     cfg = replace(NativeEngineConfig(), weights=weights)
     hold_codes(model, SPEC, cfg.weights)
@@ -64,32 +65,41 @@ def drawn(engine: NativeEngine) -> list[bytes]:
     return [found[n].tokens.tobytes() + found[n].logprobs.tobytes() for n in sorted(found)]
 
 
-def unchanged(tensors: Weights, spec: ModelSpec, weights: str) -> Weights:
+def unchanged(tensors: Weights, spec: ModelSpec, weights: WeightFormat) -> Weights:
     return tensors
 
 
-Convert = Callable[[Weights, ModelSpec, str], Weights]
+Convert = Callable[[Weights, ModelSpec, WeightFormat], Weights]
+NAMES: tuple[WeightFormat, ...] = ("e4m3", "int4")
 
 
-def converted(convert: Convert) -> Weights:
-    return convert(random_weights(SPEC, 0), SPEC, "e4m3")
+def converted(convert: Convert, weights: WeightFormat = "e4m3") -> Weights:
+    return convert(random_weights(SPEC, 0), SPEC, weights)
 
 
-def test_codes_draw_the_bits_of_what_they_stand_for() -> None:
-    codes = drawn(engine_of("e4m3", converted(as_codes)))
-    assert codes == drawn(engine_of("full", converted(as_rounded)))
+@pytest.mark.parametrize("weights", NAMES)
+def test_codes_draw_the_bits_of_what_they_stand_for(weights: WeightFormat) -> None:
+    codes = drawn(engine_of(weights, converted(as_codes, weights)))
+    assert codes == drawn(engine_of("full", converted(as_rounded, weights)))
     assert codes != drawn(engine_of("full", converted(unchanged)))
 
 
-def test_the_engine_holds_codes_and_scales_alone() -> None:
+@pytest.mark.parametrize("weights", NAMES)
+def test_the_engine_holds_codes_and_scales_alone(weights: WeightFormat) -> None:
     model = CausalLM(SPEC).requires_grad_(False)
-    hold_codes(model, SPEC, "e4m3")
+    hold_codes(model, SPEC, weights)
     held = dict(model.named_parameters())
-    shapes = coded_shapes(SPEC, "e4m3")
+    shapes, layout = coded_shapes(SPEC, weights), LAYOUTS[weights]
     assert held.keys() == SPEC.parameter_shapes().keys() | set(map(scale_name, shapes))
-    for name, one in held.items():
-        expected = torch.float8_e4m3fn if name in shapes else torch.float32
-        assert one.dtype == expected, name
+    others = held.keys() - shapes - set(map(scale_name, shapes))
+    assert {held[name].dtype for name in others} == {torch.float32}
+    for name, shape in shapes.items():
+        codes, scales = held[name], held[scale_name(name)]
+        assert (codes.dtype, scales.dtype) == (
+            getattr(torch, layout.code_dtype),
+            getattr(torch, layout.scale_dtype),
+        )
+        assert codes.nbytes + scales.nbytes == layout.num_bytes(shape)
     assert "lm_head.weight" not in shapes and "model.embed_tokens.weight" not in shapes
 
 
@@ -102,8 +112,9 @@ def flip_a_code(sink: WeightSink) -> None:
     slot.view(torch.uint8)[3, 5] ^= 1
 
 
-def test_the_digest_sees_one_code_that_differs() -> None:
-    engine = engine_of("e4m3", converted(as_codes))
+@pytest.mark.parametrize("weights", NAMES)
+def test_the_digest_sees_one_code_that_differs(weights: WeightFormat) -> None:
+    engine = engine_of(weights, converted(as_codes, weights))
     sink = engine.sink()
     before = sink.digest()
     assert sink.digest() == before
@@ -125,3 +136,5 @@ def test_formats_that_differ_are_refused(kind: type) -> None:
         check_engine(kind(), RunConfig(exact=False), TrainerConfig(weights="e4m3"))
     with pytest.raises(ConfigError, match=r"trainer\.weights"):
         check_engine(NativeEngineConfig(weights="e4m3"), RunConfig(), TrainerConfig())
+    with pytest.raises(ConfigError, match=r"trainer\.weights"):
+        check_engine(NativeEngineConfig(weights="int4"), RunConfig(), TrainerConfig(weights="e4m3"))

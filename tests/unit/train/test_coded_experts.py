@@ -1,4 +1,4 @@
-"""Training a mixture whose weights are in 8 bits: its passes, its pushes, and what finds faults."""
+"""Training a mixture with weights in few bits: its passes, its pushes, and what finds faults."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.kernels.low_precision.e4m3_blocks import E4M3
+from spmd_rl.kernels.low_precision.formats import FORMATS
 from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
 from spmd_rl.model.read import read_spec
 from spmd_rl.weights.local_tensors import LocalTensors
@@ -37,13 +38,14 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return write_mixture(folder, request.param, sizes)
 
 
+@pytest.mark.parametrize("weights", FORMATS)
 def test_every_version_computes_with_what_its_codes_stand_for(
-    new_trainer: NewTrainer, mixture: Path
+    new_trainer: NewTrainer, mixture: Path, weights: str
 ) -> None:
     options = {"model": mixture, "init": "folder"}
-    coded, plain = new_trainer(weights="e4m3", **options), new_trainer(**options)
+    coded, plain = new_trainer(weights=weights, **options), new_trainer(**options)
     for seed in range(2):
-        plain.backend.fill(rounded_masters(coded).items())
+        plain.backend.fill(rounded_masters(coded, weights).items())
         batch = make_batch(seed)
         scores = scores_of(coded, batch)
         assert np.array_equal(scores, scores_of(plain, batch))

@@ -1,4 +1,4 @@
-"""Training with weights in 8 bits: its forward pass, its gradients and the source of its pushes."""
+"""Training with weights in few bits: its forward pass, its gradients and what a push brings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.low_precision.e4m3_blocks import E4M3
+from spmd_rl.kernels.low_precision.formats import FORMATS
 from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.low_precision.coded_tensors import hold_codes
 from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
@@ -41,14 +41,9 @@ def coded_names(trainer: Trainer) -> set[str]:
     return set(coded_shapes(trainer.backend.scorer.model.spec, "e4m3"))
 
 
-def rounded_masters(trainer: Trainer) -> dict[str, Tensor]:
+def rounded_masters(trainer: Trainer, weights: str = "e4m3") -> dict[str, Tensor]:
     """Return the weights that the forward pass should compute with, from the whole masters."""
-    coded = coded_names(trainer)
-    found = {name: trainer.backend.gather(name).detach() for name in trainer.backend.names()}
-    return {
-        name: E4M3.quantised(one).decoded(torch.float32) if name in coded else one.clone()
-        for name, one in found.items()
-    }
+    return rounded_of(masters(trainer), trainer, weights)
 
 
 def scores_of(trainer: Trainer, batch: Batch) -> NDArray[np.float32]:
@@ -72,13 +67,14 @@ def pushed(trainer: Trainer) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("wrap", ["layer", "model"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", FORMATS)
 def test_every_version_computes_with_what_its_codes_stand_for(
-    new_trainer: NewTrainer, dtype: str, wrap: str
+    new_trainer: NewTrainer, weights: str, dtype: str, wrap: str
 ) -> None:
-    coded = new_trainer(weights="e4m3", dtype=dtype, wrap=wrap)
+    coded = new_trainer(weights=weights, dtype=dtype, wrap=wrap)
     plain = new_trainer(dtype=dtype, wrap=wrap)
     for seed in range(3):
-        plain.backend.fill(rounded_masters(coded).items())
+        plain.backend.fill(rounded_masters(coded, weights).items())
         batch = make_batch(seed)
         scores = scores_of(coded, batch)
         assert np.array_equal(scores, scores_of(plain, batch))
@@ -87,29 +83,35 @@ def test_every_version_computes_with_what_its_codes_stand_for(
         coded.train_step(batch, grpo_loss)
 
 
-def test_gradients_reach_the_masters_as_if_nothing_were_rounded(new_trainer: NewTrainer) -> None:
-    coded, plain = new_trainer(weights="e4m3"), new_trainer()
-    plain.backend.fill(rounded_masters(coded).items())
+@pytest.mark.parametrize("weights", FORMATS)
+def test_gradients_reach_the_masters_as_if_nothing_were_rounded(
+    new_trainer: NewTrainer, weights: str
+) -> None:
+    coded, plain = new_trainer(weights=weights), new_trainer()
+    plain.backend.fill(rounded_masters(coded, weights).items())
     before = masters(coded)
     metrics = [one.train_step(make_batch(0), grpo_loss) for one in (coded, plain)]
     for name in ("train/loss", "train/grad_norm"):
         assert metrics[0][name] == metrics[1][name]
     # Adam's first step depends on the gradient alone, and each master takes it from where it is
     for name, after in masters(plain).items():
-        step = after - rounded_of(before, coded)[name]
+        step = after - rounded_of(before, coded, weights)[name]
         assert torch.allclose(masters(coded)[name] - before[name], step, atol=1e-6)
 
 
-def rounded_of(weights: dict[str, Tensor], trainer: Trainer) -> dict[str, Tensor]:
-    coded = coded_names(trainer)
+def rounded_of(
+    whole: dict[str, Tensor], trainer: Trainer, weights: str = "e4m3"
+) -> dict[str, Tensor]:
+    coded, own = coded_names(trainer), FORMATS[weights]
     return {
-        name: E4M3.quantised(one).decoded(torch.float32) if name in coded else one
-        for name, one in weights.items()
+        name: own.quantised(one).decoded(torch.float32) if name in coded else one
+        for name, one in whole.items()
     }
 
 
-def test_masters_keep_what_their_codes_do_not_show(new_trainer: NewTrainer) -> None:
-    trainer = new_trainer(weights="e4m3", lr=1e-6)
+@pytest.mark.parametrize("weights", FORMATS)
+def test_masters_keep_what_their_codes_do_not_show(new_trainer: NewTrainer, weights: str) -> None:
+    trainer = new_trainer(weights=weights, lr=1e-6)
     before, codes = masters(trainer), pushed(trainer)
     trainer.train_step(make_batch(0), grpo_loss)
     name = sorted(coded_names(trainer))[0]
@@ -117,39 +119,49 @@ def test_masters_keep_what_their_codes_do_not_show(new_trainer: NewTrainer) -> N
     assert torch.equal(pushed(trainer)[name].view(torch.uint8), codes[name].view(torch.uint8))
 
 
-def test_a_push_brings_codes_and_scales_of_the_weights_as_they_are(new_trainer: NewTrainer) -> None:
-    trainer = new_trainer(weights="e4m3")
+@pytest.mark.parametrize("weights", FORMATS)
+def test_a_push_brings_codes_and_scales_of_the_weights_as_they_are(
+    new_trainer: NewTrainer, weights: str
+) -> None:
+    trainer = new_trainer(weights=weights)
     trainer.train_step(make_batch(0), grpo_loss)
     found, whole = pushed(trainer), masters(trainer)
     coded = coded_names(trainer)
     assert found.keys() == whole.keys() | set(map(scale_name, coded))
     for name, weight in whole.items():
         if name in coded:
-            expected = E4M3.quantised(weight)
+            expected = FORMATS[weights].quantised(weight)
+            assert found[name].dtype == expected.codes.dtype
             assert torch.equal(found[name].view(torch.uint8), expected.codes.view(torch.uint8))
             assert torch.equal(found[scale_name(name)], expected.scales)
         else:
             assert torch.equal(found[name], weight)
 
 
-def test_any_part_of_a_push_has_the_bits_of_the_whole(new_trainer: NewTrainer) -> None:
-    trainer = new_trainer(weights="e4m3")
+@pytest.mark.parametrize("weights", FORMATS)
+def test_any_part_of_a_push_has_the_bits_of_the_whole(
+    new_trainer: NewTrainer, weights: str
+) -> None:
+    trainer = new_trainer(weights=weights)
     source, whole = trainer.weight_source(), pushed(trainer)
     name = sorted(coded_names(trainer))[-1]
     piece = next(one for one in source.layout(0).pieces if one.name == name)
     box = Box((3, 5), (piece.shape[0] - 4, piece.shape[1] - 7))
-    part = torch.empty(box.extent, dtype=torch.float8_e4m3fn)
+    part = torch.empty(box.extent, dtype=FORMATS[weights].code_dtype)
     source.read(name, box, part)
     expected = whole[name][box.within(piece.box)]
     assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_a_resumed_trainer_has_the_same_codes(new_trainer: NewTrainer, tmp_path: Path) -> None:
-    first = new_trainer(weights="e4m3")
+@pytest.mark.parametrize("weights", FORMATS)
+def test_a_resumed_trainer_has_the_same_codes(
+    new_trainer: NewTrainer, tmp_path: Path, weights: str
+) -> None:
+    first = new_trainer(weights=weights)
     first.train_step(make_batch(0), grpo_loss)
     first.save(str(tmp_path / "saved"))
     first.wait_until_saved()
-    second = new_trainer(weights="e4m3")
+    second = new_trainer(weights=weights)
     second.load(str(tmp_path / "saved"))
     batch = make_batch(1)
     assert np.array_equal(scores_of(first, batch), scores_of(second, batch))
@@ -186,6 +198,7 @@ def test_adapters_are_not_exported_in_8_bits(new_trainer: NewTrainer, tmp_path: 
 
 def test_the_contract_names_the_format(new_trainer: NewTrainer) -> None:
     assert "power" in str(new_trainer(weights="e4m3").numeric_contract()["weights"])
+    assert "5 significant bits" in str(new_trainer(weights="int4").numeric_contract()["weights"])
     assert "weights" not in new_trainer().numeric_contract()
 
 
@@ -215,33 +228,40 @@ def test_the_base_beside_adapters_is_what_its_codes_stand_for(new_trainer: NewTr
         ({"lora": LoraConfig(rank=2, merged_push=True)}, "merged"),
     ],
 )
-def test_what_does_not_know_codes_is_refused(options: dict[str, object], message: str) -> None:
+@pytest.mark.parametrize("weights", FORMATS)
+def test_what_does_not_know_codes_is_refused(
+    options: dict[str, object], message: str, weights: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        TrainerConfig(weights="e4m3", **options)  # type: ignore[arg-type]
+        TrainerConfig(weights=weights, **options)  # type: ignore[arg-type]
 
 
-def test_one_code_that_differs_after_a_push_is_found_and_named(new_trainer: NewTrainer) -> None:
-    trainer = new_trainer(weights="e4m3")
-    verifier, held, traffic = verified(trainer)
+@pytest.mark.parametrize("weights", FORMATS)
+def test_one_code_that_differs_after_a_push_is_found_and_named(
+    new_trainer: NewTrainer, weights: str
+) -> None:
+    """With codes of 4 bits, the flipped bit is one of the code in the high half of a byte."""
+    trainer = new_trainer(weights=weights)
+    verifier, held, traffic = verified(trainer, weights)
     spec = trainer.backend.scorer.model.spec
     coded, total = coded_shapes(spec, "e4m3"), spec.num_parameters
-    num_codes = sum(rows * columns for rows, columns in coded.values())
-    scales = sum(held[scale_name(name)].local.nbytes for name in coded)
-    assert traffic.copied_bytes == num_codes + scales + 4 * (total - num_codes)
+    num_coded = sum(rows * columns for rows, columns in coded.values())
+    moved = sum(FORMATS[weights].layout.num_bytes(shape) for shape in coded.values())
+    assert traffic.copied_bytes == moved + 4 * (total - num_coded)
     name = sorted(coded)[0]
-    held[name].local.view(torch.uint8)[3, 5] ^= 1
+    held[name].local.view(torch.uint8)[3, 5] ^= 0x10
     proof = verifier.compare(None)
     assert (proof.num_unequal, [one.name for one in proof.mismatches]) == (1, [name])
 
 
-def verified(trainer: Trainer) -> tuple[Verifier, LocalTensors, Traffic]:
+def verified(trainer: Trainer, weights: str = "e4m3") -> tuple[Verifier, LocalTensors, Traffic]:
     """Push once to an engine's tensors, which then are equal.
 
     Returns what compares both sides, the tensors, and what was moved.
     """
     spec = trainer.backend.scorer.model.spec
     engine = CausalLM(spec).requires_grad_(False)
-    hold_codes(engine, spec, "e4m3")
+    hold_codes(engine, spec, weights)  # type: ignore[arg-type]
     held = LocalTensors.whole(dict(engine.named_parameters()))
     source = trainer.weight_source()
     sink = CopyingSink(held.items(), do_nothing, lambda version: None)
