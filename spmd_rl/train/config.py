@@ -158,7 +158,7 @@ class TrainerConfig:
     # dtype of the forward pass; auto: bfloat16 on GPUs; master weights are float32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # the weights of layers that the forward pass computes with, as in the engine: as they are, or
-    # rounded to 8 bits (docs/low-precision.md)
+    # rounded to 8 or 4 bits (docs/low-precision.md)
     weights: WeightFormat = "full"
     # keys and values that attention takes, as in the engine: as they are, or rounded to 8 bits
     cache: CacheFormat = "full"

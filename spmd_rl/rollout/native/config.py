@@ -41,7 +41,7 @@ class NativeEngineConfig:
     # where FlashAttention runs: record decoding steps, and launch each before the last is read
     cuda_graphs: bool = True
     dtype: str = "auto"  # bfloat16 on GPUs, float32 on CPUs
-    # of layers, as in the trainer: in `dtype`, or codes of 8 bits (docs/low-precision.md)
+    # of layers, as in the trainer: in `dtype`, or codes of 8 or 4 bits (docs/low-precision.md)
     weights: WeightFormat = "full"
     # of keys and values, as in the trainer: in `dtype`, or codes of 8 bits
     cache: CacheFormat = "full"
