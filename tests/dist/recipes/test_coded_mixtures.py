@@ -1,4 +1,4 @@
-"""Mixtures with weights in 8 bits in whole runs on real gloo ranks: on every split no mismatched
+"""Mixtures with weights in few bits in whole runs on real gloo ranks: on every split no mismatched
 bit and no other expert, the same tokens, and the same command goes on to the same bits.
 """
 
@@ -14,7 +14,7 @@ from spmd_rl.model.low_precision.coded_weights import coded_shapes
 from spmd_rl.model.read import read_spec
 from tests.dist.recipes.conftest import Ended, run_in
 from tests.dist.recipes.mixtures import write_mixture
-from tests.dist.recipes.test_coded_weights import CODES
+from tests.dist.recipes.test_coded_weights import CODES, CODES_OF_4_BITS
 from tests.dist.recipes.test_loops import EVEN, check_proof, drawn
 
 pytestmark = pytest.mark.dist
@@ -32,10 +32,17 @@ def write_wide(folder: Path, family: str) -> Path:
     return write_mixture(folder, family, sizes)
 
 
-def coded_run(folder: Path, model: Path, *words: str, nproc: int = 1, name: str = "r") -> Ended:
+def coded_run(
+    folder: Path,
+    model: Path,
+    *words: str,
+    nproc: int = 1,
+    name: str = "r",
+    codes: tuple[str, ...] = CODES,
+) -> Ended:
     settings = (f"--model={model}", "--trainer.init=folder", f"--reward={EVEN}")
     proof = ("--run.verify_every=1", "--steps=3")
-    return run_in(folder, "grpo", *settings, *proof, *CODES, *words, nproc=nproc, name=name)
+    return run_in(folder, "grpo", *settings, *proof, *codes, *words, nproc=nproc, name=name)
 
 
 def check_codes(ended: Ended, model: Path) -> None:
@@ -79,3 +86,10 @@ def test_the_same_command_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert resumed.metrics[-1]["train/loss"] == whole.metrics[-1]["train/loss"]
     facts = json.loads((whole.folder / "contract.json").read_text())
     assert "routers" in facts["train->infer"][0]["facts"]["weights"]
+
+
+def test_codes_of_4_bits_go_to_ranks_that_share_experts(tmp_path: Path) -> None:
+    model = write_wide(tmp_path / "model", "qwen3_moe")
+    split = ("--split.train.ep=2", "--split.infer.ep=2")
+    ended = coded_run(tmp_path, model, *split, nproc=2, codes=CODES_OF_4_BITS)
+    check_codes(ended, model)

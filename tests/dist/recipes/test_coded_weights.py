@@ -1,4 +1,4 @@
-"""Weights in 8 bits in whole runs on real gloo ranks: no mismatched bit, any number of shards, a
+"""Weights in few bits in whole runs on real gloo ranks: no mismatched bit, any number of shards, a
 resume to the same bits, and the reference of a KL term.
 """
 
@@ -17,6 +17,7 @@ from tests.dist.recipes.test_loops import DISJOINT, EVEN, check_proof, drawn
 pytestmark = pytest.mark.dist
 
 CODES = ("--trainer.weights=e4m3", "--engine.weights=e4m3")
+CODES_OF_4_BITS = ("--trainer.weights=int4", "--engine.weights=int4")
 
 
 def test_any_shards_draw_the_same_tokens(run: Any) -> None:
@@ -34,10 +35,11 @@ def test_any_shards_draw_the_same_tokens(run: Any) -> None:
     assert "e4m3 codes" in alone.output
 
 
-def test_it_goes_on_to_the_same_bits_beside_a_reference(run: Any) -> None:
+@pytest.mark.parametrize("codes", [CODES, CODES_OF_4_BITS])
+def test_it_goes_on_to_the_same_bits_beside_a_reference(run: Any, codes: tuple[str, ...]) -> None:
     words = (
         "grpo",
-        *CODES,
+        *codes,
         "--kl.coef=0.1",
         "--steps=3",
         "--run.save_every=1",
