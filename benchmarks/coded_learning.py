@@ -74,25 +74,26 @@ def rows_of(found: Mapping[str, Mapping[int, Steps]], example: str) -> Iterator[
             yield measured(lost, means["full"] - means[kind], "", at_most=BAR)
 
 
-def main() -> int:
+def compare(script: str, doc: str | None, formats: Mapping[str, Sequence[str]]) -> int:
+    """Run an example in each of the formats, and return 1 if a bar is missed, else 0."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("example", choices=RECIPES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--machine", default=MACHINE)
     parser.add_argument("--save", action="store_true")
     options, words = parser.parse_known_args()
-    found: dict[str, dict[int, Steps]] = {kind: {} for kind in FORMATS}
+    found: dict[str, dict[int, Steps]] = {kind: {} for kind in formats}
     for seed in options.seeds:
-        for kind, formats in FORMATS.items():
+        for kind, words_of_format in formats.items():
             with tempfile.TemporaryDirectory() as folder:
-                given = [*RECIPES[options.example], *formats, *words]
+                given = [*RECIPES[options.example], *words_of_format, *words]
                 found[kind][seed] = steps_of(given, seed, Path(folder))
             print(f"{kind}, seed {seed}: {last_reward(found[kind][seed]):.4f}", flush=True)
     rows = list(rows_of(found, options.example))
-    return finish(__file__, PACKAGES, rows, save=options.save, rooms=A_RUN, machine=options.machine)
+    return finish(script, PACKAGES, rows, save=options.save, rooms=A_RUN, machine=options.machine)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compare(__file__, __doc__, FORMATS))
