@@ -52,8 +52,8 @@ def build_fsdp2(
     check_axes(cfg, context.placement, spec)
     if cfg.lora.rank and head == "value":
         raise ConfigError(NO_VALUE_HEAD)
-    if size_of(context.placement.axes, "tp") > 1 and head == "value":
-        raise ConfigError(f"split.{context.placement.name}.tp: {NO_SHARED_VALUE_HEAD}")
+    if (tp := size_of(context.placement.axes, "tp")) > 1 and head == "value":
+        raise ConfigError(f"split.{context.placement.name}.tp = {tp}: {NO_SHARED_VALUE_HEAD}")
     sharing = Sharing.of(spec, context, fsdp2_settings(cfg).ep_dispatcher)
     mesh = shards_mesh(context)
     backend = Fsdp2(spec, mesh, cfg, context.device, head, memory, sharing)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.linear import shard_exchange
 from spmd_rl.kernels.linear.shard_exchange import TorchExchange
 from spmd_rl.mesh.role_context import Meshes
@@ -26,6 +27,7 @@ from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
+from spmd_rl.train.value_trainer import ValueTrainer
 from tests.dist.checkpoint_ranks import digests, logprobs, step
 from tests.dist.sequence_ranks import top
 from tests.dist.train_ranks import train_on_all_scores
@@ -115,6 +117,12 @@ class Runs:
         context = self.meshes.context(self.placements[split], ROW_SHARDS)
         return Trainer(replace(CONFIG, **settings), context, str(folder or self.folder))
 
+    def refused(self, split: str) -> str:
+        """What a trainer of values says."""
+        with pytest.raises(ConfigError) as error:
+            ValueTrainer(CONFIG, self.meshes.context(self.placements[split]), str(self.folder))
+        return str(error.value)
+
     def saved(self, split: str, folder: Path) -> tuple[Any, ...]:
         """What a trainer is that has learned once, and saved that."""
         trainer = self.built(split)
@@ -143,6 +151,7 @@ def main(dense: Path, biased: Path, out: Path) -> None:
             save_file(found, folder / f"{split}.safetensors")
     group = runs.meshes.context(runs.placements["tp 4"]).axis_group(("tp",))
     report["exchanged"] = exchanged(group)
+    report["refused"] = runs.refused("tp 2")
     for split in ("tp 1", "tp 4"):
         report["biased"][split] = logprobs(runs.built(split, biased, init="folder"))
     report["scores"] = [train_on_all_scores(runs.built(split)) for split in ("tp 1", "tp 2")]

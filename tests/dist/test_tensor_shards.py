@@ -50,6 +50,10 @@ def test_sums_of_few_rows_and_of_many_have_one_tree(report: Report) -> None:
     assert report["exchanged"] == [True] * 4
 
 
+def test_a_value_head_is_refused(report: Report) -> None:
+    assert report["refused"].startswith("split.train.tp = 2: ranks do not share the matrices of")
+
+
 def test_biases_and_a_tied_head_are_shared_too(report: Report) -> None:
     assert report["biased"]["tp 4"] == report["biased"]["tp 1"]
 
