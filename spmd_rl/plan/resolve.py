@@ -27,7 +27,7 @@ from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole, planned_roles, uncounted
 from spmd_rl.plan.routes import Routes, Wanted, push_routes, routes_of_experts, whole
 from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, everything
-from spmd_rl.rollout.kinds import kind_of
+from spmd_rl.rollout.kinds import EngineConfig, kind_of
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.cost.memory import dtype_on_gpu
@@ -278,13 +278,10 @@ def _push_routes(
     dtype, ep = dtype_on_gpu(engine), train.axes.get("ep", 1)
     if infer.axes.get("ep", 1) > 1 or (ep > 1 and train.size == train.data_size):
         return routes_of_experts(train, infer, spec, dtype, world_size, engine.weights)
-    coded = coded_shapes(spec, engine.weights)
-    if coded:  # their scales are at most a thirtieth of the codes, and are not counted
-        layout = LAYOUTS[engine.weights]
-        others = Counter(whole(shape) for name, shape in shapes.items() if name not in coded)
-        codes = Counter(whole(layout.code_shape(shape)) for shape in coded.values())
-        routes = push_routes(train, infer, codes, layout.code_dtype, world_size)
-        return routes + push_routes(train, infer, others, dtype, world_size)
+    if engine.weights != "full":
+        return _routes_of_codes(
+            train, infer, shapes, coded_shapes(spec, engine.weights), engine, world_size
+        )
     wanted = [kind_of(engine).boxes(spec, rank, tp) for rank in range(tp)] if tp > 1 else []
     given = _given_boxes(train, trainer, spec)
     return push_routes(train, infer, _kinds(shapes, wanted, given), dtype, world_size)
@@ -312,6 +309,25 @@ def _given_boxes(
         return {}
     parts = [ModelPart(rank, tp, trains=True).boxes(spec) for rank in range(tp)]
     return {name: tuple(dict.fromkeys(part[name] for part in parts)) for name in parts[0]}
+
+
+def _routes_of_codes(
+    train: Placement,
+    infer: Placement,
+    shapes: Mapping[str, Dims],
+    coded: Mapping[str, Dims],
+    engine: EngineConfig,
+    world_size: int,
+) -> Routes:
+    """Return the routes of weights of which some are codes.
+
+    Scales are not counted: they are at most a thirtieth of their codes.
+    """
+    layout = LAYOUTS[engine.weights]
+    codes = Counter(whole(layout.code_shape(coded[name])) for name in shapes.keys() & coded.keys())
+    others = Counter(whole(shape) for name, shape in shapes.items() if name not in coded)
+    routes = push_routes(train, infer, codes, layout.code_dtype, world_size)
+    return routes + push_routes(train, infer, others, dtype_on_gpu(engine), world_size)
 
 
 def _holders(placements: Placements, trainer: TrainerConfig | None) -> Placement | None:

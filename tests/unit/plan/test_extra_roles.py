@@ -140,6 +140,16 @@ def test_a_merged_push_brings_whole_weights(model: Path) -> None:
     assert (host["weights"], host["pushed_base"]) == (0, PARAMETERS)
 
 
+@pytest.mark.parametrize("weights", ["e4m3", "int4"])
+def test_a_push_of_adapters_brings_no_codes(model: Path, weights: str) -> None:
+    words = [f"model={model}", "data=none.jsonl", *BF16, "trainer.lora.rank=4"]
+    codes = [f"{role}.weights={weights}" for role in ("trainer", "engine")]
+    plain, coded = (
+        resolve(load(grpo.Config, None, [*words, *more]), 2).routes for more in ([], codes)
+    )
+    assert (plain.sizes == coded.sizes).all() and plain.sizes.any()
+
+
 def working(ledger: Ledger, role: str) -> int:
     return sum(entry.num_bytes for entry in ledger.entries if entry.is_work and entry.role == role)
 
