@@ -104,8 +104,6 @@ def _coded_grouped(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    PER_BYTE: tl.constexpr = 8 // BITS
-    PART_K: tl.constexpr = TILE_K // PER_BYTE
     of_part = tl.cdiv(n, TILE_N)
     columns = of_part * OUT_PARTS
     wait()
@@ -136,17 +134,10 @@ def _coded_grouped(
         # the scales of the next step are on their way while this one multiplies
         next_scale = _after(first_scales, start, blocks, TILE_K, BLOCK)
         next_up_scale = _after(second_scales, start, blocks, TILE_K, BLOCK) if GATED else next_scale
-        byte = start // PER_BYTE + tl.arange(0, PART_K)
-        packed = _tile_of(first, column, byte, n, code_columns, EVEN_N and EVEN_K)
-        up_packed = packed
-        if GATED:
-            up_packed = _tile_of(second, column, byte, n, code_columns, EVEN_N and EVEN_K)
-        for piece in tl.static_range(PER_BYTE):
-            step = start + piece * PART_K + tl.arange(0, PART_K)
-            rows = tl.trans(_rows_of(x_at, 0, step, k, is_row, EVEN_K))
-            total = tl.dot(products_of(packed, scale, piece, BITS), rows, total)
-            if GATED:
-                up_total = tl.dot(products_of(up_packed, up_scale, piece, BITS), rows, up_total)
+        total, up_total = _add_products(
+            total, up_total, first, second, scale, up_scale, x_at, column, start, n, k,
+            code_columns, is_row, GATED, EVEN_N, EVEN_K, TILE_K, BITS,
+        )  # fmt: skip
         scale, up_scale = next_scale, next_up_scale
     if GATED:
         total = _gated(total, up_total, out.dtype.element_ty)
@@ -174,6 +165,28 @@ def _codes_of(
     else:
         scales = tl.load(scale_table + entry).to(tl.pointer_type(tl.float32))
     return tl.multiple_of(codes, 16) if ALIGNED else codes, scales + scale_row
+
+
+@triton.jit
+def _add_products(
+    total, up_total, first, second, scale, up_scale, x_at, column, start, n, k,
+    code_columns, is_row, GATED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    TILE_K: tl.constexpr, BITS: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Add the products of a step of K, in ascending order of its parts."""
+    PART_K: tl.constexpr = TILE_K * BITS // 8
+    byte = start * BITS // 8 + tl.arange(0, PART_K)
+    packed = _tile_of(first, column, byte, n, code_columns, EVEN_N and EVEN_K)
+    up_packed = packed
+    if GATED:
+        up_packed = _tile_of(second, column, byte, n, code_columns, EVEN_N and EVEN_K)
+    for part in tl.static_range(8 // BITS):
+        step = start + part * PART_K + tl.arange(0, PART_K)
+        rows = tl.trans(_rows_of(x_at, 0, step, k, is_row, EVEN_K))
+        total = tl.dot(products_of(packed, scale, part, BITS), rows, total)
+        if GATED:
+            up_total = tl.dot(products_of(up_packed, up_scale, part, BITS), rows, up_total)
+    return total, up_total
 
 
 @triton.jit
