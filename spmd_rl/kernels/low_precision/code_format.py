@@ -10,6 +10,7 @@ Shape letters: N and K rows and columns of a weight. Codes and scales have the s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -120,6 +121,31 @@ class CodeFormat(ABC):
             return rounded_on_gpu(self.layout, values, scales, dtype, first_row)
         codes = self.encode(values, scales, first_row)
         return self.decode(codes, scales, values.shape[1], dtype, first_row)
+
+    def rounded_each(
+        self,
+        values: Sequence[Tensor],
+        scales: Sequence[Tensor],
+        dtype: torch.dtype,
+        first_row: int,
+        num_rows: int,
+    ) -> Tensor:
+        """Return what the codes of the same rows of several weights stand for, and zeros up to
+        `num_rows` rows.
+
+        Shape: E values [n, K] fp32, E scales of a whole weight; returns [E, num_rows, K].
+        """
+        num_held, num_columns = values[0].shape
+        out = values[0].new_empty(len(values), num_rows, num_columns, dtype=dtype)
+        out[:, num_held:] = 0
+        if len(values) > 1 and all(map(_has_kernels, values)):
+            from spmd_rl.kernels.low_precision.rounding_triton import round_each_on_gpu
+
+            round_each_on_gpu(self.layout, values, scales, out, first_row)
+        else:
+            for one, own, rows in zip(values, scales, out, strict=True):
+                rows[:num_held] = self.rounded(one, own, dtype, first_row)
+        return out
 
     def quantised(self, weight: Tensor) -> BlockCodes:
         """Return a whole weight as codes. Shape: weight [N, K]."""

@@ -12,13 +12,13 @@ from torch import Tensor
 from spmd_rl.kernels.linear.dispatch import matmul
 from spmd_rl.kernels.linear.tiles import SHARED_ROWS, choose_tile
 from spmd_rl.kernels.linear.triton_gemm import matmul_into
+from spmd_rl.kernels.low_precision import rounding_triton
 from spmd_rl.kernels.low_precision.code_format import BlockCodes
 from spmd_rl.kernels.low_precision.coded_gemm_triton import (
     COPY_UNIT,
     CodedTile,
     coded_matmul_into,
 )
-from spmd_rl.kernels.low_precision.rounding_triton import decode_on_gpu
 from spmd_rl.kernels.runtime.padding import dense
 
 # Row bucket: tiles for weights up to so many rows, or more.
@@ -51,6 +51,12 @@ def coded_matmul(x: Tensor, weight: BlockCodes, bias: Tensor | None) -> Tensor:
     out = x.new_empty(len(x), n)
     matmul_into(out, x, decoded, bias, choose_tile(len(x), n))
     return out
+
+
+def decode_on_gpu(weight: BlockCodes) -> Tensor:
+    """Return what a whole weight stands for, in bf16."""
+    layout, codes, scales = weight.format.layout, weight.codes, weight.scales
+    return rounding_triton.decode_on_gpu(layout, codes, scales, weight.num_columns)
 
 
 def choose_coded_tile(m: int, n: int) -> CodedTile | None:

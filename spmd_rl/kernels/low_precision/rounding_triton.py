@@ -3,16 +3,18 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.code_format import BlockCodes
 from spmd_rl.kernels.low_precision.unpack_triton import nearest_codes, numbers_of
 from spmd_rl.types.code_layout import BLOCK, CodeLayout
 
 ROWS = 32  # of a program
+ALIGN_BYTES = 16  # what one load of a thread takes
 
 
 def encode_on_gpu(layout: CodeLayout, values: Tensor, scales: Tensor, first_row: int) -> Tensor:
@@ -32,13 +34,44 @@ def rounded_on_gpu(
     return out
 
 
-def decode_on_gpu(weight: BlockCodes) -> Tensor:
+def round_each_on_gpu(
+    layout: CodeLayout,
+    values: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    out: Tensor,
+    first_row: int,
+) -> None:
+    """Write what the codes of several weights stand for, as `CodeFormat.rounded_each`, by one
+    launch. Weights and scales are contiguous.
+
+    Shape: E values [n, K], out [E, at least n, K].
+    """
+    num_rows, num_columns = values[0].shape
+    if not values[0].numel():
+        return
+    blocks = scales[0].shape[1]
+    is_aligned = all(one.data_ptr() % ALIGN_BYTES == 0 for one in values)
+    _round[(triton.cdiv(num_rows, ROWS) * blocks, len(values))](
+        _pointers(values), _pointers(scales), out, num_rows, num_columns, num_columns, num_columns,
+        first_row, blocks, out.stride(0), True, is_aligned, True, True,
+        ROWS, BLOCK, layout.block_rows, layout.bits,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def decode_on_gpu(layout: CodeLayout, codes: Tensor, scales: Tensor, num_columns: int) -> Tensor:
     """Return what a whole weight stands for, in bf16."""
-    out = weight.codes.new_empty(weight.shape, dtype=torch.bfloat16)
-    layout, codes = weight.format.layout, weight.codes.view(torch.uint8)
-    num_columns = weight.num_columns
-    _launch(layout, codes, weight.scales, out, 0, num_columns, encodes=False, decodes=True)
+    out = codes.new_empty(len(codes), num_columns, dtype=torch.bfloat16)
+    packed = codes.view(torch.uint8)
+    _launch(layout, packed, scales, out, 0, num_columns, encodes=False, decodes=True)
     return out
+
+
+def _pointers(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a table of addresses on the device. Queues a copy and does not wait."""
+    table = torch.tensor([one.data_ptr() for one in tensors], dtype=torch.int64)
+    device = tensors[0].device
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
 def _launch(
@@ -57,7 +90,7 @@ def _launch(
     num_rows, blocks = given.shape[0], scales.shape[1]
     _round[(triton.cdiv(num_rows, ROWS) * blocks,)](
         given, scales, out, num_rows, num_columns, given.stride(0), out.stride(0), first_row,
-        blocks, encodes, decodes, ROWS, BLOCK, layout.block_rows, layout.bits,
+        blocks, 0, False, False, encodes, decodes, ROWS, BLOCK, layout.block_rows, layout.bits,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -65,10 +98,17 @@ def _launch(
 @triton.jit(do_not_specialize=["num_rows", "first_row"])
 def _round(
     given, scales, out, num_rows, num_columns, stride, out_stride, first_row, blocks,
-    ENCODES: tl.constexpr, DECODES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr, BITS: tl.constexpr,
+    out_of_one, SEVERAL: tl.constexpr, ALIGNED: tl.constexpr,
+    ENCODES: tl.constexpr, DECODES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
     WIDTH: tl.constexpr = BLOCK * BITS // 8  # bytes of a row of a block
+    if SEVERAL:  # `given` and `scales` are tables of weights and of their scales, all float32
+        number = tl.program_id(1)
+        given = tl.load(given + number).to(tl.pointer_type(tl.float32))
+        given = tl.multiple_of(given, 16) if ALIGNED else given
+        scales = tl.load(scales + number).to(tl.pointer_type(tl.float32))
+        out += number.to(tl.int64) * out_of_one
     row = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(0) % blocks
     block_row = (first_row + tl.minimum(row, num_rows - 1)) // BLOCK_N

@@ -10,24 +10,24 @@ rounded.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.kernels.low_precision.code_format import CodeFormat
 from spmd_rl.model.layers.moe import is_of_expert
+from spmd_rl.model.layers.moe_module import mixtures
 from spmd_rl.model.linear import Linear
-from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
+from spmd_rl.train.fsdp2.rounded_shards import CodedShard, RoundedShards, as_gathered
+from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.plan.layout import Box, Dims
 
 STACKED_ELEMENTS = 1 << 24  # of the shards that are copied side by side
-Gathered = tuple[tuple[Tensor, ...], None]
 
 
 class SharedMasters(NamedTuple):
@@ -54,6 +54,7 @@ class CodedMasters:
         self._parts = [part for part in parts if part.shards]
         self.shards = {name: one for part in self._parts for name, one in part.shards.items()}
         self.scales: dict[str, Tensor] = {}
+        self._rounded: list[RoundedShards] = []
         self._flat = [self._with_scales(part.shards) for part in self._parts]
         for part in self._parts:
             self._attach(part, model)
@@ -79,6 +80,8 @@ class CodedMasters:
             if part.group.size() > 1:
                 dist.all_reduce(found, dist.ReduceOp.MAX, part.group)
             flat.copy_(self.format.scales_of(found))
+        for one in self._rounded:
+            one.forget()
 
     def _maxima(self, shards: LocalTensors) -> dict[str, Tensor]:
         """Return the largest magnitude in each block of each weight, as far as its shard has it.
@@ -104,45 +107,36 @@ class CodedMasters:
 
         A layer whose weight is whole gets the scales.
         """
+        mixtures_of = _mixtures_of(model)
+        together = defaultdict[tuple[object, Dims, Box], dict[str, CodedShard]](dict)
         for name, shard in part.shards.items():
-            layer, scales = model.get_submodule(name.removesuffix(".weight")), self.scales[name]
-            assert isinstance(layer, Linear)
+            layer, scales = self._layer(name, model), self.scales[name]
             if isinstance(layer.weight, DTensor):
-                num_rows = -(-shard.shape[0] // part.group.size())
-                local = cast(Any, layer.weight._local_tensor)
-                rows = _Rows(shard, scales, num_rows, part.dtype)
-                local.fsdp_pre_all_gather = _rounding(self.format, rows)
-                local.fsdp_post_all_gather = _as_gathered
+                unit = mixtures_of.get(layer, name)
+                together[unit, shard.shape, shard.box][name] = CodedShard(shard, scales)
             else:
                 assert is_of_expert(name), f"FSDP leaves {name} alone"
                 layer.format, layer.master_scales = self.format, scales
+        for (_, shape, _), shards in together.items():
+            num_rows = -(-shape[0] // part.group.size())
+            rounded = RoundedShards(self.format, shards, num_rows, part.dtype)
+            self._rounded.append(rounded)
+            for name in shards:
+                local = cast(Any, self._layer(name, model).weight)._local_tensor
+                local.fsdp_pre_all_gather = rounded.hook(name)
+                local.fsdp_post_all_gather = as_gathered
+
+    @staticmethod
+    def _layer(name: str, model: nn.Module) -> Linear:
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        assert isinstance(layer, Linear)
+        return layer
 
 
-class _Rows(NamedTuple):
-    """The rows of a weight that this rank has, its scales, and `num_rows` of each rank."""
-
-    shard: LocalTensor
-    scales: Tensor
-    num_rows: int
-    dtype: torch.dtype
-
-
-def _rounding(code_format: CodeFormat, own: _Rows) -> Callable[..., Gathered]:
-    """Return FSDP's hook that makes what is gathered."""
-
-    def before(
-        mesh: object, outer_size: object, outer_stride: object, module: object, policy: object
-    ) -> Gathered:
-        shard, scales, num_rows, dtype = own
-        rows = code_format.rounded(shard.local.detach(), scales, dtype, shard.box.offset[0])
-        missing = num_rows - len(rows)
-        return (F.pad(rows, (0, 0, 0, missing)) if missing else rows,), None
-
-    return before
-
-
-def _as_gathered(
-    outputs: tuple[Tensor, ...], metadata: object, dtype: torch.dtype, *, out: object = None
-) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """Return the gathered rows as the weight, which uses their memory from then on."""
-    return None if out is not None else (outputs[0], ())
+def _mixtures_of(model: nn.Module) -> dict[nn.Module, int]:
+    """Return the number of the mixture that each layer of an expert belongs to."""
+    return {
+        layer: number
+        for number, mixture in enumerate(mixtures(model))
+        for layer in mixture.experts.modules()
+    }

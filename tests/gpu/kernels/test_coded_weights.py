@@ -15,9 +15,8 @@ from spmd_rl.kernels.low_precision.products import coded_linear
 from spmd_rl.types.code_layout import BLOCK
 
 if torch.cuda.is_available():
-    from spmd_rl.kernels.low_precision.coded_dispatch import TILES
+    from spmd_rl.kernels.low_precision.coded_dispatch import TILES, decode_on_gpu
     from spmd_rl.kernels.low_precision.coded_gemm_triton import CodedTile, coded_matmul_into
-    from spmd_rl.kernels.low_precision.rounding_triton import decode_on_gpu
 
     X_FIRST = {
         CodedTile(m, n, k, 4, 4, True) for m in (64, 128) for n in (16, 32, 64) for k in (64, 128)
@@ -203,6 +202,17 @@ def test_control_mma_sync_in_another_order_is_not_taken() -> None:
     """Tiles of fewer than 64 rows of the weight would take steps of K in another order."""
     assert all(tile.n >= 64 for pair in TILES.values() for tile in pair)
     assert issubclass(CodedTile, tuple)
+
+
+@pytest.mark.parametrize("first_row", [0, 37])
+@pytest.mark.parametrize("name", FORMATS)
+def test_several_weights_are_rounded_as_each_alone(name: str, first_row: int) -> None:
+    own, values = FORMATS[name], torch.randn(5, 129, 200, device="cuda")
+    scales = own.scales_of(own.maxima(values, first_row + 129, first_row))
+    for dtype in (torch.bfloat16, torch.float32):
+        found = own.rounded_each(list(values), list(scales), dtype, first_row, 130)
+        each = [own.rounded(*one, dtype, first_row) for one in zip(values, scales, strict=True)]
+        assert torch.equal(found[:, :129], torch.stack(each)) and not found[:, 129:].any()
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.low_precision.code_format import BlockCodes
 from spmd_rl.kernels.low_precision.formats import FORMATS
 from spmd_rl.kernels.low_precision.rounding_triton import (
     decode_on_gpu,
     encode_on_gpu,
+    round_each_on_gpu,
     rounded_on_gpu,
 )
 
@@ -22,4 +22,12 @@ def of_rows(
     codes = encode_on_gpu(own.layout, values, scales, first_row)
     rounded = rounded_on_gpu(own.layout, values, scales, torch.float32, first_row)
     held = scales[first_row : first_row + len(values)].to(own.scale_dtype)
-    return codes, rounded, decode_on_gpu(BlockCodes(codes, held, values.shape[1], own))
+    return codes, rounded, decode_on_gpu(own.layout, codes, held, values.shape[1])
+
+
+def of_several(name: str, values: Tensor, scales: Tensor, first_row: int, rows: int) -> Tensor:
+    """Return what the codes of several weights stand for, and 9 beyond their rows."""
+    out = values.new_full((len(values), rows, values.shape[2]), 9)
+    each = [one.contiguous() for one in values], [one.contiguous() for one in scales]
+    round_each_on_gpu(FORMATS[name].layout, *each, out, first_row)
+    return out

@@ -16,6 +16,7 @@ from spmd_rl.kernels.low_precision.int4_groups import INT4
 from tests.unit.kernels.interpreted import Calls, results
 from tests.unit.kernels.ptx_words import WORD, pair, run, word
 
+CALLS = "tests.unit.kernels.rounding_calls"
 BYTES = torch.arange(256)
 # four bytes of each kind, in each place
 WORDS = BYTES | BYTES.flip(0) << 8 | (BYTES * 7 + 3) % 256 << 16 | (BYTES * 5 + 1) % 256 << 24
@@ -39,11 +40,24 @@ def test_rounding_is_that_of_the_cpu(tmp_path: Path) -> None:
         codes = INT4.encode(values, scales, first_row)
         calls.append(("int4", values, scales, first_row))
         wanted.append((codes, INT4.decode(codes, scales, columns, torch.float32, first_row)))
-    found = results(Calls("tests.unit.kernels.rounding_calls", "of_rows", {}, calls), tmp_path)
+    found = results(Calls(CALLS, "of_rows", {}, calls), tmp_path)
     for (codes, rounded, decoded), (expected, numbers) in zip(found, wanted, strict=True):
         assert torch.equal(codes, expected)
         assert torch.equal(rounded.nan_to_num(99), numbers.nan_to_num(99))
         assert torch.equal(decoded.float().nan_to_num(99), numbers.nan_to_num(99))
+
+
+def test_several_weights_are_rounded_as_each_alone(tmp_path: Path) -> None:
+    """Some rows of them, in memory for more."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 37, 200, generator=generator)
+    scales = INT4.scales_of(INT4.maxima(values, 40, 3))
+    calls = [("int4", values, scales, 3, 41)]
+    (found,) = results(Calls(CALLS, "of_several", {}, calls), tmp_path)
+    expected = INT4.rounded_each(list(values), list(scales), torch.float32, 3, 41)
+    each = [INT4.rounded(*one, torch.float32, 3) for one in zip(values, scales, strict=True)]
+    assert torch.equal(expected[:, :37], torch.stack(each)) and not expected[:, 37:].any()
+    assert torch.equal(found[:, :37], expected[:, :37]) and bool((found[:, 37:] == 9).all())
 
 
 @pytest.mark.parametrize("exponent", [-117, -3, 0, 7])

@@ -86,6 +86,20 @@ def test_codes_are_rounded_to_nearest(name: str) -> None:
     assert not any(one.startswith("fma") for one in found), "it would round once less than the CPU"
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_several_weights_are_read_in_loads_of_16_bytes(name: str) -> None:
+    own, values = FORMATS[name], [torch.zeros(64, 128) for _ in range(3)]
+    scales = [own.scales_of(own.maxima(one, 64)) for one in values]
+    out = torch.zeros(3, 64, 128, dtype=torch.bfloat16)
+    found = instructions(
+        ptx_of(
+            rounding_triton._round,
+            lambda: rounding_triton.round_each_on_gpu(own.layout, values, scales, out, 0),
+        )
+    )
+    assert found["ld.global.v4.b32"] and not any(one.startswith("fma") for one in found)
+
+
 def test_many_rows_and_none_have_no_tile() -> None:
     assert choose_coded_tile(0, WIDE) is None
     assert choose_coded_tile(max(TILES) + 1, WIDE) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from torch import Tensor
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.kernels.low_precision.e4m3_blocks import E4M3
 from spmd_rl.kernels.low_precision.formats import FORMATS
+from spmd_rl.model.layers.moe_module import MoeMlp
 from spmd_rl.model.low_precision.coded_weights import coded_shapes, scale_name
 from spmd_rl.model.read import read_spec
+from spmd_rl.train.trainer import Trainer
 from spmd_rl.weights.local_tensors import LocalTensors
 from tests.dist.recipes.mixtures import write_mixture
 from tests.dist.train_case import make_batch
@@ -101,3 +104,46 @@ def test_every_scale_is_a_power_of_two(new_trainer: NewTrainer, mixture: Path) -
     scales = [one for name, one in found.items() if name.endswith("_scale_inv")]
     assert scales and all(map(is_power_of_two, scales))
     assert not is_power_of_two(1.25 * E4M3.scales_of(torch.ones(1)))
+
+
+def test_experts_of_a_layer_are_rounded_together(
+    new_trainer: NewTrainer, mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up of one shape at once, then down; other weights one by one."""
+    trainer = new_trainer(model=mixture, init="folder", weights="e4m3")
+    counts, rounded_each = list[int](), type(E4M3).rounded_each
+
+    def counted(*given: Any) -> Tensor:
+        counts.append(len(given[1]))
+        return rounded_each(*given)
+
+    monkeypatch.setattr(type(E4M3), "rounded_each", counted)
+    scores_of(trainer, make_batch(0))
+    layers = [one for one in trainer.backend.scorer.modules() if isinstance(one, MoeMlp)]
+    num_experts = layers[0].num_experts
+    together = [one for one in counts if one > 1]
+    assert len(together) % (2 * len(layers)) == 0 and together
+    assert set(together) == {num_experts, 2 * num_experts}
+
+
+def test_a_gathering_that_was_broken_off_leaves_no_rows_of_its_version(
+    new_trainer: NewTrainer, mixture: Path
+) -> None:
+    trainer = new_trainer(model=mixture, init="folder", weights="e4m3")
+    first, last = EXPERT, EXPERT.replace("experts.4", "experts.0")
+    gathered_of(trainer, first)
+    before = gathered_of(trainer, last)
+    gathered_of(trainer, first)
+    trainer.train_step(make_batch(0), grpo_loss)
+    after = gathered_of(trainer, last)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, E4M3.quantised(masters(trainer)[last]).decoded(torch.float32))
+
+
+def gathered_of(trainer: Trainer, name: str) -> Tensor:
+    """Return what FSDP's hook of a weight makes, as the one shard has it."""
+    parameter = trainer.backend.scorer.model.get_parameter(name)
+    local: Any = parameter._local_tensor  # type: ignore[attr-defined]
+    (rows,), _ = local.fsdp_pre_all_gather(None, None, None, None, None)
+    found: Tensor = rows
+    return found
