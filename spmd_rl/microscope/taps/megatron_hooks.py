@@ -48,8 +48,8 @@ class _HookedHead(VocabularyHead):
 
     observe: Callable[[Tensor], Tensor]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.observe(super().logits(hidden))
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return self.observe(super().logits(hidden, weight))
 
 
 def _hook_layer(

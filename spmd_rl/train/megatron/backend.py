@@ -17,6 +17,7 @@ from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.families.megatron import OUTPUT, WORD_EMBEDDING
 from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.model_contract import model_contract, rope_tables
+from spmd_rl.model.parts.part import vocab_part_rows
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.backend import LossOf, Outputs, State, Visit, VisitTop
@@ -249,5 +250,5 @@ def _head(chunk: Any, spec: ModelSpec, groups: Any, recomputes: bool) -> Vocabul
     if groups.pp.rank() != groups.pp.size() - 1:
         return None
     weight = named[OUTPUT] if OUTPUT in named else named[WORD_EMBEDDING]
-    first = groups.tp.rank() * len(weight)
-    return VocabularyHead(weight, first, spec.vocab_size, groups.tp, recomputes)
+    part_rows = vocab_part_rows(spec, spec.row_shards)
+    return VocabularyHead(weight, spec.vocab_size, part_rows, groups.tp, recomputes)

@@ -39,33 +39,46 @@ def megatron_memory(
     """
     axes = placement.axes
     dense, experts = own_parameters(spec, axes)
-    own, shard = dense + experts, dense + experts
-    if backend.distributed_optimizer:
-        copies = placement.data_size * size_of(axes, "cp")
-        shard = -(-dense // copies) + -(-experts // size_of(axes, "edp"))
+    own, shard = dense + experts, _with_state(backend, placement, dense, experts)
     master = 0 if dtype == "float32" else shard * FP32_BYTES
     tp, cp, element_bytes = size_of(axes, "tp"), size_of(axes, "cp"), ITEM_BYTES[dtype]
-    num_tokens = -(-max_tokens // (cp * tp))  # that a rank sends to experts
-    keeps_slopes = tp == 1 and not backend.recomputes_layers  # on a GPU, as scores.py does
-    vocab = -(-spec.vocab_size // tp)
+    # that a rank sends to experts; those along etp gather each other's
+    num_tokens = -(-max_tokens // (cp * tp)) * size_of(axes, "etp")
+    head = _head(spec, backend, -(-max_tokens // tp), logit_rows)
+    gathered = head.weight_bytes(element_bytes) if tp > 1 else 0
     # norms and the residual stream are whole; a token's experts are balanced
     costs = [block.cost(tp) for block in spec.blocks]
     blocks = [replace(cost, routed=0) for cost in costs]  # whose copies are counted apart
     kept = activations(
         blocks,
         spec.hidden_size,
-        HeadShape(vocab, spec.hidden_size, logit_rows, max_tokens, keeps_slopes),
+        head,
         num_tokens=-(-max_tokens // cp),
         element_bytes=element_bytes,
         recompute="all" if backend.recomputes_layers else "none",
     )
     routed_once = max(cost.routed for cost in costs)
     routed = routed_once if backend.recomputes_layers else sum(cost.routed for cost in costs)
+    routed_bytes = routed * num_tokens * element_bytes
     return [
         TagBytes("master", own * (element_bytes + FP32_BYTES) + master, "save"),
         *_moments(backend, NUM_MOMENTS * shard * FP32_BYTES),
-        TagBytes("activations", kept.peak + routed * num_tokens * element_bytes, "work"),
+        TagBytes("activations", kept.peak + gathered + routed_bytes, "work"),
     ]
+
+
+def _with_state(backend: MegatronConfig, placement: Placement, dense: int, experts: int) -> int:
+    """Return of how many parameters a rank has the optimizer's state."""
+    if not backend.distributed_optimizer:
+        return dense + experts
+    copies = placement.data_size * size_of(placement.axes, "cp")
+    return -(-dense // copies) + -(-experts // size_of(placement.axes, "edp"))
+
+
+def _head(spec: ModelSpec, backend: MegatronConfig, num_scored: int, logit_rows: int) -> HeadShape:
+    """Return the head. Along tp each rank scores some of the tokens with all of it (scores.py)."""
+    keeps_slopes = not backend.recomputes_layers  # on a GPU
+    return HeadShape(spec.vocab_size, spec.hidden_size, logit_rows, num_scored, keeps_slopes)
 
 
 def _moments(backend: MegatronConfig, num_bytes: int) -> list[TagBytes]:
@@ -80,11 +93,12 @@ def _moments(backend: MegatronConfig, num_bytes: int) -> list[TagBytes]:
 
 
 def own_parameters(spec: ModelSpec, axes: Mapping[str, int]) -> tuple[int, int]:
-    """Return how many parameters a rank has at most, cut along tp, pp and ep, and how many of
+    """Return how many parameters a rank has at most, cut along tp, pp, ep and etp, and how many of
     experts. Other ranks hold copies of the two: those along the data and cp, and those along edp.
     """
-    tp, pp, ep = (size_of(axes, axis) for axis in ("tp", "pp", "ep"))
+    tp, pp = size_of(axes, "tp"), size_of(axes, "pp")
+    num_parts = pp * size_of(axes, "ep") * size_of(axes, "etp")  # of all experts
     tensors = [one for block in spec.blocks for one in block.parameters()]
     experts = num_elements([one for one in tensors if one.expert is not None])
     layers, outer = num_elements(tensors), num_elements(spec.outer_parameters())
-    return -(-(layers - experts) // (pp * tp)) + -(-outer // tp), -(-experts // (pp * ep))
+    return -(-(layers - experts) // (pp * tp)) + -(-outer // tp), -(-experts // num_parts)

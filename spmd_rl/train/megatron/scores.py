@@ -1,23 +1,24 @@
-"""Log-probs from hidden states, whose head is cut along its tokens.
+"""Log-probs from hidden states, computed as FSDP2's are.
 
-With one rank along tp, they are computed as FSDP2's are: on a GPU, logits are dropped in the
-forward pass (kernels/vocab/lm_head.py). With several, each rank has the logits of some tokens, and
-a row needs three sums of one number each.
+On a GPU, logits are dropped in the forward pass (kernels/vocab/lm_head.py). Where ranks along tp
+each have some rows of the head, they gather it, and each scores some of the hidden states with all
+of it. So a log-prob has the bits that it has on one rank. The head has fewer bytes than logits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from spmd_rl.kernels import Scores, head_logprobs, linear_fp32, token_scores
+from spmd_rl.kernels import Scores, head_logprobs, token_scores
+from spmd_rl.kernels.linear.row_shards import shared_logits
 from spmd_rl.kernels.vocab.kept_sets import KeptSets
-from spmd_rl.kernels.vocab.kept_words import unpack_bits
-from spmd_rl.train.megatron.sums import SumOver
+from spmd_rl.train.megatron.sums import GatherRows, SumOver
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,16 @@ class ScoredRows:
 
 @dataclass(frozen=True)
 class VocabularyHead:
-    """This rank's rows of the head, the first of them, and the size of the whole vocabulary.
+    """This rank's rows of the head, and the size of the whole vocabulary.
 
-    Rows beyond the vocabulary pad it, and have no logits. With `recomputes`, logits are computed
-    again in the backward pass on a GPU too.
+    Rows of all ranks beyond the vocabulary pad it, and have no logits. `part_rows` are those of one
+    product on a CPU (kernels/linear/row_shards.py). With `recomputes`, logits are computed again in
+    the backward pass on a GPU too.
     """
 
     weight: Tensor
-    first: int
     vocab_size: int
+    part_rows: int
     group: dist.ProcessGroup
     recomputes: bool
 
@@ -55,14 +57,38 @@ class VocabularyHead:
     ) -> Scores:
         """Return log-probs and entropies, of at most `max_rows` rows of logits at once.
 
-        The entropy needs a gradient only with `entropy_grad`.
+        The entropy needs a gradient only with `entropy_grad`. The gradient of `hidden` is a part of
+        it on each rank.
         Shape: hidden [m, C], with m > 0. Ranks: all along tp, with the same rows.
         """
-        if hidden.is_cuda and not self.recomputes and self.group.size() == 1:
+        count = self.group.size()
+        if count == 1:
+            return self._score(hidden, self.weight, rows, max_rows, entropy_grad)
+        weight = GatherRows.apply(self.weight, self.group)
+        own = torch.arange(len(hidden), device=hidden.device)[self.group.rank() :: count]
+        scored = own if len(own) else own.new_zeros(1)  # then all take part in the gradients
+        found = self._score(hidden[scored], weight, rows.select(scored), max_rows, entropy_grad)
+        whole = partial(self._placed, at=own, num_rows=len(hidden))
+        candidates = found.candidate_logprobs
+        of_candidates = None if candidates is None else whole(candidates)
+        return Scores(whole(found.logprobs), whole(found.entropy), of_candidates)
+
+    def _placed(self, own: Tensor, at: Tensor, num_rows: int) -> Tensor:
+        """Return what all ranks have scored, of which this one has `own` at the rows `at`."""
+        placed = own.new_zeros(num_rows, *own.shape[1:]).index_copy(0, at, own[: len(at)])
+        found: Tensor = SumOver.apply(placed, self.group)
+        return found
+
+    def _score(
+        self, hidden: Tensor, weight: Tensor, rows: ScoredRows, max_rows: int, entropy_grad: bool
+    ) -> Scores:
+        """Return the scores of all rows, with the whole head in `weight`."""
+        weight = weight[: self.vocab_size]
+        if hidden.is_cuda and not self.recomputes:
             return head_logprobs(
                 hidden,
-                self.weight,
-                self.logits,
+                weight,
+                partial(self.logits, weight=weight),
                 rows.targets,
                 rows.inv_temperature,
                 max_rows,
@@ -71,12 +97,14 @@ class VocabularyHead:
                 kept=rows.kept,
             )
         if len(hidden) <= max_rows:
-            return Scores(*self._score(hidden, rows, slice(None)))
-        starts = range(0, len(hidden), max_rows)
+            return self._score_chunk(hidden, weight, rows, slice(None))
         parts = [
-            checkpoint(self._score, hidden, rows, slice(at, at + max_rows), use_reentrant=False)
-            for at in starts
-        ]
+            checkpoint(
+                self._score_chunk, hidden, weight, rows, slice(at, at + max_rows),
+                use_reentrant=False,
+            )
+            for at in range(0, len(hidden), max_rows)
+        ]  # fmt: skip
         logprobs, entropies, of_candidates = zip(*parts, strict=True)
         return Scores(
             torch.cat(logprobs),
@@ -84,50 +112,16 @@ class VocabularyHead:
             None if rows.candidates is None else torch.cat(of_candidates),
         )
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of this rank's tokens. Shape: hidden [m, C]; returns [m, V'] fp32."""
-        num_own = min(len(self.weight), self.vocab_size - self.first)
-        return linear_fp32(hidden, self.weight[:num_own])
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return logits. Shape: hidden [m, C], weight [V, C] of the whole head; [m, V] fp32."""
+        return shared_logits(hidden, weight, self.part_rows)
 
-    def _score(self, hidden: Tensor, rows: ScoredRows, chunk: slice) -> Scores:
-        logits = self.logits(hidden[chunk])
+    def _score_chunk(
+        self, hidden: Tensor, weight: Tensor, rows: ScoredRows, chunk: slice
+    ) -> Scores:
+        logits = self.logits(hidden[chunk], weight)
         words = None if rows.kept is None else rows.kept.words(chunk, self.vocab_size)
         candidates = None if rows.candidates is None else rows.candidates[chunk]
-        targets, inv_temperature = rows.targets[chunk], rows.inv_temperature[chunk]
-        if self.group.size() == 1:
-            return token_scores(logits, targets, inv_temperature, candidates, words)
-        return self._score_shared(logits, targets, inv_temperature, candidates, words)
-
-    def _score_shared(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        inv_temperature: Tensor,
-        candidates: Tensor | None,
-        words: Tensor | None,
-    ) -> Scores:
-        shifted = logits * inv_temperature[:, None]
-        if words is not None:
-            kept = unpack_bits(words, self.vocab_size)[:, self.first :][:, : logits.shape[1]]
-            shifted = shifted.masked_fill(~kept, -torch.inf)
-        top = shifted.detach().amax(-1)
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
-        shifted = shifted - top[:, None]
-        terms = shifted.exp()
-        total = SumOver.apply(terms.sum(-1), self.group)
-        log_total = total.log()
-        # a token outside of its set has no share of the entropy, and no gradient
-        weighted = (terms * shifted.masked_fill(shifted == -torch.inf, 0.0)).sum(-1)
-        entropy = log_total - SumOver.apply(weighted, self.group) / total
-        picked = self._pick(shifted, targets[:, None])[:, 0]
-        of_candidates = None
-        if candidates is not None:
-            of_candidates = self._pick(shifted, candidates) - log_total[:, None]
-        return Scores(picked - log_total, entropy, of_candidates)
-
-    def _pick(self, shifted: Tensor, ids: Tensor) -> Tensor:
-        """Return the entries of all ranks at `ids` [m, K]."""
-        own = ids - self.first
-        is_own = (own >= 0) & (own < shifted.shape[1])
-        found = shifted.gather(1, own.clamp(0, shifted.shape[1] - 1))
-        return SumOver.apply(found.masked_fill(~is_own, 0.0), self.group)
+        return token_scores(
+            logits, rows.targets[chunk], rows.inv_temperature[chunk], candidates, words
+        )

@@ -31,12 +31,23 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts)
+        return gather_rows(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        whole = grads[0].contiguous()
-        dist.all_reduce(whole, group=ctx.group)
-        return whole.chunk(ctx.group.size())[ctx.group.rank()], None
+        return sum_own_rows(grads[0], ctx.group), None
+
+
+def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows of every rank, one rank after the other. Shape: [T, N] to [P T, N]."""
+    whole = x.new_empty(group.size() * len(x), *x.shape[1:])
+    dist.all_gather(list(whole.chunk(group.size())), x.contiguous(), group=group)
+    return whole
+
+
+def sum_own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over ranks of this rank's rows, in any order. Shape: [P T, N] to [T, N]."""
+    parts = list(x.contiguous().chunk(group.size()))
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts, group=group)
+    return own

@@ -1,4 +1,4 @@
-"""Which head of Megatron-core's models drops its logits in the forward pass, as FSDP2's does."""
+"""Heads of Megatron-core's models: which drop their logits, and what ranks along tp share."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ ROWS, HIDDEN, VOCAB, MOST = 7, 4, 11, 3
 class OneRank(NamedTuple):
     """Stands for a process group."""
 
-    ranks: int = 1
-
     def size(self) -> int:
-        return self.ranks
+        return 1
 
 
 class OnGpu(Tensor):
@@ -59,18 +57,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return made
 
 
-def given(group: OneRank, recomputes: bool) -> tuple[VocabularyHead, Tensor, ScoredRows]:
+def given(recomputes: bool) -> tuple[VocabularyHead, Tensor, ScoredRows]:
     made = torch.Generator().manual_seed(0)
     weight = torch.randn(VOCAB, HIDDEN, generator=made)
     hidden = torch.randn(ROWS, HIDDEN, generator=made)
     targets = torch.randint(VOCAB, (ROWS,), generator=made)
     candidates = torch.randint(VOCAB, (ROWS, 2), generator=made)
-    head = VocabularyHead(weight, 0, VOCAB, group, recomputes)  # type: ignore[arg-type]
+    group: Any = OneRank()
+    head = VocabularyHead(weight, VOCAB, VOCAB, group, recomputes)
     return head, hidden, ScoredRows(targets, torch.linspace(0.5, 2.0, ROWS), candidates)
 
 
 def test_a_gpu_drops_its_logits_and_scores_the_same(calls: list[dict[str, Any]]) -> None:
-    head, hidden, rows = given(OneRank(), recomputes=False)
+    head, hidden, rows = given(recomputes=False)
     expected = head.score(hidden, rows, MOST)
     assert calls == []
     found = head.score(hidden.as_subclass(OnGpu), rows, MOST, entropy_grad=True)
@@ -87,19 +86,6 @@ def test_a_gpu_drops_its_logits_and_scores_the_same(calls: list[dict[str, Any]])
 
 
 def test_recomputation_makes_them_again(calls: list[dict[str, Any]]) -> None:
-    head, hidden, rows = given(OneRank(), recomputes=True)
-    head.score(hidden.as_subclass(OnGpu), rows, ROWS)
-    assert calls == []
-
-
-def test_ranks_that_share_a_vocabulary_keep_theirs(
-    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head, hidden, rows = given(OneRank(2), recomputes=False)
-    monkeypatch.setattr(
-        VocabularyHead,
-        "_score_shared",
-        lambda self, logits, *rest: token_scores(logits.as_subclass(Tensor), *rest),
-    )
+    head, hidden, rows = given(recomputes=True)
     head.score(hidden.as_subclass(OnGpu), rows, ROWS)
     assert calls == []
