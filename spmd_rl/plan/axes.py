@@ -69,8 +69,8 @@ def _check_sums(tp: int, trainer: TrainerConfig | None) -> None:
     """Raise a ConfigError for a trainer that does not sum as `tp` ranks of a native engine do."""
     if tp > 1 and trainer is not None and not trainer.backend.sums_in_parts:
         raise ConfigError(
-            f"split.infer.tp = {tp}: trainer.backend.kind = '{trainer.backend.kind}' does not sum "
-            "products as ranks that share a native engine do: set it to 'fsdp2'"
+            f"split.infer.tp = {tp}: transformer-engine's layers do not sum products as ranks that "
+            "share a native engine do: set trainer.backend.layers = 'local'"
         )
 
 

@@ -7,16 +7,14 @@ The plan reads what `RunNeeds` has of the config: `split` places roles, `model` 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.axes import MODEL, groups_along
 from spmd_rl.mesh.split import Placement, Placements, disjoint, plan_split
 from spmd_rl.model.low_precision.coded_cache import format_sentences
-from spmd_rl.model.low_precision.coded_weights import coded_shapes
-from spmd_rl.model.parts.part import ModelPart
+from spmd_rl.model.parts.part import most_row_shards
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import Ledger, as_size
@@ -25,14 +23,10 @@ from spmd_rl.plan.concurrency import Queue, num_asked, running
 from spmd_rl.plan.memory import MemoryModel, kv_sized
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole, planned_roles, uncounted
-from spmd_rl.plan.routes import Routes, Wanted, push_routes, routes_of_experts, whole
+from spmd_rl.plan.routes import Routes
+from spmd_rl.plan.run_routes import routes_of_run
 from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, everything
-from spmd_rl.rollout.kinds import EngineConfig, kind_of
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
-from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.cost.memory import dtype_on_gpu
-from spmd_rl.types.code_layout import LAYOUTS
-from spmd_rl.weights.plan.layout import Box, Dims
 
 
 @dataclass(frozen=True)
@@ -153,7 +147,7 @@ def resolve(
         placements,
         roles,
         needs.phases,
-        _push_routes(placements, spec, needs, world_size),
+        routes_of_run(placements, spec, needs, world_size),
         on_gpu=any(role.computes_on_gpu for role in roles),
     )
     sleep = _decide(needs, memory, spec, capacity_bytes, host_bytes)
@@ -249,8 +243,8 @@ def planned_settings(
 
 def row_shards(cfg: object, world_size: int) -> Mapping[str, int]:
     """Return in how many parts the models of each placement sum row-parallel products: as many as
-    ranks share one at most, in a trainer that sums in parts or an engine whose bits are the
-    trainer's. None are named where this is 1.
+    ranks share one, in a trainer that sums in parts or an engine whose bits are the trainer's. None
+    are named where this is 1.
     """
     needs = RunNeeds.of(cfg)
     if needs.split is None:
@@ -263,78 +257,9 @@ def row_shards(cfg: object, world_size: int) -> Mapping[str, int]:
         INFER: needs.engine is not None and needs.engine.promises_bits,
         TRAIN: needs.trainer is not None and needs.trainer.backend.sums_in_parts,
     }
-    size = max(one.axes["tp"] if of_bits.get(name) else 1 for name, one in placements.items())
+    sizes = [one.axes["tp"] for name, one in placements.items() if of_bits.get(name)]
+    size = most_row_shards(*sizes)
     return dict.fromkeys(placements, size) if size > 1 else {}
-
-
-def _push_routes(
-    placements: Placements, spec: ModelSpec, needs: RunNeeds, world_size: int
-) -> Routes:
-    infer, trainer, engine = placements.get(INFER), needs.trainer, needs.engine
-    train = _holders(placements, trainer)
-    if train is None or infer is None or trainer is None or engine is None:
-        return Routes.none(world_size)
-    shapes, tp = trainer.lora.of_engine.trained_shapes(spec), infer.axes["tp"]
-    dtype, ep = dtype_on_gpu(engine), train.axes.get("ep", 1)
-    if infer.axes.get("ep", 1) > 1 or (ep > 1 and train.size == train.data_size):
-        return routes_of_experts(train, infer, spec, dtype, world_size, engine.weights)
-    if engine.weights != "full":
-        return _routes_of_codes(
-            train, infer, shapes, coded_shapes(spec, engine.weights), engine, world_size
-        )
-    wanted = [kind_of(engine).boxes(spec, rank, tp) for rank in range(tp)] if tp > 1 else []
-    given = _given_boxes(train, trainer, spec)
-    return push_routes(train, infer, _kinds(shapes, wanted, given), dtype, world_size)
-
-
-def _kinds(
-    shapes: Mapping[str, Dims],
-    wanted: Sequence[Mapping[str, Box]],
-    given: Mapping[str, tuple[Box, ...]],
-) -> Counter[Wanted]:
-    """Return the number of tensors of each kind. Without boxes in `wanted`, all want all."""
-    found = Counter[Wanted]()
-    for name, shape in shapes.items():
-        boxes = tuple(of_rank[name] for of_rank in wanted) or whole(shape).boxes
-        found[Wanted(shape, boxes, given.get(name, ()))] += 1
-    return found
-
-
-def _given_boxes(
-    train: Placement, trainer: TrainerConfig, spec: ModelSpec
-) -> dict[str, tuple[Box, ...]]:
-    """Return the boxes that ranks of FSDP2 along tp have of each parameter, each once."""
-    tp = train.axes["tp"]
-    if tp == 1 or trainer.backend.kind != "fsdp2":
-        return {}
-    parts = [ModelPart(rank, tp, trains=True).boxes(spec) for rank in range(tp)]
-    return {name: tuple(dict.fromkeys(part[name] for part in parts)) for name in parts[0]}
-
-
-def _routes_of_codes(
-    train: Placement,
-    infer: Placement,
-    shapes: Mapping[str, Dims],
-    coded: Mapping[str, Dims],
-    engine: EngineConfig,
-    world_size: int,
-) -> Routes:
-    """Return the routes of weights of which some are codes.
-
-    Scales are not counted: they are at most a thirtieth of their codes.
-    """
-    layout = LAYOUTS[engine.weights]
-    codes = Counter(whole(layout.code_shape(coded[name])) for name in shapes.keys() & coded.keys())
-    others = Counter(whole(shape) for name, shape in shapes.items() if name not in coded)
-    routes = push_routes(train, infer, codes, layout.code_dtype, world_size)
-    return routes + push_routes(train, infer, others, dtype_on_gpu(engine), world_size)
-
-
-def _holders(placements: Placements, trainer: TrainerConfig | None) -> Placement | None:
-    """Return the trainer's placement as its weights are cut."""
-    train = placements.get(TRAIN)
-    is_fsdp2 = trainer is not None and trainer.backend.kind == "fsdp2"
-    return train.of_shards if train is not None and is_fsdp2 else train
 
 
 def _axis_groups(placement: Placement) -> list[tuple[str, tuple[int, ...]]]:

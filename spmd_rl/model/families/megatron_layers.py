@@ -47,8 +47,8 @@ def _gqa_rules() -> dict[str, Rule]:
     for kind in ("weight", "bias"):
         query, key, value = (f"self_attn.{one}_proj.{kind}" for one in "qkv")
         rules[f"self_attention.linear_qkv.{kind}"] = QkvByGroup(query, key, value)
-        # of our own attention, which no tp cuts
-        rules[f"self_attention.qkv_proj.{kind}"] = QkvByGroup(query, key, value, is_whole=True)
+        # of our own attention
+        rules[f"self_attention.qkv_proj.{kind}"] = Joined(query, key, value)
     return rules
 
 

@@ -76,19 +76,17 @@ class QkvByGroup:
     """For each group of query heads that share a key-value head: its queries, key and value.
 
     There are as many groups as units of the key. Ranks hold equal blocks of these rows. With more
-    ranks than key-value heads, blocks end within a group. With `is_whole` there is one group, of
-    which every rank has all.
+    ranks than key-value heads, blocks end within a group.
     """
 
     query: str
     key: str
     value: str
-    is_whole: bool = False
 
     def parts(self, tensors: Tensors, rank: RankPart) -> Iterator[Part]:
         sizes = [(name, tensors[name].shape) for name in (self.query, self.key, self.value)]
         cut = tensors[self.key].cut
-        num_groups = 1 if self.is_whole or cut is None else cut.num_units
+        num_groups = 1 if cut is None else cut.num_units
         start, stop = rank.of(sum(shape[0] for _, shape in sizes))
         row = 0
         for group in range(num_groups):

@@ -68,13 +68,23 @@ class ModelPart:
 WHOLE = ModelPart()
 
 
+def most_row_shards(*sizes: int) -> int:
+    """Return the `row_shards` of a run in which so many ranks share a model, in one role each.
+
+    It is the largest size whose sums can have equal bits.
+    """
+    return max(size for size in (1, *sizes) if size in ROW_SHARDS)
+
+
 def row_shards_of_run(settings: Mapping[str, Any]) -> int:
     """Return the `row_shards` of a run's models, from its settings as plain data."""
     split = settings.get("split", {})
     is_native = settings.get("engine", {}).get("kind", "native") == "native"
-    backend = settings.get("trainer", {}).get("backend", {}).get("kind", "fsdp2")
-    sharing = {"infer": is_native, "train": backend == "fsdp2"}
-    return max(split.get(role, {}).get("tp", 1) if sums else 1 for role, sums in sharing.items())
+    # FSDP2's layers are ours, and Megatron-core's may be those of transformer-engine
+    is_local = settings.get("trainer", {}).get("backend", {}).get("layers", "local") == "local"
+    sharing = {"infer": is_native, "train": is_local}
+    sizes = [split.get(role, {}).get("tp", 1) for role, sums in sharing.items() if sums]
+    return most_row_shards(*sizes)
 
 
 def vocab_part_rows(spec: ModelSpec, num_parts: int) -> int:

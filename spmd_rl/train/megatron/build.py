@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.model.parts.part import most_row_shards
 from spmd_rl.model.read import read_spec
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.train.build import first_weights
@@ -24,6 +25,8 @@ def build_megatron(
     Ranks: all of the role. Raises: ConfigError if the model folder does not serve.
     """
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
-    megatron = Megatron(read_spec(folder), context, cfg, memory)
+    shards = most_row_shards(context.row_shards, context.placement.axes["tp"])
+    spec = replace(read_spec(folder), row_shards=shards)
+    megatron = Megatron(spec, context, cfg, memory)
     megatron.fill(first_weights(cfg, folder, "lm"))
     return Learner(megatron, context, cfg)

@@ -24,7 +24,6 @@ class MegatronConfig:
     """Settings of the Megatron-core backend alone (docs/megatron.md)."""
 
     mixtures_beside_engines: ClassVar[bool] = False  # no engine has its experts' bits
-    sums_in_parts: ClassVar[bool] = False
     holds_whole_tensors: ClassVar[bool] = False  # it fuses them
     wrap: ClassVar[Literal["auto"]] = "auto"  # of a frozen model with these log-probs
 
@@ -46,6 +45,11 @@ class MegatronConfig:
     # those of its OptimizerConfig, and of its DistributedDataParallelConfig
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     ddp_options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sums_in_parts(self) -> bool:
+        """Whether layers sum as those of engines whose model ranks share."""
+        return self.layers == "local"
 
     @property
     def recomputes_layers(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from spmd_rl.errors import ConfigError
+from spmd_rl.model.parts.part import check_parts
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.megatron.config import MegatronConfig
 
@@ -19,10 +21,23 @@ WITHOUT_EFFECT = {
 def has_engine_bits(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig) -> bool:
     """Return whether a model's log-probs are the native engine's, bit for bit.
 
-    Along tp the sums of products are cut, and along cp attention is torch's. A pipeline and the
-    axes of the data cut no sum of a forward pass.
+    Along cp attention is torch's. A pipeline and the axes of the data cut no sum of a forward pass.
     """
-    is_cut = axes.get("tp", 1) > 1 or axes.get("cp", 1) > 1
-    is_dense = spec.num_experts == 0
     has_contract_ops = cfg.layers == "local" and WITHOUT_EFFECT.issuperset(cfg.model_options)
-    return is_dense and not is_cut and has_contract_ops
+    is_cut = axes.get("cp", 1) > 1
+    return has_contract_ops and not is_cut and sums_as_engine(spec, axes.get("tp", 1))
+
+
+def sums_as_engine(spec: ModelSpec, tp: int) -> bool:
+    """Return whether local layers on `tp` ranks that share them sum as ranks of an engine do.
+
+    Mixtures do not, nor do ranks that outnumber key-value heads.
+    """
+    heads = {cache.arrays[0][0] for block in spec.distinct_blocks() if (cache := block.cache())}
+    if spec.num_experts or any(number % tp for number in heads):
+        return False
+    try:
+        check_parts(spec, tp, "tp")
+    except ConfigError:
+        return False
+    return True

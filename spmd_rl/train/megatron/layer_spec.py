@@ -8,16 +8,17 @@ from typing import Any
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.megatron.attention import LocalAttention, LocalNorm, TransformerEngineAttention
 from spmd_rl.train.megatron.config import MegatronConfig
-from spmd_rl.train.megatron.exact import WITHOUT_EFFECT
-from spmd_rl.train.megatron.linear import LocalActivation, LocalGateUp, LocalLinear
+from spmd_rl.train.megatron.exact import WITHOUT_EFFECT, sums_as_engine
+from spmd_rl.train.megatron.linear import LocalActivation, LocalGateUp, LocalOutput
 from spmd_rl.train.megatron.local_layer import local_layer
 from spmd_rl.train.megatron.self_attention import LocalSelfAttention
+from spmd_rl.train.megatron.tensor_ranks import TensorRanks
 
 
 def block_spec(
-    spec: ModelSpec, cfg: MegatronConfig, config: Any, stage: int, chunk: int | None
+    spec: ModelSpec, cfg: MegatronConfig, config: Any, groups: Any, chunk: int | None
 ) -> Any:
-    """Return the `TransformerBlockSubmodules` of one chunk of a stage.
+    """Return the `TransformerBlockSubmodules` of one chunk of this rank's stage.
 
     `config` is the `TransformerConfig`. `chunk` is None where a stage has one alone.
     """
@@ -27,12 +28,17 @@ def block_spec(
     )
 
     is_local = cfg.layers == "local"
-    layer, norm = _local_layer(spec, cfg, config) if is_local else _engine_layer(spec, config)
-    count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
+    ranks = TensorRanks(groups.tp, spec.row_shards, cfg.sequence_parallel)
+    layer, norm = (
+        _local_layer(spec, cfg, config, ranks) if is_local else _engine_layer(spec, config)
+    )
+    count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=groups.pp.rank())
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
 
-def _local_layer(spec: ModelSpec, cfg: MegatronConfig, config: Any) -> tuple[Any, Any]:
+def _local_layer(
+    spec: ModelSpec, cfg: MegatronConfig, config: Any, ranks: TensorRanks
+) -> tuple[Any, Any]:
     """Return the spec of a local layer, and the norm after the last one."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -47,19 +53,27 @@ def _local_layer(spec: ModelSpec, cfg: MegatronConfig, config: Any) -> tuple[Any
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = LocalNorm
     if not spec.num_experts:
-        _use_contract_ops(layer, cfg, config.tensor_model_parallel_size)
+        _use_contract_ops(layer, cfg)
+    if sums_as_engine(spec, ranks.count):
+        _use_contract_sums(layer, ranks)
     return layer, LocalNorm
 
 
-def _use_contract_ops(layer: Any, cfg: MegatronConfig, num_ranks: int) -> None:
-    """Replace Megatron-core's ops in the spec of a dense layer. `num_ranks` are those along tp."""
+def _use_contract_ops(layer: Any, cfg: MegatronConfig) -> None:
+    """Replace Megatron-core's layer and activation in the spec of a dense layer."""
     if _recomputes_no_parts(cfg):
         layer.module = local_layer()
-    mlp = _mlp_submodules(layer)
-    mlp.activation_func = LocalActivation
-    if num_ranks == 1:
-        layer.submodules.self_attention.module = LocalSelfAttention
-        mlp.linear_fc1, mlp.linear_fc2 = LocalGateUp, LocalLinear
+    _mlp_submodules(layer).activation_func = LocalActivation
+
+
+def _use_contract_sums(layer: Any, ranks: TensorRanks) -> None:
+    """Replace Megatron-core's attention and linear layers in the spec of a dense layer."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    params, mlp = {"ranks": ranks}, _mlp_submodules(layer)
+    layer.submodules.self_attention = ModuleSpec(LocalSelfAttention, params)
+    mlp.linear_fc1 = ModuleSpec(LocalGateUp, params)
+    mlp.linear_fc2 = ModuleSpec(LocalOutput, params)
 
 
 def _recomputes_no_parts(cfg: MegatronConfig) -> bool:

@@ -1,25 +1,54 @@
 """Linear layers and activation of the local layer spec, by the contract's ops (docs/numerics.md).
 
-Megatron-core's own linear layers cut sums along tp and overlap their communication, so they stay
-where there are several ranks along tp. One rank has no need of that, and gets the engine's bits.
+Their sums have the engine's bits, also where ranks along tp share a layer (tensor_ranks.py).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spmd_rl.kernels import linear, silu_mul
+from spmd_rl.kernels import silu_mul
+from spmd_rl.train.megatron.tensor_ranks import TensorRanks
 
 
-class LocalLinear(nn.Module):
-    """A linear layer that no tp cuts, with the arguments of Megatron-core's own.
+class LocalLinear(nn.Module, ABC):
+    """A linear layer of which this rank has a part, with the arguments of Megatron-core's own.
 
     Its weight may hold several projections, one after the other, of `widths` rows each.
     """
+
+    def __init__(self, shape: tuple[int, int], config: Any, ranks: TensorRanks, bias: bool) -> None:
+        super().__init__()
+        like = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = nn.Parameter(torch.empty(*shape, **like))
+        self.bias = nn.Parameter(torch.empty(shape[0], **like)) if bias else None
+        self.ranks = ranks
+        self.widths: Sequence[int] = shape[:1]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Return the product, and no bias that is still to add. Shape: x [T, 1, K]; [T, 1, N]."""
+        return self.product(x.flatten(0, 1)).unsqueeze(1), None
+
+    @abstractmethod
+    def product(self, x: Tensor) -> Tensor:
+        """Shape: x [T, K]; returns [T, N]. Rows are those that `TensorRanks` says."""
+
+    def split(self, out: Tensor) -> Sequence[Tensor]:
+        """Return the columns of each projection. Shape: out [T, N]."""
+        return out.split(list(self.widths), dim=-1)
+
+    def join(self, projections: Sequence[Tensor]) -> Tensor:
+        """Return [T, N], of which `split` gives the projections."""
+        return torch.cat(list(projections), dim=-1)
+
+
+class LocalProjections(LocalLinear):
+    """Projections of which each rank has as many rows. `widths` are those of all ranks."""
 
     def __init__(
         self,
@@ -28,49 +57,34 @@ class LocalLinear(nn.Module):
         *,
         config: Any,
         bias: bool,
+        ranks: TensorRanks,
         widths: Sequence[int] = (),
         **_: Any,
     ) -> None:
-        super().__init__()
-        like = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        self.weight = nn.Parameter(torch.empty(output_size, input_size, **like))
-        self.bias = nn.Parameter(torch.empty(output_size, **like)) if bias else None
-        self.widths = tuple(widths) or (output_size,)
+        super().__init__((output_size // ranks.count, input_size), config, ranks, bias)
+        self.widths = [width // ranks.count for width in widths or (output_size,)]
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Return the product, and no bias that is still to add. Shape: x [T, 1, K]; [T, 1, N]."""
-        rows = x.flatten(0, 1)
-        if x.is_cuda or len(self.widths) == 1:
-            out = linear(rows, self.weight, self.bias)
-        else:
-            out = self._products(rows)
-        return out.view(*x.shape[:-1], -1), None
-
-    def _products(self, x: Tensor) -> Tensor:
-        """Return the projections as products of their own.
-
-        On a CPU their bits may depend on the number of columns.
-        """
-        weights = self.weight.split(self.widths)
-        biases = [None] * len(weights) if self.bias is None else self.bias.split(self.widths)
-        return self.join(
-            [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-        )
-
-    def split(self, out: Tensor) -> Sequence[Tensor]:
-        """Return the columns of each projection. Shape: out [T, N]."""
-        return out.split(self.widths, dim=-1)
-
-    def join(self, projections: Sequence[Tensor]) -> Tensor:
-        """Return [T, N], of which `split` gives the projections."""
-        return torch.cat(list(projections), dim=-1)
+    def product(self, x: Tensor) -> Tensor:
+        return self.ranks.column_product(x, self.weight, self.bias, self.widths)
 
 
-class LocalGateUp(LocalLinear):
+class LocalGateUp(LocalProjections):
     """The projections of the gate and of what it gates, of equal widths."""
 
     def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, widths=(output_size // 2,) * 2, **kwargs)
+
+
+class LocalOutput(LocalLinear):
+    """A product that is added to the residual stream, of whose inputs each rank has as many."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: Any, ranks: TensorRanks, **_: Any
+    ) -> None:
+        super().__init__((output_size, input_size // ranks.count), config, ranks, bias=False)
+
+    def product(self, x: Tensor) -> Tensor:
+        return self.ranks.row_product(x, self.weight)
 
 
 class LocalActivation(nn.Module):

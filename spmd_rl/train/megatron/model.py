@@ -123,7 +123,7 @@ def build_chunks(
         chunk = number if cfg.chunks > 1 else None
         model = GPTModel(
             config,
-            block_spec(spec, cfg, config, stage, chunk),
+            block_spec(spec, cfg, config, groups, chunk),
             vocab_size=padded_vocab,
             max_sequence_length=spec.max_positions,
             pre_process=stage == 0 and number == 0,

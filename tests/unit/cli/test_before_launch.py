@@ -209,8 +209,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("split.train.ep=2", "split.train.ep = 2: the model has no experts"),
         ("split.train.ep=3 nproc=4", "split.train.ep = 3 does not divide the 4 ranks of a stage"),
         (
-            "split.infer.tp=2",
-            "split.infer.tp = 2: trainer.backend.kind = 'megatron' does not sum products as ranks",
+            "split.infer.tp=2 trainer.backend.layers=transformer_engine",
+            "split.infer.tp = 2: transformer-engine's layers do not sum products as ranks",
         ),
         ("trainer.lora.rank=4", "backend.kind = 'megatron': expected 'fsdp2' with lora.rank"),
         ("trainer.optimizer.kind=muon", "optimizer.kind = 'muon': expected 'adamw' with backend"),

@@ -22,7 +22,7 @@ from spmd_rl.model.families.megatron import (
     parts_of,
 )
 from spmd_rl.model.families.megatron_layers import block_rules
-from spmd_rl.model.families.rules import Joined, Part, QkvByGroup, RankPart
+from spmd_rl.model.families.rules import Joined, Part, RankPart
 from spmd_rl.model.layers.mlp import Mlp
 from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.spec import EMBEDDING, ModelSpec
@@ -223,13 +223,13 @@ def test_fused_rows_are_in_the_order_of_megatron(tp: int) -> None:
 
 def test_planted_bugs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate and up swapped, and all queries before all keys: other parameters than Megatron's."""
-    spec, grid = spec_of("llama", 2, 2, 96, False), Grid(2)
+    spec, grid = spec_of("llama", 4, 2, 96, False), Grid(2)
     arrays = random_arrays(spec)
     expected = to_megatron(arrays, spec, grid)
     names = [f"self_attn.{x}_proj.weight" for x in "qkv"]
     planted = {
         "mlp.linear_fc1.weight": Joined("mlp.up_proj.weight", "mlp.gate_proj.weight"),
-        "self_attention.linear_qkv.weight": QkvByGroup(*names, is_whole=True),
+        "self_attention.linear_qkv.weight": Joined(*names),
     }
     for name, rule in planted.items():
         wrong = {**block_rules(spec.blocks[0]), name: rule}

@@ -157,5 +157,9 @@ def test_a_recorded_run_says_how_its_models_sum() -> None:
     assert row_shards_of_run(split | {"engine": {"kind": "sglang"}}) == 1
     shared = {"split": {"infer": {"tp": 2}, "train": {"tp": 8}}}
     assert row_shards_of_run(shared) == 8
-    assert row_shards_of_run(shared | {"trainer": {"backend": {"kind": "megatron"}}}) == 2
+    of_others = {"trainer": {"backend": {"kind": "megatron", "layers": "transformer_engine"}}}
+    assert row_shards_of_run(shared | of_others) == 2
+    assert row_shards_of_run(shared | {"trainer": {"backend": {"kind": "megatron"}}}) == 8
     assert row_shards_of_run({}) == 1
+    of_both = {"split": {"train": {"tp": 8}, "infer": {"tp": 4}}}
+    assert row_shards_of_run(of_both) == 8

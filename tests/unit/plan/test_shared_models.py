@@ -42,8 +42,11 @@ def test_all_roles_sum_in_as_many_parts_as_ranks_share(model: Path) -> None:
     assert row_shards(config(model, 4, native), 2) == {}  # does not fit: the run itself says so
     assert row_shards(config(model, 2, native, of_trainer=4), 4) == {"train": 4, "infer": 4}
     assert row_shards(config(model, 4, sglang, of_trainer=2), 4) == {"train": 2, "infer": 2}
-    megatron = replace(config(model, 1, native, 2), trainer=TrainerConfig(backend=MegatronConfig()))
-    assert row_shards(megatron, 2) == {}
+    assert set(row_shards(config(model, 2, native, of_trainer=3), 12).values()) == {2}
+    for layers, expected in {"local": {"train": 2, "infer": 2}, "transformer_engine": {}}.items():
+        backend = MegatronConfig(layers=layers)
+        megatron = replace(config(model, 1, native, 2), trainer=TrainerConfig(backend=backend))
+        assert row_shards(megatron, 2) == expected
 
 
 def test_ranks_have_a_part_of_weights_and_pages(model: Path) -> None:

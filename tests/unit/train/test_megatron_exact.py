@@ -32,14 +32,16 @@ def spec_of(tmp_path: Path):
         ({}, True),
         ({"axes": {"pp": 2, "dp": 2, "fsdp": 2}}, True),
         ({"options": RECOMPUTE}, True),
-        ({"axes": {"tp": 2}}, False),
+        ({"axes": {"tp": 2}}, True),
         ({"axes": {"cp": 2}}, False),
+        ({"axes": {"tp": 4}}, False),  # of 2 key-value heads
+        ({"axes": {"tp": 3}}, False),
         ({"options": {"fp32_residual_connection": True}}, False),
         ({"family": "qwen3_moe"}, False),
         ({"layers": "transformer_engine"}, False),
     ],
 )
-def test_only_uncut_sums_of_our_ops_have_the_engines_bits(
+def test_sums_of_our_ops_in_the_contracts_order_have_the_engines_bits(
     change: dict[str, Any], is_exact: bool, spec_of
 ) -> None:
     cfg = MegatronConfig(

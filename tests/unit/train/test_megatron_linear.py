@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import linear
-from spmd_rl.train.megatron.linear import LocalActivation, LocalLinear
+from spmd_rl.train.megatron.linear import LocalActivation, LocalLinear, LocalProjections
+from spmd_rl.train.megatron.tensor_ranks import TensorRanks
 
 WIDTH, TOKENS = 32, 21
 WIDTHS = (12, 4, 4)
@@ -20,7 +21,11 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> LocalLinear:
     """q, k and v of six query heads and two of keys and values, which are narrow."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     config = SimpleNamespace(params_dtype=torch.float32)
-    made = LocalLinear(WIDTH, sum(WIDTHS), config=config, bias=True, widths=WIDTHS)
+    alone = SimpleNamespace(size=lambda: 1)
+    ranks = TensorRanks(alone, row_shards=1, splits_tokens=False)  # type: ignore[arg-type]
+    made = LocalProjections(
+        WIDTH, sum(WIDTHS), config=config, bias=True, ranks=ranks, widths=WIDTHS
+    )
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
