@@ -138,7 +138,7 @@ class Search:
             needs = RunNeeds.of(self.configure(flags))
             if world_size > 1 and _needs_one_shard(needs):
                 return None
-            if _shares_with_other_bits(needs, flags):
+            if _is_left_out(needs, flags):
                 return None
             cfg = self.configure((*flags, *_with_longest(needs)))
             plan = resolve(cfg, world_size, self.room.gpu_bytes)
@@ -226,8 +226,11 @@ def _with_longest(needs: RunNeeds) -> Flags:
     return (MICRO_BATCH.format(longest),)
 
 
-def _shares_with_other_bits(needs: RunNeeds, flags: Flags) -> bool:
-    """Return whether Megatron-core would share sequences or matrices in a run of equal bits."""
+def _is_left_out(needs: RunNeeds, flags: Flags) -> bool:
+    """Return whether Megatron-core would share sequences or matrices in a run of equal bits.
+
+    Such layouts are not tried.
+    """
     is_fsdp2 = needs.trainer is not None and needs.trainer.backend.kind == "fsdp2"
     shares = {SEQUENCES, MATRICES} & {key_of(flag) for flag in flags}
     return bool(shares) and not is_fsdp2 and OTHER_BITS not in flags

@@ -21,12 +21,19 @@ CPU = torch.device("cpu")
 
 
 def engine_scores(
-    folder: Path, batch: Batch, dtype: torch.dtype, device: torch.device = CPU
+    folder: Path,
+    batch: Batch,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    row_shards: int = 1,
 ) -> Tensor:
-    """Return the log-prob of each token of the mask, and 0 elsewhere. Shape: [T]."""
+    """Return the log-prob of each token of the mask, and 0 elsewhere. Shape: [T].
+
+    The engine is that of one rank, and sums in `row_shards` parts.
+    """
     case = case_of(batch)
     cfg = NativeEngineConfig(page_size=4, max_batch=16, max_step_tokens=40)
-    engine = EnginePass(load_model(folder, dtype, device), cfg)
+    engine = EnginePass(load_model(folder, dtype, device, row_shards=row_shards), cfg)
     tap = ValueTap(case.num_rows)
     engine.run(case, tap)
     tap.move_to_host()

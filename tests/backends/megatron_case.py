@@ -32,6 +32,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3ForCausalLM"],
         "tie_word_embeddings": True,
     },
+    "wide": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
     "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
     "llama": {
         "model_type": "llama",

@@ -48,7 +48,7 @@ def run(case: dict[str, Any]) -> tuple[dict[str, Any], Tensors] | None:
     if world.rank not in placement.ranks:
         dist.barrier()
         return None
-    context = meshes.context(placement)
+    context = meshes.context(placement, case.get("row_shards", 1))
     backend = MegatronConfig(**case["backend"]) if "backend" in case else Fsdp2Config(wrap="layer")
     trainer = Trainer(TrainerConfig(backend=backend, **case["trainer"]), context, case["model"])
     report: dict[str, Any] = {"scores": [], "steps": []}

@@ -16,13 +16,17 @@ from tests.dist.torchrun import torchrun
 
 @dataclass(frozen=True)
 class ScoreCase:
-    """A trainer that scores. Without `backend` it is FSDP2's; `plant` names a wrong op."""
+    """A trainer that scores. Without `backend` it is FSDP2's; `plant` names a wrong op.
+
+    The models of its run sum in `row_shards` parts, or in as many as ranks share the trainer's.
+    """
 
     model: str
     split: dict[str, int] = field(default_factory=dict)
     backend: dict[str, Any] | None = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     plant: str | None = None
+    row_shards: int = 1
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ RECOMPUTE = {
     "recompute_num_layers": 1,
 }
 SMALL, BF16 = {"max_tokens": 60}, {"dtype": "bfloat16", "max_tokens": 60}
-WHOLE = {"distributed_optimizer": False}
+WHOLE, SP = {"distributed_optimizer": False}, {"sequence_parallel": True}
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +31,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {family: str(write_model(base / family, family)) for family in families}
 
 
-def num_unequal(found: Scored, case: ScoreCase) -> int:
-    """How many log-probs are not the engine's, bit for bit."""
+def num_unequal(found: Scored, case: ScoreCase, row_shards: int = 1) -> int:
+    """How many log-probs are not those of an engine that sums in `row_shards` parts, bit for bit.
+
+    Without `row_shards`, they are as many as the case asks for.
+    """
     dtype = torch.bfloat16 if case.trainer.get("dtype") == "bfloat16" else torch.float32
-    return int((found.scores != engine_scores(Path(case.model), make_batch(0), dtype)).sum())
+    shards = max(row_shards, case.row_shards, case.split.get("tp", 1))
+    expected = engine_scores(Path(case.model), make_batch(0), dtype, row_shards=shards)
+    return int((found.scores != expected).sum())
 
 
 def test_one_rank_has_the_engines_bits_and_contract(models: dict[str, str], tmp_path: Path) -> None:
@@ -61,47 +66,58 @@ def test_one_rank_has_the_engines_bits_and_contract(models: dict[str, str], tmp_
         assert found[ours].contract == found[theirs].contract
 
 
-def test_a_pipeline_and_more_data_change_no_bit_and_other_cuts_do(
-    models: dict[str, str], tmp_path: Path
-) -> None:
+def test_no_cut_changes_a_bit(models: dict[str, str], tmp_path: Path) -> None:
+    """Against one rank's engine, whose sums have as many parts; its facts are the trainer's."""
     cases = {
-        "pp 2": ScoreCase(models["qwen2"], {"pp": 2}, {}, SMALL),
+        "pp 2": ScoreCase(models["qwen3"], {"pp": 2}, {}, SMALL),
         "pp 2, tied": ScoreCase(models["tied"], {"pp": 2}, WHOLE, BF16),
         "pp 2 with 2 chunks": ScoreCase(models["qwen3"], {"pp": 2}, {"chunks": 2}, SMALL),
-        "dp 2": ScoreCase(models["llama"], {"dp": 2}, {}, SMALL),
-        "tp 2": ScoreCase(models["qwen3"], {"tp": 2}, {}, SMALL),
-        "tp 2, sequence parallel": ScoreCase(
-            models["qwen3"], {"tp": 2}, {"sequence_parallel": True}, SMALL
-        ),
+        "dp 2, in 2 parts": ScoreCase(models["llama"], {"dp": 2}, {}, SMALL, row_shards=2),
+        "tp 2": ScoreCase(models["qwen2"], {"tp": 2}, {}, SMALL),
+        "tp 2, bfloat16": ScoreCase(models["tied"], {"tp": 2}, {}, BF16),
+        "tp 2, sequence parallel": ScoreCase(models["qwen3"], {"tp": 2}, SP, SMALL),
         "cp 2": ScoreCase(models["llama"], {"cp": 2}, {}, SMALL),
-        "fsdp2": ScoreCase(models["qwen3"], {}, None, SMALL),
+        "cp 2, bfloat16": ScoreCase(models["qwen3"], {"cp": 2}, {}, BF16),
     }
-    found = score_on(2, cases, tmp_path)
-    expected = found.pop("fsdp2").contract
-    unequal = {name: num_unequal(found[name], cases[name]) for name in found}
-    exact = [name for name, count in unequal.items() if count == 0]
-    assert exact == ["pp 2", "pp 2, tied", "pp 2 with 2 chunks", "dp 2"]
-    for name, one in found.items():
-        is_equal = "network" not in disagreement({"trainer": one.contract, "engine": expected})
-        assert is_equal == (name in exact), name
-
-
-def test_what_stands_between_a_cut_model_and_the_engines_bits(tmp_path: Path) -> None:
-    """Attention along cp; along tp, cut sums and the head. With the contract's, bits are equal."""
-    sizes = {"head_dim": 16, "vocab_size": 52, "hidden_size": 64, "intermediate_size": 96}
-    model = str(write_model(tmp_path / "model", "qwen3", **sizes))
-    cut = {"cp 2": {"cp": 2}, "tp 2": {"tp": 2}}
-    steps = {
-        "cp 2": (None, "whole attention"),
-        "tp 2": (None, "whole products", "whole products and vocabulary"),
+    fsdp2 = {
+        1: ScoreCase(models["qwen3"], {}, None, SMALL),
+        2: ScoreCase(models["qwen3"], {}, None, SMALL, row_shards=2),
     }
-    cases = {
-        f"{layout}, {plant}": ScoreCase(model, cut[layout], {}, SMALL, plant)
-        for layout, plants in steps.items()
-        for plant in plants
-    }
-    found = score_on(2, cases, tmp_path)
+    found = score_on(2, cases | {f"fsdp2, {n}": case for n, case in fsdp2.items()}, tmp_path)
     unequal = {name: num_unequal(found[name], case) for name, case in cases.items()}
-    for layout, plants in steps.items():
-        counts = [unequal[f"{layout}, {plant}"] for plant in plants]
-        assert counts[-1] == 0 and all(count > 0 for count in counts[:-1]), unequal
+    assert unequal == dict.fromkeys(cases, 0)
+    assert found["pp 2"].contract == found["fsdp2, 1"].contract
+    assert found["tp 2, sequence parallel"].contract == found["fsdp2, 2"].contract
+    assert found["fsdp2, 1"].contract != found["fsdp2, 2"].contract
+    assert torch.equal(found["tp 2, sequence parallel"].scores, found["fsdp2, 2"].scores)
+
+
+def test_four_ranks_have_the_tree_of_their_contract(tmp_path: Path) -> None:
+    """And a tree of another shape differs."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    model = str(write_model(tmp_path / "model", "qwen3", **heads))
+    cases = {
+        "tp 4": ScoreCase(model, {"tp": 4}, {}, SMALL),
+        "tp 4, sequence parallel": ScoreCase(model, {"tp": 4}, SP, BF16),
+        "tp 2 in 4 parts": ScoreCase(model, {"tp": 2, "dp": 2}, {}, SMALL, row_shards=4),
+        "tp 2 x cp 2": ScoreCase(model, {"tp": 2, "cp": 2}, SP, SMALL),
+        "tp 2 x pp 2": ScoreCase(model, {"tp": 2, "pp": 2}, SP, BF16),
+        "cp 4": ScoreCase(model, {"cp": 4}, {}, SMALL),
+    }
+    found = score_on(4, cases, tmp_path)
+    unequal = {name: num_unequal(found[name], case) for name, case in cases.items()}
+    assert unequal == dict.fromkeys(cases, 0)
+    assert num_unequal(found["tp 2 x cp 2"], cases["tp 2 x cp 2"], row_shards=4) > 50
+    assert num_unequal(found["cp 4"], cases["cp 4"], row_shards=2) > 50
+    assert torch.equal(found["tp 4"].scores, found["tp 2 in 4 parts"].scores)
+
+
+def test_ranks_that_outnumber_heads_follow_another_contract(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    """They have Megatron-core's own sums, and say so."""
+    case = ScoreCase(models["llama"], {"tp": 4}, {}, SMALL)
+    found = score_on(4, {"own": case, "fsdp2": ScoreCase(models["llama"], {}, None)}, tmp_path)
+    assert num_unequal(found["own"], case) > 50
+    expected = found["fsdp2"].contract
+    assert "network" in disagreement({"trainer": found["own"].contract, "engine": expected})

@@ -9,17 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from spmd_rl.kernels import PackedAttention, QkNorm, Rotary, add_rms_norm, qk_norm_rope, rms_norm
-from spmd_rl.model.families.rules import RankPart
-from spmd_rl.train.megatron.packing import held_positions
-from spmd_rl.train.megatron.sums import GatherRows
+from spmd_rl.kernels import QkNorm, Rotary, TokenAttention, add_rms_norm, qk_norm_rope, rms_norm
 
 NO_NORM = QkNorm(None, None, 0.0)  # where Megatron-core has normed queries and keys already
 
@@ -29,10 +22,7 @@ class AttentionInputs:
     """What attention needs of a micro-batch. `attend` is None where another module attends."""
 
     rotary: Rotary
-    lengths: NDArray[np.int32]
-    context: RankPart
-    context_group: dist.ProcessGroup
-    attend: PackedAttention | None
+    attend: TokenAttention | None
 
 
 class RotaryAttention(nn.Module):
@@ -69,7 +59,7 @@ class RotaryAttention(nn.Module):
 
 
 class LocalAttention(RotaryAttention):
-    """Our kernels, and across context-parallel ranks torch's."""
+    """Our kernels. Along cp, ranks exchange tokens for heads (attention/shared_tokens.py)."""
 
     def __init__(self, config: Any, layer_number: int, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -78,9 +68,8 @@ class LocalAttention(RotaryAttention):
     def attend(
         self, inputs: AttentionInputs, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        if inputs.attend is not None:
-            return inputs.attend(self.layer, query, key, value)
-        return _attend_across_ranks(query, key, value, inputs)
+        assert inputs.attend is not None
+        return inputs.attend(self.layer, query, key, value)
 
 
 class TransformerEngineAttention(RotaryAttention):
@@ -103,40 +92,6 @@ class TransformerEngineAttention(RotaryAttention):
     ) -> Tensor:
         out: Tensor = self.attention(query, key, value, *args, **kwargs)
         return out
-
-
-def _attend_across_ranks(
-    query: Tensor, key: Tensor, value: Tensor, inputs: AttentionInputs
-) -> Tensor:
-    """Attend from this rank's tokens to those of all context-parallel ranks.
-
-    Keys and values are gathered, and queries stay. Ranks: all of the cp group.
-    """
-    order = _whole_order(inputs, query.device)
-    keys, values = (
-        GatherRows.apply(one, inputs.context_group).index_select(0, order) for one in (key, value)
-    )
-    out, row, base = [], 0, 0
-    for length in inputs.lengths.tolist():
-        own = torch.from_numpy(held_positions(length, inputs.context)).to(query.device)
-        q = query[row : row + len(own)].transpose(0, 1)
-        k, v = (one[base : base + length].transpose(0, 1) for one in (keys, values))
-        mask = own[:, None] >= torch.arange(length, device=query.device)
-        found = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, enable_gqa=True)
-        out.append(found[0].transpose(0, 1))
-        row, base = row + len(own), base + length
-    return torch.cat(out)
-
-
-def _whole_order(inputs: AttentionInputs, device: torch.device) -> Tensor:
-    """Return where each token of the whole sequences is among the gathered tokens."""
-    bases = np.cumsum(inputs.lengths) - inputs.lengths
-    held = [
-        held_positions(int(length), RankPart(inputs.context.count, index)) + base
-        for index in range(inputs.context.count)
-        for length, base in zip(inputs.lengths, bases, strict=True)
-    ]
-    return torch.from_numpy(np.argsort(np.concatenate(held))).to(device)
 
 
 class LocalNorm(nn.Module):

@@ -30,7 +30,7 @@ class MegatronConfig:
     kind: Literal["megatron"] = "megatron"  # which backend computes gradients
     # chunks of layers on each stage of a pipeline, which the stages take turns with
     chunks: int = 1
-    # whose layers: Megatron-core's with our attention and norms, or transformer-engine's (on GPUs)
+    # whose layers: ours within Megatron-core's, or transformer-engine's (on GPUs)
     layers: Layers = "local"
     sequence_parallel: bool = False  # split norms along tp by tokens
     # what lies in host memory: AdamW's moments, which each optimizer step streams through the GPU
@@ -150,6 +150,7 @@ def check_layout(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig, 
     at = f"split.{role}"
     require_known(spec.distinct_blocks())
     _check_tensors(spec, axes.get("tp", 1), cfg, at)
+    _check_sequences(spec, axes, cfg, at)
     _check_stages(spec, axes.get("pp", 1), cfg, at)
     _check_experts(spec, axes, cfg, at)
 
@@ -164,6 +165,21 @@ def _check_tensors(spec: ModelSpec, tp: int, cfg: MegatronConfig, at: str) -> No
         )
     if cfg.sequence_parallel and tp == 1:
         raise ConfigError(f"{KEY}.sequence_parallel needs tensor parallelism: set {at}.tp")
+
+
+def _check_sequences(
+    spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig, at: str
+) -> None:
+    cp, tp = axes.get("cp", 1), axes.get("tp", 1)
+    for block in spec.distinct_blocks() if cfg.layers == "local" else ():
+        cache = block.cache(tp)
+        if cache is not None and cache.arrays[0][0] % cp:
+            on_rank = f" that {at}.tp = {tp} leaves on a rank" if tp > 1 else ""
+            raise ConfigError(
+                f"{at}.cp = {cp} does not divide the {cache.arrays[0][0]} key-value heads{on_rank},"
+                f' which local layers share: set {KEY}.layers = "transformer_engine", whose '
+                "attention is a ring"
+            )
 
 
 def _check_stages(spec: ModelSpec, pp: int, cfg: MegatronConfig, at: str) -> None:

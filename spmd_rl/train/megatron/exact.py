@@ -21,11 +21,10 @@ WITHOUT_EFFECT = {
 def has_engine_bits(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig) -> bool:
     """Return whether a model's log-probs are the native engine's, bit for bit.
 
-    Along cp attention is torch's. A pipeline and the axes of the data cut no sum of a forward pass.
+    Along tp, sums are the engine's in parts. No other axis cuts a sum of a forward pass.
     """
     has_contract_ops = cfg.layers == "local" and WITHOUT_EFFECT.issuperset(cfg.model_options)
-    is_cut = axes.get("cp", 1) > 1
-    return has_contract_ops and not is_cut and sums_as_engine(spec, axes.get("tp", 1))
+    return has_contract_ops and sums_as_engine(spec, axes.get("tp", 1))
 
 
 def sums_as_engine(spec: ModelSpec, tp: int) -> bool:

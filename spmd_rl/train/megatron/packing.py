@@ -1,13 +1,14 @@
 """Packing of a micro-batch for Megatron-core: padding, and the tokens of a context-parallel rank.
 
-Along cp, each sequence is cut into 2 cp equal chunks. Rank r has the chunks r and 2 cp - 1 - r, so
-that all ranks have equal work. With sequence parallelism, the tokens of a rank are a
+Along cp, our attention has the tokens dealt out in turn (`deal_to_rank`). For transformer-engine's,
+each sequence is cut into 2 cp equal chunks. Rank r has the chunks r and 2 cp - 1 - r, so that all
+ranks have equal work (`pack_for_rank`). With sequence parallelism, the tokens of a rank are a
 multiple of tp.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.runtime.upload import upload
-from spmd_rl.model.families.rules import RankPart
+from spmd_rl.model.families.rules import ALONE, RankPart
 from spmd_rl.train.microbatch import MicroBatch
 
 Ints = NDArray[np.int64]
@@ -37,6 +38,26 @@ class Packed:
     prefixes: NDArray[np.int32]
     rows: Tensor
     scored: Tensor
+
+
+def deal_to_rank(micro: MicroBatch, context: RankPart, multiple: int, least: int = 0) -> Packed:
+    """Return this rank's part of a micro-batch, whose tokens are dealt out in turn along cp.
+
+    So they are as `SharedTokens` has them. Segments stay whole, and `lengths` and `prefixes` are
+    those of all ranks. The rest is as in `pack_for_rank`.
+    """
+    count, index = context.count, context.index
+    whole = pack_for_rank(micro, ALONE, multiple * count, least)
+    if count == 1:
+        return whole
+    chosen = (whole.rows % count == index).nonzero()[:, 0]
+    return replace(
+        whole,
+        tokens=whole.tokens[index::count],
+        positions=whole.positions[index::count],
+        rows=whole.rows[chosen] // count,
+        scored=whole.scored[chosen],
+    )
 
 
 def pack_for_rank(micro: MicroBatch, context: RankPart, multiple: int, least: int = 0) -> Packed:

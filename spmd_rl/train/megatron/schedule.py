@@ -17,15 +17,16 @@ from torch import Tensor
 
 from spmd_rl.algo.losses import Needs
 from spmd_rl.errors import ContractError
-from spmd_rl.kernels import PackedAttention, Rotary
+from spmd_rl.kernels import PackedAttention, Rotary, TokenAttention
+from spmd_rl.kernels.attention.shared_tokens import SharedAttention, SharedTokens
 from spmd_rl.kernels.runtime.upload import upload
-from spmd_rl.model.families.rules import RankPart
+from spmd_rl.model.families.rules import ALONE, RankPart
 from spmd_rl.model.scorer import CANDIDATES_OF_SETS
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.backend import Outputs
 from spmd_rl.train.megatron.attention import AttentionInputs
 from spmd_rl.train.megatron.config import Layers
-from spmd_rl.train.megatron.packing import Packed, num_padded, pack_for_rank
+from spmd_rl.train.megatron.packing import Packed, deal_to_rank, num_padded, pack_for_rank
 from spmd_rl.train.megatron.scores import ScoredRows, VocabularyHead
 from spmd_rl.train.megatron.sums import SumOver
 from spmd_rl.train.microbatch import MicroBatch, without_scores
@@ -122,20 +123,19 @@ class PipelineSchedule:
         """
         if len(self.chunks) == 1:
             return 0
-        return max(num_padded(micro, self.context) for micro in micros)
+        context = ALONE if self.attends_locally else self.context
+        return max(num_padded(micro, context) for micro in micros)
 
     def _pack(self, micro: MicroBatch, least: int) -> Packed:
         multiple = self.groups.tp.size() if self.config.sequence_parallel else 1
-        return pack_for_rank(micro, self.context, multiple, least)
+        pack = deal_to_rank if self.attends_locally else pack_for_rank
+        return pack(micro, self.context, multiple, least)
 
     def _forward(self, chunk: Any, packed: Packed) -> Tensor:
         """Return the chunk's output: hidden states [T', 1, C], along tp a part of them."""
         params = self._packed_params(packed)
         params.inputs = AttentionInputs(
             rotary=Rotary(packed.positions, *self.rope_tables),
-            lengths=packed.lengths,
-            context=self.context,
-            context_group=self.groups.cp,
             attend=self._attention(packed) if self.attends_locally else None,
         )
         hidden: Tensor = chunk(
@@ -165,15 +165,18 @@ class PipelineSchedule:
 
     @property
     def attends_locally(self) -> bool:
-        """Whether our kernels attend, from a rank's tokens to its own."""
-        return self.layers == "local" and self.context.count == 1
+        """Whether our kernels attend. Along cp, a rank then has tokens of all sequences in turn."""
+        return self.layers == "local"
 
-    def _attention(self, packed: Packed) -> PackedAttention:
-        return PackedAttention(
+    def _attention(self, packed: Packed) -> TokenAttention:
+        whole = PackedAttention(
             packed.lengths,
             device=packed.tokens.device,
             prefixes=packed.prefixes,
         )
+        if self.context.count == 1:
+            return whole
+        return SharedAttention(whole, SharedTokens(int(packed.lengths.sum()), self.groups.cp))
 
     def _outputs(self, hidden: Tensor, micro: MicroBatch, packed: Packed, needs: Needs) -> Outputs:
         """Return the outputs of all scored tokens, on each rank along tp and cp of the last stage.

@@ -32,12 +32,14 @@ class Case(NamedTuple):
     num_ranks: int = 1
     split: dict[str, int] = {}  # noqa: RUF012 - nobody changes it
     family: str = "qwen3"
+    row_shards: int = 1
 
 
 CASES = {
     "fsdp2": Case(None),
     "experts, fsdp2": Case(None, family=MIXTURE),
     "local": Case({}),
+    "in 2 parts": Case({}, row_shards=2),
     "whole optimizer": Case({"distributed_optimizer": False}),
     "moments on the host": Case({"offload": "moments"}),
     "engine": Case(ENGINE),
@@ -73,7 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
         case = CASES[name]
         trainer = {"lr": 1e-4, "max_tokens": 400, "dtype": "bfloat16"}
         settings = {"split": case.split, "trainer": trainer, "seeds": [0, 1]}
-        settings["model"] = str(models[case.family])
+        settings |= {"model": str(models[case.family]), "row_shards": case.row_shards}
         if case.backend is not None:
             settings["backend"] = case.backend
         file, out = work / "case.json", work / "out.json"
@@ -110,3 +112,17 @@ def test_steps_are_close_to_those_of_fsdp2(run: Callable[[str], Found], name: st
     moved = sum(float((end[key] - start[key]).norm()) ** 2 for key in start) ** 0.5
     apart = sum(float((end[key] - ends[key]).norm()) ** 2 for key in start) ** 0.5
     assert moved > 0 and apart < 0.5 * moved
+
+
+@pytest.mark.parametrize(
+    ("cut", "whole"), [("tp 2", "in 2 parts"), ("cp 2", "local"), ("pp 2", "local")]
+)
+def test_cuts_of_local_layers_change_no_log_prob(
+    run: Callable[[str], Found], cut: str, whole: str
+) -> None:
+    """Against one rank with as many parts of sums; other parts are the negative control."""
+    if torch.cuda.device_count() < CASES[cut].num_ranks:
+        pytest.skip(f"needs {CASES[cut].num_ranks} GPUs")
+    found, expected = (run(name)[0]["scores"][0] for name in (cut, whole))
+    assert found == expected
+    assert run("local")[0]["scores"][0] != run("in 2 parts")[0]["scores"][0]

@@ -212,6 +212,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "split.infer.tp=2 trainer.backend.layers=transformer_engine",
             "split.infer.tp = 2: transformer-engine's layers do not sum products as ranks",
         ),
+        ("split.train.cp=4 nproc=4", "cp = 4 does not divide the 2 key-value heads, which local"),
         ("trainer.lora.rank=4", "backend.kind = 'megatron': expected 'fsdp2' with lora.rank"),
         ("trainer.optimizer.kind=muon", "optimizer.kind = 'muon': expected 'adamw' with backend"),
         ("trainer.optimizer.kind=adamw8bit", "optimizer.kind = 'adamw8bit': expected 'adamw' with"),

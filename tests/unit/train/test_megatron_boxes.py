@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.model.families.rules import Joined, RankPart
 from spmd_rl.model.layers.layer import Cut, TensorSpec
-from spmd_rl.train.megatron.packing import held_positions, num_padded, pack_for_rank
+from spmd_rl.train.megatron.packing import deal_to_rank, held_positions, num_padded, pack_for_rank
 from spmd_rl.train.megatron.parameters import Parameter, rectangles
 from spmd_rl.train.microbatch import MicroBatch, lay_out, without_scores
 from tests.dist.train_case import make_batch
@@ -73,6 +73,25 @@ def test_each_scored_token_is_on_one_rank(cp: int, multiple: int, least: int) ->
         assert torch.equal(one.tokens[one.rows], micro.tokens[micro.rows[one.scored]])
         assert torch.equal(one.positions[one.rows], micro.positions[micro.rows[one.scored]])
         assert len({len(other.tokens) for other in packed}) == 1
+
+
+@given(st.integers(1, 4), st.sampled_from([1, 2, 4]), st.sampled_from([0, 50, 300]))
+def test_tokens_in_turn_leave_prompts_shared(cp: int, multiple: int, least: int) -> None:
+    micro = lay_out(make_batch(), CPU)
+    dealt = [deal_to_rank(micro, RankPart(cp, index), multiple, least) for index in range(cp)]
+    num_tokens = sum(len(one.tokens) for one in dealt)
+    assert num_tokens >= max(least, len(micro.tokens))
+    whole = torch.stack([one.tokens for one in dealt], 1).flatten()
+    assert torch.equal(whole[: len(micro.tokens)], micro.tokens)
+    assert sorted(torch.cat([one.scored for one in dealt]).tolist()) == list(
+        range(micro.num_scored)
+    )
+    for one in dealt:
+        assert len(one.tokens) % multiple == 0
+        assert one.lengths.sum() == num_tokens
+        np.testing.assert_array_equal(one.prefixes[: len(micro.prefixes)], micro.prefixes)
+        assert torch.equal(one.tokens[one.rows], micro.tokens[micro.rows[one.scored]])
+        assert torch.equal(one.positions[one.rows], micro.positions[micro.rows[one.scored]])
 
 
 def test_ranks_of_a_sequence_have_equal_work() -> None:

@@ -56,6 +56,13 @@ TIED = replace(SPEC, tie_embeddings=True)
         (SPEC, {"pp": 4}, {"chunks": 2}, "pp = 4 x trainer.backend.chunks = 2 does not divide"),
         (SPEC, {}, {"chunks": 2}, "chunks = 2 needs a pipeline: set split.train.pp"),
         (SPEC, {}, {"sequence_parallel": True}, "needs tensor parallelism: set split.train.tp"),
+        (
+            SPEC,
+            {"cp": 4},
+            {},
+            "split.train.cp = 4 does not divide the 6 key-value heads, which local layers share",
+        ),
+        (SPEC, {"tp": 2, "cp": 2}, {}, "the 3 key-value heads that split.train.tp = 2 leaves on a"),
         (SPEC, {"ep": 2}, {}, "split.train.ep = 2: the model has no experts"),
         (MOE, {"ep": 3}, {}, "split.train.ep = 3 does not divide the model's 8 experts"),
         (MOE, {}, {"ep_dispatcher": "deep_ep"}, "needs expert parallelism: set split.train.ep"),
@@ -88,7 +95,9 @@ def test_deep_ep_is_the_flex_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("spec", "axes", "settings"),
     [
-        (SPEC, {"tp": 12, "pp": 3, "cp": 4}, {"sequence_parallel": True}),
+        (SPEC, {"tp": 12, "pp": 3}, {"sequence_parallel": True}),
+        (SPEC, {"tp": 2, "cp": 3}, {}),
+        (SPEC, {"tp": 12, "cp": 4}, {"layers": "transformer_engine"}),
         (SPEC, {"tp": 6, "pp": 3}, {"chunks": 4}),
         (MOE, {"tp": 2, "ep": 8}, {"sequence_parallel": True}),
         (TIED, {"pp": 2}, {"distributed_optimizer": False}),

@@ -33,7 +33,7 @@ def spec_of(tmp_path: Path):
         ({"axes": {"pp": 2, "dp": 2, "fsdp": 2}}, True),
         ({"options": RECOMPUTE}, True),
         ({"axes": {"tp": 2}}, True),
-        ({"axes": {"cp": 2}}, False),
+        ({"axes": {"cp": 2, "tp": 2}}, True),
         ({"axes": {"tp": 4}}, False),  # of 2 key-value heads
         ({"axes": {"tp": 3}}, False),
         ({"options": {"fp32_residual_connection": True}}, False),
