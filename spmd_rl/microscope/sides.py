@@ -190,13 +190,11 @@ def megatron_notes(options: argparse.Namespace, settings: dict[str, Any]) -> lis
         return []
     if MEGATRON not in (options.left, options.right):
         return ["The run's trainer was Megatron-core's: --right megatron replays it on one rank."]
-    axes = settings.get("split", {}).get("train", {})
-    cuts = [f"{axis} {axes[axis]}" for axis in ("tp", "cp") if axes.get(axis, 1) > 1]
-    if not cuts:
+    if settings["trainer"]["backend"].get("layers", "local") == "local":
         return []
     return [
-        f"The run's trainer was cut along {' and '.join(cuts)}, which changes its bits: "
-        "here one rank replays it (docs/megatron.md)."
+        "The run's trainer had transformer-engine's layers, whose bits are others: here local "
+        "layers replay it (docs/megatron.md)."
     ]
 
 
@@ -208,6 +206,7 @@ def _megatron_pass(
     backend = trainer.get("backend", {})
     options = backend.get("model_options", {}) if backend.get("kind") == MEGATRON else {}
     keys = {key: trainer[key] for key in ("max_tokens", "logit_rows") if key in trainer}
+    keys["row_shards"] = row_shards_of_run(settings)
     return MegatronPass(model, dtype, context, **keys, model_options=options)
 
 

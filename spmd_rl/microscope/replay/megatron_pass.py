@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,13 @@ class MegatronPass:
         logit_rows: int = 2048,
         model_options: Mapping[str, Any] = {},
         share_prompts: bool = True,
+        row_shards: int = 1,
     ) -> None:
-        """Without `share_prompts`, each sequence is a micro-batch and computes its own prompt."""
-        spec = read_spec(folder)
+        """It sums as `row_shards` says (model/spec.py).
+
+        Without `share_prompts`, each sequence is a micro-batch and computes its own prompt.
+        """
+        spec = replace(read_spec(folder), row_shards=row_shards)
         name = dtype_of(str(dtype).removeprefix("torch."), context.device)
         backend = MegatronConfig(model_options=dict(model_options))
         cfg = TrainerConfig(backend=backend, dtype=name, logit_rows=logit_rows)

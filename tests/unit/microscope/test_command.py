@@ -539,18 +539,17 @@ def test_the_proof_compares_whole_rows_of_logits(
 
 
 @pytest.mark.parametrize(
-    ("right", "axes", "expected"),
+    ("right", "layers", "expected"),
     [
-        ("trainer", "", ["--right megatron replays it on one rank"]),
-        ("megatron", "tp = 2", ["was cut along tp 2, which changes its bits"]),
-        ("megatron", "tp = 2\ncp = 4", ["was cut along tp 2 and cp 4"]),
-        ("megatron", "pp = 2", []),
+        ("trainer", "local", ["--right megatron replays it on one rank"]),
+        ("megatron", "transformer_engine", ["transformer-engine's layers, whose bits are others"]),
+        ("megatron", "local", []),
     ],
 )
-def test_a_run_of_megatron_core_is_told_how_it_was_cut(
-    right: str, axes: str, expected: list[str]
+def test_a_run_of_megatron_core_is_told_what_layers_it_had(
+    right: str, layers: str, expected: list[str]
 ) -> None:
-    text = f'[trainer.backend]\nkind = "megatron"\n[split.train]\n{axes}\n'
+    text = f'[trainer.backend]\nkind = "megatron"\nlayers = "{layers}"\n'
     options = parse_options(["runs/demo", "--left=engine", f"--right={right}"], None)
     notes = sides.megatron_notes(options, tomllib.loads(text))
     assert len(notes) == len(expected)
