@@ -152,6 +152,7 @@ split.train.pp | | pipeline_model_parallel_size | actor.megatron.pipeline_model_
 split.train.cp | | context_parallel_size | actor.megatron.context_parallel_size |
 split.train.cp | | | actor.ulysses_sequence_parallel_size |
 split.train.ep | | expert_model_parallel_size | actor.megatron.expert_model_parallel_size |
+split.train.etp | | expert_tensor_parallel_size | actor.megatron.expert_tensor_parallel_size |
 --nproc | num_processes nproc_per_node | actor_num_gpus_per_node | trainer.n_gpus_per_node |
 --nproc | | actor_num_nodes | trainer.nnodes | \
 for one node; `spmd-rl submit RECIPE --nodes N` starts several

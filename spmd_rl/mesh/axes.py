@@ -7,7 +7,8 @@
     tp      ranks that share each matrix, fastest
 
 Experts are split along `ep`, which folds dp, fsdp, cp and tp of a stage anew: neighbouring ranks
-have different experts. What is left of the fold is `edp`, the copies of an expert.
+have different experts or, along `etp`, parts of the same ones. What is left of the fold is `edp`,
+the copies of an expert.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from math import prod
 import numpy as np
 
 GRID = ("pp", "dp", "fsdp", "cp", "tp")
-EXPERT_GRID = ("pp", "edp", "ep")
+EXPERT_GRID = ("pp", "edp", "ep", "etp")
 DATA = ("dp", "fsdp")
 SHARD = ("pp", "cp", "tp")  # along these, ranks share the work on the same data
-MODEL = (*SHARD, "ep")  # axes of a trainer of Megatron-core; FSDP2 has no pp, engines have ep or tp
+# axes of a trainer of Megatron-core; FSDP2 has no pp and no etp, engines have ep or tp
+MODEL = (*SHARD, "ep", "etp")
 STAGE_ENDS = "stage_ends"  # the first and the last stage, which share a tied embedding
 # all sets of axes along which ranks of a model's shard talk to each other
 COMMUNICATING: tuple[tuple[str, ...], ...] = (
@@ -36,7 +38,9 @@ COMMUNICATING: tuple[tuple[str, ...], ...] = (
     (*DATA, "cp", "tp"),
     ("ep",),
     ("edp",),
-    ("pp", "ep"),
+    ("etp",),
+    ("ep", "etp"),
+    ("pp", "ep", "etp"),
     (STAGE_ENDS,),
 )
 
@@ -44,7 +48,8 @@ COMMUNICATING: tuple[tuple[str, ...], ...] = (
 def size_of(axes: Mapping[str, int], axis: str) -> int:
     """Return the number of ranks along an axis."""
     if axis == "edp":
-        return prod(axes.get(one, 1) for one in GRID[1:]) // axes.get("ep", 1)
+        num_ranks = prod(axes.get(one, 1) for one in GRID[1:])
+        return num_ranks // (axes.get("ep", 1) * axes.get("etp", 1))
     return axes.get(axis, 1)
 
 
@@ -55,7 +60,7 @@ def ranks_along(
     if STAGE_ENDS in along:
         stages = ranks_along(ranks, axes, rank, ("pp",))
         return (*stages[:1], *stages[1:][-1:])
-    names = EXPERT_GRID if {"ep", "edp"} & set(along) else GRID
+    names = EXPERT_GRID if {"ep", "edp", "etp"} & set(along) else GRID
     grid = np.array(ranks).reshape([size_of(axes, name) for name in names])
     (place,) = np.argwhere(grid == rank)
     index = tuple(

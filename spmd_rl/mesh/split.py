@@ -8,8 +8,8 @@ A split is one `RoleSplit` per role. Its `ranks` read:
 
 The axis `dp` replicates the model and `fsdp` shards it; data is split over both. Along `tp`, `pp`
 and `cp`, ranks share the work on the same data, as a trainer of Megatron-core does (axes.py); one
-of FSDP2 has no `pp`. The ranks of an engine share it along `tp`. Along `ep`, ranks of a
-trainer share experts, and so do those of native engines.
+of FSDP2 has no `pp`. The ranks of an engine share it along `tp`. Along `ep`, ranks of a trainer
+share experts, and so do those of native engines. Along `etp`, ranks share each of them.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class RoleSplit:
     pp: int = 1  # stages of a pipeline, each with some of the layers
     cp: int = 1  # ranks that share the tokens of each sequence
     ep: int = 1  # ranks, among all of a stage, that share the experts
+    etp: int = 1  # ranks that share the matrices of each expert; Megatron-core's alone
 
 
 @dataclass(frozen=True)
@@ -244,8 +245,8 @@ def _require_separate(placements: list[Placement], names: tuple[str, ...]) -> No
 
 
 def _axes(name: str, role: RoleSplit, size: int) -> dict[str, int]:
-    """Return the size of each axis: pp, cp and ep only where a role has them."""
-    own = {axis: getattr(role, axis) for axis in (*GRID, "ep")}
+    """Return the size of each axis: pp, cp, ep and etp only where a role has them."""
+    own = {axis: getattr(role, axis) for axis in (*GRID, "ep", "etp")}
     _require_sizes(name, role, own)
     others = math.prod(own[axis] for axis in GRID if axis != "fsdp")
     own["fsdp"] = role.fsdp or max(size // others, 1)
@@ -259,6 +260,11 @@ def _axes(name: str, role: RoleSplit, size: int) -> dict[str, int]:
         raise PlanError(
             f"split.{name}.ep = {role.ep} does not divide the {size // role.pp} ranks of a "
             "stage, which share the experts"
+        )
+    if (size // role.pp) % (role.ep * role.etp):
+        raise PlanError(
+            f"split.{name}: ep {role.ep} x etp {role.etp} does not divide the {size // role.pp} "
+            "ranks of a stage, which share the experts"
         )
     return axes
 

@@ -59,6 +59,8 @@ LAYOUTS = {
     "ep 2": Case("qwen3_moe", 2, {"ep": 2}, {}),
     "ep 2, whole optimizer": Case("qwen3_moe", 2, {"ep": 2}, WHOLE),
     "tp 2 x ep 2": Case("qwen3_moe", 2, {"tp": 2, "ep": 2}, SP),
+    "etp 2": Case("qwen3_moe", 2, {"etp": 2}, WHOLE),
+    "tp 2 x ep 2 x etp 2": Case("qwen3_moe", 4, {"tp": 2, "ep": 2, "etp": 2}, SP),
 }
 
 
@@ -220,6 +222,20 @@ def test_checkpoints_go_from_one_backend_to_the_other(
     assert largest_difference(three["weights"], unbroken["weights"]) <= 2e-6
 
 
+def test_a_checkpoint_of_cut_experts_goes_on_with_whole_ones(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, folder = folder_of("qwen3_moe"), str(tmp_path / "1.ckpt")
+    slow = TRAINER | {"lr": 1e-4, "eps": 1e-4}
+    cut = LAYOUTS["tp 2 x ep 2 x etp 2"]._replace(trainer=slow)
+    alone = LAYOUTS["experts on one rank"]._replace(trainer=slow)
+    _, one = launch(cut, model, tmp_path / "1", (0,), save=folder)
+    _, two = launch(alone, model, tmp_path / "2", (1,), load=folder)
+    assert largest_difference(two["start"], one["weights"]) == 0
+    _, unbroken = launch(alone, model, tmp_path / "3", (0, 1))
+    assert largest_difference(two["weights"], unbroken["weights"]) <= 2e-6
+
+
 @pytest.mark.parametrize(
     ("family", "num_ranks", "split", "backend"),
     [
@@ -227,6 +243,7 @@ def test_checkpoints_go_from_one_backend_to_the_other(
         ("llama", 4, {"tp": 2, "pp": 2}, {"chunks": 2}),
         ("tied", 2, {"tp": 2}, {}),
         ("qwen3_moe", 4, {"tp": 2, "ep": 4}, SP),
+        ("qwen3_moe", 4, {"tp": 2, "ep": 2, "etp": 2}, SP),
     ],
 )
 def test_folders_come_back_byte_equal(

@@ -54,4 +54,4 @@ def test_other_sums_are_refused(tmp_path: Path) -> None:
     ended = run_in(tmp_path, "grpo", *EXACT, model, "--split.train.tp=2", nproc=2)
     assert ended.code != 0
     assert "follow different numeric contracts: network is" in ended.sentence
-    assert "local layer spec, tp 2 x pp 1 x cp 1 x ep 1" in ended.sentence
+    assert "local layer spec, tp 2 x pp 1 x cp 1 x ep 1 x etp 1" in ended.sentence

@@ -14,6 +14,7 @@ from spmd_rl.model.layers.moe import Moe
 from spmd_rl.model.spec import EMBEDDING, HEAD, NORM, ModelSpec, block_prefix
 
 LAYERS = "decoder.layers."
+EXPERTS = ".mlp.experts."
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 OUTPUT = "output_layer.weight"

@@ -144,7 +144,8 @@ class Megatron:
     @property
     def gradients(self) -> str:
         """The library, its layers and how they are cut."""
-        cuts = " x ".join(f"{axis} {self._axes.get(axis, 1)}" for axis in ("tp", "pp", "cp", "ep"))
+        axes = ("tp", "pp", "cp", "ep", "etp")
+        cuts = " x ".join(f"{axis} {self._axes.get(axis, 1)}" for axis in axes)
         return f"{self._library}, {self._layers} layer spec, {cuts}"
 
     def forward(self, micros: Sequence[MicroBatch], visit: Visit, needs: Needs) -> None:

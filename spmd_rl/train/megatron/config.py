@@ -80,7 +80,7 @@ class MegatronConfig:
                     raise ConfigError(f"{KEY}.{table}.{name} is not yours to set: {owned[name]}")
 
 
-_AXES = "the split sets it (split.train.tp, pp, cp and ep)"
+_AXES = "the split sets it (split.train.tp, pp, cp, ep and etp)"
 _MODEL = "the model's config.json sets it"
 _RATE = "the trainer's own settings (trainer.lr, betas, eps, weight_decay) do"
 OWNED: Mapping[str, Mapping[str, str]] = {
@@ -157,7 +157,7 @@ def check_layout(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig, 
 
 def _check_tensors(spec: ModelSpec, tp: int, cfg: MegatronConfig, at: str) -> None:
     for one in spec.distinct_tensors():
-        if one.cut is not None and one.expert is None:  # experts are placed, and not cut
+        if one.cut is not None and one.expert is None:  # etp cuts experts
             one.cut.check(tp, f"{at}.tp = {tp}")
     if spec.vocab_size < tp * tp:
         raise ConfigError(
@@ -198,13 +198,21 @@ def _check_stages(spec: ModelSpec, pp: int, cfg: MegatronConfig, at: str) -> Non
 
 
 def _check_experts(spec: ModelSpec, axes: Mapping[str, int], cfg: MegatronConfig, at: str) -> None:
-    tp, ep = axes.get("tp", 1), axes.get("ep", 1)
+    tp, ep, etp = (axes.get(axis, 1) for axis in ("tp", "ep", "etp"))
+    if cfg.ep_dispatcher == "deep_ep" and etp > 1:
+        raise ConfigError(
+            f'{at}.etp = {etp} does not go with {KEY}.ep_dispatcher = "deep_ep": set it to "torch"'
+        )
     if cfg.ep_dispatcher == "deep_ep" and ep == 1:
         raise ConfigError(f'{KEY}.ep_dispatcher = "deep_ep" needs expert parallelism: set {at}.ep')
     if not spec.num_experts:
-        if ep > 1:
-            raise ConfigError(f"{at}.ep = {ep}: the model has no experts")
+        for axis, size in (("ep", ep), ("etp", etp)):
+            if size > 1:
+                raise ConfigError(f"{at}.{axis} = {size}: the model has no experts")
         return
+    for one in spec.distinct_tensors():
+        if one.expert is not None and one.cut is not None:
+            one.cut.check(etp, f"{at}.etp = {etp}")
     if spec.num_experts % ep:
         raise ConfigError(f"{at}.ep = {ep} does not divide the model's {spec.num_experts} experts")
     if tp > 1 and not cfg.sequence_parallel:

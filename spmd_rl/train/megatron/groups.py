@@ -21,8 +21,9 @@ AXES_OF = {
     "intra_dist_opt": (*DATA, "cp", "tp", "pp"),
     "ep": ("ep",),
     "expt_dp": ("edp",),
-    "tp_ep": ("ep",),
-    "tp_ep_pp": ("pp", "ep"),
+    "expt_tp": ("etp",),
+    "tp_ep": ("ep", "etp"),
+    "tp_ep_pp": ("pp", "ep", "etp"),
 }
 
 
@@ -34,7 +35,6 @@ def groups_of(context: RoleContext) -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     groups = {name: context.axis_group(along) for name, along in AXES_OF.items()}
-    groups["expt_tp"] = context.axis_group(())  # experts are not cut by tp
     groups["intra_dp_cp"], groups["intra_expt_dp"] = groups["dp_cp"], groups["expt_dp"]
     rank, along = context.world.rank, (STAGE_ENDS,)
     ends = context.placement.ranks_along(rank, along)
@@ -50,7 +50,7 @@ def groups_of(context: RoleContext) -> Any:
 
 def place_of(context: RoleContext) -> RankPlace:
     """Return this rank's place on the axes that cut parameters."""
-    return RankPlace(cut_along(context, "tp"), cut_along(context, "ep"))
+    return RankPlace(*(cut_along(context, axis) for axis in ("tp", "ep", "etp")))
 
 
 def cut_along(context: RoleContext, axis: str) -> RankPart:

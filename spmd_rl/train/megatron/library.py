@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.train.megatron.gloo_splits import adding, gathering
 
 VERSION = "0.16.1" if sys.version_info < (3, 12) else "0.19.2"  # as in setup.py
 
@@ -105,9 +106,12 @@ def _without_globals(group: dist.ProcessGroup) -> Iterator[tuple[Any, str, Any]]
 
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """Yield the module, name and stand-in of what Megatron-core calls on GPUs alone."""
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    gather, add = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    yield mappings, "_gather_along_first_dim", gathering(gather)
+    yield mappings, "_reduce_scatter_along_first_dim", adding(add)
     yield torch.cuda, "current_device", lambda: torch.device("cpu")
     yield torch.cuda, "synchronize", _nothing
     yield torch.cuda, "Stream", _NoStream

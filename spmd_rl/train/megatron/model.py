@@ -104,7 +104,7 @@ def _expert_options(axes: Mapping[str, int], cfg: MegatronConfig) -> dict[str, A
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": cfg.layers == "transformer_engine",
         "expert_model_parallel_size": axes.get("ep", 1),
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": axes.get("etp", 1),
     }
 
 

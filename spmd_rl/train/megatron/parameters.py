@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from spmd_rl.model.families.megatron import LAYERS, RankPlace, parts_of
+from spmd_rl.model.families.megatron import EXPERTS, LAYERS, RankPlace, parts_of
 from spmd_rl.model.families.rules import Part
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.weights.local_tensors import LocalTensor
@@ -32,7 +32,7 @@ class Parameter:
 
     @property
     def is_expert(self) -> bool:
-        """Whether expert parallelism places it: Megatron-core marks it."""
+        """Whether expert parallelism places or cuts it, by Megatron-core's mark."""
         return not getattr(self.tensor, "allreduce", True)
 
     @property
@@ -76,6 +76,8 @@ def parameters_of(chunks: Sequence[Any], spec: ModelSpec, place: RankPlace) -> l
             layer = -1
             if name.startswith(LAYERS):
                 layer = numbers[LAYERS + name.removeprefix(LAYERS).split(".")[0]]
+            if place.expert_tensor.count > 1 and EXPERTS in name:
+                tensor.allreduce = False  # Megatron-core marks those alone that ep places
             parts = parts_of(spec, name, layer, place)
             found.append(Parameter(f"{layer}:{name}", tensor, parts))
     for parameter in found:

@@ -7,6 +7,7 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmd_rl.errors import PlanError
 from spmd_rl.mesh.axes import (
     COMMUNICATING,
     DATA,
@@ -34,6 +35,15 @@ def test_experts_fold_the_ranks_of_a_stage() -> None:
     assert groups_along(EIGHT, axes, ("ep",)) == [(10, 11), (12, 13), (14, 15), (16, 17)]
     assert groups_along(EIGHT, axes, ("edp",)) == [(10, 12), (11, 13), (14, 16), (15, 17)]
     assert ranks_along(EIGHT, axes, 15, ("pp", "ep")) == (10, 11, 14, 15)
+
+
+def test_neighbours_may_share_an_expert() -> None:
+    axes = {"dp": 2, "fsdp": 1, "tp": 4, "ep": 2, "etp": 2}
+    assert groups_along(EIGHT, axes, ("etp",)) == [(10, 11), (12, 13), (14, 15), (16, 17)]
+    assert groups_along(EIGHT, axes, ("ep",)) == [(10, 12), (11, 13), (14, 16), (15, 17)]
+    assert groups_along(EIGHT, axes, ("edp",)) == [(10, 14), (11, 15), (12, 16), (13, 17)]
+    with pytest.raises(PlanError, match="ep 2 x etp 3 does not divide the 8 ranks of a stage"):
+        plan_split({"train": RoleSplit(ep=2, etp=3)}, 8)
 
 
 def test_the_first_and_the_last_stage_meet() -> None:

@@ -101,13 +101,14 @@ def test_recomputation_saves_activations(plan: Any) -> None:
         (16, {"ep": 8}, 16, 2),
         (16, {"tp": 2, "pp": 2, "ep": 8}, 4, 1),
         (32, {"tp": 2, "pp": 2, "ep": 4}, 8, 4),
+        (32, {"tp": 2, "pp": 2, "ep": 4, "etp": 2}, 8, 2),
     ],
 )
 def test_experts_are_sharded_over_their_own_copies(
     plan: Any, num_ranks: int, axes: dict[str, int], copies: int, expert_copies: int
 ) -> None:
     """Other ranks hold copies of an expert than of the rest of a layer."""
-    tp, pp, ep = axes.get("tp", 1), axes.get("pp", 1), axes["ep"]
+    tp, pp, ep = axes.get("tp", 1), axes.get("pp", 1), axes["ep"] * axes.get("etp", 1)
     words = (SP,) if tp > 1 else ()
     found = sizes(plan(QWEN3_30B_A3B, num_ranks, *split(**axes), *words))
     outer = 2 * 151936 * 2048 + 2048

@@ -64,6 +64,9 @@ TIED = replace(SPEC, tie_embeddings=True)
         ),
         (SPEC, {"tp": 2, "cp": 2}, {}, "the 3 key-value heads that split.train.tp = 2 leaves on a"),
         (SPEC, {"ep": 2}, {}, "split.train.ep = 2: the model has no experts"),
+        (SPEC, {"etp": 2}, {}, "split.train.etp = 2: the model has no experts"),
+        (MOE, {"etp": 3}, {}, "split.train.etp = 3 does not divide the 32 "),
+        (MOE, {"etp": 2}, {"ep_dispatcher": "deep_ep"}, 'set it to "torch"'),
         (MOE, {"ep": 3}, {}, "split.train.ep = 3 does not divide the model's 8 experts"),
         (MOE, {}, {"ep_dispatcher": "deep_ep"}, "needs expert parallelism: set split.train.ep"),
         (MOE, {"tp": 2}, {}, "with experts needs trainer.backend.sequence_parallel = true"),
@@ -100,6 +103,7 @@ def test_deep_ep_is_the_flex_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None
         (SPEC, {"tp": 12, "cp": 4}, {"layers": "transformer_engine"}),
         (SPEC, {"tp": 6, "pp": 3}, {"chunks": 4}),
         (MOE, {"tp": 2, "ep": 8}, {"sequence_parallel": True}),
+        (MOE, {"ep": 2, "etp": 4}, {}),
         (TIED, {"pp": 2}, {"distributed_optimizer": False}),
     ],
 )
