@@ -45,7 +45,7 @@ def megatron_memory(
     # that a rank sends to experts; those along etp gather each other's
     num_tokens = -(-max_tokens // (cp * tp)) * size_of(axes, "etp")
     head = _head(spec, backend, -(-max_tokens // tp), logit_rows)
-    gathered = head.weight_bytes(element_bytes) if tp > 1 else 0
+    shared = _shared(head, -(-max_tokens // cp), element_bytes) if tp > 1 else 0
     # norms and the residual stream are whole; a token's experts are balanced
     costs = [block.cost(tp) for block in spec.blocks]
     blocks = [replace(cost, routed=0) for cost in costs]  # whose copies are counted apart
@@ -63,7 +63,7 @@ def megatron_memory(
     return [
         TagBytes("master", own * (element_bytes + FP32_BYTES) + master, "save"),
         *_moments(backend, NUM_MOMENTS * shard * FP32_BYTES),
-        TagBytes("activations", kept.peak + gathered + routed_bytes, "work"),
+        TagBytes("activations", kept.peak + shared + routed_bytes, "work"),
     ]
 
 
@@ -79,6 +79,12 @@ def _head(spec: ModelSpec, backend: MegatronConfig, num_scored: int, logit_rows:
     """Return the head. Along tp each rank scores some of the tokens with all of it (scores.py)."""
     keeps_slopes = not backend.recomputes_layers  # on a GPU
     return HeadShape(spec.vocab_size, spec.hidden_size, logit_rows, num_scored, keeps_slopes)
+
+
+def _shared(head: HeadShape, num_tokens: int, element_bytes: int) -> int:
+    """Return what a rank along tp has at once of the others: the head, or fp32 parts of a sum."""
+    parts = 2 * num_tokens * head.hidden * FP32_BYTES  # as sent and as received
+    return max(head.weight_bytes(element_bytes), parts)
 
 
 def _moments(backend: MegatronConfig, num_bytes: int) -> list[TagBytes]:
