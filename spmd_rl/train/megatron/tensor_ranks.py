@@ -76,7 +76,8 @@ class TensorRanks:
         Shape: part [T, N] fp32; returns [T, N], or this rank's rows of it.
         """
         num_rows = -(-len(part) // self.count)
-        sent = F.pad(part, (0, 0, 0, num_rows * self.count - len(part)))
+        missing = num_rows * self.count - len(part)
+        sent = F.pad(part, (0, 0, 0, missing)) if missing else part
         found = torch.empty_like(sent)
         dist.all_to_all_single(found, sent, group=self.group)
         own = rounded(sum_neighbours(list(found.chunk(self.count))), None, dtype)
