@@ -135,8 +135,9 @@ def test_answers_too_long_for_a_rank_are_shared(
     words += ["--sampling.max_tokens=65536"]
     out = said(capsys, asked(models / "8B", *words))
     assert out[0] == "    4 GPUs  fits: --nproc 4 --split.train.cp=2"
-    with pytest.raises(PlanError, match="4 GPUs do not suffice: each needs 82"):
-        main(asked(models / "8B", *words, "--split.train.cp=1"))
+    whole = [f"--split.train.{axis}=1" for axis in ("cp", "tp")]
+    with pytest.raises(PlanError, match="4 GPUs do not suffice: each needs 89"):
+        main(asked(models / "8B", *words, *whole))
 
 
 def test_the_settings_for_the_gpus_that_there_are(
