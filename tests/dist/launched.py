@@ -22,13 +22,14 @@ from pathlib import Path
 
 import pytest
 
-# what the launcher and its ranks import, or almost all of it
+# What the launcher, its ranks and a forked controller import, or almost all of it. The module that
+# draws curves is left out: sitecustomize.py of tests/fakes/undrawn puts another in its place.
 PRELOADED = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api"),
     *("pytest", "tokenizers", "tests.dist.launched"),
     *("spmd_rl.cli.launcher", "spmd_rl.cli.rank", "spmd_rl.cli.main", "spmd_rl.plan.start"),
     *("spmd_rl.controller.worker_process", "spmd_rl.controller.link", "spmd_rl.check.inputs"),
-    *("spmd_rl.controller.run.controller_main", "spmd_rl.report.recorder"),
+    *("spmd_rl.controller.run.controller_main", "spmd_rl.report.build"),
     *("spmd_rl.recipes.grpo", "spmd_rl.recipes.policy_update", "spmd_rl.hooks.child.main"),
     *("spmd_rl.rollout.build", "spmd_rl.rollout.rollout", "spmd_rl.rollout.native.build"),
     *("spmd_rl.train.build", "spmd_rl.train.training_role", "spmd_rl.train.fsdp2.backend"),
