@@ -45,7 +45,7 @@ class RunPlan:
     memory: MemoryModel | None = None
     sleep: SleepDecision = field(default_factory=lambda: SleepDecision({}))
     uncounted: tuple[str, ...] = ()
-    formats: Mapping[str, str] = field(default_factory=dict)  # what to say of what is in 8 bits
+    formats: Mapping[str, str] = field(default_factory=dict)  # what to say of what is in few bits
     queue: Queue | None = None
 
     @property

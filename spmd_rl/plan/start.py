@@ -20,7 +20,7 @@ def decide_start(cfg: object, world_size: int) -> tuple[SleepPolicy, list[str]]:
     """Return the policy of a run of `world_size` ranks like this process's, and what to say of it.
 
     The sentences say why the policy is so, which backend trains if it is not FSDP2, and and
-    what is in 8 bits.
+    what is in few bits.
     Raises: as `sleep_policy`.
     """
     policy, why = sleep_policy(cfg, world_size, gpu_bytes(), host_bytes_left())

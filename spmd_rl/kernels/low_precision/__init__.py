@@ -1,1 +1,1 @@
-"""Weights in 8 bits whose values both the trainer and the engine multiply with."""
+"""Weights in few bits whose values both the trainer and the engine multiply with."""

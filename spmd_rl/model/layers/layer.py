@@ -60,7 +60,7 @@ class TensorSpec:
 
     `cut` is how tensor parallelism divides it, None where every rank has all of it. `expert` is the
     number of the expert that it belongs to. A fixed tensor is float32 and not trained
-    (`fixed_parameters.py`). A router's weight is never in 8 bits.
+    (`fixed_parameters.py`). A router's weight is never in few bits.
     """
 
     name: str

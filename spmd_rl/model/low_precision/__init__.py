@@ -1,1 +1,1 @@
-"""Models whose weights are in 8 bits."""
+"""Models whose weights are in few bits."""

@@ -1,4 +1,4 @@
-"""Weights of a model that are in few bits with `weights = "e4m3"`, and their names in a push.
+"""Weights of a model that are in few bits with `weights` as a format, and their names in a push.
 
 They are the matrices of the blocks but for routers, experts' included. A push gives the codes the
 name of the weight, and the scales the name that Hugging Face folders use.
