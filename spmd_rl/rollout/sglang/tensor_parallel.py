@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -99,6 +100,7 @@ def check_sizes(spec: ModelSpec, size: int) -> None:
         )
 
 
+@lru_cache(maxsize=16)  # a plan asks again for each layout
 def shard_boxes(spec: ModelSpec, rank: int, size: int) -> Mapping[str, Box]:
     """Return the box of each tensor that rank `rank` of `size` has; it may be empty.
 
