@@ -78,10 +78,12 @@ def plant(bug: str) -> None:
     What is read by such a rule is written by it too, so that only the model's outputs are wrong.
     """
     of_tensors, of_attention = Joined.parts, QkvByGroup.parts
-    if bug == "gate and up":
-        # only the gate and the up projection are joined
-        Joined.parts = lambda rule, *args: of_tensors(Joined(*rule.names[::-1]), *args)  # type: ignore[method-assign]
-    if bug == "queries and keys":
+    if bug in ("gate and up", "queries and keys"):
+        num_joined = 2 if bug == "gate and up" else 3
+        Joined.parts = lambda rule, *args: of_tensors(  # type: ignore[method-assign]
+            _with_first_two_swapped(rule, num_joined), *args
+        )
+    if bug == "queries and keys by group":
         QkvByGroup.parts = lambda rule, *args: of_attention(  # type: ignore[method-assign]
             replace(rule, query=rule.key, key=rule.query), *args
         )
@@ -89,6 +91,12 @@ def plant(bug: str) -> None:
         QkvByGroup.parts = lambda rule, *args: _with_other_keys(  # type: ignore[method-assign]
             rule, of_attention(rule, *args)
         )
+
+
+def _with_first_two_swapped(rule: Joined, num_joined: int) -> Joined:
+    """Return the rule with its first two tensors swapped, if it joins so many."""
+    names = rule.names
+    return Joined(names[1], names[0], *names[2:]) if len(names) == num_joined else rule
 
 
 def _with_other_keys(rule: QkvByGroup, parts: Iterator[Part]) -> list[Part]:

@@ -133,6 +133,7 @@ def test_a_step_is_that_of_transformers(
     [
         ("gate and up", "one rank"),
         ("queries and keys", "one rank"),
+        ("queries and keys by group", "experts on one rank"),
         ("groups of keys", "experts on one rank"),  # our own attention has no groups
     ],
 )
