@@ -127,7 +127,7 @@ def test_a_text_is_cut_at_its_clauses(text: str, first: str) -> None:
 def test_an_engine_shows_its_own_axes_alone() -> None:
     names = listed(of_recipe("grpo", ["--help-all"]))
     axes = {role: axes_of(names, role) for role in ("train", "infer", "reference", "critic")}
-    assert axes["train"] == ["dp", "fsdp", "tp", "pp", "cp", "ep"]
+    assert axes["train"] == ["dp", "fsdp", "tp", "pp", "cp", "ep", "etp"]
     assert axes["infer"] == ["dp", "tp", "ep"]
     assert axes["reference"] == axes["critic"] == ["dp", "fsdp"]
     for recipe in ("collect", "rejection_sampling", "grpo_fully_async", "distill"):
