@@ -13,6 +13,7 @@ from math import inf
 
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.split import RoleSplit
+from spmd_rl.model.read import read_spec
 from spmd_rl.offload.ledger import Ledger, as_size
 from spmd_rl.plan.concurrency import longest_sequence
 from spmd_rl.plan.needs import RunNeeds
@@ -22,13 +23,14 @@ from spmd_rl.plan.savings import (
     LEAST_MICRO_BATCH,
     MATRICES,
     MICRO_BATCH,
-    OTHER_BITS,
     SEQUENCES,
     Flags,
     key_of,
     layouts,
     savers,
 )
+from spmd_rl.train.config import megatron_settings
+from spmd_rl.train.megatron.exact import has_engine_bits
 
 WORLDS = tuple(2**power for power in range(14))  # 1 to 8,192
 GPUS_PER_HOST = 8
@@ -138,9 +140,9 @@ class Search:
             needs = RunNeeds.of(self.configure(flags))
             if world_size > 1 and _needs_one_shard(needs):
                 return None
-            if _is_left_out(needs, flags):
-                return None
             cfg = self.configure((*flags, *_with_longest(needs)))
+            if _is_left_out(cfg, needs, flags):
+                return None
             plan = resolve(cfg, world_size, self.room.gpu_bytes)
         except (ConfigError, PlanError) as error:
             if flags:
@@ -226,14 +228,20 @@ def _with_longest(needs: RunNeeds) -> Flags:
     return (MICRO_BATCH.format(longest),)
 
 
-def _is_left_out(needs: RunNeeds, flags: Flags) -> bool:
-    """Return whether Megatron-core would share sequences or matrices in a run of equal bits.
+def _is_left_out(cfg: object, needs: RunNeeds, flags: Flags) -> bool:
+    """Return whether Megatron-core would share sequences or matrices with other bits than those of
+    the engine, in a run that needs equal ones.
 
-    Such layouts are not tried.
+    Such layouts are not tried. Raises: ConfigError when the model folder does not serve.
     """
-    is_fsdp2 = needs.trainer is not None and needs.trainer.backend.kind == "fsdp2"
+    trainer, train = needs.trainer, getattr(needs.split, TRAIN, None)
     shares = {SEQUENCES, MATRICES} & {key_of(flag) for flag in flags}
-    return bool(shares) and not is_fsdp2 and OTHER_BITS not in flags
+    if not shares or trainer is None or trainer.backend.kind == "fsdp2" or not needs.model:
+        return False
+    is_exact = needs.engine is not None and getattr(getattr(cfg, "run", None), "exact", True)
+    axes = {"tp": getattr(train, "tp", 1)}
+    has_bits = has_engine_bits(read_spec(needs.model), axes, megatron_settings(trainer))
+    return is_exact and not has_bits
 
 
 def _num_sharing(needs: RunNeeds) -> int:

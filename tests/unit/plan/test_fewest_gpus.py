@@ -127,6 +127,29 @@ def test_a_layout_that_fits_80_gb_is_found_and_its_flags_fit(
     assert "fits in 79.1 GiB" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "layout"),
+    [
+        ((), "--split.infer.tp=8 --split.train.tp=8"),
+        (("--run.exact=false",), "--split.infer.tp=8 --split.train.tp=8"),
+        (
+            ("--trainer.backend.layers=transformer_engine",),
+            "--engine.kind=sglang --run.exact=false --split.infer.tp=4 --split.train.tp=8 "
+            "--trainer.backend.sequence_parallel=true",
+        ),
+    ],
+)
+def test_megatron_shares_matrices_with_the_bits_that_a_run_needs(
+    models: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], layout: str
+) -> None:
+    recompute = ("granularity=full", "method=uniform", "num_layers=1")
+    saved = [f"--trainer.backend.model_options.recompute_{one}" for one in recompute]
+    saved += ["--trainer.backend.kind=megatron", "--trainer.backend.offload=moments"]
+    given = [*saved, "--trainer.max_tokens=4096", "--gpu-gib=79.1", "--world=8", *words]
+    out = said(capsys, asked(models / "32B", *given))
+    assert out[0] == f"    8 GPUs  fits: --nproc 8 {layout}"
+
+
 def test_answers_too_long_for_a_rank_are_shared(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
