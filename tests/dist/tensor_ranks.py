@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -89,13 +90,18 @@ def in_a_row(parts: Sequence[Tensor]) -> Tensor:
 
 
 def exchanged(group: dist.ProcessGroup) -> list[bool]:
-    """Whether sums over four ranks, of few rows and of many, are those of numpy in the tree."""
+    """Whether sums over four ranks, of few rows and of many, are those of numpy in the tree.
+
+    A warning of torch, which every rank of a run would print, is an error.
+    """
     exchange, found = TorchExchange(group), []
     for num_rows in (1, 3, 4, 16):
         generator = torch.Generator().manual_seed(num_rows)
         a, b, c, d, bias = torch.randn(5, num_rows, 24, generator=generator).numpy()
         own = torch.from_numpy([a, b, c, d][group.rank()].copy())
-        total = exchange.sum(own, torch.from_numpy(bias[0]), torch.float32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            total = exchange.sum(own, torch.from_numpy(bias[0]), torch.float32)
         found.append(np.array_equal(total.numpy(), ((a + b) + (c + d)) + bias[0]))
     return found
 

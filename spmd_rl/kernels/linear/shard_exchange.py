@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.kernels.runtime.collectives import rows_of_ranks
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 
 
@@ -76,9 +77,7 @@ class TorchExchange:
 
     def rows(self, own: Tensor) -> Tensor:
         """Do what `RowExchange.rows` says. Blocks: as `sum`."""
-        out = own.new_empty(self._group.size() * len(own), *own.shape[1:])
-        dist.all_gather_into_tensor(out, own.contiguous(), group=self._group)
-        return out
+        return rows_of_ranks(own, self._group)
 
     def gather_columns(self, own: Tensor) -> Tensor:
         """Do what `ShardExchange.gather_columns` says. Blocks: as `sum`."""

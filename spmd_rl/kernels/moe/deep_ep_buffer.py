@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.kernels.runtime.collectives import rows_of_ranks
 from spmd_rl.kernels.runtime.versions import installed
 
 PACKAGE = "tokenspeed-deepep"
@@ -144,7 +145,6 @@ class _ByteExchange:
         is_number = isinstance(value, int)
         sent = bytearray(value.to_bytes(INT_BYTES, "little")) if isinstance(value, int) else value
         own = torch.frombuffer(sent, dtype=torch.uint8).cuda()
-        found = own.new_empty(self._group.size(), len(own))
-        dist.all_gather_into_tensor(found.flatten(), own, group=self._group)
+        found = rows_of_ranks(own, self._group).view(self._group.size(), -1)
         every = [bytearray(one.cpu().numpy().tobytes()) for one in found]
         return [int.from_bytes(one, "little") for one in every] if is_number else every

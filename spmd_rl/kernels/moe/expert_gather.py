@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.kernels.moe.router import ExpertRoutes, in_slot_order
+from spmd_rl.kernels.runtime.collectives import rows_of_ranks
 
 
 class SlotRows(NamedTuple):
@@ -79,9 +80,9 @@ class TorchGather:
 
     def run(self, x: Tensor, routes: ExpertRoutes, experts: OwnExperts) -> Tensor:
         """Do what `ExpertGather.run` says. Blocks: until all ranks of the group have called."""
-        ids = self._blocks.local(self._of_all(routes.ids), self._group.rank())
-        weights = self._of_all(routes.weights)
-        y, rows = experts(self._of_all(x), ExpertRoutes(ids, weights))
+        ids = self._blocks.local(rows_of_ranks(routes.ids, self._group), self._group.rank())
+        weights = rows_of_ranks(routes.weights, self._group)
+        y, rows = experts(rows_of_ranks(x, self._group), ExpertRoutes(ids, weights))
         is_own = (rows >= 0).unsqueeze(-1)
         own = y.new_zeros(*rows.shape, y.shape[1])
         if len(y):
@@ -96,9 +97,3 @@ class TorchGather:
         given = of_ranks[owner.clamp(max=self._blocks.num_ranks - 1), slot]
         given = torch.where((owner < self._blocks.num_ranks).unsqueeze(1), given, 0)
         return in_slot_order(given.view(num_tokens, per_token, x.shape[1]).float()).to(x.dtype)
-
-    def _of_all(self, own: Tensor) -> Tensor:
-        """Return the rows of all ranks, in the order of ranks."""
-        found = own.new_empty(self._blocks.num_ranks * len(own), *own.shape[1:])
-        dist.all_gather_into_tensor(found, own.contiguous(), group=self._group)
-        return found
