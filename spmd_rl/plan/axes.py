@@ -7,6 +7,7 @@ from spmd_rl.mesh.axes import MODEL
 from spmd_rl.mesh.split import Placement, Placements
 from spmd_rl.model.layers.expert_shares import check_shares
 from spmd_rl.model.read import read_spec
+from spmd_rl.model.spec import Head
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.rollout.kinds import kind_of as kind_of_engine
@@ -29,7 +30,8 @@ def check_axes(needs: RunNeeds, placements: Placements) -> None:
         elif placement.name != "train" or trainer is None:
             placement.require_data_axes_alone("this role")
         else:
-            kind_of(trainer).check_axes(trainer, placement, model)
+            head: Head = getattr(needs.trainer_role, "HEAD", "lm")
+            kind_of(trainer).check_axes(trainer, placement, model, head)
     if model and engine is not None and read_spec(model).num_experts:
         _check_mixture(model, engine, trainer)
     for role in needs.extra_roles():

@@ -34,7 +34,6 @@ NO_VALUE_HEAD = (
     "lora.rank is set for a model with a value head, which would not be trained: adapters are for "
     "language models, so set it to 0"
 )
-NO_SHARED_VALUE_HEAD = "ranks do not share the matrices of a model with a value head: set it to 1"
 
 
 def build_fsdp2(
@@ -49,11 +48,9 @@ def build_fsdp2(
     """
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
     spec = _spec(folder, context)
-    check_axes(cfg, context.placement, spec)
+    check_axes(cfg, context.placement, spec, head)
     if cfg.lora.rank and head == "value":
         raise ConfigError(NO_VALUE_HEAD)
-    if (tp := size_of(context.placement.axes, "tp")) > 1 and head == "value":
-        raise ConfigError(f"split.{context.placement.name}.tp = {tp}: {NO_SHARED_VALUE_HEAD}")
     sharing = Sharing.of(spec, context, fsdp2_settings(cfg).ep_dispatcher)
     mesh = shards_mesh(context)
     backend = Fsdp2(spec, mesh, cfg, context.device, head, memory, sharing)

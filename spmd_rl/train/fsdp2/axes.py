@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.axes import DATA
 from spmd_rl.mesh.split import Placement
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.fsdp2.expert_axis import check_expert_axis
 from spmd_rl.train.fsdp2.sequence_axis import check_sequence_axis
@@ -15,7 +15,9 @@ AXES = (*DATA, "cp", "tp", "ep")
 ADVICE = 'a trainer with trainer.backend.kind = "megatron" has this one too'
 
 
-def check_axes(cfg: TrainerConfig, placement: Placement, spec: ModelSpec | None) -> None:
+def check_axes(
+    cfg: TrainerConfig, placement: Placement, spec: ModelSpec | None, head: Head = "lm"
+) -> None:
     """Raise a ConfigError or PlanError for axes that FSDP2 does not have with these settings.
 
     `spec` is None where the model is not known.
@@ -24,7 +26,7 @@ def check_axes(cfg: TrainerConfig, placement: Placement, spec: ModelSpec | None)
     _check_parts(cfg.data_parts, placement)
     check_sequence_axis(cfg, placement, spec)
     check_expert_axis(cfg, placement, spec)
-    check_tensor_axis(cfg, placement, spec)
+    check_tensor_axis(cfg, placement, spec, head)
 
 
 def _check_parts(num_parts: int, placement: Placement) -> None:

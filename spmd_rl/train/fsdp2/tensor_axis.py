@@ -10,11 +10,13 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.parts.part import check_parts
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.train.config import TrainerConfig
 
 
-def check_tensor_axis(cfg: TrainerConfig, placement: Placement, spec: ModelSpec | None) -> None:
+def check_tensor_axis(
+    cfg: TrainerConfig, placement: Placement, spec: ModelSpec | None, head: Head
+) -> None:
     """Raise a ConfigError where ranks cannot share matrices with these settings.
 
     `spec` is None where the model is not known.
@@ -23,6 +25,10 @@ def check_tensor_axis(cfg: TrainerConfig, placement: Placement, spec: ModelSpec 
     if tp == 1:
         return
     at = f"split.{placement.name}.tp = {tp}"
+    if head == "value":
+        raise ConfigError(
+            f"{at}: ranks do not share the matrices of a model with a value head: set it to 1"
+        )
     if spec is not None:
         _check_model(spec, tp, at)
     if (cp := size_of(placement.axes, "cp")) > 1:
