@@ -13,6 +13,7 @@ from spmd_rl.config.load import read_toml
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.hf import fill
 from spmd_rl.model.lora import AdaptedBase
+from spmd_rl.model.low_precision.coded_tensors import as_codes
 from spmd_rl.model.parts.part import row_shards_of_run
 from spmd_rl.rollout.native.build import build
 from spmd_rl.rollout.native.config import NativeEngineConfig
@@ -85,7 +86,7 @@ class ServedModel:
             own = replace(cfg, load_weights=False)
             shards = row_shards_of_run(self.settings)
             engine = build(own, folder, device, decode, adapted=adapted, row_shards=shards)
-            fill(engine.model, weights.tensors)
+            fill(engine.model, as_codes(weights.tensors, engine.model.spec, cfg.weights))
             engine.sink().commit(weights.version)
         return engine
 

@@ -11,6 +11,8 @@ import torch
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.controller.run.checkpoints import Checkpoints, CheckpointState
 from spmd_rl.model.lora import LoraConfig
+from spmd_rl.model.low_precision.coded_tensors import as_rounded, coded_weights
+from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.serve.command import settings_of
 from spmd_rl.serve.served_model import ServedModel
@@ -53,6 +55,24 @@ def test_an_engine_has_the_weights_of_a_checkpoint(
     theirs = dict(engine.model.named_parameters())
     same = (torch.equal(one, theirs[name]) for name, one in older.model.named_parameters())
     assert not all(same)
+
+
+@pytest.mark.parametrize("weights", ["e4m3", "int4"])
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)])
+def test_an_engine_has_the_codes_of_a_checkpoint(
+    new_trainer, model_folder: Path, tmp_path: Path, lora: LoraConfig, weights: WeightFormat
+) -> None:
+    trainer = new_trainer(lora=lora, weights=weights)
+    table = f'[trainer]\ninit = "random"\nseed = {trainer.cfg.seed}\n'
+    run = saved_run(trainer, tmp_path / "run", f"model = {json.dumps(str(model_folder))}\n{table}")
+    engine = ServedModel.find(run).engine(NativeEngineConfig(weights=weights), CPU, str)
+    held = {name: one.detach() for name, one in engine.model.named_parameters()}
+    codes = coded_weights(held, engine.model.spec, weights)
+    assert codes
+    masters = {name: trainer.backend.gather(name) for name in trainer.backend.parameters}
+    for name, master in as_rounded(masters.items(), engine.model.spec, weights):
+        found = codes[name].decoded(torch.float32) if name in codes else held[name]
+        assert torch.equal(found, master), name
 
 
 def test_settings_are_those_of_the_run(new_trainer, model_folder: Path, tmp_path: Path) -> None:
