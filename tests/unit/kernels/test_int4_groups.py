@@ -150,3 +150,21 @@ def test_what_codes_cannot_hold_is_seen(bad: float) -> None:
 
 def test_zeros_stay_zero() -> None:
     assert not INT4.quantised(torch.zeros(3, 130)).decoded(torch.bfloat16).any()
+
+
+@pytest.mark.parametrize(("columns", "least", "most"), [(BLOCK, 1.65, 2.55), (32, 1.25, 1.65)])
+def test_powers_of_two_are_coarser_for_normal_weights(
+    columns: int, least: float, most: float
+) -> None:
+    """For every spread of the weights, which a power of two divides into octaves."""
+    generator = torch.Generator().manual_seed(0)
+    ratios = []
+    for spread in np.exp2(np.arange(8) / 8):
+        values = torch.randn(512, 1024, generator=generator) * float(spread)
+        groups = values.unflatten(1, (-1, columns))
+        scales = (groups.abs().amax(-1, keepdim=True) / 7).log2().ceil().exp2()
+        coarse = (groups / scales).round() * scales
+        fine = INT4.quantised(values).decoded(torch.float32)
+        errors = [(one - values).square().mean() for one in (coarse.flatten(1), fine)]
+        ratios.append(float(errors[0] / errors[1]))
+    assert least < min(ratios) and max(ratios) < most
