@@ -19,7 +19,7 @@ from spmd_rl.plan.resolve import planned_settings, resolve, row_shards
 def decide_start(cfg: object, world_size: int) -> tuple[SleepPolicy, list[str]]:
     """Return the policy of a run of `world_size` ranks like this process's, and what to say of it.
 
-    The sentences say why the policy is so, which backend trains if it is not FSDP2, and and
+    The sentences say why the policy is so, which backend trains if it is not FSDP2, and
     what is in few bits.
     Raises: as `sleep_policy`.
     """
