@@ -54,7 +54,7 @@ def be_controller(words: list[str], environment: dict[str, str], lifeline: int) 
         code = run_rank(words)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException:
+    except BaseException:  # the fork must end here, and not go on as rank 0 would
         traceback.print_exc()
     finally:
         threading._shutdown()
