@@ -46,6 +46,7 @@ class CodeLayout:
         return prod(self.code_shape(shape)) + prod(self.scale_shape(shape)) * self.scale_bytes
 
 
+UNCODED = "as they are: embeddings, head, norms, routers, biases"
 E4M3 = CodeLayout(
     name="e4m3",
     bits=8,
@@ -53,10 +54,7 @@ E4M3 = CodeLayout(
     scale_dtype="float32",
     scale_bytes=4,
     block_rows=128,
-    rule=(
-        "e4m3 codes in blocks of 128 x 128 with power-of-two scales; "
-        "as they are: embeddings, head, norms, routers, biases"
-    ),
+    rule=(f"e4m3 codes in blocks of 128 x 128 with power-of-two scales; {UNCODED}"),
 )
 INT4 = CodeLayout(
     name="int4",
@@ -67,7 +65,7 @@ INT4 = CodeLayout(
     block_rows=1,
     rule=(
         "codes from -7 to 7 in groups of 128 columns of a row with scales of 5 significant bits; "
-        "as they are: embeddings, head, norms, routers, biases"
+        f"{UNCODED}"
     ),
 )
 LAYOUTS = {one.name: one for one in (E4M3, INT4)}
