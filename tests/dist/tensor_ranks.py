@@ -95,7 +95,7 @@ def exchanged(group: dist.ProcessGroup) -> list[bool]:
     A warning of torch, which every rank of a run would print, is an error.
     """
     exchange, found = TorchExchange(group), []
-    for num_rows in (1, 3, 4, 16):
+    for num_rows in (1, 3, 4, 6, 16):
         generator = torch.Generator().manual_seed(num_rows)
         a, b, c, d, bias = torch.randn(5, num_rows, 24, generator=generator).numpy()
         own = torch.from_numpy([a, b, c, d][group.rank()].copy())

@@ -6,6 +6,7 @@ from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.kernels.runtime.collectives import rows_of_ranks
@@ -61,12 +62,15 @@ class TorchExchange:
     def sum(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Do what `ShardExchange.sum` says. Blocks: until all ranks of the group have called.
 
-        Where ranks can have equally many rows, each adds up some, and gives them to the others.
+        Each rank adds up some rows, and gives them to the others. Where there are fewer rows than
+        ranks, each adds up all: that takes one exchange in place of two.
         """
         size = self._group.size()
-        if len(part) % size:
+        if len(part) < size:
             return rounded(sum_neighbours(self._gather(part)), bias, dtype)
-        return self.rows(self.sum_rows(part, bias, dtype))
+        missing = -len(part) % size
+        padded = F.pad(part, (0, 0, 0, missing)) if missing else part
+        return self.rows(self.sum_rows(padded, bias, dtype))[: len(part)]
 
     def sum_rows(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Do what `RowExchange.sum_rows` says. Blocks: as `sum`."""

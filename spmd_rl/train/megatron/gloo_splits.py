@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.train.megatron.sums import gather_rows
+from spmd_rl.kernels.runtime.collectives import rows_of_ranks
 
 OfRows = Callable[..., Tensor]
 
@@ -26,7 +26,7 @@ def gathering(of_equal: OfRows) -> OfRows:
             return of_equal(x, group, sizes, *rest)
         most = max(sizes)
         equal = F.pad(x, (0, 0) * (x.dim() - 1) + (0, most - len(x)))
-        padded = gather_rows(equal, group)
+        padded = rows_of_ranks(equal, group)
         parts = zip(padded.split(most), sizes, strict=True)
         return torch.cat([part[:size] for part, size in parts])
 

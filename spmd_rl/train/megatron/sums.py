@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.kernels.runtime.collectives import rows_of_ranks
+
 
 class SumOver(torch.autograd.Function):
     """The sum of the ranks' tensors. Every rank goes on with the same sum, so that the gradient of
@@ -31,18 +33,11 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return gather_rows(x, group)
+        return rows_of_ranks(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return sum_own_rows(grads[0], ctx.group), None
-
-
-def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of every rank, one rank after the other. Shape: [T, N] to [P T, N]."""
-    whole = x.new_empty(group.size() * len(x), *x.shape[1:])
-    dist.all_gather(list(whole.chunk(group.size())), x.contiguous(), group=group)
-    return whole
 
 
 def sum_own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.kernels import linear
 from spmd_rl.kernels.linear.row_shards import ColumnParallel, RowParallel
-from spmd_rl.kernels.linear.shard_exchange import rounded
-from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
-from spmd_rl.train.megatron.sums import gather_rows, sum_own_rows
+from spmd_rl.kernels.linear.shard_exchange import TorchExchange
+from spmd_rl.kernels.runtime.collectives import rows_of_ranks
+from spmd_rl.train.megatron.sums import sum_own_rows
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,13 @@ class TensorRanks:
 
         Shape: part [T, N] fp32; returns [T, N], or this rank's rows of it.
         """
-        num_rows = -(-len(part) // self.count)
-        missing = num_rows * self.count - len(part)
-        sent = F.pad(part, (0, 0, 0, missing)) if missing else part
-        found = torch.empty_like(sent)
-        dist.all_to_all_single(found, sent, group=self.group)
-        own = rounded(sum_neighbours(list(found.chunk(self.count))), None, dtype)
-        return own if self.splits_tokens else gather_rows(own, self.group)[: len(part)]
+        exchange = TorchExchange(self.group)
+        total = exchange.sum_rows if self.splits_tokens else exchange.sum
+        return total(part, None, dtype)
 
     def gathered(self, x: Tensor) -> Tensor:
         """Return the rows of all ranks, where they split tokens."""
-        return gather_rows(x, self.group) if self.splits_tokens else x
+        return rows_of_ranks(x, self.group) if self.splits_tokens else x
 
 
 def _projections(
