@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import statistics
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,12 +141,12 @@ def fill_up_with(token: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int]
     of_decoding: list[int] = []
     of_prompts: list[int] = []
 
-    def launches(graphs: DecodeGraphs, rows: np.ndarray) -> SampledOnDevice:
+    def launches(graphs: DecodeGraphs, rows: np.ndarray, *others: Any) -> SampledOnDevice:
         graphs._newest_tokens[-1] = token
         of_decoding.append(
             min(size for size in graphs._batch_sizes if size >= len(rows)) - len(rows)
         )
-        return launch(graphs, rows)
+        return launch(graphs, rows, *others)
 
     def uploads(
         staged: GraphInputs, arrays: dict[str, np.ndarray], padding: dict[str, float]
