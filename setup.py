@@ -18,6 +18,7 @@ setup(
     packages=find_packages(include=["spmd_rl", "spmd_rl.*"]),
     package_data={
         "spmd_rl": ["py.typed", "*.pyi"],
+        "spmd_rl.kernels.low_precision": ["*.cu"],
         "spmd_rl.kernels.runtime": ["*.cu"],
         "spmd_rl.microscope": ["*.css"],
         "spmd_rl.report.page": ["*.html", "*.css", "*.js"],

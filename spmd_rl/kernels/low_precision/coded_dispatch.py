@@ -14,11 +14,17 @@ from spmd_rl.kernels.linear.tiles import SHARED_ROWS, choose_tile
 from spmd_rl.kernels.linear.triton_gemm import matmul_into
 from spmd_rl.kernels.low_precision import rounding_triton
 from spmd_rl.kernels.low_precision.code_format import BlockCodes
+from spmd_rl.kernels.low_precision.coded_gemm import (
+    MOST_ROWS,
+    choose_warp_tile,
+    warp_matmul_into,
+)
 from spmd_rl.kernels.low_precision.coded_gemm_triton import (
     COPY_UNIT,
     CodedTile,
     coded_matmul_into,
 )
+from spmd_rl.kernels.runtime.nvrtc import has_bindings
 from spmd_rl.kernels.runtime.padding import dense
 
 # Row bucket: tiles for weights up to so many rows, or more.
@@ -40,10 +46,16 @@ def coded_matmul(x: Tensor, weight: BlockCodes, bias: Tensor | None) -> Tensor:
     Shape: x [M, K] bf16, weight [N, K], bias [N] bf16; returns [M, N] bf16.
     """
     (n, k), x = weight.shape, dense(x)
-    tile = choose_coded_tile(len(x), n)
-    if tile is not None and k % COPY_UNIT == 0:
+    decodes_in_registers = 0 < len(x) <= MOST_ROWS and k % COPY_UNIT == 0
+    if decodes_in_registers and has_bindings() and _is_aligned(x, weight.codes):
         out = x.new_empty(len(x), n)
-        coded_matmul_into(out, x, weight, bias, tile)
+        tile = choose_warp_tile(weight.format.layout.bits, len(x), n)
+        warp_matmul_into(out, x, weight, bias, tile)
+        return out
+    coded_tile = choose_coded_tile(len(x), n)
+    if decodes_in_registers and coded_tile is not None:
+        out = x.new_empty(len(x), n)
+        coded_matmul_into(out, x, weight, bias, coded_tile)
         return out
     decoded = decode_on_gpu(weight)
     if len(x) > EARLY_ROWS or not len(x):
@@ -51,6 +63,10 @@ def coded_matmul(x: Tensor, weight: BlockCodes, bias: Tensor | None) -> Tensor:
     out = x.new_empty(len(x), n)
     matmul_into(out, x, decoded, bias, choose_tile(len(x), n))
     return out
+
+
+def _is_aligned(*tensors: Tensor) -> bool:
+    return all(one.data_ptr() % COPY_UNIT == 0 for one in tensors)
 
 
 def decode_on_gpu(weight: BlockCodes) -> Tensor:

@@ -1,0 +1,136 @@
+"""Products of few rows of x with a weight in few bits, by warps that decode it: coded_gemm.cu.
+
+mma.sync multiplies eight rows of the weight, where wgmma takes 64. So with few rows of x, narrow
+weights are spread over all multiprocessors. With more rows, wgmma is faster. The bits are those of
+`coded_gemm_triton.py`, which serves where cuda-bindings is missing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels.low_precision.code_format import BlockCodes
+from spmd_rl.kernels.runtime.nvrtc import kernel, launch_dependent
+
+SOURCE = Path(__file__).with_name("coded_gemm.cu")
+PADDING = 16  # bytes of a row in shared memory
+ANY = 1 << 31
+ALIGNMENT = 1024  # of a swizzled tile
+
+
+class WarpTile(NamedTuple):
+    """Sizes of a block of threads: `rows` of the weight and `cols` of x, and how many warps.
+
+    A step takes `step` columns, and `stages` of them are in shared memory or on their way. `blocks`
+    share a multiprocessor. If `grouped`, four warps multiply 64 rows of the weight with wgmma;
+    else each multiplies eight rows at a time, by up to 16 rows of x.
+    """
+
+    rows: int
+    cols: int
+    warps: int
+    step: int
+    stages: int
+    blocks: int = 1
+    grouped: bool = False
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def stage_bytes(self, bits: int) -> int:
+        """Return the shared memory of a stage."""
+        codes = self.rows * (self.step * bits // 8 + PADDING)
+        if self.grouped:
+            return -(-(codes + self.cols * 2 * self.step) // ALIGNMENT) * ALIGNMENT
+        return codes + self.cols * (2 * self.step + PADDING)
+
+
+# Row bucket: tiles for weights up to so many rows.
+TILES: dict[int, tuple[tuple[int, WarpTile], ...]] = {
+    8: (
+        (8192, WarpTile(32, 8, 4, 256, 6, 2)),
+        (ANY, WarpTile(64, 8, 4, 256, 3, 3)),
+    ),
+    16: (
+        (8192, WarpTile(32, 16, 4, 256, 4, 2)),
+        (ANY, WarpTile(96, 16, 6, 256, 3, 2)),
+    ),
+    32: (
+        (8192, WarpTile(64, 32, 4, 256, 6, 1, True)),
+        (ANY, WarpTile(64, 32, 4, 128, 5, 3, True)),
+    ),
+    64: (
+        (8192, WarpTile(64, 32, 4, 256, 6, 1, True)),
+        (ANY, WarpTile(64, 64, 4, 128, 3, 2, True)),
+    ),
+    128: (
+        (8192, WarpTile(64, 64, 4, 256, 4, 1, True)),
+        (ANY, WarpTile(192, 128, 12, 128, 3, 1, True)),
+    ),
+    256: (
+        (8192, WarpTile(64, 128, 4, 128, 5, 1, True)),
+        (ANY, WarpTile(64, 128, 4, 128, 3, 1, True)),
+    ),
+}
+MOST_ROWS = max(TILES)
+
+
+def choose_warp_tile(bits: int, m: int, n: int) -> WarpTile:
+    """Return the tile for 1 to `MOST_ROWS` rows of x and a weight of n rows."""
+    row = next(row for rows, row in TILES.items() if m <= rows)
+    return next(tile for most, tile in row if n <= most)
+
+
+def warp_matmul_into(
+    out: Tensor, x: Tensor, weight: BlockCodes, bias: Tensor | None, tile: WarpTile
+) -> None:
+    """Write x @ decoded weight.T + bias to `out`, accumulated in fp32 and rounded once.
+
+    While a CUDA graph is recorded, no kernel of it may write the codes or the scales.
+    Shape: out [M, N] bf16 with contiguous rows, x [M, K] bf16 whose rows begin at multiples of 16
+    bytes, bias [N]. K is a multiple of 16.
+    """
+    (m, k), n, layout = x.shape, out.shape[1], weight.format.layout
+    blocks = -(-m // tile.cols) * -(-n // tile.rows)
+    launch_dependent(
+        _function(layout.bits, tile), blocks, tile.threads,
+        tile.stages * tile.stage_bytes(layout.bits),
+        (weight.codes, weight.scales, x, bias, out, m, n, k, weight.codes.stride(0), x.stride(0),
+         out.stride(0), torch.cuda.is_current_stream_capturing()),
+    )  # fmt: skip
+
+
+@cache
+def _function(bits: int, tile: WarpTile) -> int:
+    """Return the handle of the kernel for a tile on the current GPU."""
+    source = SOURCE.read_text(encoding="utf-8") + group_product(tile.cols) * tile.grouped
+    shared_bytes = tile.stages * tile.stage_bytes(bits)
+    return kernel(source, kernel_name(bits, tile), shared_bytes, torch.cuda.current_device())
+
+
+def kernel_name(bits: int, tile: WarpTile) -> str:
+    return f"coded_matmul<{', '.join(str(int(one)) for one in (bits, *tile))}>"
+
+
+def group_product(cols: int) -> str:
+    """Return the C++ source of `multiply_group` for so many rows of x: a wgmma names each sum."""
+    count = cols // 2
+    sums = ", ".join(f"%{one}" for one in range(count))
+    rows = ", ".join(f"%{one}" for one in range(count, count + 4))
+    written = ", ".join(f'"+f"(sums[{one}])' for one in range(count))
+    read = ", ".join(f'"r"(rows[{one}])' for one in range(4))
+    return f"""
+template <>
+__device__ inline void multiply_group<{cols}>(float* sums, const u32 (&rows)[4], u64 x) {{
+    asm volatile("{{ .reg .pred adds; setp.eq.b32 adds, 0, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.bf16.bf16 {{{sums}}}, {{{rows}}}, "
+                 "%{count + 4}, adds, 1, 1, 0; }}"
+                 : {written} : {read}, "l"(x));
+}}
+"""
