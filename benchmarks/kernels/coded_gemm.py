@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -23,13 +24,14 @@ from benchmarks.record import compared, counted, finish, gpu, gpu_machine
 from benchmarks.table import Row
 from spmd_rl.kernels import linear
 from spmd_rl.kernels.low_precision.code_format import BlockCodes, CodeFormat
-from spmd_rl.kernels.low_precision.coded_gemm_triton import CodedTile, coded_matmul_into
+from spmd_rl.kernels.low_precision.coded_gemm import WarpTile, warp_matmul_into
 from spmd_rl.kernels.low_precision.formats import FORMATS
 from spmd_rl.kernels.low_precision.products import coded_linear
-from spmd_rl.types.code_layout import BLOCK
 
 FUSED = ("qkv", "o", "gate_up", "down")  # products of an engine
-SHARED_BYTES = 220 << 10
+MULTIPROCESSORS, REGISTERS = 132, 1 << 16
+OTHER_REGISTERS = 100  # of a thread, besides its sums
+MOST_BLOCKS = 6 * MULTIPROCESSORS
 
 
 def products() -> dict[str, tuple[int, int]]:
@@ -69,23 +71,42 @@ def measure(name: str, n: int, k: int, own: CodeFormat) -> list[Row]:
     return found
 
 
-def possible_tiles(m: int, own: CodeFormat) -> list[CodedTile]:
-    """Return tiles for m rows of x that fit into shared memory."""
-    heights = [height for height in (16, 32, 64, 128) if height >= min(m, 128)][:2]
-    tall = [max(heights[0], 64)]
-    found = []
-    for height, width, step, warps, x_first in (
-        *itertools.product(heights, (64, 128), (64, 128), (4, 8), (False,)),
-        *itertools.product(tall, (16, 32, 64, 128), (64, 128), (4,), (True,)),
+def possible_tiles(m: int, n: int, bits: int) -> list[WarpTile]:
+    """Return tiles for m rows of x and a weight of n rows, each with three stages or more."""
+    found = _grouped_tiles(m, n) if m > 16 else _warp_tiles(m, n)
+    return [tile for tile in found if tile.stages(bits) >= 3 and _units_fit(tile, bits)]
+
+
+def _warp_tiles(m: int, n: int) -> Iterator[WarpTile]:
+    cols = 8 if m <= 8 else 16
+    for rows, of_warp, step in itertools.product(
+        (16, 32, 48, 64, 96, 192), (8, 16, 24), (128, 256, 512)
     ):
-        if own.layout.per_byte > 1 and step < BLOCK:
+        blocks = -(-n // rows)
+        if rows % of_warp or not 100 <= blocks <= MOST_BLOCKS or not 2 <= rows // of_warp <= 16:
             continue
-        bytes_of_stage = width * step // own.layout.per_byte + 2 * height * step
-        for stages in (3, 4, 6, 8, 12):
-            rest = 2 * width * step  # the decoded tile
-            if stages * bytes_of_stage + rest <= SHARED_BYTES:
-                found.append(CodedTile(height, width, step, warps, stages, x_first))
-    return found
+        for shared in _sharing(blocks):
+            yield WarpTile(rows, cols, rows // of_warp, step, shared)
+
+
+def _grouped_tiles(m: int, n: int) -> Iterator[WarpTile]:
+    for groups, cols, step in itertools.product((1, 2, 3), (32, 64, 128, 256), (128, 256)):
+        blocks = -(-n // (64 * groups)) * -(-m // cols)
+        if cols > max(m, 32) or not 60 <= blocks <= MOST_BLOCKS:
+            continue
+        for shared in _sharing(blocks):
+            if shared * groups * 128 * (cols // 2 + OTHER_REGISTERS) <= REGISTERS:
+                yield WarpTile(64 * groups, cols, 4 * groups, step, shared, grouped=True)
+
+
+def _sharing(blocks: int) -> range:
+    """Return how many of so many blocks may share a multiprocessor."""
+    return range(1, min(3, -(-blocks // MULTIPROCESSORS)) + 1)
+
+
+def _units_fit(tile: WarpTile, bits: int) -> bool:
+    """Return whether each thread takes the same units of 16 bytes of each row."""
+    return all(tile.threads % (size // 16) == 0 for size in (2 * tile.step, tile.step * bits // 8))
 
 
 @torch.no_grad()
@@ -95,9 +116,9 @@ def tune(name: str, n: int, k: int, own: CodeFormat) -> None:
     for m in ROWS:
         x = torch.randn(m, k, device="cuda").bfloat16()
         out = x.new_empty(m, n)
-        tiles = possible_tiles(m, own)
+        tiles = possible_tiles(m, n, own.layout.bits)
         ways = [
-            lambda weight, tile=tile: coded_matmul_into(out, x, weight, None, tile)  # noqa: B023
+            lambda weight, tile=tile: warp_matmul_into(out, x, weight, None, tile)  # noqa: B023
             for tile in tiles
         ]
         times = in_turns(ways, coded, rounds=2, turns=7)

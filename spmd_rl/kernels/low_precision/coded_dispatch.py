@@ -49,8 +49,7 @@ def coded_matmul(x: Tensor, weight: BlockCodes, bias: Tensor | None) -> Tensor:
     decodes_in_registers = 0 < len(x) <= MOST_ROWS and k % COPY_UNIT == 0
     if decodes_in_registers and has_bindings() and _is_aligned(x, weight.codes):
         out = x.new_empty(len(x), n)
-        tile = choose_warp_tile(weight.format.layout.bits, len(x), n)
-        warp_matmul_into(out, x, weight, bias, tile)
+        warp_matmul_into(out, x, weight, bias, choose_warp_tile(len(x), n))
         return out
     coded_tile = choose_coded_tile(len(x), n)
     if decodes_in_registers and coded_tile is not None:

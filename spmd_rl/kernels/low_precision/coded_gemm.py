@@ -21,21 +21,21 @@ SOURCE = Path(__file__).with_name("coded_gemm.cu")
 PADDING = 16  # bytes of a row in shared memory
 ANY = 1 << 31
 ALIGNMENT = 1024  # of a swizzled tile
+SHARED_BYTES, RESERVED_BYTES = 226 << 10, 1 << 10  # of a multiprocessor, and for each block
+MOST_STAGES, MOST_GROUPED_STAGES = 12, 8
 
 
 class WarpTile(NamedTuple):
     """Sizes of a block of threads: `rows` of the weight and `cols` of x, and how many warps.
 
-    A step takes `step` columns, and `stages` of them are in shared memory or on their way. `blocks`
-    share a multiprocessor. If `grouped`, four warps multiply 64 rows of the weight with wgmma;
-    else each multiplies eight rows at a time, by up to 16 rows of x.
+    A step takes `step` columns. `blocks` share a multiprocessor. If `grouped`, four warps multiply
+    64 rows of the weight with wgmma; else each multiplies eight rows at a time, by up to 16 of x.
     """
 
     rows: int
     cols: int
     warps: int
     step: int
-    stages: int
     blocks: int = 1
     grouped: bool = False
 
@@ -44,46 +44,57 @@ class WarpTile(NamedTuple):
         return 32 * self.warps
 
     def stage_bytes(self, bits: int) -> int:
-        """Return the shared memory of a stage."""
+        """Return the shared memory of a step of codes of so many bits, and of x."""
         codes = self.rows * (self.step * bits // 8 + PADDING)
         if self.grouped:
             return -(-(codes + self.cols * 2 * self.step) // ALIGNMENT) * ALIGNMENT
         return codes + self.cols * (2 * self.step + PADDING)
 
+    def stages(self, bits: int) -> int:
+        """Return how many steps are in shared memory or on their way."""
+        fit = (SHARED_BYTES // self.blocks - RESERVED_BYTES) // self.stage_bytes(bits)
+        return min(fit, MOST_GROUPED_STAGES if self.grouped else MOST_STAGES)
 
-# Row bucket: tiles for weights up to so many rows.
-TILES: dict[int, tuple[tuple[int, WarpTile], ...]] = {
+
+# Row bucket: tiles for weights up to so many rows. They were the fastest of those that
+# benchmarks/kernels/coded_gemm.py proposes, for the products of Qwen3-8B on an H200.
+WARP_TILES: dict[int, tuple[tuple[int, WarpTile], ...]] = {
     8: (
-        (8192, WarpTile(32, 8, 4, 256, 6, 2)),
-        (ANY, WarpTile(64, 8, 4, 256, 3, 3)),
+        (4096, WarpTile(16, 8, 2, 512, 2)),
+        (8192, WarpTile(16, 8, 2, 256, 3)),
+        (ANY, WarpTile(64, 8, 4, 256, 3)),
     ),
     16: (
-        (8192, WarpTile(32, 16, 4, 256, 4, 2)),
-        (ANY, WarpTile(96, 16, 6, 256, 3, 2)),
+        (4096, WarpTile(32, 16, 4, 512)),
+        (8192, WarpTile(48, 16, 6, 512)),
+        (ANY, WarpTile(192, 16, 12, 256)),
     ),
     32: (
-        (8192, WarpTile(64, 32, 4, 256, 6, 1, True)),
-        (ANY, WarpTile(64, 32, 4, 128, 5, 3, True)),
+        (8192, WarpTile(64, 32, 4, 256, grouped=True)),
+        (ANY, WarpTile(64, 32, 4, 128, 3, grouped=True)),
     ),
     64: (
-        (8192, WarpTile(64, 32, 4, 256, 6, 1, True)),
-        (ANY, WarpTile(64, 64, 4, 128, 3, 2, True)),
+        (4096, WarpTile(64, 32, 4, 256, grouped=True)),
+        (8192, WarpTile(64, 64, 4, 256, grouped=True)),
+        (ANY, WarpTile(192, 64, 12, 128, grouped=True)),
     ),
     128: (
-        (8192, WarpTile(64, 64, 4, 256, 4, 1, True)),
-        (ANY, WarpTile(192, 128, 12, 128, 3, 1, True)),
+        (4096, WarpTile(64, 64, 4, 256, grouped=True)),
+        (8192, WarpTile(64, 128, 4, 128, grouped=True)),
+        (ANY, WarpTile(192, 128, 12, 128, grouped=True)),
     ),
     256: (
-        (8192, WarpTile(64, 128, 4, 128, 5, 1, True)),
-        (ANY, WarpTile(64, 128, 4, 128, 3, 1, True)),
+        (4096, WarpTile(64, 128, 4, 128, grouped=True)),
+        (8192, WarpTile(128, 128, 8, 128, grouped=True)),
+        (ANY, WarpTile(192, 128, 12, 128, grouped=True)),
     ),
 }
-MOST_ROWS = max(TILES)
+MOST_ROWS = max(WARP_TILES)
 
 
-def choose_warp_tile(bits: int, m: int, n: int) -> WarpTile:
+def choose_warp_tile(m: int, n: int) -> WarpTile:
     """Return the tile for 1 to `MOST_ROWS` rows of x and a weight of n rows."""
-    row = next(row for rows, row in TILES.items() if m <= rows)
+    row = next(row for rows, row in WARP_TILES.items() if m <= rows)
     return next(tile for most, tile in row if n <= most)
 
 
@@ -100,7 +111,7 @@ def warp_matmul_into(
     blocks = -(-m // tile.cols) * -(-n // tile.rows)
     launch_dependent(
         _function(layout.bits, tile), blocks, tile.threads,
-        tile.stages * tile.stage_bytes(layout.bits),
+        tile.stages(layout.bits) * tile.stage_bytes(layout.bits),
         (weight.codes, weight.scales, x, bias, out, m, n, k, weight.codes.stride(0), x.stride(0),
          out.stride(0), torch.cuda.is_current_stream_capturing()),
     )  # fmt: skip
@@ -110,12 +121,14 @@ def warp_matmul_into(
 def _function(bits: int, tile: WarpTile) -> int:
     """Return the handle of the kernel for a tile on the current GPU."""
     source = SOURCE.read_text(encoding="utf-8") + group_product(tile.cols) * tile.grouped
-    shared_bytes = tile.stages * tile.stage_bytes(bits)
+    shared_bytes = tile.stages(bits) * tile.stage_bytes(bits)
     return kernel(source, kernel_name(bits, tile), shared_bytes, torch.cuda.current_device())
 
 
 def kernel_name(bits: int, tile: WarpTile) -> str:
-    return f"coded_matmul<{', '.join(str(int(one)) for one in (bits, *tile))}>"
+    """Return the template of coded_gemm.cu with its arguments."""
+    sizes = bits, tile.rows, tile.cols, tile.warps, tile.step, tile.stages(bits), tile.blocks
+    return f"coded_matmul<{', '.join(map(str, sizes))}, {str(tile.grouped).lower()}>"
 
 
 def group_product(cols: int) -> str:

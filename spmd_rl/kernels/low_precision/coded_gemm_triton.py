@@ -2,8 +2,8 @@
 
 Codes are decoded in registers, so that they alone move through memory. The tensor cores get the
 bfloat16 numbers that codes stand for, in one ascending chain over K, as in `linear/triton_gemm.py`.
-So the bits are those of a product with the decoded weight. Either the decoded tile is the first
-operand, which wgmma takes from registers, or x is. Then a tile may have few rows of the weight.
+So the bits are those of a product with the decoded weight. The decoded tile is the first operand,
+which wgmma takes from registers. It serves where cuda-bindings is missing, for `coded_gemm.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -29,8 +29,7 @@ class CodedTile(NamedTuple):
     """Sizes of a program: `m` rows of x, `n` rows of the weight and `k` of K in a step.
 
     `n` and `k` divide a block, so that a step has one scale of a row; where a byte has several
-    codes, `k` is a block. The first operand has 64 rows or more:
-    it is the weight, or with `x_first` x, whose missing rows are zeros.
+    codes, `k` is a block.
     """
 
     m: int
@@ -38,7 +37,6 @@ class CodedTile(NamedTuple):
     k: int
     warps: int
     stages: int
-    x_first: bool = False
 
 
 def coded_matmul_into(
@@ -57,7 +55,7 @@ def coded_matmul_into(
         TensorDescriptor.from_tensor(x, [tile.m, part]),
         TensorDescriptor.from_tensor(codes, [tile.n, part]),
         weight.scales, out if bias is None else bias, out, m, n, k, out.stride(0),
-        bias is not None, tile.x_first, tile.m, tile.n, tile.k, BLOCK,
+        bias is not None, tile.m, tile.n, tile.k, BLOCK,
         layout.block_rows, layout.bits,
         num_warps=tile.warps, num_stages=tile.stages, **overlapping(),
     )  # fmt: skip
@@ -66,9 +64,8 @@ def coded_matmul_into(
 @triton.jit(do_not_specialize=["m"])
 def _coded_matmul(
     x, codes, scales, bias, out, m, n, k, out_stride,
-    HAS_BIAS: tl.constexpr, X_FIRST: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr, BITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
     PER_BYTE: tl.constexpr = 8 // BITS
     tiles_m = tl.cdiv(m, TILE_M)
@@ -78,7 +75,7 @@ def _coded_matmul(
     blocks = tl.cdiv(k, BLOCK)
     row_scales = scales + scale_offset(first_column, column, n, blocks, BLOCK_N)
     wait()
-    total = tl.zeros((TILE_M, TILE_N) if X_FIRST else (TILE_N, TILE_M), tl.float32)
+    total = tl.zeros((TILE_N, TILE_M), tl.float32)
     scale = tl.load(row_scales)
     for start in range(0, k, TILE_K):
         # the scale of the next step is on its way while this one multiplies
@@ -88,13 +85,8 @@ def _coded_matmul(
         for part in tl.static_range(PER_BYTE):
             values = products_of(packed, scale, part, BITS)
             rows = x.load([first_row, start + part * (TILE_K // PER_BYTE)])
-            if X_FIRST:
-                total = tl.dot(rows, tl.trans(values), total)
-            else:
-                total = tl.dot(values, tl.trans(rows), total)
+            total = tl.dot(values, tl.trans(rows), total)
         scale = next_scale
-    if X_FIRST:
-        total = tl.trans(total)
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[:, None]
     at = out + row.to(tl.int64)[None, :] * out_stride + column[:, None]

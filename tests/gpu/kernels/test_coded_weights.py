@@ -15,11 +15,16 @@ from spmd_rl.kernels.low_precision.products import coded_linear
 from spmd_rl.types.code_layout import BLOCK
 
 if torch.cuda.is_available():
+    from spmd_rl.kernels.low_precision import coded_dispatch
     from spmd_rl.kernels.low_precision.coded_dispatch import TILES, decode_on_gpu
-    from spmd_rl.kernels.low_precision.coded_gemm_triton import CodedTile, coded_matmul_into
+    from spmd_rl.kernels.low_precision.coded_gemm import WARP_TILES, WarpTile, warp_matmul_into
+    from spmd_rl.kernels.low_precision.coded_gemm_triton import coded_matmul_into
 
-    X_FIRST = {
-        CodedTile(m, n, k, 4, 4, True) for m in (64, 128) for n in (16, 32, 64) for k in (64, 128)
+    OTHER_TILES = {  # that no table uses
+        WarpTile(96, 8, 4, 256, 2),
+        WarpTile(192, 16, 8, 128),
+        WarpTile(64, 256, 4, 128, grouped=True),
+        WarpTile(128, 32, 8, 256, 2, grouped=True),
     }
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -156,17 +161,31 @@ def test_hard_numbers_have_the_same_chain(name: str, kind: str, unequal) -> None
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_tile_has_the_same_bits(name: str, rows, unequal) -> None:
-    n, k = 1024, 2048
+@pytest.mark.parametrize("num_rows", [1, 100])
+def test_every_tile_has_the_same_bits(name: str, num_rows: int, rows, unequal) -> None:
+    """Of weights whose rows and columns no tile divides."""
+    n, k = 1000, 2032
     weight = weight_of(n, k, 0, name)
-    x = rows("normal", 100, k)
-    expected = linear(x, decode_on_gpu(weight))
-    for tile in {tile for pair in TILES.values() for tile in pair} | X_FIRST:
-        if weight.format.layout.per_byte > 1 and tile.k < BLOCK:
-            continue
-        out = x.new_empty(100, n)
-        coded_matmul_into(out, x, weight, None, tile)
+    x, bias = rows("normal", num_rows, k), rows("normal", 1, n)[0]
+    expected = linear(x, decode_on_gpu(weight), bias)
+    out = x.new_empty(num_rows, n)
+    for tile in {tile for row in WARP_TILES.values() for _, tile in row} | OTHER_TILES:
+        warp_matmul_into(out.fill_(7), x, weight, bias, tile)
         assert unequal(out, expected) == 0, tile
+    for triton_tile in {tile for pair in TILES.values() for tile in pair}:
+        coded_matmul_into(out.fill_(7), x, weight, bias, triton_tile)
+        assert unequal(out, expected) == 0, triton_tile
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_without_bindings_triton_has_the_same_bits(
+    name: str, rows, unequal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coded_dispatch, "has_bindings", lambda: False)
+    weight, x = weight_of(1024, 2048, 0, name), rows("normal", 200, 2048)
+    for m in (1, 40, 200):
+        expected = linear(x[:m], decode_on_gpu(weight))
+        assert unequal(coded_linear(x[:m], weight), expected) == 0
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -199,9 +218,8 @@ def test_control_one_code_changes_the_product(name: str, rows, unequal) -> None:
 
 
 def test_control_mma_sync_in_another_order_is_not_taken() -> None:
-    """Tiles of fewer than 64 rows of the weight would take steps of K in another order."""
+    """Triton's tiles of fewer than 64 rows of the weight would take K in another order."""
     assert all(tile.n >= 64 for pair in TILES.values() for tile in pair)
-    assert issubclass(CodedTile, tuple)
 
 
 @pytest.mark.parametrize("first_row", [0, 37])

@@ -21,15 +21,11 @@ WGMMA_ROWS, WGMMA_K = 64, 16
 ALL_TILES = sorted({tile for pair in TILES.values() for tile in pair})
 
 
-# x as the first operand, with few rows of the weight
-X_FIRST = [CodedTile(64, 16, 128, 4, 8, True), CodedTile(128, 32, 64, 4, 6, True)]
-
-
 # of a format, and of tiles that serve it
 PRODUCTS = [
     (name, tile)
     for name, one in FORMATS.items()
-    for tile in (*ALL_TILES, *X_FIRST)
+    for tile in ALL_TILES
     if one.layout.per_byte == 1 or tile.k == BLOCK
 ]
 
@@ -53,8 +49,7 @@ def test_a_step_is_one_chain_of_wgmma(name: str, tile: CodedTile) -> None:
     """mma.sync would take its steps of K from codes in another order."""
     found = instructions(ptx := product_ptx(name, tile))
     chains = re.findall(r"wgmma\.mma_async\S*k16\.f32\.bf16\.bf16", ptx)
-    rows = tile.m if tile.x_first else tile.n  # of the first operand
-    height = rows if tile.warps == 4 else rows // 2  # of a group of four warps
+    height = tile.n if tile.warps == 4 else tile.n // 2  # of a group of four warps
     each = max(height // WGMMA_ROWS, 1)
     assert len(chains) == tile.k // WGMMA_K * each
     assert not any(name.startswith("mma.sync") for name in found)
