@@ -91,18 +91,31 @@ def _forward(
     inside = (row < num_rows)[:, None] & (column < SIZE)[None, :]
     at = row[:, None] * SIZE + column[None, :]
     wait()
-    wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    given = tl.load(x + at, mask=inside, other=0.0)
+    inverse = norm_of_tile(given, residual, weight, out, summed, at, inside, column, eps, SIZE)
+    tl.store(rstd + row, inverse, mask=row < num_rows)
+
+
+@triton.jit
+def norm_of_tile(
+    given, residual, weight, out, summed, at, inside, column, eps, SIZE: tl.constexpr
+) -> tl.tensor:
+    """Norm a tile of x, which is first added to the residual if there is one; return the rstd.
+
+    It writes `out`, and `summed` where it adds.
+    """
+    wide = given.to(tl.float32)
     if residual is not None:
         rounded = (tl.load(residual + at, mask=inside, other=0.0).to(tl.float32) + wide).to(
-            x.dtype.element_ty
+            given.dtype
         )
         tl.store(summed + at, rounded, mask=inside)
         wide = rounded.to(tl.float32)
     scale = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
-    normed = (wide * inverse[:, None]).to(x.dtype.element_ty).to(tl.float32)
+    normed = (wide * inverse[:, None]).to(given.dtype).to(tl.float32)
     tl.store(out + at, (normed * scale[None, :]).to(out.dtype.element_ty), mask=inside)
-    tl.store(rstd + row, inverse, mask=row < num_rows)
+    return inverse
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
