@@ -9,6 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels import add_rms_norm
+from spmd_rl.kernels.linear.later_sum import LaterSum
 from spmd_rl.kernels.linear.shard_exchange import rounded
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 from spmd_rl.model.network import CausalLM
@@ -50,6 +52,9 @@ class ThreadExchange:
     def sum(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         return rounded(self._add(self._meeting.all(self._rank, part)), bias, dtype)
 
+    def sum_later(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return self.sum(part, bias, dtype)
+
     def sum_rows(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         whole = self.sum(part, bias, dtype)
         return whole.chunk(self._meeting.barrier.parties)[self._rank]
@@ -61,13 +66,31 @@ class ThreadExchange:
         return torch.cat(self._meeting.all(self._rank, own), 1)
 
 
+class NormExchange(ThreadExchange):
+    """Has norms take the sums in front of them, and counts those that they and others take."""
+
+    num_normed = num_taken = 0
+
+    def sum_later(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        def take() -> Tensor:
+            self.num_taken += 1
+            return self.sum(part, bias, dtype)
+
+        def norm(residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+            self.num_normed += 1
+            return add_rms_norm(self.sum(part, bias, dtype), residual, weight, eps)
+
+        return LaterSum(part.shape, dtype, part.device, take, norm)
+
+
 def parts(
     num_ranks: int,
     add: Callable[[list[Tensor]], Tensor] = sum_neighbours,
     is_recordable: bool = False,
+    kind: type[ThreadExchange] = ThreadExchange,
 ) -> list[ModelPart]:
     meeting = Meeting(num_ranks)
-    exchanges = [ThreadExchange(meeting, rank, add, is_recordable) for rank in range(num_ranks)]
+    exchanges = [kind(meeting, rank, add, is_recordable) for rank in range(num_ranks)]
     return [ModelPart(rank, num_ranks, one) for rank, one in enumerate(exchanges)]
 
 

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
+WIDE = tl.constexpr(8192)  # elements of a program
 
 
 class PeerBuffers(NamedTuple):
@@ -85,15 +86,24 @@ def _sum_of_peers(
     if tl.program_id(0) == 0:
         tl.store(turns, 1 - number)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside, first = at < size, number * num_words
+    inside = at < size
+    total = total_of_peers(peers, number * num_words, at, inside, RANKS)
+    if bias is not None:
+        total += tl.load(bias + at % columns, mask=inside).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def total_of_peers(peers, first, at, inside, RANKS: tl.constexpr) -> tl.tensor:
+    """Return the sum over ranks of elements of their buffers, 0 outside."""
     total = _two(peers, 0, first, at, inside)
     if RANKS >= 4:
         total += _two(peers, 2, first, at, inside)
     if RANKS == 8:
+        if at.numel >= WIDE:  # registers do not hold what all ranks give at once
+            tl.debug_barrier()
         total += _two(peers, 4, first, at, inside) + _two(peers, 6, first, at, inside)
-    if bias is not None:
-        total += tl.load(bias + at % columns, mask=inside).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+    return total
 
 
 @triton.jit
@@ -101,7 +111,8 @@ def _two(peers, rank, first, at, inside) -> tl.tensor:
     """The sum of the parts of two neighbours."""
     left = tl.multiple_of(tl.load(peers + rank).to(tl.pointer_type(tl.float32)), 16)
     right = tl.multiple_of(tl.load(peers + rank + 1).to(tl.pointer_type(tl.float32)), 16)
-    return tl.load(left + first + at, mask=inside) + tl.load(right + first + at, mask=inside)
+    own = tl.load(left + first + at, mask=inside, other=0.0)
+    return own + tl.load(right + first + at, mask=inside, other=0.0)
 
 
 @triton.jit

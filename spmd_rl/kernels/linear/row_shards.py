@@ -89,7 +89,7 @@ class _RowParallel(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rows = layer.rows
-        finish = rounded if layer.exchange is None else layer.exchange.sum
+        finish = rounded if layer.exchange is None else layer.exchange.sum_later
         if layer.rows is not None:
             finish = layer.rows.sum_rows
         return finish(layer.own_sum(x, weight), bias, x.dtype)

@@ -31,6 +31,13 @@ class ShardExchange(Protocol):
         """
         ...
 
+    def sum_later(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return what `sum` returns, perhaps to be taken at its first use, by the norm it goes to.
+
+        `part` must not change until then. No gradient is wanted.
+        """
+        ...
+
     def gather_columns(self, own: Tensor) -> Tensor:
         """Return the columns of all ranks, in their order. Shape: own [M, N]; returns [M, P N]."""
         ...
@@ -71,6 +78,10 @@ class TorchExchange:
         missing = -len(part) % size
         padded = F.pad(part, (0, 0, 0, missing)) if missing else part
         return self.rows(self.sum_rows(padded, bias, dtype))[: len(part)]
+
+    def sum_later(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Do what `ShardExchange.sum_later` says: take the sum at once."""
+        return self.sum(part, bias, dtype)
 
     def sum_rows(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Do what `RowExchange.sum_rows` says. Blocks: as `sum`."""

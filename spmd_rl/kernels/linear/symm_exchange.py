@@ -1,18 +1,22 @@
 """SymmExchange: a shared model's sums over the GPUs of a host, without waiting for the host.
 
-A call is three kernels: one that writes, a barrier, and one that reads (peer_sums_triton.py). More
-rows than a buffer holds go in several calls. So a step of many tokens takes the same way.
+A call is three kernels: one that writes, a barrier, and one that reads (peer_sums_triton.py), which
+may norm what it reads (peer_norms_triton.py). More rows than a buffer holds go in several calls. So
+a step of many tokens takes the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.kernels.linear.later_sum import LaterSum
+from spmd_rl.kernels.runtime.padding import dense
 from spmd_rl.kernels.runtime.peer_memory import PeerMemory
 from spmd_rl.offload.peer_bytes import EXCHANGE_BYTES
 
@@ -47,6 +51,25 @@ class SymmExchange:
         for rows in self._shared(part):
             sum_of_peers(out[rows], bias, self._buffers)
         return out
+
+    def sum_later(self, part: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Do what `ShardExchange.sum_later` says. A norm takes the sum in its own kernel."""
+        normed = partial(self._add_rms_norm, part, bias)
+        return LaterSum(
+            part.shape, dtype, part.device, partial(self.sum, part, bias, dtype), normed
+        )
+
+    def _add_rms_norm(
+        self, part: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `add_rms_norm` gives of the sum. Raises: ValueError as `sum`."""
+        from spmd_rl.kernels.linear.peer_norms_triton import NormedRows, norm_of_peers
+
+        residual = dense(residual)
+        every = NormedRows(residual, torch.empty_like(residual), torch.empty_like(residual))
+        for rows in self._shared(part):
+            norm_of_peers(every, range(len(part))[rows], bias, weight, eps, self._buffers)
+        return every.out, every.summed
 
     def gather_columns(self, own: Tensor) -> Tensor:
         """Do what `ShardExchange.gather_columns` says, of elements of 4 or 8 bytes.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.linear.later_sum import LaterSum
 from spmd_rl.kernels.runtime.differentiable import call
 from spmd_rl.kernels.runtime.recompute import recomputable
 
@@ -32,6 +33,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """
     if x.shape != residual.shape:
         raise ValueError(f"a sum of {list(x.shape)} and {list(residual.shape)}")
+    if isinstance(x, LaterSum):
+        return x.add_rms_norm(residual, weight, eps)
     if x.is_cuda:
         normed, summed = call(_AddRmsNorm, x, residual, weight, eps)
         recomputable([normed], lambda: [_RmsNorm.apply(summed.detach(), weight, eps)])

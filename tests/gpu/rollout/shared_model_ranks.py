@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd_rl.kernels import sample_and_score
+from spmd_rl.kernels import add_rms_norm, sample_and_score
 from spmd_rl.kernels.linear.shard_exchange import ShardExchange, TorchExchange
 from spmd_rl.kernels.linear.symm_exchange import SymmExchange
 from spmd_rl.kernels.runtime.cuda_graph import Outputs, record
@@ -56,8 +56,13 @@ def unequal_calls(symm: ShardExchange, reference: ShardExchange, rank: int) -> l
         bias = drawn(1, COLUMNS, 99)[0].to(BF16)
         for way in ((None, torch.float32), (None, BF16), (bias, BF16)):
             wanted = reference.sum(part.clone(), *way)
+            case = f"{rows} rows, {way[1]}, {way[0] is not None}"
             if not torch.equal(symm.sum(part.clone(), *way), wanted):
-                found.append(f"sum of {rows} rows, {way[1]}, {way[0] is not None}")
+                found.append(f"sum of {case}")
+            beside = drawn(rows, COLUMNS, 98).to(way[1]), drawn(1, COLUMNS, 97)[0].to(way[1]), 1e-6
+            normed = add_rms_norm(symm.sum_later(part.clone(), *way), *beside)
+            if not all(map(torch.equal, normed, add_rms_norm(wanted, *beside))):
+                found.append(f"norm of {case}")
         if not torch.equal(symm.gather_columns(logits), reference.gather_columns(logits)):
             found.append(f"columns of {rows} rows")
     number = torch.tensor([[rank + (1 << 40)]], device="cuda")
@@ -68,9 +73,11 @@ def unequal_calls(symm: ShardExchange, reference: ShardExchange, rank: int) -> l
 
 def step(exchange: ShardExchange, part: Tensor, layers: int) -> Tensor:
     """Layers, and then the columns of all ranks: an odd number of calls."""
+    residual, weight = part, torch.ones(COLUMNS, device="cuda")
     for _ in range(layers):
-        part = exchange.sum(part * 0.5, None, torch.float32)
-    return exchange.gather_columns(part)
+        later = exchange.sum_later(part * 0.5, None, torch.float32)
+        part, residual = add_rms_norm(later, residual, weight, 1e-6)
+    return exchange.gather_columns(residual)
 
 
 def unequal_replays(symm: ShardExchange, reference: ShardExchange, rank: int) -> int:

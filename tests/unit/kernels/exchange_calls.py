@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.linear import peer_sums_triton, symm_exchange
+from spmd_rl.kernels.linear.later_sum import LaterSum
+from spmd_rl.kernels.linear.linear import linear_fp32
+from spmd_rl.kernels.linear.row_shards import RowParallel
 from spmd_rl.kernels.linear.symm_exchange import SymmExchange
+from spmd_rl.kernels.rowwise.norm import add_rms_norm
+from spmd_rl.kernels.rowwise.norm_triton import add_rms_norm_forward
 from tests.unit.kernels.peer_ranks import on_ranks
 
 peer_sums_triton.BLOCK = 64
+EPS = 1e-6
 symm_exchange.EXCHANGE_BYTES = 1024  # a few rows, so that a call takes several turns
 
 
@@ -28,6 +34,72 @@ def summed(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, alternates: b
             if not alternates:
                 exchange._buffers.turns.zero_()
         return torch.stack(found)
+
+    return on_ranks(run, len(parts))
+
+
+def normed(
+    operands: tuple[Tensor, Tensor], bias: Tensor | None, norm: tuple[Tensor, Tensor], shards: int
+) -> Tensor:
+    """What ranks give a norm of their row-parallel products, two of which follow each other.
+
+    Shape: operands [P, T, K / P] and [P, N, K / P], norm [T, N] and [N]; returns [P, 4, T, N].
+    """
+    x, weight = operands
+
+    def run(group: Any) -> Tensor:
+        product = RowParallel(shards // len(x), SymmExchange(group))
+        own, found, residual = (x[group.rank()], weight[group.rank()]), [], norm[0]
+        for _ in range(2):
+            later = product(*own, bias)
+            assert isinstance(later, LaterSum)
+            out, residual = add_rms_norm(later, residual, norm[1], EPS)
+            found += [out, residual]
+        return torch.stack(found)
+
+    with torch.no_grad():
+        return on_ranks(run, len(x))
+
+
+def normed_alone(
+    operands: tuple[Tensor, Tensor],
+    bias: Tensor | None,
+    norm: tuple[Tensor, Tensor],
+    shards: int,
+    in_order: bool = False,
+) -> Tensor:
+    """The same of one rank, from the kernel of the norm; perhaps with parts added in their order.
+
+    Shape: operands [T, K] and [N, K], norm as in `normed`; returns [4, T, N].
+    """
+    found, residual = [], norm[0]
+    with torch.no_grad():
+        product = RowParallel(shards)(*operands, bias)
+        if in_order:
+            product = _in_order(*operands, shards).to(product.dtype)
+    for _ in range(2):
+        out, residual, _ = add_rms_norm_forward(product, residual, norm[1], EPS)
+        found += [out, residual]
+    return torch.stack(found)
+
+
+def _in_order(x: Tensor, weight: Tensor, shards: int) -> Tensor:
+    first, *others = map(linear_fp32, x.chunk(shards, 1), weight.chunk(shards, 1))
+    return sum(others, first)
+
+
+def taken(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """What others than a norm get of a sum, behind one that a norm takes.
+
+    Shape: parts [P, T, N]; returns [P, 2, T, N].
+    """
+
+    def run(group: Any) -> Tensor:
+        exchange = SymmExchange(group)
+        part = parts[group.rank()]
+        add_rms_norm(exchange.sum_later(part, None, dtype), torch.zeros_like(part), part[0], EPS)
+        later = exchange.sum_later(part, None, dtype)
+        return torch.stack([later * 2, later])
 
     return on_ranks(run, len(parts))
 

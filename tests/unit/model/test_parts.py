@@ -17,7 +17,7 @@ from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.parts.part import ModelPart, check_parts, row_shards_of_run
 from spmd_rl.model.spec import ModelSpec
-from tests.shared_ranks import on_ranks, part_of_model, parts
+from tests.shared_ranks import NormExchange, on_ranks, part_of_model, parts
 from tests.specs import dense_spec, with_experts
 
 CPU = torch.device("cpu")
@@ -101,6 +101,22 @@ def test_ranks_have_the_logits_of_one(
     plain.load_state_dict(weights)
     if dtype == torch.float32:
         torch.testing.assert_close(expected, logits(plain, tokens, lengths), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_norms_take_every_sum_in_front_of_them(family: str) -> None:
+    spec = spec_of(family, 2, row_shards=4)
+    weights, tokens = weights_of(spec, 3), torch.arange(20)
+    whole, of_ranks = CausalLM(spec), parts(2, kind=NormExchange)
+    whole.load_state_dict(weights)
+    models = [part_of_model(spec, weights, part) for part in of_ranks]
+    expected = logits(whole, tokens, [20])
+    for found in on_ranks(lambda rank: logits(models[rank], tokens, [20]), 2):
+        assert torch.equal(found, expected)
+    for part in of_ranks:
+        exchange = part.exchange
+        assert isinstance(exchange, NormExchange)
+        assert (exchange.num_normed, exchange.num_taken) == (2 * len(spec.blocks), 0)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
