@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.low_precision.coded_cache import FORMATS
+from spmd_rl.model.low_precision.coded_cache import check_alike
 from spmd_rl.rollout.kinds import EngineConfig, kind_of
 from spmd_rl.train.config import TrainerConfig
 
@@ -30,27 +30,8 @@ def check_engine(
             "step, or trainer.lora.merged_push = false"
         )
     if trainer is not None:
-        for name in FORMATS:
-            _check_format(name, engine, trainer)
+        check_alike(engine, trainer)
     kind_of(engine).check_options(engine)
-
-
-def _check_format(name: str, engine: EngineConfig, trainer: TrainerConfig) -> None:
-    """Raise a ConfigError where trainer and engine compute with other formats of weights, or of
-    keys and values: the setting `name` says which.
-    """
-    asked, found = getattr(trainer, name), getattr(engine, name)
-    if asked == found:
-        return
-    if engine.kind == "sglang":
-        raise ConfigError(
-            f'trainer.{name} = {asked!r} is for engine.kind = "native": SGLang has its weights, '
-            f"keys and values in bfloat16 here; set trainer.{name} = {found!r}"
-        )
-    raise ConfigError(
-        f"engine.{name} = {found!r} and trainer.{name} = {asked!r} are different formats, whose "
-        "log-probs differ: set both alike"
-    )
 
 
 def announce_correction(

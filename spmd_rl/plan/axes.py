@@ -1,4 +1,4 @@
-"""Check of the axes that a split gives to roles, before a run. No torch."""
+"""Check of what roles have of a split, and of what they share, before a run. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.axes import MODEL
 from spmd_rl.mesh.split import Placement, Placements
 from spmd_rl.model.layers.expert_shares import check_shares
+from spmd_rl.model.low_precision.coded_cache import check_alike
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import Head
 from spmd_rl.plan.needs import RunNeeds
@@ -21,7 +22,8 @@ def check_axes(needs: RunNeeds, placements: Placements) -> None:
     """Check the axes of every role of a run.
 
     Raises: ConfigError or PlanError, one sentence, for a role without an axis that the split gives
-    it, or a model that cannot be cut along the axes.
+    it, a model that cannot be cut along the axes, or a trainer that pushes to an engine of other
+    formats.
     """
     trainer, engine, model = needs.trainer, needs.engine, needs.model
     for placement in placements.values():
@@ -32,6 +34,8 @@ def check_axes(needs: RunNeeds, placements: Placements) -> None:
         else:
             head: Head = getattr(needs.trainer_role, "HEAD", "lm")
             kind_of(trainer).check_axes(trainer, placement, model, head)
+    if needs.pushes and trainer is not None and engine is not None and "train" in placements:
+        check_alike(engine, trainer)
     if model and engine is not None and read_spec(model).num_experts:
         _check_mixture(model, engine, trainer)
     for role in needs.extra_roles():

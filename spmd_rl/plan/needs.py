@@ -51,6 +51,7 @@ class RunNeeds:
     steps: int = 0
     epochs: float = 0.0
     nproc: int | None = None
+    pushes: bool = True  # whether a trainer gives its weights to the engine
     phases: Phases = CONCURRENT
     offload: OffloadConfig = OffloadConfig(sleep="always")  # noqa: RUF009  it is frozen
     trainer_role: type[Role] = Trainer

@@ -59,6 +59,11 @@ class Config:
         return settings_of_run(table, {field.name for field in fields(cls)}, given)
 
     @property
+    def pushes(self) -> bool:
+        """Whether a trainer gives the engine weights: those of a checkpoint."""
+        return bool(self.checkpoint)
+
+    @property
     def eval(self) -> rl.EvalConfig:
         """The sets, as the recipes that train have them."""
         return rl.EvalConfig(

@@ -32,6 +32,32 @@ class Formats(Protocol):
     def cache_exponents(self) -> Exponents: ...
 
 
+class EngineFormats(Formats, Protocol):
+    """Those of an engine."""
+
+    @property
+    def kind(self) -> str: ...
+
+
+def check_alike(engine: EngineFormats, trainer: Formats) -> None:
+    """Raise a ConfigError where trainer and engine compute with different formats of weights, or of
+    keys and values.
+    """
+    for name in FORMATS:
+        asked, found = getattr(trainer, name), getattr(engine, name)
+        if asked == found:
+            continue
+        if engine.kind == "sglang":
+            raise ConfigError(
+                f'trainer.{name} = {asked!r} is for engine.kind = "native": SGLang has its '
+                f"weights, keys and values in bfloat16 here; set trainer.{name} = {found!r}"
+            )
+        raise ConfigError(
+            f"engine.{name} = {found!r} and trainer.{name} = {asked!r} are different formats, "
+            "whose log-probs differ: set both alike"
+        )
+
+
 def check_cache(cfg: Formats) -> None:
     """Raise a ConfigError for scales that are too large or too small, or of no codes."""
     found, is_coded = cfg.cache_exponents, cfg.cache == "e4m3"

@@ -9,7 +9,7 @@ import pytest
 from spmd_rl.config.load import load
 from spmd_rl.offload.phases import CONCURRENT
 from spmd_rl.plan.needs import RunNeeds
-from spmd_rl.recipes import collect, grpo, reward_model, sft
+from spmd_rl.recipes import collect, evaluate, grpo, reward_model, sft
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.trainer import Trainer
@@ -34,6 +34,13 @@ def test_what_a_config_has_not_is_none_or_the_default() -> None:
     valued = load(reward_model.Config, overrides=["model=m", "data=d"])
     assert RunNeeds.of(valued).trainer_role is ValueTrainer
     assert RunNeeds.of(object()) == RunNeeds()
+
+
+def test_an_evaluation_pushes_a_checkpoint_alone() -> None:
+    words = ["model=m", "data=d"]
+    assert not RunNeeds.of(load(evaluate.Config, overrides=words)).pushes
+    assert RunNeeds.of(load(evaluate.Config, overrides=[*words, "checkpoint=c"])).pushes
+    assert RunNeeds.of(load(grpo.Config, overrides=words)).pushes
 
 
 @pytest.mark.parametrize(

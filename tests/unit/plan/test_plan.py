@@ -349,6 +349,27 @@ def test_needs_no_torch(model: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--trainer.weights=e4m3",
+        "--engine.weights=int4",
+        "--engine.weights=int4 --trainer.weights=e4m3",
+        "--engine.cache=e4m3",
+    ],
+)
+def test_two_formats_are_refused_as_at_the_start_of_a_run(model: Path, words: str) -> None:
+    with pytest.raises(ConfigError, match="are different formats, whose log-probs differ"):
+        main(["grpo", "--world=2", f"--model={model}", "--data=x.jsonl", *words.split()])
+
+
+def test_an_engine_that_nobody_pushes_to_has_a_format_of_its_own(model: Path) -> None:
+    words = ["evaluate", "--world=2", f"--model={model}", "--data=x", "--engine.weights=int4"]
+    assert main(words) == 0
+    with pytest.raises(ConfigError, match="different formats"):
+        main([*words, "--checkpoint=c"])
+
+
 def test_an_sglang_engine_has_weights_and_a_context_of_its_own(model: Path) -> None:
     words = ("engine.kind=sglang", "engine.slab_bytes=1048576", "run.exact=false")
     native, plan = planned(model, 1, "engine.dtype=float32"), planned(model, 1, *words)
