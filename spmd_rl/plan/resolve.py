@@ -141,7 +141,7 @@ def resolve(
     if not needs.model:
         return RunPlan(world_size, placements, None, Routes.none(world_size), {})
     spec = read_spec(needs.model)
-    roles = planned_roles(placements, needs)
+    roles = planned_roles(placements, needs, row_shards(cfg, world_size))
     memory = MemoryModel(
         world_size,
         placements,

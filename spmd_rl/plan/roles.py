@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,8 @@ from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.rollout.rollout import Rollout
 from spmd_rl.train.config import TrainerConfig, is_sharded
 from spmd_rl.train.cost.memory import dtype_on_gpu
+from spmd_rl.train.frozen import FrozenModel
+from spmd_rl.train.training_role import TrainingRole
 
 TRAIN, INFER = "train", "infer"
 
@@ -26,7 +28,7 @@ TRAIN, INFER = "train", "infer"
 class PlannedRole:
     """A role that a recipe spawns, as `spawn` gets it: name, class, settings, ranks and model.
 
-    `lora` says which adapters an engine gets.
+    `lora` says which adapters an engine gets, and `row_shards` in how many parts models sum.
     """
 
     name: str
@@ -36,6 +38,7 @@ class PlannedRole:
     model: str = ""
     is_refreshed: bool = False
     lora: LoraConfig = NO_LORA
+    row_shards: int = 1
 
     @property
     def trainer(self) -> TrainerConfig | None:
@@ -90,15 +93,22 @@ class PlannedRole:
 
     def memory(self, on_gpu: bool) -> Sequence[TagBytes]:
         """Return what it takes of one of its ranks; nothing where its class does not say."""
+        asked, shards = (self.cfg, self.placement, self.model, on_gpu), self.row_shards
         if issubclass(self.role, Rollout):
-            return self.role.planned_memory(self.cfg, self.placement, self.model, on_gpu, self.lora)
+            return self.role.planned_memory(*asked, self.lora, shards)
+        if shards > 1 and issubclass(self.role, (TrainingRole, FrozenModel)):
+            return self.role.planned_memory(*asked, shards)
         if not issubclass(self.role, MemoryPlanner):
             return ()
-        return self.role.planned_memory(self.cfg, self.placement, self.model, on_gpu)
+        return self.role.planned_memory(*asked)
 
 
-def planned_roles(placements: Placements, needs: RunNeeds) -> tuple[PlannedRole, ...]:
+def planned_roles(
+    placements: Placements, needs: RunNeeds, row_shards: Mapping[str, int]
+) -> tuple[PlannedRole, ...]:
     """Return the roles of a run: those that its split places, and its `extra_roles()`.
+
+    `row_shards` says by placement in how many parts models sum, where they do.
 
     Raises: PlanError where the settings of a placed role are missing, or a role has no ranks.
     """
@@ -121,7 +131,8 @@ def planned_roles(placements: Placements, needs: RunNeeds) -> tuple[PlannedRole,
         )
         for role in needs.extra_roles()
     ]
-    return *main, *extra
+    every = *main, *extra
+    return tuple(replace(one, row_shards=row_shards.get(one.placement.name, 1)) for one in every)
 
 
 def uncounted(placements: Placements, roles: Sequence[PlannedRole]) -> tuple[str, ...]:

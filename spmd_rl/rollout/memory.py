@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.model.low_precision.coded_weights import coded_sizes
+from spmd_rl.model.parts.part import num_own_parts
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.peer_bytes import EXCHANGE_BYTES, GatheredRow, gather_bytes
@@ -29,14 +31,17 @@ def engine_memory(
     lora: LoraConfig = NO_LORA,
     tp: int = 1,
     ep: int = 1,
+    row_shards: int = 1,
 ) -> Sequence[TagBytes]:
     """Return what an engine takes of one of its ranks, by tag; its pages have no size yet.
 
     The temporary memory of a step belongs to its CUDA graphs, and sleeps when the pages do. With
     `lora` a push brings adapters alone, so that the base beside them is saved while it sleeps. The
     weights are split over `tp` ranks, and the experts are shared by `ep`. Ranks that map each
-    other's memory are taken as those of one host: on several hosts they allocate none.
+    other's memory are taken as those of one host: on several hosts they allocate none. Models of
+    the run sum in `row_shards` parts, if their bits are equal.
     """
+    spec = replace(spec, row_shards=row_shards if cfg.promises_bits else 1)
     weights = weight_bytes(spec, cfg, tp, ep)
     step = step_bytes(spec, cfg, tp, ep) if on_gpu else 0
     memory = [
@@ -95,14 +100,15 @@ def step_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int = 1, ep: int = 1) -> 
     """Return the workspace of a step: one layer of its tokens, and twice a full batch's logits.
 
     Where `ep` ranks share experts, rows that are sent and rows that come are there at once. Loads
-    are taken as even. Where `tp` ranks share matrices, the sums of all ranks
-    are there at once.
+    are taken as even. Where `tp` ranks share matrices, the sums of all ranks are there at once, and
+    before them a rank's own parts.
     """
     num_tokens = cfg.max_step_tokens or max(cfg.max_batch, GPU_STEP_TOKENS)
     costs = [block.cost(tp) for block in spec.distinct_blocks()]
     layer = max(one.in_forward + (one.routed if ep > 1 else 0) for one in costs)
     logits = cfg.max_batch * spec.vocab_size * ITEM_BYTES["float32"]
-    sums = (tp + 1) * spec.hidden_size * ITEM_BYTES["float32"] if tp > 1 else 0
+    num_sums = max(num_own_parts(spec, tp), tp + 1 if tp > 1 else 0)
+    sums = num_sums * spec.hidden_size * ITEM_BYTES["float32"]
     return num_tokens * (layer * item_bytes(cfg) + sums) + 2 * logits
 
 

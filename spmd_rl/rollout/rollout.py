@@ -147,13 +147,11 @@ class Rollout(Role, WeightReceiver, Sleeper, Contracted, MemoryPlanner, Pumped, 
         model: str,
         on_gpu: bool,
         lora: LoraConfig = NO_LORA,
+        row_shards: int = 1,
     ) -> Sequence[TagBytes]:
-        """Return what the role takes of one of its ranks, by tag; pages are sized by the plan.
-
-        `lora` says which adapters the trainer pushes.
-        """
+        """Return what the role takes of one of its ranks, as `engine_memory` says."""
         tp, ep = (placement.axes.get(axis, 1) for axis in ("tp", "ep"))
-        return engine_memory(read_spec(model), cfg, on_gpu, lora, tp, ep)
+        return engine_memory(read_spec(model), cfg, on_gpu, lora, tp, ep, row_shards)
 
     @concurrent
     @collective

@@ -7,6 +7,7 @@ controller imports this module too: torch comes in with the instance, on workers
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -73,10 +74,11 @@ class FrozenModel(Role, WeightReceiver, Saver, Sleeper, Contracted, MemoryPlanne
 
     @classmethod
     def planned_memory(
-        cls, cfg: FrozenConfig, placement: Placement, model: str, on_gpu: bool
+        cls, cfg: FrozenConfig, placement: Placement, model: str, on_gpu: bool, row_shards: int = 1
     ) -> Sequence[TagBytes]:
-        """Return what the role takes of one of its ranks, by tag."""
-        return frozen_memory(read_spec(model), cfg, placement, head_of(model))
+        """Return what the role takes of one of its ranks, by tag; `row_shards` says how it sums."""
+        spec = replace(read_spec(model), row_shards=row_shards)
+        return frozen_memory(spec, cfg, placement, head_of(model))
 
     @collective
     def score(self, batch: Sharded[Batch]) -> Sharded[TokenValues]:

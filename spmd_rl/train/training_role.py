@@ -7,6 +7,7 @@ workers only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -74,10 +75,10 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
 
     @classmethod
     def planned_memory(
-        cls, cfg: TrainerConfig, placement: Placement, model: str, on_gpu: bool
+        cls, cfg: TrainerConfig, placement: Placement, model: str, on_gpu: bool, row_shards: int = 1
     ) -> Sequence[TagBytes]:
-        """Return what the role takes of one of its ranks, by tag."""
-        spec = read_spec(model)
+        """Return what the role takes of one of its ranks, by tag; `row_shards` says how it sums."""
+        spec = replace(read_spec(model), row_shards=row_shards)
         return kind_of(cfg, cls.HEAD).memory(spec, cfg, placement, cls.HEAD)
 
     @classmethod

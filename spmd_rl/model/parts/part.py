@@ -76,6 +76,11 @@ def most_row_shards(*sizes: int) -> int:
     return max(size for size in (1, *sizes) if size in ROW_SHARDS)
 
 
+def num_own_parts(spec: ModelSpec, tp: int = 1) -> int:
+    """Return in how many fp32 parts one of `tp` ranks has a row-parallel sum; 0 without parts."""
+    return spec.row_shards // tp if spec.row_shards > 1 else 0
+
+
 def row_shards_of_run(settings: Mapping[str, Any]) -> int:
     """Return the `row_shards` of a run's models, from its settings as plain data."""
     split = settings.get("split", {})

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.split import Placement
+from spmd_rl.model.parts.part import num_own_parts
 from spmd_rl.model.spec import Head, ModelSpec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.train.config import FrozenConfig, TrainerConfig, fsdp2_settings
@@ -25,7 +26,7 @@ from spmd_rl.train.cost.adapter_memory import adapter_sizes, merge_bytes, num_ad
 from spmd_rl.train.cost.exchange_memory import exchanging
 from spmd_rl.train.cost.expert_memory import split_step_sizes
 from spmd_rl.train.cost.step_memory import StepSizes, step_memory
-from spmd_rl.train.cost.tensor_memory import own_shapes, sharing, unit_sizes
+from spmd_rl.train.cost.tensor_memory import own_shapes, sharing, summing, unit_sizes
 from spmd_rl.train.optimizer.moment_chunks import CHUNK_ELEMENTS, NUM_SLOTS
 from spmd_rl.train.optimizer.parameter_groups import FP32_BYTES, moment_bytes, update_rules
 from spmd_rl.weights.plan.layout import ITEM_BYTES
@@ -180,6 +181,7 @@ def frozen_memory(
         num_tokens=cfg.max_tokens,
         element_bytes=element_bytes,
     )
+    working += cfg.max_tokens * num_own_parts(spec) * spec.hidden_size * FP32_BYTES
     gathered = num_gathered * element_bytes
     # until the first forward pass ends, FSDP keeps what it gathered of one unit twice
     copies = [TagBytes("copies", gathered, "work")] if is_whole and shards > 1 else []
@@ -201,8 +203,10 @@ def _activations(
     settings = fsdp2_settings(cfg)
     offloads, recompute = settings.offload_activations, settings.recompute
     keeps_slopes = dtype_on_gpu(cfg) != "float32" and recompute != "all"
+    num_parts = num_own_parts(spec, tp)
+    costs = (exchanging(one) if cp > 1 else sharing(one, tp, element_bytes) for one in spec.blocks)
     return activations(
-        [exchanging(one) if cp > 1 else sharing(one, tp, element_bytes) for one in spec.blocks],
+        [summing(one, spec.hidden_size, num_parts, element_bytes) for one in costs],
         spec.hidden_size,
         _head_shape(spec, cfg, head, keeps_slopes, tp),
         num_tokens=cfg.max_tokens,

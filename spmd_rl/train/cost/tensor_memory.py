@@ -2,7 +2,7 @@
 
 The first rank has no less than the others. Between layers a rank has its part of the tokens, and
 before a layer it gathers them all, which that layer keeps. Sums over ranks are of float32, of which
-there are the rank's own and what it received.
+there are the rank's own and what it received. A model that sums in parts has these parts before.
 """
 
 from __future__ import annotations
@@ -36,6 +36,15 @@ def unit_sizes(spec: ModelSpec, head: Head, tp: int = 1) -> tuple[int, int, int]
         return max(layers), sum(layers), num_elements(outer)
     boxes = ModelPart(0, tp, trains=True).boxes(spec)
     return max(layers), sum(layers), sum(boxes[one.name].num_elements for one in outer)
+
+
+def summing(cost: LayerCost, hidden_size: int, num_parts: int, element_bytes: int) -> LayerCost:
+    """Return the cost of a block whose sums are of so many fp32 parts.
+
+    They are there at once in its forward pass, before any gradient.
+    """
+    parts = num_parts * hidden_size * ITEM_BYTES["float32"] // element_bytes
+    return replace(cost, gradients=max(cost.gradients, parts), workspace=cost.workspace + parts)
 
 
 def sharing(block: BlockSpec, tp: int, element_bytes: int) -> LayerCost:

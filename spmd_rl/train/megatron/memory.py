@@ -11,6 +11,7 @@ from dataclasses import replace
 from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.split import Placement
 from spmd_rl.model.layers.layer import num_elements
+from spmd_rl.model.parts.part import num_own_parts
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.train.cost.activation_memory import HeadShape, activations
@@ -45,7 +46,7 @@ def megatron_memory(
     # that a rank sends to experts; those along etp gather each other's
     num_tokens = -(-max_tokens // (cp * tp)) * size_of(axes, "etp")
     head = _head(spec, backend, -(-max_tokens // tp), logit_rows)
-    shared = _shared(head, -(-max_tokens // cp), element_bytes) if tp > 1 else 0
+    shared = _shared(spec, head, tp, -(-max_tokens // cp), element_bytes)
     # norms and the residual stream are whole; a token's experts are balanced
     costs = [block.cost(tp) for block in spec.blocks]
     blocks = [replace(cost, routed=0) for cost in costs]  # whose copies are counted apart
@@ -81,10 +82,13 @@ def _head(spec: ModelSpec, backend: MegatronConfig, num_scored: int, logit_rows:
     return HeadShape(spec.vocab_size, spec.hidden_size, logit_rows, num_scored, keeps_slopes)
 
 
-def _shared(head: HeadShape, num_tokens: int, element_bytes: int) -> int:
-    """Return what a rank along tp has at once of the others: the head, or fp32 parts of a sum."""
-    parts = 2 * num_tokens * head.hidden * FP32_BYTES  # as sent and as received
-    return max(head.weight_bytes(element_bytes), parts)
+def _shared(spec: ModelSpec, head: HeadShape, tp: int, num_tokens: int, element_bytes: int) -> int:
+    """Return what sums and the head take at once: fp32 parts, of the rank itself or, along tp, as
+    sent and as received; or the gathered head.
+    """
+    num_parts = max(num_own_parts(spec, tp), 2 if tp > 1 else 0)
+    gathered = head.weight_bytes(element_bytes) if tp > 1 else 0
+    return max(gathered, num_parts * num_tokens * spec.hidden_size * FP32_BYTES)
 
 
 def _moments(backend: MegatronConfig, num_bytes: int) -> list[TagBytes]:

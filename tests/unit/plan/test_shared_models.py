@@ -9,17 +9,21 @@ import pytest
 
 from benchmarks.shapes import write_config
 from spmd_rl.errors import ConfigError, PlanError
-from spmd_rl.mesh.split import RoleSplit, Split
+from spmd_rl.mesh.split import RoleSplit, Split, plan_split
 from spmd_rl.model.read import read_spec
+from spmd_rl.offload.config import OffloadConfig
 from spmd_rl.plan import main
 from spmd_rl.plan.resolve import resolve, row_shards
 from spmd_rl.recipes.grpo import Config
 from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.rollout.memory import engine_memory
-from spmd_rl.rollout.native.config import NativeEngineConfig
+from spmd_rl.rollout.native.config import GPU_STEP_TOKENS, NativeEngineConfig
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.cost.memory import step_sizes
 from spmd_rl.train.megatron.config import MegatronConfig
+
+AWAKE = OffloadConfig(sleep="never")
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +66,51 @@ def test_ranks_have_a_part_of_weights_and_pages(model: Path) -> None:
     asked = [one.sleep and one.queue for one in plans]
     assert asked[0] is not None and asked[1] is not None
     assert plans[1].routes.between_bytes < plans[0].routes.between_bytes
+
+
+def test_a_rank_has_the_parts_of_its_sums_at_once(model: Path) -> None:
+    """They are fp32: of an engine before it exchanges, of a trainer before it has gradients."""
+    native, cfg, row = NativeEngineConfig(), TrainerConfig(), 4096 * 4
+
+    def step(shards: int, tp: int) -> int:
+        memory = engine_memory(read_spec(model), native, True, tp=tp, row_shards=shards)
+        return {one.tag: one.num_bytes for one in memory}["step"]
+
+    def tags(tp: int, of_trainer: int = 1, **others: object) -> dict[str, int]:
+        run = replace(config(model, tp, native, of_trainer), offload=AWAKE, **others)
+        return {one.tag: one.num_bytes for one in resolve(run, 8).ledgers[0].entries}
+
+    assert [step(shards, 1) - step(1, 1) for shards in (2, 8)] == [
+        num_parts * row * GPU_STEP_TOKENS for num_parts in (2, 8)
+    ]
+    assert [step(shards, 2) - step(2, 2) for shards in (4, 8)] == [0, row * GPU_STEP_TOKENS]
+    assert tags(1, 4)["step"] - tags(1)["step"] == 4 * row * GPU_STEP_TOKENS
+    alone, spec = plan_split(Split(), 1).train, read_spec(model)
+    of_gradients = 2 * spec.blocks[0].cost().gradients
+    assert 4 * row < of_gradients < 8 * row
+    backward = [
+        step_sizes(replace(spec, row_shards=shards), cfg, alone).activations.backward
+        for shards in (1, 4, 8)
+    ]
+    more = cfg.max_tokens * (8 * row - of_gradients)
+    assert [one - backward[0] for one in backward] == [0, 0, more]
+    megatron = TrainerConfig(backend=MegatronConfig())
+    of_megatron = [tags(tp, trainer=megatron)["activations"] for tp in (1, 4)]
+    assert of_megatron[1] - of_megatron[0] == 4 * row * megatron.max_tokens
+
+
+def test_a_frozen_model_and_an_sglang_engine_sum_as_they_do(model: Path) -> None:
+    native, sglang = NativeEngineConfig(), SglangEngineConfig(python="x")
+    kl = replace(config(model, 1, native).kl, coef=0.1)
+
+    def tags(tp: int, of_trainer: int, engine: EngineConfig, **others: object) -> dict[str, int]:
+        run = replace(config(model, tp, engine, of_trainer), offload=AWAKE, **others)
+        return {one.tag: one.num_bytes for one in resolve(run, 8).ledgers[0].entries}
+
+    alone, shared = tags(1, 1, native, kl=kl), tags(2, 1, native, kl=kl)
+    frozen = "reference activations"
+    assert shared[frozen] - alone[frozen] == 2 * 4096 * 4 * TrainerConfig().max_tokens
+    assert tags(1, 4, sglang)["step"] == tags(1, 1, sglang)["step"]
 
 
 @pytest.mark.parametrize(
