@@ -9,14 +9,22 @@ A number on the device says which buffer is next, so that recorded calls may be 
 order. `put` reads it and leaves a copy, and what reads the parts sets it anew from that copy. So no
 program of a kernel reads what another one of the same kernel writes.
 
+A large sum takes two steps, each as a call does. First each rank sums its share of the elements,
+into the other buffer. Behind another barrier, all read the shares of all. That is less to read, by
+a factor of nearly half the ranks, and the next call takes the first buffer again. Elements are
+added in the same order, and rounded as often.
+
 Shape letters: T rows, N columns of a rank; P ranks.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -59,6 +67,31 @@ def sum_of_peers(out: Tensor, bias: Tensor | None, buffers: PeerBuffers) -> None
     )  # fmt: skip
 
 
+def sum_own_share(
+    shape: Sequence[int], rank: int, bias: Tensor | None, dtype: torch.dtype, buffers: PeerBuffers
+) -> None:
+    """Write the sum of this rank's share of [T, N] into its other buffer, rounded to `dtype`."""
+    size, share = _shares(shape, buffers)
+    _sum_own_share[(share // BLOCK,)](
+        buffers.own.view(dtype), bias, buffers.peers, buffers.turns, rank * share, size, shape[1],
+        buffers.num_words, len(buffers.peers), BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def shares_of_peers(out: Tensor, buffers: PeerBuffers) -> None:
+    """Set `out` to the shares of all ranks. Shape: out [T, N], contiguous."""
+    size, share = _shares(out.shape, buffers)
+    _shares_of_peers[(triton.cdiv(size, BLOCK),)](
+        out, buffers.peers, buffers.turns, size, share // BLOCK, buffers.num_words, BLOCK
+    )
+
+
+def _shares(shape: Sequence[int], buffers: PeerBuffers) -> tuple[int, int]:
+    """Return the number of elements, and of those in a share: whole blocks, but for the end."""
+    size = prod(shape)
+    return size, triton.cdiv(triton.cdiv(size, len(buffers.peers)), BLOCK) * BLOCK
+
+
 def columns_of_peers(out: Tensor, buffers: PeerBuffers) -> None:
     """Set `out` to the columns of all ranks. Shape: out [T, P N] int32, contiguous."""
     num_rows, num_ranks = len(out), len(buffers.peers)
@@ -87,10 +120,50 @@ def _sum_of_peers(
         tl.store(turns, 1 - number)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    total = total_of_peers(peers, number * num_words, at, inside, RANKS)
+    total = _total_and_bias(bias, peers, number * num_words, at, inside, columns, RANKS)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_own_share(
+    mine, bias, peers, turns, first, size, columns, num_words,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    number = tl.load(turns + 1)
+    to = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = first + to
+    inside = at < size
+    total = _total_and_bias(bias, peers, number * num_words, at, inside, columns, RANKS)
+    kind: tl.constexpr = mine.dtype.element_ty
+    tl.store(mine + _other(number, num_words, kind) + to, total.to(kind), mask=inside)
+
+
+@triton.jit
+def _shares_of_peers(
+    out, peers, turns, size, blocks_of_share, num_words, BLOCK: tl.constexpr
+) -> None:
+    number, block = tl.load(turns + 1), tl.program_id(0)
+    kind: tl.constexpr = out.dtype.element_ty
+    rank = block // blocks_of_share
+    given = tl.multiple_of(tl.load(peers + rank).to(tl.pointer_type(kind)), 16)
+    each = tl.arange(0, BLOCK)
+    at = block * BLOCK + each
+    share = _other(number, num_words, kind) + (block - rank * blocks_of_share) * BLOCK + each
+    tl.store(out + at, tl.load(given + share, mask=at < size), mask=at < size)
+
+
+@triton.jit
+def _other(number, num_words, kind: tl.constexpr) -> tl.tensor:
+    """The first element of the buffer that is not `number`."""
+    return (1 - number) * (num_words * (32 // kind.primitive_bitwidth))
+
+
+@triton.jit
+def _total_and_bias(bias, peers, first, at, inside, columns, RANKS: tl.constexpr) -> tl.tensor:
+    total = total_of_peers(peers, first, at, inside, RANKS)
     if bias is not None:
         total += tl.load(bias + at % columns, mask=inside).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+    return total
 
 
 @triton.jit

@@ -18,7 +18,13 @@ from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 pytest.importorskip("triton")
 
 from spmd_rl.kernels.linear.peer_norms_triton import NormedRows, norm_of_peers
-from spmd_rl.kernels.linear.peer_sums_triton import PeerBuffers, put, sum_of_peers
+from spmd_rl.kernels.linear.peer_sums_triton import (
+    PeerBuffers,
+    put,
+    shares_of_peers,
+    sum_of_peers,
+    sum_own_share,
+)
 
 EPS = 1e-6
 pytestmark = pytest.mark.timeout(300)
@@ -33,13 +39,13 @@ class Peers:
         memory = torch.zeros(num_ranks, 2, NUM_WORDS, dtype=torch.int32, device="cuda")
         peers = torch.tensor([one.data_ptr() for one in memory], device="cuda")
         self._turns = torch.zeros(2, dtype=torch.int32, device="cuda")
-        self._each = [PeerBuffers(one, peers, self._turns) for one in memory]
+        self.each = [PeerBuffers(one, peers, self._turns) for one in memory]
 
     def give(self, parts: Tensor) -> PeerBuffers:
         """Have each rank give its part. Shape: [P, T, N] fp32."""
-        for buffers, part in zip(self._each, parts, strict=True):
+        for buffers, part in zip(self.each, parts, strict=True):
             put(part.view(torch.int32), buffers)
-        return self._each[0]
+        return self.each[0]
 
 
 class Case(NamedTuple):
@@ -102,6 +108,20 @@ def test_one_kernel_has_the_bits_of_two(
         case = case_of(kind, num_ranks, num_rows, size, dtype, has_bias)
         pairs = zip(fused(peers, case), apart(peers, case), strict=True)
         assert [unequal(*pair) for pair in pairs] == [0, 0], (kind, num_rows, has_bias)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_shares_of_ranks_are_the_sum_at_once(num_ranks: int, case_of, unequal) -> None:
+    peers = Peers(num_ranks)
+    for size, num_rows, has_bias in product((96, 1000, 4096), (1, 64, 300), (False, True)):
+        case = case_of("wide", num_ranks, num_rows, size, torch.bfloat16, has_bias)
+        buffers = peers.give(case.parts)
+        for rank, own in enumerate(peers.each):
+            sum_own_share(case.residual.shape, rank, case.bias, torch.bfloat16, own)
+        shares, whole = torch.empty_like(case.residual), torch.empty_like(case.residual)
+        shares_of_peers(shares, buffers)
+        sum_of_peers(whole, case.bias, buffers)
+        assert unequal(shares, whole) == 0
 
 
 def test_replays_have_these_bits_in_any_order(case_of, unequal) -> None:

@@ -21,11 +21,19 @@ EPS = 1e-6
 symm_exchange.EXCHANGE_BYTES = 1024  # a few rows, so that a call takes several turns
 
 
-def summed(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, alternates: bool) -> Tensor:
+def summed(
+    parts: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    alternates: bool = True,
+    large_bytes: int = symm_exchange.LARGE_BYTES,
+) -> Tensor:
     """The sums of several calls, one behind the other; without `alternates`, in one buffer.
 
-    Shape: parts [P, L, T, N]; returns [P, L, T, N].
+    Those of parts of `large_bytes` are large. Shape: parts [P, L, T, N]; returns [P, L, T, N].
     """
+
+    symm_exchange.LARGE_BYTES = large_bytes
 
     def run(group: Any) -> Tensor:
         exchange, found = SymmExchange(group), []
@@ -36,6 +44,22 @@ def summed(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, alternates: b
         return torch.stack(found)
 
     return on_ranks(run, len(parts))
+
+
+def mixed(parts: Tensor, few: Tensor, large_bytes: int) -> tuple[Tensor, Tensor]:
+    """Sums of several calls, large ones and others in turn.
+
+    Shape: [P, L, T, N] and [P, L, t, N], given and returned.
+    """
+    symm_exchange.LARGE_BYTES = large_bytes
+
+    def run(group: Any) -> Tensor:
+        exchange, found = SymmExchange(group), []
+        for pair in zip(parts[group.rank()], few[group.rank()], strict=True):
+            found.append(torch.cat([exchange.sum(one, None, torch.float32) for one in pair]))
+        return torch.stack(found)
+
+    return on_ranks(run, len(parts)).split([parts.shape[2], few.shape[2]], 2)
 
 
 def normed(
@@ -88,18 +112,21 @@ def _in_order(x: Tensor, weight: Tensor, shards: int) -> Tensor:
     return sum(others, first)
 
 
-def taken(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """What others than a norm get of a sum, behind one that a norm takes.
+def taken(parts: Tensor, dtype: torch.dtype, large_bytes: int) -> Tensor:
+    """What others than a norm get of a sum, between two that norms take; and the last norm.
 
-    Shape: parts [P, T, N]; returns [P, 2, T, N].
+    Shape: parts [P, T, N]; returns [P, 3, T, N].
     """
+    symm_exchange.LARGE_BYTES = large_bytes
 
     def run(group: Any) -> Tensor:
-        exchange = SymmExchange(group)
-        part = parts[group.rank()]
-        add_rms_norm(exchange.sum_later(part, None, dtype), torch.zeros_like(part), part[0], EPS)
+        exchange, part = SymmExchange(group), parts[group.rank()]
+        beside = parts[0], parts[0, 0], EPS
+        add_rms_norm(exchange.sum_later(part, None, dtype), *beside)
         later = exchange.sum_later(part, None, dtype)
-        return torch.stack([later * 2, later])
+        found = [later * 2, later]
+        found.append(add_rms_norm(exchange.sum_later(part, None, dtype), *beside)[0])
+        return torch.stack(found)
 
     return on_ranks(run, len(parts))
 

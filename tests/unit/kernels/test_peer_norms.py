@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels import add_rms_norm
 from spmd_rl.kernels.linear.shard_exchange import rounded
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
 
@@ -83,12 +84,15 @@ def test_a_tree_of_another_shape_has_other_bits(tmp_path: Path) -> None:
     assert 0.05 < (ours != in_order).float().mean() < 0.9
 
 
-@pytest.mark.parametrize("num_ranks", [2, 8])
-def test_others_than_a_norm_get_the_sum(num_ranks: int, tmp_path: Path) -> None:
-    parts = torch.randn(num_ranks, ROWS, 40)
-    (found,) = results(Calls(CALLS, "taken", {}, [(parts, torch.float32)]), tmp_path)
+def test_others_than_a_norm_get_the_sum(tmp_path: Path) -> None:
+    """The norm of a large sum is a kernel of its own: a CPU's here."""
+    parts = torch.randn(8, ROWS, 40)
+    calls = [(parts, torch.float32, large) for large in (parts[0].nbytes, 1 << 20)]
     total = rounded(sum_neighbours(list(parts.clone())), None, torch.float32)
-    assert torch.equal(found, torch.stack([total * 2, total]).expand_as(found))
+    normed, _ = add_rms_norm(total, parts[0], parts[0, 0], 1e-6)
+    large, usual = results(Calls(CALLS, "taken", {}, calls), tmp_path)
+    assert torch.equal(large, torch.stack([total * 2, total, normed]).expand_as(large))
+    assert torch.equal(usual[:, :2], large[:, :2])
 
 
 def compiled(size: int, num_ranks: int, dtype: torch.dtype, bias: Tensor | None = None) -> Any:

@@ -51,9 +51,24 @@ def test_sums_have_the_bits_of_the_reference(num_ranks: int, tmp_path: Path) -> 
     """
     parts, bias = drawn(num_ranks), torch.randn(COLUMNS).half()
     ways = [(None, torch.float32), (bias, torch.float16)]
-    calls = Calls(CALLS, "summed", {}, [(parts, *way, True) for way in ways])
+    calls = Calls(CALLS, "summed", {}, [(parts, *way) for way in ways])
     for found, way in zip(results(calls, tmp_path), ways, strict=True):
         assert torch.equal(found, wanted(parts, *way))
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_large_sums_have_them_too(num_ranks: int, tmp_path: Path) -> None:
+    """Each rank sums a share; calls with more rows are large, and those between them are not."""
+    parts, bias = drawn(num_ranks), torch.randn(COLUMNS).half()
+    large, few = parts[0, 0].nbytes, parts.clone()[:, :, :2]
+    ways = [(None, torch.float32), (bias, torch.float16)]
+    calls = [(one, *way, True, large) for one in (parts, few) for way in ways]
+    found = results(Calls(CALLS, "summed", {}, calls), tmp_path)
+    for one, (given, *way, _, _) in zip(found, calls, strict=True):
+        assert torch.equal(one, wanted(given, *way))
+    mixed = Calls(CALLS, "mixed", {}, [(parts, few, large)])
+    for one, given in zip(results(mixed, tmp_path)[0], (parts, few), strict=True):
+        assert torch.equal(one, wanted(given, None, torch.float32))
 
 
 def test_controls_of_another_order_and_of_one_buffer_differ(tmp_path: Path) -> None:
@@ -93,6 +108,16 @@ def test_sums_code_fuses_nothing_and_reads_16_bytes_at_once(num_ranks: int) -> N
     assert not [one for one in found if one.startswith(("fma", "red", "atom"))]
     assert sum(count for one, count in found.items() if "ld.global.v4" in one) >= 2 * num_ranks
     assert any(one.startswith("cvt.rn.bf16") for one in found)
+    share = compiled_of(
+        peer_sums_triton._sum_own_share,
+        lambda: peer_sums_triton.sum_own_share((16, 4096), 1, bias, torch.bfloat16, buffers),
+    )
+    found = instructions(share.asm["ptx"])
+    assert not [one for one in found if one.startswith(("fma", "red", "atom"))]
+    shares = compiled_of(
+        peer_sums_triton._shares_of_peers, lambda: peer_sums_triton.shares_of_peers(out, buffers)
+    )
+    assert instructions(shares.asm["ptx"])["st.global.v4.b32"] > 0
     words = torch.zeros(16, 4096, dtype=torch.int32)
     compiled = compiled_of(peer_sums_triton._put, lambda: peer_sums_triton.put(words, buffers))
     assert instructions(compiled.asm["ptx"])["st.global.v4.b32"] > 0
