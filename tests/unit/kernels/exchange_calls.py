@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels import PackedAttention
 from spmd_rl.kernels.linear import peer_sums_triton, symm_exchange
 from spmd_rl.kernels.linear.later_sum import LaterSum
 from spmd_rl.kernels.linear.linear import linear_fp32
@@ -14,6 +17,10 @@ from spmd_rl.kernels.linear.row_shards import RowParallel
 from spmd_rl.kernels.linear.symm_exchange import SymmExchange
 from spmd_rl.kernels.rowwise.norm import add_rms_norm
 from spmd_rl.kernels.rowwise.norm_triton import add_rms_norm_forward
+from spmd_rl.model.hf import random_weights
+from spmd_rl.model.parts.part import ModelPart
+from tests.shared_ranks import part_of_model
+from tests.specs import dense_spec
 from tests.unit.kernels.peer_ranks import on_ranks
 
 peer_sums_triton.BLOCK = 64
@@ -129,6 +136,26 @@ def taken(parts: Tensor, dtype: torch.dtype, large_bytes: int) -> Tensor:
         return torch.stack(found)
 
     return on_ranks(run, len(parts))
+
+
+def logits(num_ranks: int, shards: int) -> Tensor:
+    """What ranks that share a model compute. Shape: [P, T, V]."""
+    spec = replace(
+        dense_spec("llama", vocab=48, hidden=40, inner=48, layers=2, heads=(8, 4, 4), positions=9,
+                   out_bias=True, mlp_bias=True, init_std=0.3),
+        row_shards=shards,
+    )  # fmt: skip
+    weights = dict(random_weights(spec, 1))
+    tokens, positions = torch.arange(9) * 5, torch.arange(9)
+
+    def run(group: Any) -> Tensor:
+        part = ModelPart(group.rank(), num_ranks, SymmExchange(group))
+        model = part_of_model(spec, weights, part)
+        attend = PackedAttention(np.array([9], np.int32), device=torch.device("cpu"))
+        return model(tokens, positions, attend, torch.arange(9))
+
+    with torch.no_grad():
+        return on_ranks(run, num_ranks)
 
 
 def gathered(own: Tensor, parts: Tensor) -> Tensor:

@@ -95,6 +95,16 @@ def test_others_than_a_norm_get_the_sum(tmp_path: Path) -> None:
     assert torch.equal(usual[:, :2], large[:, :2])
 
 
+def test_a_model_has_the_logits_of_any_number_of_ranks(tmp_path: Path) -> None:
+    """And others if it sums in other parts: the negative control."""
+    calls = [(num_ranks, 4) for num_ranks in (2, 4)] + [(2, 2)]
+    two, four, control = results(Calls(CALLS, "logits", {}, calls), tmp_path)
+    assert torch.equal(two, four[:2]) and torch.equal(two[0], four[3])
+    assert two.std() > 0.1
+    torch.testing.assert_close(two, control, atol=1e-3, rtol=1e-3)
+    assert not torch.equal(two, control)
+
+
 def compiled(size: int, num_ranks: int, dtype: torch.dtype, bias: Tensor | None = None) -> Any:
     own = torch.zeros(2, 1 << 21, dtype=torch.int32)
     peers, turns = torch.zeros(num_ranks, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
