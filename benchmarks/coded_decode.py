@@ -1,99 +1,106 @@
-"""Decoding steps of the native engine with weights in 8 bits, beside bfloat16 with their numbers.
+"""Decoding steps of the native engine with weights and cache in few bits, beside bfloat16.
 
-Both engines draw the same tokens, which are compared with their log-probs. A step's time is the
-median over the steps in which all sequences run.
+Engines with one format of the cache draw the same tokens, whether they hold codes or the numbers
+that these stand for. Both are compared with their log-probs.
 
-    python -m benchmarks.coded_decode [0.6B | 4B | 8B] [--save]
+    python -m benchmarks.coded_decode [0.6B 4B 8B 30B-A3B] [--weights e4m3 int4]
+        [--caches full e4m3] [--batches 1 64 256] [--prompt 4096] [--save]
 """
 
 from __future__ import annotations
 
-import statistics
+import argparse
 import sys
 import tempfile
-import time
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 
+from benchmarks.coded_engine import engine_of, measure
 from benchmarks.record import compared, counted, finish, gpu, gpu_machine
-from benchmarks.shapes import QWEN3, random_weights, write_config
+from benchmarks.shapes import MIXTURE, QWEN3, write_config
 from benchmarks.table import Row
-from spmd_rl.model.hf import fill
-from spmd_rl.model.low_precision.coded_tensors import as_codes, as_rounded, hold_codes
+from spmd_rl.model.low_precision.coded_cache import CacheFormat
 from spmd_rl.model.low_precision.coded_weights import WeightFormat
-from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import Request, SamplingConfig
-from spmd_rl.rollout.native.config import NativeEngineConfig
-from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.rollout.native.config import GPU_PAGE_SIZE, NativeEngineConfig
 
-BATCHES = (1, 64, 256)
-PROMPT, ANSWER = 128, 192
-CFG = NativeEngineConfig(dtype="bfloat16", max_batch=max(BATCHES), num_pages=1024)
-DEVICE = torch.device("cuda")
-
-
-def engine_of(spec: ModelSpec, weights: WeightFormat) -> NativeEngine:
-    with torch.device("meta"):
-        model = CausalLM(spec).to(torch.bfloat16).requires_grad_(False)
-        hold_codes(model, spec, weights)
-    model.to_empty(device=DEVICE)
-    convert = as_codes if weights == "e4m3" else as_rounded
-    fill(model, convert(random_weights(spec), spec, "e4m3"))
-    engine = NativeEngine(model, replace(CFG, weights=weights), DEVICE)
-    engine.sink().commit(0)
-    return engine
+ANSWER = 192
+USUAL_PROMPTS = {MIXTURE: 1024}  # of other models: 128
+BATCHES = {MIXTURE: (64, 256)}
+# times as fast as bfloat16, by batch
+BARS = {"8B": {1: 1.5, 64: 1.35, 256: 1.0}, MIXTURE: {64: 1.6, 256: 1.4}}
+Found = dict[int, tuple[float, dict[int, bytes]]]
 
 
-def measure(engine: NativeEngine, batch: int) -> tuple[float, dict[int, bytes]]:
-    """Return the milliseconds of a step, and tokens and log-probs of each sample."""
-    rng = np.random.default_rng(batch)
-    sampling = SamplingConfig(max_tokens=ANSWER, ignore_eos=True)
-    for uid in range(batch):
-        prompt = rng.integers(2, 1000, PROMPT).astype(np.int32)
-        engine.submit(Request(uid, 0, prompt, sampling, seed=1))
-    times, drawn = [], {}
-    while engine.has_work:
-        began = time.perf_counter()
-        output = engine.step()
-        torch.cuda.synchronize()
-        if len(output.tokens) == batch:
-            times.append(1e3 * (time.perf_counter() - began))
-        for one in output.finished:
-            drawn[one.prompt_uid] = one.tokens.tobytes() + one.logprobs.tobytes()
-    return statistics.median(times[20:-2]), drawn
+def measured_engine(
+    spec: ModelSpec,
+    numbers: WeightFormat,
+    weights: WeightFormat,
+    cache: CacheFormat,
+    cases: tuple[int, list[int]],
+) -> Found:
+    """Return of each batch the time of a step and what was drawn."""
+    prompt, batches = cases
+    pages = -(-(prompt + ANSWER + 1) // GPU_PAGE_SIZE) * max(batches)
+    cfg = NativeEngineConfig(
+        dtype="bfloat16", max_batch=max(batches), num_pages=pages + 64, weights=weights, cache=cache
+    )
+    engine = engine_of(spec, cfg, numbers)
+    measure(engine, min(2, *batches), prompt, ANSWER)
+    found = {batch: measure(engine, batch, prompt, ANSWER) for batch in batches}
+    del engine
+    torch.cuda.empty_cache()
+    return found
 
 
-def compare(name: str) -> list[Row]:
+def compare(name: str, numbers: WeightFormat, options: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         spec = write_config(name, Path(folder))
-    found = {}
-    for weights in ("full", "e4m3"):
-        engine = engine_of(spec, weights)
-        measure(engine, 2)
-        found[weights] = {batch: measure(engine, batch) for batch in BATCHES}
-        del engine
-        torch.cuda.empty_cache()
-    rows = []
-    for batch in BATCHES:
-        (bf16, expected), (coded, drawn) = found["full"][batch], found["e4m3"][batch]
-        what = f"Qwen3-{name}, step of {batch}"
-        print(f"{what}: {coded:.3f} ms, bf16 {bf16:.3f} ms, {bf16 / coded:.2f}x", flush=True)
-        rows.append(compared(what, coded, "ms", peer="bf16", peer_value=bf16))
-        rows.append(counted(f"{what}: equal samples", [drawn[u] == expected[u] for u in expected]))
-    return rows
+    batches = options.batches or list(BATCHES.get(name, (1, 64, 256)))
+    prompt = options.prompt or USUAL_PROMPTS.get(name, 128)
+    usual: Found = {}
+    for cache in options.caches:
+        whole = measured_engine(spec, numbers, "full", cache, (prompt, batches))
+        coded = measured_engine(spec, numbers, numbers, cache, (prompt, batches))
+        usual = usual or whole
+        for found in (whole, coded):
+            if found is usual:
+                continue
+            for batch, (step, drawn) in found.items():
+                held = numbers if found is coded else f"numbers of {numbers}"
+                what = f"Qwen3-{name}, {held}, cache {cache}"
+                what += f", step of {batch} after prompts of {prompt}"
+                bf16 = usual[batch][0]
+                print(f"{what}: {step:.3f} ms, bf16 {bf16:.3f} ms, {bf16 / step:.2f}x", flush=True)
+                bar = BARS.get(name, {}).get(batch) if found is coded else None
+                most = 1 / bar if bar else None
+                yield compared(what, step, "ms", peer="bf16", peer_value=bf16, at_most=most)
+                if found is coded:
+                    equal = [drawn[uid] == one for uid, one in whole[batch][1].items()]
+                    yield counted(f"{what}: samples equal to those of the rounded engine", equal)
 
 
 def main() -> int:
-    names = [name for name in QWEN3 if name in sys.argv] or list(QWEN3)
-    rows = [row for name in names for row in compare(name)]
-    packages = ("torch", "triton")
-    return finish(
-        __file__, packages, rows, save="--save" in sys.argv, machine=gpu_machine(), **gpu()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("models", nargs="*", default=list(QWEN3))
+    parser.add_argument("--weights", nargs="+", choices=("e4m3", "int4"), default=["e4m3"])
+    parser.add_argument("--caches", nargs="+", choices=("full", "e4m3"), default=["full"])
+    parser.add_argument("--batches", type=int, nargs="+", help="by default 1, 64 and 256")
+    parser.add_argument("--prompt", type=int, help="tokens of each prompt")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    rows = [
+        row
+        for name in options.models
+        for numbers in options.weights
+        for row in compare(name, numbers, options)
+    ]
+    packages = ("torch", "triton")
+    return finish(__file__, packages, rows, save=options.save, machine=gpu_machine(), **gpu())
 
 
 if __name__ == "__main__":

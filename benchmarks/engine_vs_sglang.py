@@ -40,29 +40,39 @@ def run(peer: Peer, batch: int, prompt: int, new: int) -> dict[str, float]:
     )
 
 
+def step_ms(
+    engines: Pair, batch: int, prompt: int, repeats: int, lengths: tuple[int, int] = (SHORT, LONG)
+) -> tuple[float, float, float]:
+    """Return the milliseconds of a step of ours, of SGLang's, and of ours by its own clock."""
+    times: dict[tuple[str, int], list[float]] = {}
+    steps: list[float] = []
+    for _, engine in engines:
+        run(engine, batch, prompt, WARMUP_TOKENS)
+    for _ in range(repeats):
+        for kind, engine in engines:
+            for new in lengths:
+                reply = run(engine, batch, prompt, new)
+                times.setdefault((kind, new), []).append(reply["seconds"])
+                steps += [reply["step_s"]] if kind == "ours" else []
+    print(f"batch {batch}, prompt {prompt}: {times}", flush=True)
+    short, long = lengths
+    ours, theirs = (
+        1e3
+        * (statistics.median(times[kind, long]) - statistics.median(times[kind, short]))
+        / (long - short)
+        for kind in ("ours", "sglang")
+    )
+    return ours, theirs, 1e3 * statistics.median(steps)
+
+
 def measure(name: str, engines: Pair, repeats: int) -> Iterator[Row]:
     for batch, prompt in CASES[name]:
-        times: dict[tuple[str, int], list[float]] = {}
-        steps: list[float] = []
-        for _, engine in engines:
-            run(engine, batch, prompt, WARMUP_TOKENS)
-        for _ in range(repeats):
-            for kind, engine in engines:
-                for new in (SHORT, LONG):
-                    reply = run(engine, batch, prompt, new)
-                    times.setdefault((kind, new), []).append(reply["seconds"])
-                    steps += [reply["step_s"]] if kind == "ours" else []
-        ours, theirs = (
-            1e3
-            * (statistics.median(times[kind, LONG]) - statistics.median(times[kind, SHORT]))
-            / (LONG - SHORT)
-            for kind in ("ours", "sglang")
-        )
+        ours, theirs, clock = step_ms(engines, batch, prompt, repeats)
         what = f"Qwen3-{name}, batch {batch}, prompt {prompt}"
-        print(f"{what}: ours {ours:.2f}, SGLang {theirs:.2f} ms; {times}", flush=True)
+        print(f"{what}: ours {ours:.2f}, SGLang {theirs:.2f} ms", flush=True)
         bar = BARS.get((name, batch), 0.9 if name == MIXTURE else 1.0)
         yield compared(f"{what}: step", ours, "ms", peer="SGLang", peer_value=theirs, at_most=bar)
-        yield measured(f"{what}: our own clock around step", 1e3 * statistics.median(steps), "ms")
+        yield measured(f"{what}: our own clock around step", clock, "ms")
 
 
 if __name__ == "__main__":

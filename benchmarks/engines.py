@@ -13,11 +13,12 @@ SGLang is installed in a folder of its own, because it needs another version of 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ SGLANG_SETTINGS = (
     "max_total_num_tokens",
     "disable_overlap_schedule",
     "disable_prefill_cuda_graph",
+    "quantization",
+    "kv_cache_dtype",
 )
 
 
@@ -54,39 +57,37 @@ class Pair:
         yield from (("ours", self.ours), ("sglang", self.sglang))
 
 
+def start(
+    kind: str, folder: Path, sglang_site: str = "", settings: Mapping[str, Any] | None = None
+) -> Peer:
+    """Start "ours" or "sglang" with a model folder, and `settings` over those of its class here."""
+    site = [str(Path.cwd()), sglang_site, f"{sglang_site}/nvidia_cutlass_dsl/dsl_packages"]
+    env = {"PYTHONPATH": ":".join(site)} if sglang_site else {}
+    command = [sys.executable, "-m", "benchmarks.engines", kind, str(folder)]
+    command.append(json.dumps(dict(settings or {})))
+    return Peer(command, env, Path(tempfile.gettempdir()) / f"{kind}-{folder.name}.log")
+
+
 @contextmanager
 def pair(name: str, sglang_site: str) -> Iterator[Pair]:
     """Yield both engines, ready, with random weights of a Qwen3 shape."""
-    with tempfile.TemporaryDirectory(prefix="shape-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder, ExitStack() as stack:
         subprocess.run([sys.executable, "-m", "benchmarks.shapes", name, folder], check=True)
-        env = {
-            "PYTHONPATH": ":".join(
-                [
-                    str(Path.cwd()),
-                    sglang_site,
-                    f"{sglang_site}/nvidia_cutlass_dsl/dsl_packages",
-                ]
-            )
-        }
 
-        def start(kind: str, env: dict[str, str]) -> Peer:
-            command = [sys.executable, "-m", "benchmarks.engines", kind, folder]
-            return stack.enter_context(
-                Peer(command, env, Path(tempfile.gettempdir()) / f"{kind}-{name}.log")
-            )
+        def started(kind: str, site: str) -> Peer:
+            return stack.enter_context(start(kind, Path(folder), site))
 
-        with ExitStack() as stack:
-            with ThreadPoolExecutor() as pool:
-                ours, sglang = pool.map(start, ("ours", "sglang"), ({}, env))
-            given = sglang.ask(facts=True)["max_total_num_tokens"]
-            if given != KV_TOKENS:
-                raise RuntimeError(f"SGLang has room for {given} tokens, ours for {KV_TOKENS}")
-            yield Pair(ours, sglang)
+        with ThreadPoolExecutor() as pool:
+            ours, sglang = pool.map(started, ("ours", "sglang"), ("", sglang_site))
+        given = sglang.ask(facts=True)["max_total_num_tokens"]
+        if given != KV_TOKENS:
+            raise RuntimeError(f"SGLang has room for {given} tokens, ours for {KV_TOKENS}")
+        yield Pair(ours, sglang)
 
 
-def versions(pair: Pair) -> dict[str, str]:
+def versions(sglang: Peer) -> dict[str, str]:
     """Return SGLang's version, and the settings that it runs with."""
-    facts = pair.sglang.ask(facts=True)
+    facts = sglang.ask(facts=True)
     return {"sglang": facts["version"]} | {
         f"sglang {name}": str(facts[name]) for name in SGLANG_SETTINGS
     }
@@ -104,20 +105,30 @@ class Contender(Protocol):
 
 
 class Ours:
-    def __init__(self, folder: str) -> None:
+    """Our engine, with the folder's weights, or with random ones where it has none."""
+
+    def __init__(self, folder: str, settings: dict[str, Any]) -> None:
         import torch
 
+        from benchmarks.coded_engine import engine_of
+        from spmd_rl.model.read import read_spec
+        from spmd_rl.model.weight_files import has_weights
         from spmd_rl.rollout.native.build import build
         from spmd_rl.rollout.native.config import NativeEngineConfig
 
-        cfg = NativeEngineConfig(
-            page_size=PAGE_SIZE,
-            num_pages=KV_TOKENS // PAGE_SIZE,
-            max_batch=MAX_BATCH,
-            max_step_tokens=STEP_TOKENS,
-            dtype="bfloat16",
+        usual = {
+            "page_size": PAGE_SIZE,
+            "num_pages": KV_TOKENS // PAGE_SIZE,
+            "max_batch": MAX_BATCH,
+            "max_step_tokens": STEP_TOKENS,
+            "dtype": "bfloat16",
+        }
+        cfg = NativeEngineConfig(**usual | settings)
+        self.engine = (
+            build(cfg, folder, torch.device("cuda"), str)
+            if has_weights(folder)
+            else engine_of(read_spec(folder), cfg, cfg.weights)
         )
-        self.engine = build(cfg, folder, torch.device("cuda"), str)
 
     def generate(self, prompts: list[NDArray[np.int32]], new_tokens: list[int]) -> dict[str, Any]:
         from spmd_rl.rollout.engine import Request, SamplingConfig
@@ -150,20 +161,20 @@ class Ours:
 
 
 class SgLang:
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, settings: dict[str, Any]) -> None:
         import sglang
 
-        self.engine = sglang.Engine(
-            model_path=folder,
-            skip_tokenizer_init=True,
-            attention_backend="fa3",
-            max_total_tokens=KV_TOKENS,
-            max_running_requests=MAX_BATCH,
-            mem_fraction_static=SGLANG_MEMORY,
-            cuda_graph_max_bs_decode=MAX_BATCH,
-            random_seed=0,
-            log_level="warning",
-        )
+        usual = {
+            "skip_tokenizer_init": True,
+            "attention_backend": "fa3",
+            "max_total_tokens": KV_TOKENS,
+            "max_running_requests": MAX_BATCH,
+            "mem_fraction_static": SGLANG_MEMORY,
+            "cuda_graph_max_bs_decode": MAX_BATCH,
+            "random_seed": 0,
+            "log_level": "warning",
+        }
+        self.engine = sglang.Engine(model_path=folder, **usual | settings)
 
     def generate(self, prompts: list[NDArray[np.int32]], new_tokens: list[int]) -> dict[str, Any]:
         params = [
@@ -180,8 +191,9 @@ class SgLang:
         return {"version": version("sglang")} | {name: said.get(name) for name in SGLANG_SETTINGS}
 
 
-def serve(kind: str, folder: str) -> None:
-    contender: Contender = Ours(folder) if kind == "ours" else SgLang(folder)
+def serve(kind: str, folder: str, settings: dict[str, Any]) -> None:
+    made = Ours if kind == "ours" else SgLang
+    contender: Contender = made(folder, settings)
     laps = Laps()
     while True:
         request = laps.request()
@@ -205,5 +217,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=("ours", "sglang"))
     parser.add_argument("folder")
+    parser.add_argument("settings", type=json.loads)
     options = parser.parse_args()
-    serve(options.kind, options.folder)
+    serve(options.kind, options.folder, options.settings)

@@ -28,7 +28,7 @@ def beside_sglang(
     rows: list[Row] = []
     for name in options.models:
         with pair(name, options.sglang) as engines:
-            found = versions(engines)
+            found = versions(engines.sglang)
             rows += measure(name, engines, options.repeats)
     facts = gpu() | found
     return finish(
