@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import spmd_rl as rl
 from spmd_rl.controller.capabilities import WeightProvider, WeightReceiver
+from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.model.read import read_spec
 
 if TYPE_CHECKING:
@@ -43,18 +44,22 @@ def masters(shape_folder: str, device: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return flat, {name: part.view(shape) for (name, shape), part in parts}
 
 
-def engine(shape_folder: str, device: Any, num_pages: int = 512) -> NativeEngine:
+def engine(
+    shape_folder: str, device: Any, num_pages: int = 512, weights: WeightFormat = "full"
+) -> NativeEngine:
     """Return an engine with unset weights and little KV memory."""
     import torch
 
+    from spmd_rl.model.low_precision.coded_tensors import hold_codes
     from spmd_rl.model.network import CausalLM
     from spmd_rl.rollout.native.engine import NativeEngine
 
+    spec = read_spec(shape_folder)
     with torch.device("meta"):
-        model = CausalLM(read_spec(shape_folder))
-    dtype = torch.bfloat16
-    model = model.to(dtype).to_empty(device=device).requires_grad_(False)
-    cfg = rl.NativeEngineConfig(dtype="bfloat16", max_batch=8, num_pages=num_pages)
+        model = CausalLM(spec).to(torch.bfloat16).requires_grad_(False)
+        hold_codes(model, spec, weights)
+    model.to_empty(device=device)
+    cfg = rl.NativeEngineConfig(dtype="bfloat16", max_batch=8, num_pages=num_pages, weights=weights)
     return NativeEngine(model, cfg, device)
 
 
