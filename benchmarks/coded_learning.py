@@ -2,10 +2,13 @@
 values in 8 bits too, several seeds of each.
 
     python -m benchmarks.coded_learning arithmetic --save
+    python -m benchmarks.coded_learning arithmetic_gpu --at-once 9 --machine h100 --save \
+        --engine.num_pages=1024 --engine.page_size=128
     python -m benchmarks.coded_learning instructions --machine h100 --save
 
-The runs of a seed differ in the formats alone. They take place one after the other on one rank.
-The instructions need the folders that examples/instructions/README.md makes, and a GPU.
+The runs of a seed differ in the formats alone. Each has one rank. They take place one after the
+other, or several at once, which then share a GPU: no time is reported. The instructions need the
+folders that examples/instructions/README.md makes, and a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,10 @@ from benchmarks.table import Row
 PACKAGES = ("torch", "transformers", "numpy", "pyzmq", "msgspec")
 RECIPES = {  # of an example: what is run, and with which settings
     "arithmetic": ["examples/arithmetic/recipe.py", "--config=examples/arithmetic/demo.toml"],
+    "arithmetic_gpu": [
+        "examples/arithmetic/recipe.py",
+        "--config=examples/arithmetic/gpu.toml",
+    ],
     "instructions": ["grpo", "--config=examples/instructions/gpu.toml"],
 }
 WEIGHTS = ["--trainer.weights=e4m3", "--engine.weights=e4m3"]
@@ -38,14 +46,17 @@ RUN = "import sys; from spmd_rl.cli.main import main; sys.exit(main())"
 Steps = list[dict[str, Any]]
 
 
-def steps_of(words: Sequence[str], seed: int, folder: Path) -> Steps:
-    """Run an example once, and return the metrics of its training steps."""
+def steps_of(kind: str, words: Sequence[str], seed: int) -> Steps:
+    """Run an example once in a format, and return the metrics of its training steps."""
     seeds = [f"--run.seed={seed}", f"--trainer.seed={seed}"]
-    where = [f"--run.folder={folder}", "--run.name=one", "--nproc=1"]
-    command = [sys.executable, "-c", RUN, "run", *words, *seeds, *where]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = (folder / "one/metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["step"] > 0 and "reward/mean" in row]
+    with tempfile.TemporaryDirectory() as folder:
+        where = [f"--run.folder={folder}", "--run.name=one", "--nproc=1"]
+        command = [sys.executable, "-c", RUN, "run", *words, *seeds, *where]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        rows = map(json.loads, Path(folder, "one/metrics.jsonl").read_text().splitlines())
+        steps = [row for row in rows if row["step"] > 0 and "reward/mean" in row]
+    print(f"{kind}, seed {seed}: {last_reward(steps):.4f}", flush=True)
+    return steps
 
 
 def last_reward(steps: Steps) -> float:
@@ -81,16 +92,19 @@ def compare(script: str, doc: str | None, formats: Mapping[str, Sequence[str]]) 
     )
     parser.add_argument("example", choices=RECIPES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--at-once", type=int, default=1, help="runs that share the machine")
     parser.add_argument("--machine", default=MACHINE)
     parser.add_argument("--save", action="store_true")
     options, words = parser.parse_known_args()
+    own = [*RECIPES[options.example], *words]
+    planned = [
+        (kind, [*own, *given], seed) for seed in options.seeds for kind, given in formats.items()
+    ]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        ended = list(pool.map(steps_of, *zip(*planned, strict=True)))
     found: dict[str, dict[int, Steps]] = {kind: {} for kind in formats}
-    for seed in options.seeds:
-        for kind, words_of_format in formats.items():
-            with tempfile.TemporaryDirectory() as folder:
-                given = [*RECIPES[options.example], *words_of_format, *words]
-                found[kind][seed] = steps_of(given, seed, Path(folder))
-            print(f"{kind}, seed {seed}: {last_reward(found[kind][seed]):.4f}", flush=True)
+    for (kind, _, seed), steps in zip(planned, ended, strict=True):
+        found[kind][seed] = steps
     rows = list(rows_of(found, options.example))
     return finish(script, PACKAGES, rows, save=options.save, rooms=A_RUN, machine=options.machine)
 
