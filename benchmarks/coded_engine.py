@@ -26,12 +26,10 @@ DEVICE = torch.device("cuda")
 FIRST_STEPS, LAST_STEPS = 20, 2  # that are not timed, of those in which all sequences run
 
 
-def engine_of(
-    spec: ModelSpec, cfg: NativeEngineConfig, numbers: WeightFormat, reserved_bytes: int = 0
-) -> NativeEngine:
-    """Return an engine whose weights are the numbers that codes of a format stand for.
+def model_of(spec: ModelSpec, cfg: NativeEngineConfig, numbers: WeightFormat) -> CausalLM:
+    """Return a model whose weights are the numbers that codes of a format stand for.
 
-    It holds codes where its config says so. `reserved_bytes` is as in `build`.
+    It holds codes where the config says so, else the numbers in bfloat16.
     """
     with torch.device("meta"):
         model = CausalLM(spec, exponents=kv_exponents(cfg))
@@ -40,6 +38,14 @@ def engine_of(
     model.to_empty(device=DEVICE)
     convert = as_rounded if cfg.weights == "full" else as_codes
     fill(model, convert(random_weights(spec), spec, numbers))
+    return model
+
+
+def engine_of(
+    spec: ModelSpec, cfg: NativeEngineConfig, numbers: WeightFormat, reserved_bytes: int = 0
+) -> NativeEngine:
+    """Return an engine with the model of `model_of`. `reserved_bytes` is as in `build`."""
+    model = model_of(spec, cfg, numbers)
     engine = NativeEngine(model, cfg, DEVICE, reserved_bytes=reserved_bytes)
     engine.sink().commit(0)
     return engine
