@@ -30,6 +30,7 @@ from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.plan.layout import Box
 from spmd_rl.weights.plan.layout_rules import compressed
 from spmd_rl.weights.plan.moves import Traffic, plan_moves
+from spmd_rl.weights.proof import source_digests
 from spmd_rl.weights.proof.verification import Verifier
 from spmd_rl.weights.tensor_ends import CopyingSink, do_nothing
 from tests.dist.train_case import make_batch
@@ -236,11 +237,15 @@ def test_what_does_not_know_codes_is_refused(
         TrainerConfig(weights=weights, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("made_bytes", [1, 20_000, source_digests.MADE_BYTES])
 @pytest.mark.parametrize("weights", FORMATS)
 def test_one_code_that_differs_after_a_push_is_found_and_named(
-    new_trainer: NewTrainer, weights: str
+    new_trainer: NewTrainer, weights: str, made_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With codes of 4 bits, the flipped bit is one of the code in the high half of a byte."""
+    """With codes of 4 bits, the flipped bit is one of the code in the high half of a byte. The
+    source makes boxes one by one, several at once, or all.
+    """
+    monkeypatch.setattr(source_digests, "MADE_BYTES", made_bytes)
     trainer = new_trainer(weights=weights)
     verifier, held, traffic = verified(trainer, weights)
     spec = trainer.backend.scorer.model.spec
