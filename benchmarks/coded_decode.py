@@ -10,6 +10,7 @@ that these stand for. Both are compared with their log-probs.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -45,12 +46,17 @@ def measured_engine(
     prompt, batches = cases
     pages = -(-(prompt + ANSWER + 1) // GPU_PAGE_SIZE) * max(batches)
     cfg = NativeEngineConfig(
-        dtype="bfloat16", max_batch=max(batches), num_pages=pages + 64, weights=weights, cache=cache
+        dtype="bfloat16",
+        max_batch=2 * max(batches),  # the last rows would wait for others to end
+        num_pages=pages + 2 * max(batches),
+        weights=weights,
+        cache=cache,
     )
     engine = engine_of(spec, cfg, numbers)
     measure(engine, min(2, *batches), prompt, ANSWER)
     found = {batch: measure(engine, batch, prompt, ANSWER) for batch in batches}
     del engine
+    gc.collect()
     torch.cuda.empty_cache()
     return found
 

@@ -11,6 +11,7 @@ to 512, so that sequences come and go. At last one code of the engine is flipped
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -109,6 +110,7 @@ def main() -> int:
             spec = write_config(name, Path(folder))
         for kind in options.formats:
             rows += rows_of(name, kind, spec, options.sequences)
+            gc.collect()
             torch.cuda.empty_cache()
     packages = ("torch", "triton", "flash-attn-4")
     return finish(__file__, packages, rows, save=options.save, machine=gpu_machine(), **gpu())
