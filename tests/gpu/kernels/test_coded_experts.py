@@ -90,5 +90,5 @@ def test_control_one_code_of_one_expert_changes_the_output(of_codes: str, rows, 
     x = rows("normal", 64, SIZES["tiny"].hidden)
     assert unequal(coded(x), plain(x)) == 0
     chosen = int(linear_fp32(x, coded.gate.weight)[0].argmax())
-    codes_of(coded, "down_proj")[chosen].codes.view(torch.uint8)[3, 5] ^= 0x40
+    codes_of(coded, "down_proj")[chosen].codes.view(torch.uint8)[3, 5] ^= 0x44
     assert unequal(coded(x), plain(x)) > 0
