@@ -19,6 +19,7 @@ from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.lifecycle.controller_process import describe_exit
 from spmd_rl.controller.lifecycle.orphans import Orphans
 from spmd_rl.mesh.private_folder import PrivateFolder
+from spmd_rl.mesh.shared_gpus import ranks_per_gpu
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -37,10 +38,10 @@ Rank = Callable[[list[str]], int]
 def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grace_s: float) -> int:
     """Run `num_ranks` ranks on this machine, print how the run ended, and return its exit code.
 
-    With 0 there is one rank for each GPU, else one. Each calls `rank(words)` for its exit code. The
-    ranks are forked from this process, which has imported torch and never touches CUDA: that saves
-    each of them seconds of start-up. When one fails, all are restarted, `max_restarts` times at
-    most. After a SIGTERM they have `grace_s` and a little more.
+    With 0 there are as many ranks as the GPUs may have, else one. Each calls `rank(words)` for its
+    exit code. The ranks are forked from this process, which has imported torch and never touches
+    CUDA: that saves each of them seconds of start-up. When one fails, all are restarted,
+    `max_restarts` times at most. After a SIGTERM they have `grace_s` and a little more.
     Blocks: until all ranks have ended.
     """
     _set_environment(grace_s)
@@ -96,7 +97,7 @@ def _launch_config(num_ranks: int, max_restarts: int, folder: Path) -> LaunchCon
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=num_ranks or torch.cuda.device_count() or 1,
+        nproc_per_node=num_ranks or torch.cuda.device_count() * ranks_per_gpu() or 1,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint=str(folder / "rendezvous"),

@@ -74,11 +74,7 @@ class RoleContext:
 
     @property
     def device(self) -> torch.device:
-        import torch
-
-        if self.world.device == "cuda":
-            return torch.device("cuda", self.world.local_rank)
-        return torch.device("cpu")
+        return self.world.own_device
 
     @property
     def shard_size(self) -> int:

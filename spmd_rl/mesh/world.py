@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Literal
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.private_folder import meeting_folder
+from spmd_rl.mesh.shared_gpus import gpu_of, variables_of_sharing
 from spmd_rl.mkl import warm_up_functions
 from spmd_rl.observe.provenance import num_processors
 
 if TYPE_CHECKING:
+    import torch
     from torch._C._distributed_c10d import Store
 
 JOIN_TIMEOUT = timedelta(minutes=5)
@@ -77,6 +79,16 @@ class World:
 
         return "cuda" if torch.cuda.is_available() else "cpu"
 
+    @property
+    def own_device(self) -> torch.device:
+        """The device of this rank. Raises: ConfigError where the ranks of its host are too many."""
+        import torch
+
+        if self.device == "cpu":
+            return torch.device("cpu")
+        num_gpus = torch.cuda.device_count()
+        return torch.device("cuda", gpu_of(self.local_rank, self.local_size, num_gpus))
+
 
 def open_store(world: World) -> Store:
     """Open the key-value store in which the ranks of this start find each other.
@@ -125,20 +137,33 @@ def join(world: World, store: Store) -> None:
     import torch
     import torch.distributed as dist
 
-    device_id = None
-    if world.device == "cuda":
-        device_id = torch.device("cuda", world.local_rank)
+    on_gpu, device_id = world.device == "cuda", None
+    if on_gpu:
+        device_id = world.own_device
+        _prepare_sharing(world)
         torch.cuda.set_device(device_id)
     if "OMP_NUM_THREADS" not in os.environ:
         share = max(1, num_processors() // world.local_size)
         default = torch.get_num_threads()
-        torch.set_num_threads(min(share, default) if world.device == "cuda" else share)
+        torch.set_num_threads(min(share, default) if on_gpu else share)
     warm_up_functions()
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if world.device == "cuda" else "gloo",
+        backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device_id,
     )
+
+
+def _prepare_sharing(world: World) -> None:
+    """Let ranks share the GPUs of this host, where it has fewer of them than ranks."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if world.local_size > num_gpus:
+        host, is_only_host = f"{world.run_id} {world.node}", world.num_nodes == 1
+        variables = variables_of_sharing(host, world.local_rank, num_gpus, is_only_host)
+        for name, value in variables.items():
+            os.environ.setdefault(name, value)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from spmd_rl.controller.sleepers import SleepPolicy
 from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.mesh.shared_gpus import ranks_per_gpu
 from spmd_rl.model.low_precision.coded_cache import format_sentences
 from spmd_rl.offload.host_limit import host_bytes_left
 from spmd_rl.plan.needs import RunNeeds
@@ -81,8 +82,9 @@ def sleep_policy(
 
 
 def gpu_bytes() -> int | None:
-    """Return the memory of this process's first GPU; None where it sees none. It needs no torch,
-    and makes no context.
+    """Return a rank's part of the memory of this process's first GPU; None where it sees none.
+
+    It needs no torch, and makes no context.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -93,4 +95,4 @@ def gpu_bytes() -> int | None:
         return None
     if driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
         return None
-    return size.value
+    return size.value // ranks_per_gpu()

@@ -9,6 +9,7 @@ import torch
 
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.kernels.linear.shard_exchange import ShardExchange
+from spmd_rl.mesh.shared_gpus import ranks_per_gpu
 from spmd_rl.model.attention import backend_of
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import as_size
@@ -90,10 +91,11 @@ def auto_pages(
 
 def _gpu_budget(cfg: NativeEngineConfig, device: torch.device, reserved_bytes: int) -> int:
     """Return the bytes left for pages beside what is reserved, or what is in use now if that is
-    more.
+    more. Ranks that share a GPU have equal parts of it.
     """
     torch.cuda.empty_cache()  # memory that torch's allocator keeps for later counts as free
-    free_bytes, capacity_bytes = torch.cuda.mem_get_info(device)
+    num_ranks = ranks_per_gpu()
+    free_bytes, capacity_bytes = (one // num_ranks for one in torch.cuda.mem_get_info(device))
     in_use_bytes = capacity_bytes - free_bytes
     left = kv_budget(capacity_bytes, cfg.memory_fraction, max(reserved_bytes, in_use_bytes))
     return left if reserved_bytes else min(left, int(free_bytes * FREE_SHARE))

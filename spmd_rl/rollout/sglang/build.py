@@ -15,6 +15,7 @@ import torch
 from spmd_rl.errors import LostRankError, ResidencyError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.private_folder import PrivateFolder
+from spmd_rl.mesh.shared_gpus import refuse_shared_gpus
 from spmd_rl.model.layers.route_shape import RouteShape
 from spmd_rl.model.low_precision.block_fp8 import refuse_for_sglang
 from spmd_rl.model.read import read_spec
@@ -156,6 +157,7 @@ def start(
     check_sizes(spec, tp.size)
     fraction = None
     if device.type == "cuda":
+        refuse_shared_gpus('engine.kind = "sglang"')
         weight_bytes = spec.num_parameters * ITEM_BYTES[dtype] // tp.size
         memory = torch.cuda.mem_get_info(device)
         fraction = static_fraction(cfg, memory, weight_bytes, reserved_bytes)
