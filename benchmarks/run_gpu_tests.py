@@ -82,7 +82,7 @@ class GpuFile(NamedTuple):
 class Host:
     """GPUs of this host, and which files run on them.
 
-    A file that wants more GPUs than there are gets all: its tests skip what they cannot do.
+    A file that wants more GPUs than there are gets all, and its ranks share them.
     """
 
     def __init__(self, gpus: list[str]) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.shared_gpus import ranks_of, sharing
 from tests.system import chaos_processes as processes
 
 REPO = Path(__file__).parents[2]
@@ -126,7 +127,8 @@ class Run:
             k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))
         }
         search = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return base | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.cwd)}
+        own = {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.cwd)}
+        return base | own | sharing(ranks_of(self.words))
 
     def start(self) -> int:
         """Start the run, let it end by itself, and return the exit code."""

@@ -5,17 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.grpo_proof import broken_promises
 from tests.gpu.recipes.runs import new_run, proof, together, write_model
 from tests.gpu.recipes.test_settings import MIXTURE
 from tests.system.kill_resume import Outcome, Run, differences
 
-pytestmark = [
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.timeout(400)
 
 SHARED = ["grpo", "--nproc=2", "--split.infer.ep=2"]
 WAYS = {

@@ -6,16 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.dist.torchrun import torchrun
 
-NUM_GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs"),
-]
-SIZES = [tp for tp in (2, 4) if tp <= NUM_GPUS] or [2]
+pytestmark = pytest.mark.timeout(400)
+SIZES = (2, 4)
 Report = list[dict[str, Any]]
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from spmd_rl.kernels.moe.deep_ep_buffer import PACKAGE
 from spmd_rl.kernels.runtime.versions import installed
@@ -19,23 +18,21 @@ from tests.dist.torchrun import ROOT, torchrun
 from tests.dist.train_case import write_model_folder
 from tests.gpu.train.conftest import SIZES
 from tests.gpu.train.test_experts import EXPERTS
+from tests.shared_gpus import sharing
 
 pytest.importorskip("triton")
 
 from tests.gpu.train.expert_ranks import CASES, GATHERS
 
-NUM_GPUS = torch.cuda.device_count()
+NUM_RANKS = (2, 4)
 KINDS = ["torch", "deep_ep"]
 LOSSES = [f"{kind} {place}" for kind in KINDS for place in ("dispatch", "combine")]
 LOSSES += ["symm gather"]
 LOST_S = 90.0  # start-up included
 Report = Any
 
-pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
-SIZES_HERE = [size for size in (2, 4) if size <= NUM_GPUS] or [2]
 
-
-@pytest.fixture(scope="module", params=SIZES_HERE, ids=lambda size: f"{size} GPUs")
+@pytest.fixture(scope="module", params=NUM_RANKS, ids=lambda size: f"{size} ranks")
 def num_ranks(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
@@ -153,18 +150,19 @@ def test_steps_do_not_depend_on_how_many_gpus_share_experts(
         pytest.skip("only the first log-probs were compared: it needs FlashAttention-4")
 
 
-@pytest.mark.parametrize("num_gpus", SIZES_HERE)
+@pytest.mark.parametrize("size", NUM_RANKS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_lost_rank_ends_those_that_wait_for_its_rows(
-    loss: str, num_gpus: int, tmp_path: Path, record_property: Callable[[str, object], None]
+    loss: str, size: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Long before DeepEP's own limit of 100 seconds."""
     needs(loss.split()[0])
     struck = tmp_path / "struck"
     script = Path(__file__).with_name("expert_ranks.py")
-    words = [str(num_gpus), str(script), f"lose {loss}", str(tmp_path), str(struck)]
+    words = [str(size), str(script), f"lose {loss}", str(tmp_path), str(struck)]
     search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    process = Launched(words, ROOT, os.environ | {"PYTHONPATH": search}, run_script)
+    variables = os.environ | {"PYTHONPATH": search} | sharing(size)
+    process = Launched(words, ROOT, variables, run_script)
     try:
         said = "".join(process.communicate(LOST_S))
     finally:

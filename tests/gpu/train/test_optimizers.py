@@ -116,7 +116,6 @@ def test_the_optimizers_are_the_libraries_bit_for_bit(
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
     one, two = (
         torchrun(

@@ -1,4 +1,4 @@
-"""Sequences, and parts of a batch, over 2 GPUs: the bits of one GPU."""
+"""Sequences, and parts of a batch, over 2 ranks: the bits of one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from tests.dist.torchrun import torchrun
 from tests.dist.train_case import write_model_folder
 from tests.gpu.train.conftest import SIZES
-
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.dist.torchrun import torchrun
 from tests.dist.train_case import write_model_folder
 from tests.gpu.train.conftest import SIZES
-
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 VOCAB = 509  # whose parts are not alike
 

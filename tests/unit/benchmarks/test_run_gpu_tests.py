@@ -50,8 +50,9 @@ def test_files_that_read_the_free_memory_of_a_gpu_are_alone() -> None:
     assert all((ROOT / TESTS / name).exists() for name in NEEDS)
 
 
-def test_files_that_count_the_gpus_get_several() -> None:
-    assert texts("device_count()") == {name for name, needs in NEEDS.items() if needs.num_gpus > 1}
+def test_files_that_start_several_ranks_get_several_gpus() -> None:
+    starting = texts("torchrun(", "--nproc=2")
+    assert starting == {name for name, needs in NEEDS.items() if needs.num_gpus > 1}
 
 
 def test_all_files_are_chosen_but_for_what_is_named() -> None:
