@@ -46,8 +46,8 @@ class SharedTokens:
         return len(range(self.group.rank(), self.count, self.group.size()))
 
     def own(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens of `x` [T, ...]."""
-        return x[self.group.rank() :: self.group.size()]
+        """Return this rank's tokens of `x` [T, ...], side by side as kernels read them."""
+        return x[self.group.rank() :: self.group.size()].contiguous()
 
     def own_rows(self, x: Tensor) -> Tensor:
         """Return this rank's rows of `x` [T, ...]; padding is zero. Shape: returns [N, ...]."""

@@ -53,8 +53,8 @@ def deal_to_rank(micro: MicroBatch, context: RankPart, multiple: int, least: int
     chosen = (whole.rows % count == index).nonzero()[:, 0]
     return replace(
         whole,
-        tokens=whole.tokens[index::count],
-        positions=whole.positions[index::count],
+        tokens=whole.tokens[index::count].contiguous(),  # as kernels read them
+        positions=whole.positions[index::count].contiguous(),
         rows=whole.rows[chosen] // count,
         scored=whole.scored[chosen],
     )

@@ -90,6 +90,7 @@ def test_tokens_in_turn_leave_prompts_shared(cp: int, multiple: int, least: int)
         assert len(one.tokens) % multiple == 0
         assert one.lengths.sum() == num_tokens
         np.testing.assert_array_equal(one.prefixes[: len(micro.prefixes)], micro.prefixes)
+        assert one.tokens.is_contiguous() and one.positions.is_contiguous(), "kernels read them so"
         assert torch.equal(one.tokens[one.rows], micro.tokens[micro.rows[one.scored]])
         assert torch.equal(one.positions[one.rows], micro.positions[micro.rows[one.scored]])
 
