@@ -94,12 +94,15 @@ class DeepEpBuffer:
 
         Shape: x [T, C], ids [T, K] int64.
         """
+        wanted = ids.to(self._id_dtype).contiguous()
+        if not len(wanted):  # the kernel wants no address, as `ones` of no rows has none
+            wanted = torch.empty_like(wanted)
         rows, own, _, _, handle, _ = self.buffer.dispatch(
             x.contiguous(),
             num_tokens_per_rank=layout.per_rank,
             is_token_in_rank=layout.wants,
             num_tokens_per_expert=layout.per_expert,
-            topk_idx=ids.to(self._id_dtype).contiguous(),
+            topk_idx=wanted,
             topk_weights=torch.ones(ids.shape, device=ids.device),
             num_worst_tokens=max(num_rows, 1),  # without it, it waits on the host
         )
