@@ -84,7 +84,7 @@ def running_on(device: torch.device, tensor_group: dist.ProcessGroup) -> Iterato
     """
     with contextlib.ExitStack() as stack:
         on_cpu = [] if device.type == "cuda" else list(_stand_ins())
-        for owner, name, stand_in in (*_without_globals(tensor_group), *on_cpu):
+        for owner, name, stand_in in (*_everywhere(tensor_group), *on_cpu):
             stack.callback(setattr, owner, name, getattr(owner, name, None))
             setattr(owner, name, stand_in)
         if on_cpu:
@@ -92,22 +92,27 @@ def running_on(device: torch.device, tensor_group: dist.ProcessGroup) -> Iterato
         yield
 
 
-def _without_globals(group: dist.ProcessGroup) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the module, name and stand-in of what reads the ranks along tp from a global."""
+def _everywhere(group: dist.ProcessGroup) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the module, name and stand-in of what is wrong on any device: it reads the ranks along
+    tp from a global, or a name that nothing defines.
+    """
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer import attention
+    from megatron.core.transformer.moe import moe_utils
 
     def gather(x: Tensor, **_: Any) -> Tensor:
         return mappings.all_gather_last_dim_from_tensor_parallel_region(x, group=group)
 
     yield attention, "all_gather_last_dim_from_tensor_parallel_region", gather
     yield attention, "get_tensor_model_parallel_rank", group.rank
+    # 0.16.1 forgets it where there is no transformer-engine
+    yield moe_utils, "te_general_gemm", getattr(moe_utils, "te_general_gemm", None)
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """Yield the module, name and stand-in of what Megatron-core calls on GPUs alone."""
     from megatron.core.tensor_parallel import mappings, random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     gather, add = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
     yield mappings, "_gather_along_first_dim", gathering(gather)
@@ -122,8 +127,6 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield random, "_set_cuda_rng_state", _nothing
     # splits of an all-to-all, which become host arrays only where they are on a GPU
     yield token_dispatcher, "maybe_move_tensor_to_cpu", _as_host_array
-    # 0.16.1 forgets it where there is no transformer-engine
-    yield moe_utils, "te_general_gemm", getattr(moe_utils, "te_general_gemm", None)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
