@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,4 +42,13 @@ def test_runs_are_those_of_engines_with_all_experts(
     for compared, mismatched in proof(run):
         assert compared > 1000
         assert mismatched == 0
-    assert differences(outcome, runs["all experts each"][1]) == []
+    assert differences(without_push(outcome), without_push(runs["all experts each"][1])) == []
+
+
+def without_push(outcome: Outcome) -> Outcome:
+    """The same without the counts of pushed tensors: ranks that share experts get fewer."""
+    rows = [
+        {key: value for key, value in row.items() if not key.startswith("sync/")}
+        for row in outcome.metrics
+    ]
+    return replace(outcome, metrics=rows)
