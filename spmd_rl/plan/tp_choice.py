@@ -139,7 +139,7 @@ def lines(choice: TpChoice) -> Iterator[str]:
         yield f"{mark} {floor.tp:<16}" + "".join(f"{cell:>12}" for cell in cells)
     yield f"  least time with {choice.why}"
     if any(floor.tp > 1 for floor in choice.floors):
-        yield "  no native engine with tp above 1 has run on a GPU"
+        yield "  no native engine with tp above 1 was timed on a GPU"
 
 
 def _steps(
