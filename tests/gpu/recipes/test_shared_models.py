@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.grpo_proof import broken_promises
 from tests.gpu.recipes.runs import new_run, proof, together
+from tests.shared_gpus import can_run
 from tests.system.kill_resume import Outcome, Run, differences
 
 pytestmark = pytest.mark.timeout(400)
@@ -17,8 +18,9 @@ WAYS = {
     "recorded": SHARED,
     "recorded, few pages": [*SHARED, "--engine.num_pages=24"],
     "eager": [*SHARED, "--engine.cuda_graphs=false"],
-    "four ranks": ["grpo", "--nproc=4", "--split.infer.tp=4"],
 }
+if can_run(4):
+    WAYS["four ranks"] = ["grpo", "--nproc=4", "--split.infer.tp=4"]
 
 
 @pytest.fixture(scope="module")
