@@ -42,19 +42,22 @@ def compiled_decoding(
 
     It takes (q, keys, values, out, log_sum, num_keys, pages, tile_counter).
     """
-    kernel = Decoding(
-        cutlass.BFloat16,
-        dim,
-        dim,
-        tile_m=TILE[0],
-        tile_n=TILE[1],
-        num_stages=2,
-        num_threads=256,
-        pack_gqa=False,
-        intra_wg_overlap=blocks == 1,
-    )
+    kernel = Decoding(**shape_of_kernel(dim), num_stages=2, intra_wg_overlap=blocks == 1)
     kernel.blocks_on_an_sm, kernel.max_blocks, kernel.repeats = blocks, blocks * num_sms, repeats
-    q, keys, values, out = (tensor(cutlass.BFloat16, 4) for _ in range(4))
+    kernel.has_one_page_of_values = blocks == 2
+    return compiled(kernel, cutlass.BFloat16, with_log_sum)
+
+
+def shape_of_kernel(dim: int) -> dict[str, Any]:
+    """Return what the package's kernel is made with, which decides on its sums."""
+    sizes = {"head_dim": dim, "head_dim_v": dim, "tile_m": TILE[0], "tile_n": TILE[1]}
+    return {"dtype": cutlass.BFloat16, "num_threads": 256, "pack_gqa": False, **sizes}
+
+
+def compiled(kernel: Decoding, of_cache: Any, with_log_sum: bool) -> Callable[..., None]:
+    """Compile a kernel for keys and values of the dtype `of_cache`."""
+    q, out = (tensor(cutlass.BFloat16, 4) for _ in range(2))
+    keys, values = (tensor(of_cache, 4) for _ in range(2))
     log_sum = tensor(cutlass.Float32, 3) if with_log_sum else None
     num_keys, pages, tile_counter = tensor(Int32, 1), tensor(Int32, 2), tensor(Int32, 1)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -65,12 +68,12 @@ def compiled_decoding(
 def tensor(dtype: Any, rank: int) -> Any:
     """Describe a tensor of any size that is dense along its last dimension.
 
-    Tensors of 16-bit numbers begin at multiples of 16 bytes.
+    Tensors of numbers of 16 bits and less begin at multiples of 16 bytes.
     """
     shape = tuple(cute.sym_int() for _ in range(rank))
     stride = *(cute.sym_int64() for _ in range(rank - 1)), 1
     return cute.runtime.make_fake_tensor(
-        dtype, shape, stride, assumed_align=16 if dtype.width == 16 else 4
+        dtype, shape, stride, assumed_align=16 if dtype.width <= 16 else 4
     )
 
 
@@ -99,29 +102,25 @@ class Decoding(DecodeLoads, FlashAttentionForwardSm90):  # type: ignore[misc]
 
         Each block has room for two pages of keys then, but for one page of values.
         """
-        if self.blocks_on_an_sm == 2:
-            rows, columns, stages = layout.outer.shape
-            nowhere = 0 if isinstance(stages, int) else (0,) * len(stages)
-            outer = cute.make_layout(
-                (rows, columns, stages), stride=(*layout.outer.stride[:2], nowhere)
-            )
-            layout = cute.make_composed_layout(layout.inner, 0, outer)
-        self.values_layout = layout
+        self.values_layout = one_page(layout) if self.has_one_page_of_values else layout
+
+    def memory(self, dtype: Any, layout: Any) -> Any:
+        return cute.struct.Align[
+            cute.struct.MemRange[dtype, cute.cosize(layout)], self.buffer_align_bytes
+        ]
+
+    def pages_in_memory(self) -> dict[str, Any]:
+        """Return the parts of shared memory that follow the barriers."""
+        layouts = {"sV": self.sV_layout, "sQ": self.sQ_layout, "sK": self.sK_layout}
+        return {name: self.memory(self.dtype, layout) for name, layout in layouts.items()}
 
     def _get_shared_storage_cls(self) -> Any:
-        def memory(layout: Any) -> Any:
-            return cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(layout)], self.buffer_align_bytes
-            ]
-
         stages = cute.struct.MemRange[cutlass.Int64, 2 * self.num_stages]
         fields = {
             "mbar_ptr_Q": cute.struct.MemRange[cutlass.Int64, 2 + TileMailbox.NUM_BYTES // 8],
             "mbar_ptr_K": stages,
             "mbar_ptr_V": stages,
-            "sV": memory(self.sV_layout),
-            "sQ": memory(self.sQ_layout),
-            "sK": memory(self.sK_layout),
+            **self.pages_in_memory(),
         }
         return cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
 
@@ -133,6 +132,11 @@ class Decoding(DecodeLoads, FlashAttentionForwardSm90):  # type: ignore[misc]
         self.caches = keys, values
         num_heads, num_rows = cute.size(keys, mode=[2]), cute.size(pages, mode=[0])
         self.tiles = TileScheduler(num_heads, num_heads * num_rows, tile_counter)
+        # the package's own copies, which never run, are of its dtype
+        keys, values = (
+            cute.make_tensor(cute.recast_ptr(x.iterator, dtype=self.dtype), x.layout)
+            for x in (keys, values)
+        )
         scale, nothing = cutlass.Float32(self.tile_hdim**-0.5), (None, None, None, None)
         given = q, keys, values, out, log_sum, scale, *nothing[:3], num_keys, pages, *nothing
         FlashAttentionForwardSm90.__call__(self, *given, AuxData(None, None), stream)
@@ -169,6 +173,14 @@ class Decoding(DecodeLoads, FlashAttentionForwardSm90):  # type: ignore[misc]
         super().epilogue(*args)
         cute.arch.sync_warp()  # one lane has waited until the result is stored
         self.queries.consumer_release_w_index(0)
+
+
+def one_page(layout: Any) -> Any:
+    """Return a layout of stages of pages in which all of them are in one place."""
+    rows, columns, stages = layout.outer.shape
+    nowhere = 0 if isinstance(stages, int) else (0,) * len(stages)
+    outer = cute.make_layout((rows, columns, stages), stride=(*layout.outer.stride[:2], nowhere))
+    return cute.make_composed_layout(layout.inner, 0, outer)
 
 
 class QueriesUntilStored(LoopConstant):

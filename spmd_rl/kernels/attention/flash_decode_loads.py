@@ -6,6 +6,7 @@ before the kernel ahead has ended: all but the newest box, which that kernel may
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cutlass
@@ -24,6 +25,7 @@ class DecodeLoads:
     """The producing warps of a block; a part of the class `Decoding`, which sets what they use."""
 
     blocks_on_an_sm: int
+    has_one_page_of_values: bool  # all stages of values share it
     repeats: bool
     num_stages: int
     tile_m: int
@@ -33,9 +35,10 @@ class DecodeLoads:
     def in_boxes(self, cache: Any) -> Any:
         """Return how to copy a box, and the cache as [page_size, D, K, num_pages].
 
-        A box is as wide as a row of swizzled memory.
+        A box is as wide as a row of swizzled memory: of 128, 64 or 32 bytes.
         """
-        box = BOX_ROWS, 64 if self.tile_hdim % 64 == 0 else 32
+        bits = cache.element_type.width
+        box = BOX_ROWS, math.gcd(self.tile_hdim * bits, 8 * 128) // bits
         layout = sm90_utils.make_smem_layout(cache.element_type, LayoutEnum.ROW_MAJOR, box, None)
         cache = layout_utils.select(cache, [1, 3, 2, 0])
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), cache, layout, box, 1)
@@ -138,7 +141,7 @@ class DecodeLoads:
         """Copy one page of keys ("K") or values ("V") when its stage is free."""
         pipeline = cache[-1]
         pipeline.producer_acquire(state)
-        if const_expr(name == "V" and self.blocks_on_an_sm == 2):
+        if const_expr(name == "V" and self.has_one_page_of_values):
             index, phase = state.index, state.phase
             # The one stage of values is free when the page before has been read.
             pipeline.sync_object_empty.wait(1 - index, phase ^ index)
