@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.attention.flash_decode import decode_attention
 from spmd_rl.kernels.attention.flash_tile import TILE
+from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.runtime.capability import HOPPER
 from spmd_rl.kernels.runtime.padding import padded_rows
 from spmd_rl.kernels.runtime.upload import upload
@@ -154,18 +155,33 @@ class PagedFlash:
 class DecodeFlash:
     """Attention of one new token of each sequence to its pages, without a read on the host.
 
-    Shape: as `PagedFlash`, with B for `num_tokens`; `tile_counter` as in `decode_attention`.
+    Shape: as `PagedFlash`, with B for `num_tokens`; `tile_counter` and `exponents` as in
+    `decode_attention`.
     """
 
-    def __init__(self, pages: Tensor, num_keys: Tensor, tile_counter: Tensor) -> None:
+    def __init__(
+        self,
+        pages: Tensor,
+        num_keys: Tensor,
+        tile_counter: Tensor,
+        exponents: KvExponents | None = None,
+    ) -> None:
         self.pages = pages
         self.num_keys = num_keys
         self.tile_counter = tile_counter
+        self.exponents = exponents
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         out, new = q.new_empty(q.shape), slice(len(self.num_keys))
         decode_attention(
-            q[new], keys, values, self.pages, self.num_keys, self.tile_counter, out[new]
+            q[new],
+            keys,
+            values,
+            self.pages,
+            self.num_keys,
+            self.tile_counter,
+            out[new],
+            exponents=self.exponents,
         )
         return out
 

@@ -24,6 +24,7 @@ from spmd_rl.kernels.attention.flash import (
 from spmd_rl.kernels.attention.flash_decode import decode_attention
 from spmd_rl.kernels.attention.kv_splits import KvSplits
 from spmd_rl.kernels.attention.merge_states import merge_states
+from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.runtime.padding import padded_rows
 from spmd_rl.kernels.runtime.upload import upload
 
@@ -148,14 +149,21 @@ class DecodeSplits:
     """`DecodeFlash` in splits, each of which is a sequence of the batch.
 
     Splits past the end of their sequence have no keys.
-    Shape: pages [B, N * size / page_size] and num_keys [B] int32; tile_counter as in
-    `decode_attention`.
+    Shape: pages [B, N * size / page_size] and num_keys [B] int32; `tile_counter` and `exponents` as
+    in `decode_attention`.
     """
 
     def __init__(
-        self, pages: Tensor, num_keys: Tensor, tile_counter: Tensor, page_size: int, size: int
+        self,
+        pages: Tensor,
+        num_keys: Tensor,
+        tile_counter: Tensor,
+        page_size: int,
+        size: int,
+        exponents: KvExponents | None = None,
     ) -> None:
         self.tile_counter = tile_counter
+        self.exponents = exponents
         self.batch, self.pages = len(pages), pages.reshape(-1, size // page_size)
         split = torch.arange(len(self.pages) // self.batch, dtype=torch.int32, device=pages.device)
         keys = (num_keys.unsqueeze(1) - split * size).clamp_(0, size)
@@ -176,6 +184,7 @@ class DecodeSplits:
             self.tile_counter,
             partial,
             sums,
+            self.exponents,
         )
         out = q.new_empty(q.shape)
         merge_states(partial, sums, self.rows, out[: self.batch])
