@@ -6,7 +6,7 @@ scale is exactly a number of bfloat16. What is beyond the largest code becomes t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,16 @@ from spmd_rl.kernels.runtime.differentiable import call
 LARGEST = 448.0  # of all codes
 KvExponents = tuple[int, int]  # of two: the scales of keys, and of values
 _LEAST_CAPABILITY = (8, 9)  # of GPUs that round to e4m3
+
+
+class KvCoding(NamedTuple):
+    """How a cache makes codes of new keys and values, and its count of them.
+
+    Shape: counts [2] int64: the elements that were stored, and those beyond the largest code.
+    """
+
+    exponents: KvExponents
+    counts: Tensor
 
 
 def encode_kv(x: Tensor, exponent: int, clipped: Tensor | None = None) -> Tensor:

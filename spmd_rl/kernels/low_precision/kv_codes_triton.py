@@ -68,13 +68,7 @@ def _convert(
         source = row // num_chosen * num_pages + tl.load(pages + row % num_chosen)
     value = tl.load(given + source * stride + column, mask=is_held, other=0)
     if ENCODES:
-        scaled = value.to(tl.float32) * tl.div_rn(1.0, scale)
-        if clipped is not None:
-            count = tl.sum((tl.abs(scaled) > LARGEST).to(tl.int64), 0)
-            if count > 0:
-                tl.atomic_add(clipped, count, sem="relaxed")
-        scaled = tl.where(scaled > LARGEST, LARGEST, scaled)  # NaN stays NaN
-        code = tl.where(scaled < -LARGEST, -LARGEST, scaled).to(tl.float8e4nv)
+        code = nearest_codes(value, scale, clipped)
     else:
         code = value.to(tl.float8e4nv, bitcast=True)
     if DECODES:
@@ -82,3 +76,28 @@ def _convert(
     else:
         result = code.to(tl.uint8, bitcast=True)
     tl.store(out + row * width + column, result, mask=is_held)
+
+
+@triton.jit
+def nearest_codes(value, scale, clipped) -> tl.tensor:
+    """Return the codes of some elements, and add the number of those beyond the largest one to
+    `clipped`, if it is given.
+    """
+    scaled = value.to(tl.float32) * tl.div_rn(1.0, scale)
+    if clipped is not None:
+        count = tl.sum((tl.abs(scaled) > LARGEST).to(tl.int64))
+        if count > 0:
+            tl.atomic_add(clipped, count, sem="relaxed")
+    scaled = tl.where(scaled > LARGEST, LARGEST, scaled)  # NaN stays NaN
+    return tl.where(scaled < -LARGEST, -LARGEST, scaled).to(tl.float8e4nv)
+
+
+@triton.jit
+def stored(value, scale, counts, like) -> tl.tensor:
+    """Return elements as a cache holds them: as they are, or as codes where it has `counts`.
+
+    `counts` [2] is that of `kv_codes.KvCoding`. Elements that are not stored must be 0.
+    """
+    if counts is not None:
+        return nearest_codes(value, scale, counts + 1).to(tl.uint8, bitcast=True)
+    return value.to(like.dtype.element_ty)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.low_precision.kv_codes import KvCoding
 from spmd_rl.kernels.rowwise.kv_write import KvSlots, write_kv
 from spmd_rl.kernels.rowwise.norm import rms_norm
 from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
@@ -53,7 +54,13 @@ def qk_norm_rope(q: Tensor, k: Tensor, norm: QkNorm, rotary: Rotary) -> tuple[Te
 
 
 def qk_norm_rope_into(
-    q: Tensor, k: Tensor, v: Tensor, norm: QkNorm, rotary: Rotary, target: KvSlots
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norm: QkNorm,
+    rotary: Rotary,
+    target: KvSlots,
+    coding: KvCoding | None = None,
 ) -> Tensor:
     """Apply `qk_norm_rope`, write the keys and `v` into the cache, and return the queries.
 
@@ -63,9 +70,9 @@ def qk_norm_rope_into(
     if q.is_cuda:
         from spmd_rl.kernels.rowwise.rope_triton import qk_norm_rope_into_pages
 
-        return qk_norm_rope_into_pages(q, k, v, norm, rotary, target)
+        return qk_norm_rope_into_pages(q, k, v, norm, rotary, target, coding)
     q, k = qk_norm_rope(q, k, norm, rotary)
-    write_kv(*target, k, v)
+    write_kv(*target, k, v, coding)
     return q
 
 

@@ -14,7 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels.low_precision.kv_codes import KvCoding
+from spmd_rl.kernels.low_precision.kv_codes_triton import stored
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
+from spmd_rl.kernels.rowwise.kv_write_triton import scales_and_counts
 from spmd_rl.kernels.rowwise.norm_triton import NUM_WARPS, norm_tile
 from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
 from spmd_rl.kernels.runtime.padding import dense, dense_heads
@@ -35,12 +38,18 @@ def qk_norm_rope_forward(
 
 
 def qk_norm_rope_into_pages(
-    q: Tensor, k: Tensor, v: Tensor, norm: QkNorm, rotary: Rotary, target: KvSlots
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norm: QkNorm,
+    rotary: Rotary,
+    target: KvSlots,
+    coding: KvCoding | None,
 ) -> Tensor:
     """Shape: as `rope.qk_norm_rope_into`."""
     q, k, v = dense_heads(q), dense_heads(k), dense_heads(v)
     out = q.new_empty(q.shape)
-    _launch_forward(q, k, v, norm, rotary, out, target)
+    _launch_forward(q, k, v, norm, rotary, out, target, coding)
     return out
 
 
@@ -52,6 +61,7 @@ def _launch_forward(
     rotary: Rotary,
     q_out: Tensor,
     k_out: Tensor | KvSlots,
+    coding: KvCoding | None = None,
 ) -> None:
     """Launch the forward kernel, which writes keys to `k_out`, and values too if it has slots."""
     (num_tokens, q_heads, dim), k_heads = q.shape, k.shape[1]
@@ -60,9 +70,9 @@ def _launch_forward(
     keys, values, slots = k_out if isinstance(k_out, KvSlots) else (k_out, None, None)
     _forward[(num_tokens, groups if num_tokens < MANY_TOKENS else 1)](
         q, k, v, _dense(norm.q_weight), _dense(norm.k_weight), *rotary, q_out, keys, values, slots,
-        q.stride(0), k.stride(0), 0 if v is None else v.stride(0), norm.eps,
-        0 if slots is None else len(slots), groups, q_heads, k_heads, dim, 2 * rotary.cos.shape[1],
-        heads, block,
+        *scales_and_counts(coding), q.stride(0), k.stride(0), 0 if v is None else v.stride(0),
+        norm.eps, 0 if slots is None else len(slots), groups, q_heads, k_heads, dim,
+        2 * rotary.cos.shape[1], heads, block,
         num_warps=NUM_WARPS, enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
 
@@ -97,8 +107,8 @@ def _dense(weight: Tensor | None) -> Tensor | None:
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _forward(
-    q, k, v, q_weight, k_weight, positions, cos, sin, q_out, keys, values, slots,
-    q_stride, k_stride, v_stride, eps, num_slots, groups, Q_HEADS: tl.constexpr,
+    q, k, v, q_weight, k_weight, positions, cos, sin, q_out, keys, values, slots, k_scale, v_scale,
+    counts, q_stride, k_stride, v_stride, eps, num_slots, groups, Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -115,27 +125,34 @@ def _forward(
         value_group = key_group - tl.cdiv(K_HEADS, HEADS)
         if key_group < 0:
             _rotate(
-                q + token * q_stride, q_out, q_weight, token, group, c, s, eps,
+                q + token * q_stride, q_out, q_weight, token, group, c, s, eps, 1.0, None,
                 Q_HEADS, DIM, TURNED, HEADS, BLOCK,
             )  # fmt: skip
         elif value_group < 0:
+            if counts is not None:
+                is_stored = (slot >= 0) & (key_group == 0)
+                tl.atomic_add(counts, 2 * K_HEADS * DIM, mask=is_stored, sem="relaxed")
             _rotate(
-                k + token * k_stride, keys, k_weight, slot, key_group, c, s, eps,
+                k + token * k_stride, keys, k_weight, slot, key_group, c, s, eps, k_scale, counts,
                 K_HEADS, DIM, TURNED, HEADS, BLOCK,
             )  # fmt: skip
         elif values is not None:
             column = value_group * HEADS * DIM + tl.arange(0, HEADS * BLOCK)
             inside = (column < tl.minimum(value_group * HEADS + HEADS, K_HEADS) * DIM) & (slot >= 0)
-            copied = tl.load(v + token * v_stride + column, mask=inside)
+            copied = tl.load(v + token * v_stride + column, mask=inside, other=0.0)
+            copied = stored(copied, v_scale, counts, values)
             tl.store(values + slot * K_HEADS * DIM + column, copied, mask=inside)
 
 
 @triton.jit
 def _rotate(
-    x, out, weight, row, group, c, s, eps, NUM_HEADS: tl.constexpr, DIM: tl.constexpr,
-    TURNED: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    x, out, weight, row, group, c, s, eps, scale, counts, NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Norm and rotate a group of a token's heads; store nothing if the row is negative."""
+    """Norm and rotate a group of a token's heads; store nothing if the row is negative.
+
+    With `counts`, codes of the rounded result are stored.
+    """
     column = tl.arange(0, BLOCK)
     partner = _partner(column, DIM, TURNED)
     head = group * HEADS + tl.arange(0, HEADS)
@@ -156,7 +173,10 @@ def _rotate(
     if TURNED < DIM:
         turned = tl.where((column < TURNED)[None, :], turned, own)
     to = out + (row * NUM_HEADS + head)[:, None] * DIM + column[None, :]
-    tl.store(to, turned.to(out.dtype.element_ty), mask=inside & (row >= 0))
+    is_stored = inside & (row >= 0)
+    if counts is not None:
+        turned = tl.where(is_stored, _rounded(turned, x), 0.0)
+    tl.store(to, stored(turned, scale, counts, out), mask=is_stored)
 
 
 @triton.jit

@@ -36,6 +36,7 @@ from spmd_rl.kernels import (
     token_logprobs,
     write_kv,
 )
+from spmd_rl.kernels.low_precision.kv_codes import KvCoding, encode_kv
 from tests.gpu.kernels.gradients import gradient
 
 EPS = 1e-6
@@ -247,6 +248,35 @@ def test_heads_go_to_their_pages(
     assert unequal(qk_norm_rope_into(q, k, v, norm, joint.rotary, into), turned) == 0
     assert unequal(caches[1], caches[0]) == 0
     assert int(caches[1].isnan().all(-1).all(-1).sum()) == 2 * (2000 - num_tokens + 6)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("num_tokens", [40, 1500])
+@pytest.mark.parametrize("heads", HEADS)
+def test_codes_of_heads_go_to_their_pages(
+    heads: tuple[int, int, int], num_tokens: int, normed: bool, rows, unequal
+) -> None:
+    joint = Joint(rows, num_tokens, heads)
+    q, k, v = joint.parts(joint.x)
+    slots = torch.randperm(2000, device="cuda")[: num_tokens - 3]
+    slots[[0, 7, -1]] = -1
+    shape = 2, 125, 16, k.shape[1], k.shape[2]
+    apart, fused = (torch.zeros(shape, dtype=torch.uint8, device="cuda") for _ in range(2))
+    codings = [KvCoding((-8, -9), torch.zeros(2, dtype=torch.int64, device="cuda")) for _ in "ab"]
+    norm = joint.norm() if normed else QkNorm(None, None, EPS)
+    turned, keys = qk_norm_rope(q, k, norm, joint.rotary)
+    write_kv(apart[0], apart[1], slots, keys, v, codings[0])
+    into = KvSlots(fused[0], fused[1], slots)
+    found = qk_norm_rope_into(q, k, v, norm, joint.rotary, into, codings[1])
+    assert unequal(found, turned) == 0
+    assert torch.equal(fused, apart)
+    used = slots >= 0
+    for pages, new, exponent in zip(fused, (keys, v), codings[0].exponents, strict=True):
+        codes = encode_kv(new[: len(slots)][used], exponent)
+        assert torch.equal(pages.flatten(0, 1)[slots[used]], codes) and codes.any()
+    counts = [coding.counts.tolist() for coding in codings]
+    assert counts[0] == counts[1] and counts[0][1] > 0
+    assert counts[0][0] == 2 * int(used.sum()) * k.shape[1] * k.shape[2]
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256])
