@@ -32,12 +32,13 @@ def head_size(spec: ModelSpec) -> int:
     return next(iter(sizes), FLASH_HEAD_DIMS[0])
 
 
-def fits_cuda_graphs(spec: ModelSpec, backend: AttentionBackend) -> bool:
-    """Return whether a decoding step can be recorded.
+def fits_cuda_graphs(spec: ModelSpec, backend: AttentionBackend, page_size: int) -> bool:
+    """Return whether a decoding step can be recorded, over pages of so many tokens.
 
     Layers with pages of other arrays cannot. Experts can where attention can: both need bfloat16 on
     Hopper, and then the host does not count an expert's rows.
     """
-    caches = (block.cache() for block in spec.distinct_blocks())
-    all_fit = all(one is None or one.queries_per_key for one in caches)
-    return backend.fits_cuda_graphs and all_fit
+    caches = [block.cache() for block in spec.distinct_blocks()]
+    queries = [0 if one is None else one.queries_per_key for one in caches]
+    all_have_keys = all(one is None or one.queries_per_key for one in caches)
+    return all_have_keys and all(backend.fits_cuda_graphs(page_size, one) for one in queries)

@@ -147,7 +147,7 @@ def use(patch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
     patch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: empty(*size, **how))
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    patch.setattr(engine, "fits_cuda_graphs", lambda spec, backend: True)
+    patch.setattr(engine, "fits_cuda_graphs", lambda spec, backend, page_size: True)
     patch.setattr(engine, "prefill_bound", lambda spec, device, cfg: PrefillBound())
     patch.setattr(model_runner, "DecodeGraphs", HostGraphs)
     patch.setattr(model_runner, "PrefillGraphs", NoPrefillGraphs)

@@ -18,6 +18,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.blocked_backend import BlockedAttention
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS, flash_supports
 from spmd_rl.kernels.attention.flash_backend import FlashAttention
+from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q, and keys and values to read
@@ -31,10 +32,14 @@ class AttentionBackend(Protocol):
     """
 
     default_page_size: int  # tokens of a page of the cache where the config names none
+    reads_codes: bool  # whether `decode` takes pages of codes, one of which is a block of keys
     has_splits: bool  # whether it can attend to a sequence's keys in splits of a fixed size
-    fits_cuda_graphs: bool  # whether `decode` and `prefill` exist: all their inputs on the device
+    fits_prefill_graphs: bool  # whether `prefill` exists: all its inputs are on the device
     fuses_write: bool  # whether one kernel can rotate keys and write them into the cache
     has_deterministic_backward: bool  # whether gradients can be summed in a fixed order
+
+    def fits_cuda_graphs(self, page_size: int, heads_per_kv: int) -> bool:
+        """Whether `decode` exists for such pages and heads: all its inputs are on the device."""
 
     def facts(self) -> dict[str, str | int]:
         """Return the part of the numeric contract that describes attention."""
@@ -70,9 +75,17 @@ class AttentionBackend(Protocol):
         """
 
     def decode(
-        self, pages: Tensor, num_keys: Tensor, page_size: int, tile_counter: Tensor
+        self,
+        pages: Tensor,
+        num_keys: Tensor,
+        page_size: int,
+        tile_counter: Tensor,
+        exponents: KvExponents | None = None,
     ) -> AttentionKernel:
-        """Return the kernel for one new token of each sequence, whose pages are on the device."""
+        """Return the kernel for one new token of each sequence, whose pages are on the device.
+
+        With `exponents`, pages are codes with these scales, where `reads_codes` says so.
+        """
 
     def prefill(
         self, pages: Tensor, num_keys: Tensor, bounds: Tensor, num_tokens: int

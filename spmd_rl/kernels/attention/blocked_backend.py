@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.attention import blocked, row_layout
 from spmd_rl.kernels.attention.blocked_batches import PackedBlocks, PagedBlocks
+from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
 from spmd_rl.kernels.runtime.capability import HOPPER
 
@@ -23,7 +24,8 @@ class BlockedAttention:
 
     default_page_size = 16
     has_splits = False
-    fits_cuda_graphs = False
+    reads_codes = False
+    fits_prefill_graphs = False
     fuses_write = False
 
     def __init__(self, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -31,6 +33,9 @@ class BlockedAttention:
         self._dtype = dtype
         self._device = device
         self.has_deterministic_backward = device.type == "cpu"
+
+    def fits_cuda_graphs(self, page_size: int, heads_per_kv: int) -> bool:
+        return False
 
     def facts(self) -> dict[str, str | int]:
         if self._device.type == "cpu":
@@ -77,7 +82,12 @@ class BlockedAttention:
         return PagedBlocks(page_table, starts, lengths, page_size, heads_per_kv, self._device)
 
     def decode(
-        self, pages: Tensor, num_keys: Tensor, page_size: int, tile_counter: Tensor
+        self,
+        pages: Tensor,
+        num_keys: Tensor,
+        page_size: int,
+        tile_counter: Tensor,
+        exponents: KvExponents | None = None,
     ) -> NoReturn:
         raise NotImplementedError("blocked attention reads its page table on the host: use chunks")
 

@@ -1,9 +1,9 @@
 """Attention over keys and values in 8 bits, on the kernels of another backend.
 
-The cache holds codes. Before attention reads them, those of the pages in use are decoded into a
-copy in the dtype of queries, one layer at a time, and the other backend attends to that copy. The
-trainer rounds keys and values through the same codes. So both attend to the same numbers with the
-same kernels.
+The cache holds codes. The other backend's kernel for decoding may read them. Before any other reads
+them, those of the pages in use are decoded into a copy in the dtype of queries, one layer at a
+time, and the other backend attends to that copy. The trainer rounds keys and values through the
+same codes. So all attend to the same numbers, with sums in the same order.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.attention.backend import AttentionBackend, AttentionKernel
+from spmd_rl.kernels.attention.flash_decode import is_rebuilt
 from spmd_rl.kernels.low_precision.kv_codes import (
+    KvCoding,
     KvExponents,
     decode_pages,
-    encode_kv,
     round_kv,
 )
-from spmd_rl.kernels.rowwise.kv_write import KvSlots
+from spmd_rl.kernels.rowwise.kv_write import KvSlots, codes_of, write_kv
 from spmd_rl.kernels.runtime.upload import upload
 
-NO_GRAPHS = "attention over codes reads its page table on the host: use chunks"
+NO_GRAPHS = "pages of codes are decoded for new tokens of prompts: use chunks"
 
 
 def with_codes(
@@ -38,12 +39,10 @@ def with_codes(
 class CodedAttention:
     """A backend whose cache holds codes; see `backend.AttentionBackend` for its methods.
 
-    `num_stored` counts the elements of keys and values that were written, and `num_clipped` (int64,
-    on the device) those that were beyond the largest code.
+    `coding` counts the elements of keys and values that were written.
     """
 
-    fits_cuda_graphs = False
-    fuses_write = False
+    fits_prefill_graphs = False
 
     def __init__(
         self, backend: AttentionBackend, exponents: KvExponents, device: torch.device
@@ -51,11 +50,15 @@ class CodedAttention:
         self._backend = backend
         self._exponents = exponents
         self._device = device
+        self.reads_codes = backend.reads_codes
+        self.fuses_write = backend.fuses_write
         self.default_page_size = backend.default_page_size
         self.has_splits = backend.has_splits
         self.has_deterministic_backward = backend.has_deterministic_backward
-        self.num_stored = 0
-        self.num_clipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.coding = KvCoding(exponents, torch.zeros(2, dtype=torch.int64, device=device))
+
+    def fits_cuda_graphs(self, page_size: int, heads_per_kv: int) -> bool:
+        return self.reads_codes and is_rebuilt(page_size, heads_per_kv)
 
     def facts(self) -> dict[str, str | int]:
         return self._backend.facts()
@@ -76,12 +79,11 @@ class CodedAttention:
         return self._backend.by_page(layer, num_pages)
 
     def write(self, target: KvSlots, k: Tensor, v: Tensor) -> None:
+        if self.fuses_write:
+            write_kv(*target, k, v, self.coding)
+            return
         k, v = k[: len(target.slots)], v[: len(target.slots)]
-        of_keys, of_values = self._exponents
-        keys = encode_kv(k, of_keys, self.num_clipped)
-        values = encode_kv(v, of_values, self.num_clipped)
-        self.num_stored += keys.numel() + values.numel()
-        self._backend.write(target, keys, values)
+        self._backend.write(target, *codes_of(k, v, self.coding))
 
     def chunks(
         self,
@@ -102,9 +104,16 @@ class CodedAttention:
         return _DecodedPages(self._backend, self._exponents, attend, at, page_size, heads_per_kv)
 
     def decode(
-        self, pages: Tensor, num_keys: Tensor, page_size: int, tile_counter: Tensor
-    ) -> NoReturn:
-        raise NotImplementedError(NO_GRAPHS)
+        self,
+        pages: Tensor,
+        num_keys: Tensor,
+        page_size: int,
+        tile_counter: Tensor,
+        exponents: KvExponents | None = None,
+    ) -> AttentionKernel:
+        assert exponents is None, "a cache of codes has scales of its own"
+        given = pages, num_keys, page_size, tile_counter
+        return self._backend.decode(*given, self._exponents)
 
     def prefill(self, pages: Tensor, num_keys: Tensor, bounds: Tensor, num_tokens: int) -> NoReturn:
         raise NotImplementedError(NO_GRAPHS)

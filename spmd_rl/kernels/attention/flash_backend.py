@@ -11,6 +11,7 @@ from spmd_rl.kernels.attention import flash, flash_tile
 from spmd_rl.kernels.attention.flash import DecodeFlash, PackedFlash, PagedFlash, flash_of_chunks
 from spmd_rl.kernels.attention.flash_partial import flash_partial
 from spmd_rl.kernels.attention.flash_split_kv import DecodeSplits, PackedSplits, PagedSplits
+from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.rowwise.kv_write import KvSlots, write_kv
 from spmd_rl.kernels.runtime.versions import FLASH
 
@@ -23,13 +24,17 @@ class FlashAttention:
 
     default_page_size = 128  # the rows that a copy of keys or values brings whole
     has_splits = True
-    fits_cuda_graphs = True
+    reads_codes = True
+    fits_prefill_graphs = True
     fuses_write = True
     has_deterministic_backward = True
 
     def __init__(self, device: torch.device, split: int = 0) -> None:
         self._device = device
         self._split = split
+
+    def fits_cuda_graphs(self, page_size: int, heads_per_kv: int) -> bool:
+        return True
 
     def facts(self) -> dict[str, str | int]:
         version = flash.flash_version()
@@ -71,11 +76,17 @@ class FlashAttention:
         return flash_of_chunks(page_table, starts, lengths, page_size, tile_counter, self._device)
 
     def decode(
-        self, pages: Tensor, num_keys: Tensor, page_size: int, tile_counter: Tensor
+        self,
+        pages: Tensor,
+        num_keys: Tensor,
+        page_size: int,
+        tile_counter: Tensor,
+        exponents: KvExponents | None = None,
     ) -> DecodeFlash | DecodeSplits:
+        given = pages, num_keys, tile_counter
         if 0 < self._split < pages.shape[1] * page_size:
-            return DecodeSplits(pages, num_keys, tile_counter, page_size, self._split)
-        return DecodeFlash(pages, num_keys, tile_counter)
+            return DecodeSplits(*given, page_size, self._split, exponents)
+        return DecodeFlash(*given, exponents)
 
     def prefill(
         self, pages: Tensor, num_keys: Tensor, bounds: Tensor, num_tokens: int

@@ -16,7 +16,7 @@ from spmd_rl.kernels.attention.backend import AttentionKernel, attention_backend
 from spmd_rl.kernels.attention.coded_backend import CodedAttention, with_codes
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
 from spmd_rl.kernels.attention.token_attention import TokenAttention
-from spmd_rl.kernels.low_precision.kv_codes import KvExponents
+from spmd_rl.kernels.low_precision.kv_codes import KvCoding, KvExponents
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
 from spmd_rl.kernels.rowwise.rope import qk_norm_rope_into
 from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
@@ -105,14 +105,18 @@ class KvCache:
         keys, values = self.layers[layer]
         return keys, values
 
+    @property
+    def coding(self) -> KvCoding | None:
+        return self.backend.coding if isinstance(self.backend, CodedAttention) else None
+
     def code_counts(self) -> dict[str, int]:
         """Return how many elements were stored as codes, and how many of these were beyond the
         largest; nothing where there are no codes. Blocks: for the device.
         """
-        if not isinstance(self.backend, CodedAttention):
+        if self.coding is None:
             return {}
-        clipped = int(self.backend.num_clipped)
-        return {"num_coded": self.backend.num_stored, "num_clipped": clipped}
+        stored, clipped = self.coding.counts.tolist()
+        return {"num_coded": stored, "num_clipped": clipped}
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Overwrite each page of `targets` with that of `sources`, in all layers."""
@@ -223,7 +227,8 @@ class PagedAttention(TokenAttention):
         if torch.is_grad_enabled() or not self.cache.backend.fuses_write:
             return super().rotate_and_attend(layer, q, k, v, norm, rotary)
         target = KvSlots(*self.cache.keys_of(layer), self.slots)
-        return self.read(layer, qk_norm_rope_into(q, k, v, norm, rotary, target))
+        coding = self.cache.coding
+        return self.read(layer, qk_norm_rope_into(q, k, v, norm, rotary, target, coding))
 
     def history(self, layer: int, *rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         pages, device = self.cache.layers[layer], self.slots.device

@@ -25,7 +25,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.residency import Receipt
 from spmd_rl.offload.role_memory import RoleMemory
 from spmd_rl.rollout.engine import Request, StepOutput
-from spmd_rl.rollout.native.auto_sizes import agree, choose_sizes
+from spmd_rl.rollout.native.auto_sizes import EngineSizes, agree, choose_sizes
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine_memory import EngineMemory
 from spmd_rl.rollout.native.joint.joint_steps import ExpertRanks, can_record
@@ -96,7 +96,7 @@ class NativeEngine:
         self.version: int | None = None
         self.is_pushing = False
         is_recorded = cfg.cuda_graphs and can_record(model, experts)
-        self._async_scheduling = is_recorded and _fits_graphs(model, sizes.dtype, device)
+        self._async_scheduling = is_recorded and _fits_graphs(model, sizes, device)
         bound = None
         if self._async_scheduling:
             bound = prefill_bound(model.own_spec, device, cfg)
@@ -305,11 +305,12 @@ class NativeEngine:
         return request.sample(status)
 
 
-def _fits_graphs(model: CausalLM, dtype: torch.dtype, device: torch.device) -> bool:
+def _fits_graphs(model: CausalLM, sizes: EngineSizes, device: torch.device) -> bool:
     """Return whether this rank's kernels can be recorded, and its exchange with other ranks."""
-    backend = with_codes(backend_of(model.spec, dtype, device), model.exponents, device)
+    backend = with_codes(backend_of(model.spec, sizes.dtype, device), model.exponents, device)
     exchange = model.part.exchange
-    return fits_cuda_graphs(model.spec, backend) and (exchange is None or exchange.is_recordable)
+    fits = fits_cuda_graphs(model.spec, backend, sizes.page_size)
+    return fits and (exchange is None or exchange.is_recordable)
 
 
 def prefill_bound(spec: ModelSpec, device: torch.device, cfg: NativeEngineConfig) -> PrefillBound:

@@ -46,7 +46,7 @@ def attend(way: str, data: Data, heads: Heads, page_size: int = 16) -> Tensor:
     if way == "packed":
         return packed(*data, LENGTHS, heads)[:NUM_TOKENS]
     paged = Paged(LENGTHS, heads, page_size, dtype=data[0].dtype)
-    assert not paged.cache.backend.fits_cuda_graphs
+    assert not paged.cache.backend.fits_cuda_graphs(page_size, 1)
     paged.cache.data.fill_(UNWRITTEN)
     return paged.decoding(data, 6) if way == "decoding" else paged.chunks(data, [1, 2, 7, 33, 64])
 

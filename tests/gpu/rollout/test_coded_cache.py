@@ -45,6 +45,16 @@ def test_any_schedule_draws_the_same_samples(model: CausalLM, drawn: Samples) ->
     assert unequal(finish(new_engine(model, tight), workload()), drawn) == 0
 
 
+def test_recorded_steps_draw_what_others_do(model: CausalLM, drawn: Samples) -> None:
+    stats = []
+    for recorded in (True, False):
+        engine = new_engine(model, replace(CODED, cuda_graphs=recorded))
+        assert unequal(finish(engine, workload()), drawn) == 0
+        stats.append(engine.stats())
+    assert stats[0]["num_graphs"] > 0 == stats[1]["num_graphs"]
+    assert all(one["num_coded"] > one["num_clipped"] == 0 for one in stats)
+
+
 def mismatched(model: CausalLM, drawn: Samples, exponents: tuple[int, int] | None) -> int:
     """Count the samples whose log-probs are not those of a training forward."""
     found = 0

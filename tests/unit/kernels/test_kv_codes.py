@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from spmd_rl.kernels.attention import flash_decode
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.attention.coded_backend import CodedAttention, with_codes
 from spmd_rl.kernels.attention.flash_backend import FlashAttention
@@ -136,11 +137,18 @@ def test_pages_of_flash_attention_are_decoded_for_it(monkeypatch: pytest.MonkeyP
         assert torch.equal(found.flatten(0, 1)[[4, 5, 6, 7, 0, 1, 2]], round_kv(new, exponent))
 
 
-def test_a_backend_of_codes_has_no_graphs() -> None:
+def test_codes_have_graphs_where_a_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = attention_backend(16, torch.float32, CPU)
     coded = with_codes(plain, (0, 0), CPU)
     assert coded.facts() == plain.facts()
-    assert not coded.fits_cuda_graphs and not coded.fuses_write
+    assert not coded.fuses_write
+    of_flash = with_codes(FlashAttention(CPU), (0, 0), CPU)
+    assert of_flash.fuses_write and not of_flash.fits_prefill_graphs
+    for has_flash in (False, True):
+        monkeypatch.setattr(flash_decode, "has_flash", lambda found=has_flash: found)
+        assert not coded.fits_cuda_graphs(128, 4)
+        assert of_flash.fits_cuda_graphs(128, 64) == has_flash
+        assert not of_flash.fits_cuda_graphs(64, 4) and not of_flash.fits_cuda_graphs(128, 65)
     nothing = torch.zeros(1)
     with pytest.raises(NotImplementedError, match="use chunks"):
         coded.decode(nothing, nothing, 16, nothing)
