@@ -12,7 +12,7 @@ for the size of docs/numerics.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from benchmarks.shapes import HEAD_DIM
 from benchmarks.table import Row
 from spmd_rl.kernels.attention.flash import DecodeFlash
 from spmd_rl.kernels.attention.flash_split_kv import DecodeSplits
+from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 
 NUM_KV_HEADS, PAGE_SIZE = 8, 128
 ADVISED_SPLIT = 4096  # docs/numerics.md
@@ -54,30 +55,37 @@ COLD_BYTES = 1 << 30
 CALLS = 40  # in a graph, so that its launch is a small part
 
 
+class Sequences:
+    """The queries and pages of a case, and attention to caches [2, pages, page, heads, D]."""
+
+    def __init__(self, case: Case) -> None:
+        batch, self.split = case.batch, case.split
+        pages = -(-case.context // PAGE_SIZE)
+        self.shape = 2, batch * pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM
+        self.num_bytes = 4 * batch * case.context * NUM_KV_HEADS * HEAD_DIM
+        self.num_caches = -(-COLD_BYTES // self.num_bytes) + 1
+        table = torch.randperm(batch * pages, device="cuda", dtype=torch.int32).view(batch, pages)
+        num_keys = torch.full((batch,), case.context, dtype=torch.int32, device="cuda")
+        self.given = table, num_keys, torch.zeros(1, dtype=torch.int32, device="cuda")
+        self.q = torch.randn(batch, case.num_heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        self.what = f"{case.num_heads} heads, batch {batch}, context {case.context}" + (
+            f", splits of {self.split}" if self.split else ""
+        )
+
+    def attend(self, exponents: KvExponents | None = None) -> Callable[[Tensor], Tensor]:
+        kernel: DecodeFlash | DecodeSplits = DecodeFlash(*self.given, exponents)
+        if self.split:
+            kernel = DecodeSplits(*self.given, PAGE_SIZE, self.split, exponents)
+        return lambda cache: kernel(self.q, cache[0], cache[1])
+
+
 def measure(case: Case, copy: float) -> Iterator[Row]:
-    batch, context, split = case.batch, case.context, case.split
-    pages = -(-context // PAGE_SIZE)
-    num_bytes = 4 * batch * context * NUM_KV_HEADS * HEAD_DIM
-    shape = (2, batch * pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
+    of = Sequences(case)
     caches = [
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        for _ in range(-(-COLD_BYTES // num_bytes) + 1)
+        torch.randn(of.shape, device="cuda", dtype=torch.bfloat16) for _ in range(of.num_caches)
     ]
-    table = torch.randperm(batch * pages, device="cuda", dtype=torch.int32).view(batch, pages)
-    num_keys = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-    tile_counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    given = table, num_keys, tile_counter
-    attend = DecodeSplits(*given, PAGE_SIZE, split) if split else DecodeFlash(*given)
-    q = torch.randn(batch, case.num_heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-
-    def run(cache: Tensor) -> Tensor:
-        return attend(q, cache[0], cache[1])
-
-    spent = microseconds(run, caches * -(-CALLS // len(caches)))
-    speed = num_bytes / spent * 1e6
-    what = f"{case.num_heads} heads, batch {batch}, context {context}" + (
-        f", splits of {split}" if split else ""
-    )
+    spent = microseconds(of.attend(), caches * -(-CALLS // len(caches)))
+    speed, what = of.num_bytes / spent * 1e6, of.what
     yield measured(f"{what}: time", spent, "us")
     yield measured(f"{what}: read", speed / 1e12, "TB/s", at_least=case.least_speed)
     yield measured(f"{what}: share of copy bandwidth", speed / copy, "", at_least=case.least_share)
