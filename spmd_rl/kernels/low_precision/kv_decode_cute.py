@@ -149,7 +149,11 @@ class CodedDecoding(Decoding):
             self.turn(name, state)
 
     def turn(self, name: str, state: Any) -> None:
-        """Turn this thread's row of a page of codes into numbers, and let the next page come."""
+        """Turn this thread's row of a page of codes into numbers, and let the next page come.
+
+        It may come once numbers are stored: codes have arrived in registers then. Right after the
+        loads it could overtake them, since a warp's arrival at a barrier does not wait for loads.
+        """
         codes, numbers, pipeline = self.pages[name]
         pipeline.consumer_wait(state, pipeline.consumer_try_wait(state))
         parts = self.tile_hdim // CODES_AT_ONCE
@@ -157,8 +161,6 @@ class CodedDecoding(Decoding):
         source = self.parts_of_row(codes, state.index)
         for i in range(parts):
             cute.autovec_copy(source[None, i], held[None, i])
-        cute.arch.sync_warp()
-        pipeline.consumer_release(state)
         target = self.parts_of_row(numbers, 0)
         for i in range(parts):
             words = cute.recast_tensor(held[None, i], Uint32)
@@ -168,6 +170,8 @@ class CodedDecoding(Decoding):
                     numbers_of_two(words[j], half, self.exponents[name]) for half in (0, 1)
                 )
             cute.autovec_copy(cute.recast_tensor(pairs, self.dtype), target[None, i])
+        cute.arch.sync_warp()
+        pipeline.consumer_release(state)
 
     def parts_of_row(self, pages: Any, stage: Any) -> Any:
         """Return this thread's row of a page as [CODES_AT_ONCE, parts]."""
