@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.attention.backend import AttentionBackend, AttentionKernel
+from spmd_rl.kernels.attention.flash import pages_in_use, to_int32
 from spmd_rl.kernels.attention.flash_decode import is_rebuilt
 from spmd_rl.kernels.low_precision.kv_codes import (
     KvCoding,
@@ -93,14 +94,23 @@ class CodedAttention:
         page_size: int,
         heads_per_kv: int,
         tile_counter: Tensor,
-    ) -> _DecodedPages:
-        used = -(-(starts + lengths) // page_size)
+    ) -> AttentionKernel:
+        """Decode the pages in use, unless a kernel reads codes.
+
+        That one may not read a copy: it begins early, before the copy has been made (`pdl`).
+        """
+        ends = starts + lengths
+        if lengths.max() == 1 and self.fits_cuda_graphs(page_size, heads_per_kv):
+            table = pages_in_use(page_table, ends, page_size)
+            pages, num_keys = (to_int32(one, self._device) for one in (table, ends))
+            return self.decode(pages, num_keys, page_size, tile_counter)
+        used = -(-ends // page_size)
         is_used = np.arange(page_table.shape[1]) < used[:, None]
-        pages, places = np.unique(page_table[is_used], return_inverse=True)
+        chosen, places = np.unique(page_table[is_used], return_inverse=True)
         table = np.zeros_like(page_table)
         table[is_used] = places
         attend = self._backend.chunks(table, starts, lengths, page_size, heads_per_kv, tile_counter)
-        at = upload(pages, self._device)
+        at = upload(chosen, self._device)
         return _DecodedPages(self._backend, self._exponents, attend, at, page_size, heads_per_kv)
 
     def decode(

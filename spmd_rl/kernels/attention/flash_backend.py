@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from spmd_rl.kernels.attention import flash, flash_tile
 from spmd_rl.kernels.attention.flash import DecodeFlash, PackedFlash, PagedFlash, flash_of_chunks
@@ -83,10 +84,12 @@ class FlashAttention:
         tile_counter: Tensor,
         exponents: KvExponents | None = None,
     ) -> DecodeFlash | DecodeSplits:
-        given = pages, num_keys, tile_counter
         if 0 < self._split < pages.shape[1] * page_size:
+            if spare := -pages.shape[1] % (self._split // page_size):
+                pages = pad(pages, (0, spare))  # no sequence sees the pages of a rest
+            given = pages, num_keys, tile_counter
             return DecodeSplits(*given, page_size, self._split, exponents)
-        return DecodeFlash(*given, exponents)
+        return DecodeFlash(pages, num_keys, tile_counter, exponents)
 
     def prefill(
         self, pages: Tensor, num_keys: Tensor, bounds: Tensor, num_tokens: int

@@ -16,7 +16,9 @@ from torch import Tensor
 from spmd_rl.kernels.attention import flash_decode
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.attention.coded_backend import CodedAttention, with_codes
+from spmd_rl.kernels.attention.flash import DecodeFlash
 from spmd_rl.kernels.attention.flash_backend import FlashAttention
+from spmd_rl.kernels.attention.flash_split_kv import DecodeSplits
 from spmd_rl.kernels.low_precision.kv_codes import decode_pages, encode_kv, round_kv
 from spmd_rl.kernels.rowwise.kv_write import KvSlots
 from tests.unit.kernels.paged_case import Data, Heads, Paged, oracle, packed, qkv
@@ -135,6 +137,21 @@ def test_pages_of_flash_attention_are_decoded_for_it(monkeypatch: pytest.MonkeyP
     for found, new, exponent in zip((keys, values), (k, v), EXPONENTS, strict=True):
         assert found.shape == (2, size, heads, dim)
         assert torch.equal(found.flatten(0, 1)[[4, 5, 6, 7, 0, 1, 2]], round_kv(new, exponent))
+
+
+def test_one_new_token_each_is_decoded_over_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy is made where the kernel for decoding is there: it would be read too early."""
+    monkeypatch.setattr(flash_decode, "has_flash", lambda: True)
+    table, starts = np.array([[5, 2, -1], [3, 99, 99]]), np.array([200, 7])
+    counter = torch.zeros(1, dtype=torch.int32)
+    for split, kind in ((0, DecodeFlash), (256, DecodeSplits)):
+        backend = with_codes(FlashAttention(CPU, split), EXPONENTS, CPU)
+        kernel = backend.chunks(table, starts, np.array([1, 1]), 128, 4, counter)
+        assert isinstance(kernel, kind) and kernel.exponents == EXPONENTS
+        wanted = [[5, 2, 5], [3, 3, 3]] if split == 0 else [[5, 2], [5, 0], [3, 3], [3, 0]]
+        assert kernel.pages.tolist() == wanted
+        wanted_keys = [201, 8] if split == 0 else [201, 0, 8, 0]
+        assert kernel.num_keys.tolist() == wanted_keys
 
 
 def test_codes_have_graphs_where_a_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
