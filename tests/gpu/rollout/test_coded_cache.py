@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from spmd_rl.kernels import PackedAttention, token_logprobs
+from spmd_rl.kernels.attention.flash_backend import FlashAttention
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from tests.gpu.rollout.graph_case import (
@@ -45,7 +46,11 @@ def test_any_schedule_draws_the_same_samples(model: CausalLM, drawn: Samples) ->
     assert unequal(finish(new_engine(model, tight), workload()), drawn) == 0
 
 
-def test_recorded_steps_draw_what_others_do(model: CausalLM, drawn: Samples) -> None:
+def test_recorded_steps_draw_what_others_do(
+    model: CausalLM, drawn: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel that reads codes draws what the decoded copy does."""
+    monkeypatch.setattr(FlashAttention, "reads_codes", True)
     stats = []
     for recorded in (True, False):
         engine = new_engine(model, replace(CODED, cuda_graphs=recorded))
