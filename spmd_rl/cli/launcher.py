@@ -52,6 +52,7 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
     from torch.distributed.launcher.api import elastic_launch
 
     _have_agent_fork()
+    _leave_frames_unread()
     logging.disable(logging.CRITICAL)  # torchrun's report of a failure; ours is one sentence
     with PrivateFolder() as folder:
         config = _launch_config(num_ranks, max_restarts, folder)
@@ -87,6 +88,20 @@ def _have_agent_fork() -> None:
     from spmd_rl.controller.lifecycle.forked_ranks import ForkedRanks
 
     multiprocessing.MultiprocessContext = ForkedRanks  # type: ignore[misc]  # the agent looks it up there
+
+
+def _leave_frames_unread() -> None:
+    """Have torchrun name the methods of its events without the source of every frame.
+
+    To find the sources takes half a second of processor time in each start.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    dynamic_rendezvous.get_method_name = _method_name
+
+
+def _method_name(depth: int = 2) -> str:
+    return sys._getframe(depth).f_code.co_name
 
 
 def _launch_config(num_ranks: int, max_restarts: int, folder: Path) -> LaunchConfig:
