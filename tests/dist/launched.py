@@ -26,19 +26,26 @@ import pytest
 # draws curves is left out: sitecustomize.py of tests/fakes/undrawn puts another in its place.
 PRELOADED = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api"),
-    *("pytest", "tokenizers", "tests.dist.launched"),
-    *("spmd_rl.cli.launcher", "spmd_rl.cli.rank", "spmd_rl.cli.main", "spmd_rl.plan.start"),
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    *("multiprocessing.queues", "numpy.ma", "pytest", "tokenizers", "tests.dist.forked_controller"),
+    *("spmd_rl.cli.command", "spmd_rl.cli.rank", "spmd_rl.cli.main", "spmd_rl.plan.start"),
+    *("spmd_rl.cli.launcher", "spmd_rl.controller.lifecycle.forked_ranks"),
     *("spmd_rl.controller.worker_process", "spmd_rl.controller.link", "spmd_rl.check.inputs"),
-    *("spmd_rl.controller.run.controller_main", "spmd_rl.report.build"),
-    *("spmd_rl.recipes.grpo", "spmd_rl.recipes.policy_update", "spmd_rl.hooks.child.main"),
+    *("spmd_rl.check.engine", "spmd_rl.check.evaluation", "spmd_rl.hooks.child.main"),
+    *("spmd_rl.controller.run.controller_main", "spmd_rl.config.defaults", "spmd_rl.report.build"),
+    *("spmd_rl.recipes.policy_run", "spmd_rl.recipes.policy_update", "spmd_rl.recipes.num_steps"),
+    *("spmd_rl.recipes.grpo", "spmd_rl.recipes.grpo_async", "spmd_rl.recipes.grpo_fully_async"),
     *("spmd_rl.rollout.build", "spmd_rl.rollout.rollout", "spmd_rl.rollout.native.build"),
+    *("spmd_rl.rollout.native.tp.build", "spmd_rl.model.layers.gqa_module"),
     *("spmd_rl.train.build", "spmd_rl.train.training_role", "spmd_rl.train.fsdp2.backend"),
     *(
         "spmd_rl.train.checkpoint.checkpoint",
         "spmd_rl.train.checkpoint.export",
         "spmd_rl.algo.make",
+        "spmd_rl.algo.group_metrics",
     ),
     *("spmd_rl.weights.executors", "spmd_rl.weights.proof.verification"),
+    "spmd_rl.weights.proof.perturbed_source",
 ]
 
 
