@@ -61,11 +61,13 @@ def _set_keys(cfg: Any) -> Iterator[str]:
 
 def _differing(key: str, value: Any, default: Any) -> Iterator[str]:
     """Yield the key, or those within its table, whose values differ from the default."""
+    if value == default:
+        return
     if is_dataclass(value) and type(value) is type(default):
         for field in fields(value):
             name = field.name
             yield from _differing(f"{key}.{name}", getattr(value, name), getattr(default, name))
-    elif value != default:
+    else:
         yield key
 
 

@@ -46,10 +46,13 @@ def _kinds(
     given: Mapping[str, tuple[Box, ...]],
 ) -> Counter[Wanted]:
     """Return the number of tensors of each kind. Without boxes in `wanted`, all want all."""
+    alike = Counter(  # a mixture has tens of thousands of tensors, of few kinds
+        (shape, tuple(of_rank[name] for of_rank in wanted), given.get(name, ()))
+        for name, shape in shapes.items()
+    )
     found = Counter[Wanted]()
-    for name, shape in shapes.items():
-        boxes = tuple(of_rank[name] for of_rank in wanted) or whole(shape).boxes
-        found[Wanted(shape, boxes, given.get(name, ()))] += 1
+    for (shape, boxes, own), number in alike.items():
+        found[Wanted(shape, boxes or whole(shape).boxes, own)] += number
     return found
 
 

@@ -8,6 +8,7 @@ where layers are computed again. Loads are taken as even.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from spmd_rl.mesh.axes import size_of
@@ -81,6 +82,7 @@ def _gathered_experts(
     return gathered + rounded * element_bytes
 
 
+@lru_cache(maxsize=64)  # a plan asks again for each layout
 def _parts(spec: ModelSpec, cfg: TrainerConfig, head: Head) -> tuple[_Elements, _Elements]:
     """Return the elements of all but experts, and of experts."""
     largest = [0, 0]

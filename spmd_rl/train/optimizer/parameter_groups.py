@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from math import prod
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.spec import EMBEDDING, HEAD
-from spmd_rl.train.config import OptimizerKind, TrainerConfig
+from spmd_rl.train.config import OptimizerKind, ParameterGroup, TrainerConfig
 from spmd_rl.weights.plan.layout import ITEM_BYTES, Dims, chunk_box
 
 FP32_BYTES = ITEM_BYTES["float32"]  # of master weights, gradients and moments
@@ -37,10 +38,18 @@ def update_rules(
     patterns = {"freeze": cfg.freeze, "groups": [group.pattern for group in cfg.groups]}
     for key, of_key in patterns.items():
         _require_matches(f"trainer.{key}", of_key, shapes)
-    trained = {name: shape for name, shape in shapes.items() if not _matches(name, cfg.freeze)}
+    trained = {
+        name: shape
+        for name, shape in shapes.items()
+        if not (cfg.freeze and _matches(name, cfg.freeze))
+    }
     if not trained:
         raise ConfigError("trainer.freeze matches every parameter: leave one to train")
-    return {name: _rule(name, shape, cfg, num_shards) for name, shape in trained.items()}
+    rule = cache(partial(_rule, cfg, num_shards))
+    return {
+        name: rule(shape, name.startswith("model.layers."), _group(name, cfg.groups))
+        for name, shape in trained.items()
+    }
 
 
 def matrix_order(shapes: Mapping[str, Dims]) -> list[str]:
@@ -63,20 +72,29 @@ def moment_bytes(
     return (2 * num_fp32 + owned + 2 * scales) * FP32_BYTES + 2 * num_8bit
 
 
-def _rule(name: str, shape: Dims, cfg: TrainerConfig, num_shards: int) -> UpdateRule:
-    """Return the rule of one parameter."""
+def _group(name: str, groups: tuple[ParameterGroup, ...]) -> ParameterGroup | None:
+    """Return the first group whose pattern matches a parameter's name."""
+    for group in groups:
+        if fnmatchcase(name, group.pattern):
+            return group
+    return None
+
+
+def _rule(
+    cfg: TrainerConfig, num_shards: int, shape: Dims, in_block: bool, group: ParameterGroup | None
+) -> UpdateRule:
+    """Return the rule of the parameters of one shape and group, in the blocks or beside them."""
     kind = cfg.optimizer.kind
     algorithm: OptimizerKind = "adamw"
-    if kind == "muon" and len(shape) == 2 and name.startswith("model.layers."):
+    if kind == "muon" and len(shape) == 2 and in_block:
         algorithm = "muon"
     elif kind == "adamw8bit" and _fits_blocks(shape, num_shards):
         algorithm = "adamw8bit"
     decay = cfg.weight_decay if len(shape) > 1 else 0.0
-    for group in cfg.groups:
-        if fnmatchcase(name, group.pattern):
-            own_decay = decay if group.weight_decay is None else group.weight_decay
-            return UpdateRule(algorithm, group.lr_scale, own_decay)
-    return UpdateRule(algorithm, 1.0, decay)
+    if group is None:
+        return UpdateRule(algorithm, 1.0, decay)
+    own_decay = decay if group.weight_decay is None else group.weight_decay
+    return UpdateRule(algorithm, group.lr_scale, own_decay)
 
 
 def _fits_blocks(shape: Dims, num_shards: int) -> bool:
