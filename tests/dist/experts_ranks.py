@@ -27,7 +27,7 @@ from spmd_rl.train.trainer import Trainer
 from tests.dist.checkpoint_ranks import digests, logprobs
 from tests.dist.train_case import make_batch, write_glm_folder
 
-STEPS = 20
+STEPS = 6
 SPLITS = {
     "ep 1": RoleSplit(),
     "ep 2": RoleSplit(ep=2),
