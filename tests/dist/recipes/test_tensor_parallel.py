@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.read import read_spec
+from spmd_rl.model.tokenizer import light_tokenizer
+from spmd_rl.model.tokenizer_rules import QWEN2_SPLIT
 from tests.dist.recipes.conftest import EXAMPLE, Ended, Run, run_in
 from tests.dist.recipes.test_endings import AT_STEP_2, disturbed, kill_rank_1, strike
 from tests.dist.recipes.test_expert_engines import EPISODES
@@ -40,7 +43,26 @@ def write_qwen2(folder: Path, **sizes: int) -> Path:
         if name.endswith("bias"):
             one.normal_(std=0.3)
     save_file(weights, folder / "model.safetensors")
+    _read_as_qwen2(folder)
     return folder
+
+
+def _read_as_qwen2(folder: Path) -> None:
+    """Have the tokenizer the parts that transformers would give it, which each rank would import
+    for seconds otherwise.
+    """
+    rust = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    rust.normalizer, rust.decoder = normalizers.NFC(), decoders.ByteLevel()
+    rust.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    rust.save(str(folder / "tokenizer.json"))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"unk_token": "<|end|>"}))
+    assert light_tokenizer(folder) is not None
 
 
 @pytest.fixture(scope="module")
