@@ -69,7 +69,7 @@ def plain(
     ("order", "engines", "words"),
     [
         (0, 2, ()),
-        (1, 2, ("--engine.num_pages=8",)),
+        (1, 2, ("--engine.num_pages=6",)),
         (2, 2, ("--engine.prefix_cache=false", "--engine.max_step_tokens=16")),
         (3, 4, ()),
     ],

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.dist
 
 REQUESTS = str(Path(__file__).parent / "requests_recipe.py")
 PUSHES = str(Path(__file__).parent / "push_recipe.py")
-LONG = ("--sampling.max_tokens=40", "--sampling.ignore_eos=true", "--engine.max_batch=4")
+LONG = ("--sampling.max_tokens=24", "--sampling.ignore_eos=true", "--engine.max_batch=4")
 SHARED = ("--split.train.ranks=0-0", "--split.infer.ranks=all")
 
 

@@ -67,7 +67,8 @@ def test_engines_go_on_beneath_pushes(run: Any, tmp_path: Path) -> None:
     """
     (tmp_path / "held.py").write_text(HELD)
     (tmp_path / "recipe.py").write_text(HELD_RECIPE)
-    ended = run("recipe.py", *ASYNC, "--steps=8", "--sampler.max_running=1", nproc=2)
+    words = (*ASYNC, "--sampling.max_tokens=12", "--steps=8", "--sampler.max_running=1")
+    ended = run("recipe.py", *words, nproc=2)
     check_lag(ended, max_lag=2)
     assert max(row["version/lag_max"] for row in ended.metrics) > 0
     assert [*chain(*learned(ended))] == [*range(64)]
