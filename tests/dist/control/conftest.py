@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.launched import Launched
+from tests.dist.forked_controller import forking
+from tests.dist.launched import Launched, Main
+from tests.dist.launched import spmd_rl as be_spmd_rl
 
 REPO = Path(__file__).parents[3]
 CHAOS = str(Path(__file__).with_name("chaos.py"))
@@ -65,12 +67,13 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
 def launch(tmp_path: Path, environment: dict[str, str]) -> Iterator[Launch]:
     """Start `spmd-rl` in `tmp_path`, forked from a process that has imported torch.
 
-    Its whole process group ends with the test.
+    Its controller is a new process, which has not, or is forked by `main=forking`. Its whole
+    process group ends with the test.
     """
     launched: list[Launched] = []
 
-    def run(*words: str) -> Launched:
-        launched.append(Launched(list(words), tmp_path, environment))
+    def run(*words: str, main: Main = be_spmd_rl) -> Launched:
+        launched.append(Launched(list(words), tmp_path, environment, main))
         return launched[-1]
 
     yield run
@@ -80,10 +83,14 @@ def launch(tmp_path: Path, environment: dict[str, str]) -> Iterator[Launch]:
 
 @pytest.fixture
 def chaos(launch: Launch) -> Launch:
-    """Start the chaos recipe by `spmd-rl run` on two ranks."""
+    """Start the chaos recipe by `spmd-rl run` on two ranks.
+
+    Scenarios that end well see that the controller does without torch.
+    """
 
     def run(scenario: str, *words: str) -> Launched:
-        return launch("run", CHAOS, "--nproc=2", f"--scenario={scenario}", *words)
+        main = be_spmd_rl if scenario in ("fine", "once") else forking
+        return launch("run", CHAOS, "--nproc=2", f"--scenario={scenario}", *words, main=main)
 
     return run
 

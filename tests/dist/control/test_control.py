@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.mesh.world import COLLECTIVE_TIMEOUT
+from tests.dist.forked_controller import forking
 from tests.dist.launched import Launched
 
 pytestmark = pytest.mark.dist
@@ -52,10 +53,15 @@ def test_calls_under_spmd_rl_run(chaos: Launch) -> None:
     assert "all fine" in out
 
 
-def test_calls_under_plain_torchrun(start: Start, torchrun: list[str], tmp_path: Path) -> None:
+def test_calls_under_plain_torchrun(
+    start: Start, torchrun: list[str], environment: dict[str, str], tmp_path: Path
+) -> None:
+    """A batch script knows by the file that the run is over."""
+    environment["SPMD_RL_DONE_FILE"] = str(tmp_path / "done")
     code, out, last = outcome(start([*torchrun, "--scenario=fine"]))
     assert code == 0, last
     assert "all fine" in out
+    assert (tmp_path / "done").exists()
     assert not list(tmp_path.glob("spmd_rl-*"))
 
 
@@ -64,6 +70,11 @@ def test_own_role_example(launch: Launch, repo: Path) -> None:
     code, out, last = outcome(launch("run", recipe, "--nproc=2", "--text", "a b. c. d e f"))
     assert code == 0, last
     assert "[2, 1, 3] on 2 ranks" in out
+
+
+def linked(launch: Launch, repo: Path, *words: str) -> Launched:
+    recipe = str(repo / "tests/dist/control/linked.py")
+    return launch("run", recipe, "--nproc=2", NEVER, *words, main=forking)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +96,7 @@ def test_own_role_example(launch: Launch, repo: Path) -> None:
     ],
 )
 def test_weights_cross_a_link(launch: Launch, repo: Path, split: list[str], expected: str) -> None:
-    code, out, last = outcome(
-        launch("run", str(repo / "tests/dist/control/linked.py"), "--nproc=2", NEVER, *split)
-    )
+    code, out, last = outcome(linked(launch, repo, *split))
     assert code == 0, last
     assert expected in out
 
@@ -110,8 +119,7 @@ def test_weights_cross_a_link(launch: Launch, repo: Path, split: list[str], expe
 def test_wrong_weights_are_not_served(
     launch: Launch, repo: Path, fault: str, sentence: str
 ) -> None:
-    recipe = str(repo / "tests/dist/control/linked.py")
-    code, _, last = outcome(launch("run", recipe, "--nproc=2", NEVER, f"--fault={fault}"))
+    code, _, last = outcome(linked(launch, repo, f"--fault={fault}"))
     assert code == 1
     assert sentence in last
 
@@ -119,9 +127,8 @@ def test_wrong_weights_are_not_served(
 def test_without_the_self_check_a_blind_comparison_goes_unnoticed(
     launch: Launch, repo: Path
 ) -> None:
-    recipe = str(repo / "tests/dist/control/linked.py")
     settings = "--fault=blind", "--run.self_check=false", "--run.verify_every=9"
-    code, out, last = outcome(launch("run", recipe, "--nproc=2", NEVER, *settings))
+    code, out, last = outcome(linked(launch, repo, *settings))
     assert code == 0, last
     assert "verified 0 shared 0 of 0" in out  # the last push was not compared
 
@@ -305,22 +312,16 @@ def test_ending_the_controller_ends_the_run_in_order(chaos: Launch) -> None:
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 
-@pytest.mark.parametrize("scenario", ["fine", "leave"])
-def test_a_batch_script_knows_a_run_that_is_over_from_ranks_that_left(
-    start: Start, torchrun: list[str], environment: dict[str, str], tmp_path: Path, scenario: str
+def test_a_batch_script_knows_ranks_that_left_from_a_run_that_is_over(
+    start: Start, torchrun: list[str], environment: dict[str, str], tmp_path: Path
 ) -> None:
     """torchrun ends with exit code 0 either way, so that the controller says why on stderr."""
     environment["SPMD_RL_DONE_FILE"] = str(tmp_path / "done")
     one_rank = [word.replace("--nproc-per-node=2", "--nproc-per-node=1") for word in torchrun]
-    code, _, last = outcome(
-        start([*(one_rank if scenario == "leave" else torchrun), f"--scenario={scenario}"])
-    )
+    code, _, last = outcome(start([*one_rank, "--scenario=leave"]))
     assert code == 0
-    assert (tmp_path / "done").exists() == (scenario == "fine")
-    if scenario == "leave":
-        assert re.match(r"lost rank 0 \(host \S+, pid \d+\), last heard .* in actor.leave", last), (
-            last
-        )
+    assert not (tmp_path / "done").exists()
+    assert re.match(r"lost rank 0 \(host \S+, pid \d+\), last heard .* in actor.leave", last), last
 
 
 @pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGTERM), (0, signal.SIGINT)])
