@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 1,
     },
 }
+SMALL = ["qwen3_moe", "glm4_moe"]
 SAMPLING = SamplingConfig(num_samples=3, max_tokens=20, ignore_eos=True, replay_routes=True)
 PROMPTS = [rl.Prompt(uid, (np.arange(2 + 5 * uid) % 9 + 2).astype(np.int32)) for uid in range(4)]
 FLIPS, DLOGP = "onpolicy/router_flips", "onpolicy/mean_abs_dlogp"
@@ -212,7 +214,11 @@ def test_a_stale_token_keeps_the_routes_of_the_version_that_drew_it(qwen: Path) 
     assert num_mixed > 3  # routes of both versions are in one sample
 
 
-@pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
+@pytest.mark.parametrize(
+    ("folder", "recompute"),
+    [*product(SMALL, ["none", "cheap", "all"]), ("many experts", "none")],
+    indirect=["folder"],
+)
 def test_with_equal_weights_replay_changes_no_bit(
     folder: Path, new_trainer: NewTrainer, recompute: str
 ) -> None:
@@ -234,7 +240,9 @@ def test_with_equal_weights_replay_changes_no_bit(
         assert torch.equal(one.local, others[name].local), name
 
 
-@pytest.mark.parametrize("minibatches", [1, 3])
+@pytest.mark.parametrize(
+    ("folder", "minibatches"), [*product(SMALL, [1, 3]), ("many experts", 3)], indirect=["folder"]
+)
 def test_replay_brings_an_engine_with_another_router_nearer(
     folder: Path, new_trainer: NewTrainer, minibatches: int
 ) -> None:
