@@ -17,12 +17,12 @@ class LaterSum(Tensor):
 
     Whatever takes it as a tensor gets what `take` returns. `add_rms_norm` (rowwise/norm.py) asks
     `norm` instead, with its other arguments, so that the layers between need not know. All ranks
-    that share the sum ask for it at the same place of their work.
+    that share the sum ask for it at the same place of their work. What the sum is made of is kept
+    until then, and no longer.
     """
 
-    _take: Callable[[], Tensor]
     _taken: Tensor | None
-    _norm: TakeAndNorm
+    _ways: tuple[Callable[[], Tensor], TakeAndNorm] | None
 
     def __new__(
         cls,
@@ -33,18 +33,35 @@ class LaterSum(Tensor):
         norm: TakeAndNorm,
     ) -> LaterSum:
         made: LaterSum = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made._take, made._norm, made._taken = take, norm, None
+        made._ways, made._taken = (take, norm), None
         return made
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether the sum has been asked for as a tensor, which may have been changed since."""
+        return self._taken is not None
+
     def taken(self) -> Tensor:
-        """Return the sum. Blocks: as `ShardExchange.sum`, the first time."""
+        """Return the sum. Blocks: as `ShardExchange.sum`, the first time.
+
+        Raises: RuntimeError after `add_rms_norm`.
+        """
         if self._taken is None:
-            self._taken = self._take()
+            self._taken = self._use()[0]()
         return self._taken
 
     def add_rms_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Do what the function of this name does with the sum. Blocks: as `taken`."""
-        return self._norm(residual, weight, eps)
+        """Do what the function of this name does with a sum that nobody has taken.
+
+        Blocks: as `taken`. Raises: RuntimeError where somebody has.
+        """
+        return self._use()[1](residual, weight, eps)
+
+    def _use(self) -> tuple[Callable[[], Tensor], TakeAndNorm]:
+        if self._ways is None:
+            raise RuntimeError("a sum over ranks was taken before: a norm keeps no copy of it")
+        ways, self._ways = self._ways, None
+        return ways
 
     def data_ptr(self) -> int:
         """Return the address of the sum, for a kernel that takes it."""

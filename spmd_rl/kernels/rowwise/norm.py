@@ -34,7 +34,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if x.shape != residual.shape:
         raise ValueError(f"a sum of {list(x.shape)} and {list(residual.shape)}")
     if isinstance(x, LaterSum):
-        return x.add_rms_norm(residual, weight, eps)
+        if not x.is_taken:
+            return x.add_rms_norm(residual, weight, eps)
+        x = x.taken()
     if x.is_cuda:
         normed, summed = call(_AddRmsNorm, x, residual, weight, eps)
         recomputable([normed], lambda: [_RmsNorm.apply(summed.detach(), weight, eps)])
