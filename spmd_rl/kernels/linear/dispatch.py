@@ -121,11 +121,12 @@ def _may_be_early(weight: Tensor) -> bool:
 
     A weight that must be copied first is written by a kernel of the graph, so no ring may.
     """
-    return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and _has_wgmma(weight.device)
+    return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and has_wgmma(weight.device)
 
 
 @cache
-def _has_wgmma(device: torch.device) -> bool:
+def has_wgmma(device: torch.device) -> bool:
+    """Whether a GPU is a Hopper, which alone has wgmma."""
     return torch.cuda.get_device_capability(device)[0] == HOPPER
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.linear.dispatch import matmul
+from spmd_rl.kernels.linear.dispatch import has_wgmma, matmul
 from spmd_rl.kernels.linear.tiles import SHARED_ROWS, choose_tile
 from spmd_rl.kernels.linear.triton_gemm import matmul_into
 from spmd_rl.kernels.low_precision import rounding_triton
@@ -46,8 +46,8 @@ def coded_matmul(x: Tensor, weight: BlockCodes, bias: Tensor | None) -> Tensor:
     Shape: x [M, K] bf16, weight [N, K], bias [N] bf16; returns [M, N] bf16.
     """
     (n, k), x = weight.shape, dense(x)
-    decodes_in_registers = 0 < len(x) <= MOST_ROWS and k % COPY_UNIT == 0
-    if decodes_in_registers and has_bindings() and _is_aligned(x, weight.codes):
+    decodes_in_registers = 0 < len(x) <= MOST_ROWS and k % COPY_UNIT == 0 and _fits(x, weight.codes)
+    if decodes_in_registers and has_wgmma(x.device) and has_bindings():
         out = x.new_empty(len(x), n)
         warp_matmul_into(out, x, weight, bias, choose_warp_tile(len(x), n))
         return out
@@ -64,8 +64,9 @@ def coded_matmul(x: Tensor, weight: BlockCodes, bias: Tensor | None) -> Tensor:
     return out
 
 
-def _is_aligned(*tensors: Tensor) -> bool:
-    return all(one.data_ptr() % COPY_UNIT == 0 for one in tensors)
+def _fits(x: Tensor, codes: Tensor) -> bool:
+    """Return whether both can be copied in units of 16 bytes."""
+    return codes.is_contiguous() and all(one.data_ptr() % COPY_UNIT == 0 for one in (x, codes))
 
 
 def decode_on_gpu(weight: BlockCodes) -> Tensor:

@@ -1,4 +1,4 @@
-// Products of few rows of x with a weight in few bits, on NVIDIA GPUs from Ampere on.
+// Products of few rows of x with a weight in few bits, on NVIDIA Hopper.
 //
 // NVRTC compiles this file (coded_gemm.py) for one tile at a time. Codes come into shared memory as
 // they are. Threads take them into registers, decode them there, and multiply in one ascending chain
@@ -24,16 +24,10 @@ __device__ inline u32 shared_address(const void* pointer) {
 
 // Programmatic dependent launch (pdl.py).
 __device__ inline void let_next_begin() {
-#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
-__device__ inline void wait_for_kernels() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
+__device__ inline void wait_for_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Copy a unit, or zeros where its size is 0.
 __device__ inline void copy_unit(u32 to, const void* from, int size) {

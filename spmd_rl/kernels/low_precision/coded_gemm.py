@@ -56,8 +56,8 @@ class WarpTile(NamedTuple):
         return min(fit, MOST_GROUPED_STAGES if self.grouped else MOST_STAGES)
 
 
-# Row bucket: tiles for weights up to so many rows. They were the fastest of those that
-# benchmarks/kernels/coded_gemm.py proposes, for the products of Qwen3-8B on an H200.
+# Row bucket: tiles for weights up to so many rows. They were chosen from the fastest ones for the
+# products of Qwen3-8B on an H200 (`benchmarks.kernels.coded_gemm --tiles`), for both formats.
 WARP_TILES: dict[int, tuple[tuple[int, WarpTile], ...]] = {
     8: (
         (4096, WarpTile(16, 8, 2, 512, 2)),
@@ -105,24 +105,31 @@ def warp_matmul_into(
 
     While a CUDA graph is recorded, no kernel of it may write the codes or the scales.
     Shape: out [M, N] bf16 with contiguous rows, x [M, K] bf16 whose rows begin at multiples of 16
-    bytes, bias [N]. K is a multiple of 16.
+    bytes, as contiguous codes do, bias [N]. K is a multiple of 16.
     """
-    (m, k), n, layout = x.shape, out.shape[1], weight.format.layout
-    blocks = -(-m // tile.cols) * -(-n // tile.rows)
-    launch_dependent(
-        _function(layout.bits, tile), blocks, tile.threads,
-        tile.stages(layout.bits) * tile.stage_bytes(layout.bits),
-        (weight.codes, weight.scales, x, bias, out, m, n, k, weight.codes.stride(0), x.stride(0),
-         out.stride(0), torch.cuda.is_current_stream_capturing()),
-    )  # fmt: skip
+    (m, k), n, bits = x.shape, out.shape[1], weight.format.layout.bits
+    numbers = m, n, k, weight.codes.stride(0), x.stride(0), out.stride(0)
+    with torch.cuda.device(x.device):
+        launch_dependent(
+            _function(bits, tile, torch.cuda.current_device()),
+            -(-m // tile.cols) * -(-n // tile.rows),
+            tile.threads,
+            tile.stages(bits) * tile.stage_bytes(bits),
+            (weight.codes, weight.scales, x, bias, out, *numbers, _may_be_early()),
+        )
+
+
+def _may_be_early() -> bool:
+    """Return whether codes may be read before the kernels ahead have ended."""
+    return torch.cuda.is_current_stream_capturing()
 
 
 @cache
-def _function(bits: int, tile: WarpTile) -> int:
-    """Return the handle of the kernel for a tile on the current GPU."""
+def _function(bits: int, tile: WarpTile, device: int) -> int:
+    """Return the handle of the kernel for a tile on a device, the current one."""
     source = SOURCE.read_text(encoding="utf-8") + group_product(tile.cols) * tile.grouped
     shared_bytes = tile.stages(bits) * tile.stage_bytes(bits)
-    return kernel(source, kernel_name(bits, tile), shared_bytes, torch.cuda.current_device())
+    return kernel(source, kernel_name(bits, tile), shared_bytes, device)
 
 
 def kernel_name(bits: int, tile: WarpTile) -> str:

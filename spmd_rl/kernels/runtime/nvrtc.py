@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -24,8 +25,17 @@ SEPARATOR = b"\n"  # between a kernel's name and its code on disk
 
 @cache
 def has_bindings() -> bool:
-    """Whether cuda-bindings is installed."""
-    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+    """Whether cuda-bindings is installed and finds its compiler; a warning says why it does not."""
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return False
+    try:
+        from cuda.bindings import nvrtc
+
+        _done(nvrtc.nvrtcVersion())
+    except (ImportError, RuntimeError, OSError) as error:
+        warnings.warn(f"kernels in Triton take the place of faster ones: {error}", stacklevel=2)
+        return False
+    return True
 
 
 @cache
@@ -50,7 +60,7 @@ def kernel(source: str, name: str, shared_bytes: int, device: int) -> int:
 def launch_dependent(
     function: int, num_blocks: int, threads: int, shared_bytes: int, arguments: Sequence[Argument]
 ) -> None:
-    """Queue a kernel that calls griddepcontrol.wait, on torch's current stream.
+    """Queue a kernel that calls griddepcontrol.wait, on torch's current stream and device.
 
     A tensor is given by its address, None by 0, and a number as 64 bits.
     """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels import linear
+from spmd_rl.kernels import linear, rms_norm, silu_mul
 from spmd_rl.kernels.low_precision.code_format import BlockCodes
 from spmd_rl.kernels.low_precision.formats import FORMATS
 from spmd_rl.kernels.low_precision.products import coded_linear
@@ -188,16 +188,29 @@ def test_without_bindings_triton_has_the_same_bits(
         assert unequal(coded_linear(x[:m], weight), expected) == 0
 
 
+@pytest.mark.parametrize("num_rows", [1, 16, 24, 100, 256])
 @pytest.mark.parametrize("name", FORMATS)
-def test_graphs_replay_the_same_bits(name: str, rows, unequal) -> None:
-    weight, x = weight_of(1024, 2048, 0, name), rows("normal", 16, 2048)
-    expected = coded_linear(x, weight)
+def test_graphs_replay_the_same_bits(name: str, num_rows: int, rows, unequal) -> None:
+    """Products begin early, behind kernels that write what they read."""
+    up, down = weight_of(4096, 1024, 0, name), weight_of(1024, 2048, 1, name)
+    scale = 1 + rows("normal", 1, 1024)[0] / 8
+
+    def layer(x: Tensor) -> Tensor:
+        for _ in range(3):
+            hidden = coded_linear(rms_norm(x, scale, 1e-6), up)
+            x = coded_linear(silu_mul(*hidden.chunk(2, dim=-1)), down)
+        return x
+
+    x = rows("normal", num_rows, 1024)
+    layer(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = coded_linear(x, weight)
-    for _ in range(2):
+        found = layer(x)
+    for seed in range(5):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        x.copy_(torch.randn(x.shape, generator=generator, device="cuda"))
         graph.replay()
-        assert unequal(found, expected) == 0
+        assert unequal(found, layer(x)) == 0
 
 
 @pytest.mark.parametrize("name", FORMATS)
