@@ -82,16 +82,20 @@ class CodeFormat(ABC):
         found.narrow(-2, first_row // height, blocks.shape[-2]).copy_(blocks)
         return found
 
-    def encode(self, values: Tensor, scales: Tensor, first_row: int = 0) -> Tensor:
+    def encode(
+        self, values: Tensor, scales: Tensor, first_row: int = 0, out: Tensor | None = None
+    ) -> Tensor:
         """Return the codes of some rows of a weight, from `first_row` on, rounded to nearest even.
 
+        They are written to `out` where it is given.
         Shape: values [n, K] fp32, scales of the whole weight; returns the codes of n rows.
         """
         if _has_kernels(values):
             from spmd_rl.kernels.low_precision.rounding_triton import encode_on_gpu
 
-            return encode_on_gpu(self.layout, values, scales, first_row)
-        return self.nearest(self._times(values.float(), scales.float().reciprocal(), first_row))
+            return encode_on_gpu(self.layout, values, scales, first_row, out)
+        codes = self.nearest(self._times(values.float(), scales.float().reciprocal(), first_row))
+        return codes if out is None else out.copy_(codes)
 
     def decode(
         self,

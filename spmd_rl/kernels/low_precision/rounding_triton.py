@@ -17,12 +17,20 @@ ROWS = 32  # of a program
 ALIGN_BYTES = 16  # what one load of a thread takes
 
 
-def encode_on_gpu(layout: CodeLayout, values: Tensor, scales: Tensor, first_row: int) -> Tensor:
+def encode_on_gpu(
+    layout: CodeLayout,
+    values: Tensor,
+    scales: Tensor,
+    first_row: int,
+    out: Tensor | None = None,
+) -> Tensor:
     """Return the codes of rows from `first_row` on, as `CodeFormat.encode` does."""
-    shape = layout.code_shape(tuple(values.shape))
-    out = values.new_empty(shape, dtype=torch.uint8)
-    _launch(layout, values, scales, out, first_row, values.shape[1], encodes=True, decodes=False)
-    return out.view(getattr(torch, layout.code_dtype))
+    if out is None:
+        shape = layout.code_shape(tuple(values.shape))
+        out = values.new_empty(shape, dtype=getattr(torch, layout.code_dtype))
+    codes = out.view(torch.uint8)
+    _launch(layout, values, scales, codes, first_row, values.shape[1], encodes=True, decodes=False)
+    return out
 
 
 def rounded_on_gpu(

@@ -45,8 +45,11 @@ class CodedSource:
         elif name in self._coded.scales:
             held, (first, column) = self._coded.shards[name], box.offset
             values = held.local.detach().narrow(0, first - held.box.offset[0], box.extent[0])
-            codes = self._coded.format.encode(values, self._coded.scales[name], first)
-            out.copy_(codes.narrow(1, column, box.extent[1]))
+            scales, own = self._coded.scales[name], self._coded.format
+            if box.extent[1] == own.layout.code_shape(tuple(values.shape))[1]:
+                own.encode(values, scales, first, out)
+            else:
+                out.copy_(own.encode(values, scales, first).narrow(1, column, box.extent[1]))
         else:
             self._plain.read(name, box, out)
 

@@ -20,6 +20,9 @@ def of_rows(
     """Return the codes of rows, what they stand for, and what they do where they are all rows."""
     own = FORMATS[name]
     codes = encode_on_gpu(own.layout, values, scales, first_row)
+    room = codes.new_full((len(codes) + 2, codes.shape[1] + 16), 99)
+    among = encode_on_gpu(own.layout, values, scales, first_row, room[1:-1, :-16])
+    assert torch.equal(among, codes) and int((room == 99).sum()) >= room.numel() - codes.numel()
     rounded = rounded_on_gpu(own.layout, values, scales, torch.float32, first_row)
     held = scales[first_row : first_row + len(values)].to(own.scale_dtype)
     return codes, rounded, decode_on_gpu(own.layout, codes, held, values.shape[1])

@@ -11,7 +11,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from spmd_rl.kernels.low_precision import e4m3_triton, int4_triton
+from spmd_rl.kernels.low_precision.code_format import CodeFormat
 from spmd_rl.kernels.low_precision.e4m3_blocks import E4M3
+from spmd_rl.kernels.low_precision.formats import FORMATS
 from spmd_rl.kernels.low_precision.int4_groups import INT4
 from tests.unit.kernels.interpreted import Calls, results
 from tests.unit.kernels.ptx_words import WORD, pair, run, word
@@ -94,3 +96,17 @@ def test_control_a_mask_of_one_bit_less_is_found() -> None:
         for one in (int4_triton.LOW.value, source)
     )
     assert (whole != spoilt).any() and bool((whole <= WORD).all())
+
+
+@pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
+def test_codes_are_written_where_they_are_wanted(own: CodeFormat) -> None:
+    values = torch.randn(5, 200)
+    scales = own.scales_of(own.maxima(values, 9, 3))
+    expected = own.encode(values, scales, 3)
+    room = torch.zeros(7, expected.shape[1] + 16, dtype=torch.uint8).view(expected.dtype)
+    found = own.encode(values, scales, 3, room[1:-1, 16:])
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    assert found.data_ptr() == room[1:-1, 16:].data_ptr()
+    others = torch.ones(room.shape, dtype=torch.bool)
+    others[1:-1, 16:] = False
+    assert not room.view(torch.uint8)[others].any()
