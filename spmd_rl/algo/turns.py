@@ -65,10 +65,11 @@ def less_mean_return(turns: list[SampleTurn]) -> NDArray[np.float64]:
     """Return each turn's return less the mean of all of them.
 
     There is one baseline for all turns. One for each place in the episode would depend on how many
-    episodes came so far, and so favour longer ones.
+    episodes came so far, and so favour longer ones. Equal returns give exactly 0.
     """
     returns = np.array([turn.returns for turn in turns])
-    return returns - returns.mean()
+    centred: NDArray[np.float64] = returns - returns.mean()
+    return centred if (returns != returns[0]).any() else np.zeros_like(returns)
 
 
 def among_equal_states(turns: list[SampleTurn]) -> NDArray[np.float64]:
