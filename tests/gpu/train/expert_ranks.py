@@ -47,9 +47,10 @@ from spmd_rl.train.config import EpDispatcherKind, Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from tests.dist.checkpoint_ranks import digests, logprobs
 from tests.dist.dispatcher_ranks import own_group
-from tests.dist.experts_ranks import STEPS, steps
+from tests.dist.experts_ranks import steps
 
 BF16 = torch.bfloat16
+STEPS = 20
 STACKS_S = 120  # after which ranks that still run say where
 DISPATCHERS: dict[str, type[EpDispatcher]] = {"torch": EpDispatcher} | (
     {"deep_ep": DeepEpDispatcher} if installed(PACKAGE) else {}
