@@ -90,13 +90,16 @@ class CommandAgent:
         assert process.stdout is not None
         assert process.stderr is not None
         tails = [asyncio.create_task(_tail(one)) for one in (process.stdout, process.stderr)]
+        has_ended = False
         try:
             # process.wait() would wait for all that holds its output open
             await _exit_of(process.pid)
+            has_ended = True
         finally:
             await asyncio.shield(asyncio.to_thread(end_family, process.pid, mark, EPISODE_ENV))
-            with suppress(ProcessLookupError):
-                process.kill()
+            if not has_ended:  # of one that has ended, kill could take the exit code from asyncio
+                with suppress(ProcessLookupError):
+                    process.kill()
             code = await asyncio.shield(process.wait())
         output, errors = [await one for one in tails]
         return code, output, errors

@@ -225,6 +225,17 @@ def test_a_missing_program_has_failed() -> None:
         played(CommandAgent("/no/such/program", {}))
 
 
+def test_a_program_that_has_ended_keeps_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal reaps a process that has ended; before asyncio does, its code is 255."""
+
+    def kill(process: asyncio.subprocess.Process) -> None:
+        raise AssertionError("a program that has ended was killed")
+
+    monkeypatch.setattr(asyncio.subprocess.Process, "kill", kill)
+    _, notes = played(program("print('done')"))
+    assert notes["stdout"].strip() == "done"
+
+
 def test_output_without_end_is_read_and_its_end_is_kept() -> None:
     _, notes = played(program("print('x' * 5_000_000 + 'last')"))
     assert notes["stdout"].endswith("last\n")
