@@ -97,7 +97,9 @@ class CodedAttention:
     ) -> AttentionKernel:
         """Decode the pages in use, unless a kernel reads codes.
 
-        That one may not read a copy: it begins early, before the copy has been made (`pdl`).
+        Where none does, single new tokens are decoded over the copy, by a kernel that may begin
+        early. The launch just ahead makes the copy, and `pdl` does not promise that it is seen. No
+        run has shown it missing.
         """
         ends = starts + lengths
         if lengths.max() == 1 and self.fits_cuda_graphs(page_size, heads_per_kv):

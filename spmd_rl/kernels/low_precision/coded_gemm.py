@@ -109,19 +109,15 @@ def warp_matmul_into(
     """
     (m, k), n, bits = x.shape, out.shape[1], weight.format.layout.bits
     numbers = m, n, k, weight.codes.stride(0), x.stride(0), out.stride(0)
+    early = torch.cuda.is_current_stream_capturing()  # codes are read before kernels ahead end
     with torch.cuda.device(x.device):
         launch_dependent(
             _function(bits, tile, torch.cuda.current_device()),
             -(-m // tile.cols) * -(-n // tile.rows),
             tile.threads,
             tile.stages(bits) * tile.stage_bytes(bits),
-            (weight.codes, weight.scales, x, bias, out, *numbers, _may_be_early()),
+            (weight.codes, weight.scales, x, bias, out, *numbers, early),
         )
-
-
-def _may_be_early() -> bool:
-    """Return whether codes may be read before the kernels ahead have ended."""
-    return torch.cuda.is_current_stream_capturing()
 
 
 @cache

@@ -28,9 +28,7 @@ from spmd_rl.kernels.low_precision.e4m3_cute import numbers_of_two
 from spmd_rl.kernels.low_precision.kv_codes import KvExponents
 from spmd_rl.kernels.runtime.cute_cache import cached_on_disk
 
-PAGE_BARRIER = (
-    READ_BARRIER + 2
-)  # identifier of a named barrier, above those of `flash_decode_tiles`
+PAGE_BARRIER = READ_BARRIER + 2  # a named barrier, above those of `flash_decode_tiles`
 ROW_THREADS = 128  # the computing threads: each turns one row of a page
 ALIGN_BYTES = 1024
 CODES_AT_ONCE = 16  # what one load brings
