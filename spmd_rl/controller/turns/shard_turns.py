@@ -60,13 +60,13 @@ class ShardTurns(Generic[C]):
         return bool(self._answered)
 
     def take_early(self) -> list[C]:
-        """Return the shared commands that came before their turn, where no turn will come.
+        """Return the first shared command that came before its turn, where no turn will come.
 
-        The last turn answers calls. What follows them may be here before the turn has ended.
+        The last turn answers calls. What follows them may be here before the turn has ended. The
+        first rank takes commands one by one until a call is unanswered, and so must this one: a
+        turn counts those that come after such a call.
         """
-        early = list(self._early)
-        self._early.clear()
-        return early
+        return [self._early.popleft()] if self._early else []
 
     def note_answered(self, number: int) -> None:
         """Note that a call was answered here."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
 from collections import deque
+from functools import partial
 from typing import cast
 
 import msgspec
 import pytest
 
 from spmd_rl.controller.channel.dealer import Dealer
+from spmd_rl.controller.deferred import Deferred
+from spmd_rl.controller.running_calls import DeferredCall
 from spmd_rl.controller.turns.lost_turn import LostTurnError
 from spmd_rl.controller.turns.shard_turns import ShardTurn, ShardTurns
 from spmd_rl.controller.worker import Worker
@@ -17,6 +22,7 @@ from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.world import World
 
 Command = tuple[str, int]
+DEADLINE_S = 60  # in which a rank must hear of a turn
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="test", restart=0)
 
 
@@ -82,8 +88,80 @@ def test_what_follows_the_last_turn_may_be_here_before_it_ends() -> None:
     worker = Worker(Meshes(ALONE))
     worker._shard = turns  # type: ignore[assignment]
     dealer = cast(Dealer, None)  # nothing is received
-    assert worker._next_turn(dealer) == early  # type: ignore[comparison-overlap]
+    for command in early:  # one by one, as the first rank takes them
+        assert worker._next_turn(dealer) == [command]  # type: ignore[comparison-overlap]
     assert turns.take_early() == []
+
+
+class Arriving:
+    """What a `Dealer` gives a rank: commands in order, how many at once is chance."""
+
+    def __init__(self, commands: list[Command], rng: random.Random) -> None:
+        self._commands, self._rng = deque(commands), rng
+
+    def next(self, answers: object, *, wait: bool, **_: object) -> list[Command]:
+        if wait:  # one command, if there is one; the test ends before a rank waits for ever
+            assert self._commands, "waits for a command that never comes"
+        count = 1 if wait else min(self._rng.randint(0, 3), len(self._commands))
+        return [self._commands.popleft() for _ in range(count)]
+
+
+class Rank:
+    """A rank that serves until it has run `commands`; every second one is a deferred call."""
+
+    def __init__(self, turns: ShardTurns[Command], commands: list[Command], seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.dealer = cast(Dealer, Arriving(commands, self.rng))
+        self.turns, self.worker, self.num_commands = turns, Worker(Meshes(ALONE)), len(commands)
+        self.worker._shard = turns  # type: ignore[assignment]
+        self.worker._running.holds_answers = not turns.is_first
+        self.open: list[Deferred[None]] = []
+        self.ran: list[list[Command]] = []
+        self.error: BaseException | None = None
+
+    def serve(self) -> None:
+        try:
+            running = self.worker._running
+            while running.num_unanswered or sum(map(len, self.ran)) < self.num_commands:
+                self.ran.append(cast(list[Command], self.worker._next_turn(self.dealer)))
+                for _, number in self.ran[-1]:
+                    if number % 2:
+                        self.start(number)
+                # only the first rank hears what ends a call; the others answer when it did
+                for call in list(self.open):
+                    if not self.turns.is_first or self.rng.random() < 0.5:
+                        self.open.remove(call)
+                        call.resolve(None)
+            if self.turns.has_untold:
+                self.turns.lead([])
+        except BaseException as error:
+            self.error = error
+
+    def start(self, number: int) -> None:
+        deferred = Deferred[None]()
+        self.open.append(deferred)
+        answered = partial(self.turns.note_answered, number)
+        call = DeferredCall("role", number, deferred, lambda _: answered())
+        self.worker._running.defer(call)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ranks_may_serve_with_and_without_turns(seed: int) -> None:
+    """Calls end, so that there are no turns, and others begin; commands arrive in any chunks."""
+    told: queue.Queue[bytes] = queue.Queue()
+    commands: list[Command] = [("shared", number) for number in range(60)]
+    first = Rank(ShardTurns(True, lambda blob: told.put(blob) or blob, is_shared), commands, seed)
+    hear = partial(told.get, timeout=DEADLINE_S)
+    other = Rank(ShardTurns(False, lambda _: hear(), is_shared), commands, 1000 + seed)
+    threads = [threading.Thread(target=rank.serve) for rank in (first, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in (first, other):
+        if rank.error is not None:
+            raise rank.error
+        assert [command for turn in rank.ran for command in turn] == commands
 
 
 def test_what_a_role_tells_comes_before_the_next_turn() -> None:
