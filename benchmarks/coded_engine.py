@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from benchmarks.shapes import random_weights
-from spmd_rl.model.hf import fill
+from spmd_rl.model.hf import fill, own_parts
 from spmd_rl.model.low_precision.coded_cache import kv_exponents
 from spmd_rl.model.low_precision.coded_tensors import as_codes, as_rounded, hold_codes
 from spmd_rl.model.low_precision.coded_weights import WeightFormat
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.parts.part import WHOLE, ModelPart
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.config import NativeEngineConfig
@@ -26,26 +27,33 @@ DEVICE = torch.device("cuda")
 FIRST_STEPS, LAST_STEPS = 20, 2  # that are not timed, of those in which all sequences run
 
 
-def model_of(spec: ModelSpec, cfg: NativeEngineConfig, numbers: WeightFormat) -> CausalLM:
-    """Return a model whose weights are the numbers that codes of a format stand for.
+def model_of(
+    spec: ModelSpec, cfg: NativeEngineConfig, numbers: WeightFormat, part: ModelPart = WHOLE
+) -> CausalLM:
+    """Return a model, or a rank's part of it, whose weights are the numbers that codes of a format
+    stand for.
 
     It holds codes where the config says so, else the numbers in bfloat16.
     """
     with torch.device("meta"):
-        model = CausalLM(spec, exponents=kv_exponents(cfg))
+        model = CausalLM(spec, exponents=kv_exponents(cfg), part=part)
         model = model.to(torch.bfloat16).requires_grad_(False)
         hold_codes(model, spec, cfg.weights)
     model.to_empty(device=DEVICE)
     convert = as_rounded if cfg.weights == "full" else as_codes
-    fill(model, convert(random_weights(spec), spec, numbers))
+    fill(model, own_parts(model, convert(random_weights(spec), spec, numbers)))
     return model
 
 
 def engine_of(
-    spec: ModelSpec, cfg: NativeEngineConfig, numbers: WeightFormat, reserved_bytes: int = 0
+    spec: ModelSpec,
+    cfg: NativeEngineConfig,
+    numbers: WeightFormat,
+    reserved_bytes: int = 0,
+    part: ModelPart = WHOLE,
 ) -> NativeEngine:
     """Return an engine with the model of `model_of`. `reserved_bytes` is as in `build`."""
-    model = model_of(spec, cfg, numbers)
+    model = model_of(spec, cfg, numbers, part)
     engine = NativeEngine(model, cfg, DEVICE, reserved_bytes=reserved_bytes)
     engine.sink().commit(0)
     return engine

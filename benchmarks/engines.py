@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from benchmarks.peer import Laps, Peer
 from benchmarks.shapes import VOCAB
+from spmd_rl.mesh.world import World
 
 KV_TOKENS = 300 * 1024
 MAX_BATCH = 512
@@ -58,14 +59,22 @@ class Pair:
 
 
 def start(
-    kind: str, folder: Path, sglang_site: str = "", settings: Mapping[str, Any] | None = None
+    kind: str,
+    folder: Path,
+    sglang_site: str = "",
+    settings: Mapping[str, Any] | None = None,
+    tp: int = 1,
 ) -> Peer:
-    """Start "ours" or "sglang" with a model folder, and `settings` over those of its class here."""
+    """Start "ours" or "sglang" with a model folder, and `settings` over those of its class here.
+
+    With `tp`, so many ranks of ours share the model, each on a GPU. SGLang's setting is "tp_size".
+    """
     site = [str(Path.cwd()), sglang_site, f"{sglang_site}/nvidia_cutlass_dsl/dsl_packages"]
     env = {"PYTHONPATH": ":".join(site)} if sglang_site else {}
-    command = [sys.executable, "-m", "benchmarks.engines", kind, str(folder)]
-    command.append(json.dumps(dict(settings or {})))
-    return Peer(command, env, Path(tempfile.gettempdir()) / f"{kind}-{folder.name}.log")
+    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp}"]
+    module = ["-m", "benchmarks.engines", kind, str(folder), json.dumps(dict(settings or {}))]
+    command = [sys.executable, *(ranks if tp > 1 else []), *module]
+    return Peer(command, env, Path(tempfile.gettempdir()) / f"{kind}-{tp}-{folder.name}.log")
 
 
 @contextmanager
@@ -105,12 +114,16 @@ class Contender(Protocol):
 
 
 class Ours:
-    """Our engine, with the folder's weights, or with random ones where it has none."""
+    """Our engine, with the folder's weights, or with random ones where it has none. In a torchrun
+    world, all ranks share its model, and it is asked the same on each.
+    """
 
     def __init__(self, folder: str, settings: dict[str, Any]) -> None:
         import torch
 
         from benchmarks.coded_engine import engine_of
+        from benchmarks.gpu_ranks import part_of_world
+        from spmd_rl.model.parts.part import WHOLE
         from spmd_rl.model.read import read_spec
         from spmd_rl.model.weight_files import has_weights
         from spmd_rl.rollout.native.build import build
@@ -124,10 +137,12 @@ class Ours:
             "dtype": "bfloat16",
         }
         cfg = NativeEngineConfig(**usual | settings)
+        part = part_of_world() if World.is_around() else WHOLE
+        spec = replace(read_spec(folder), row_shards=part.count)
         self.engine = (
-            build(cfg, folder, torch.device("cuda"), str)
+            build(cfg, folder, torch.device("cuda"), str, part=part, row_shards=part.count)
             if has_weights(folder)
-            else engine_of(read_spec(folder), cfg, cfg.weights)
+            else engine_of(spec, cfg, cfg.weights, part=part)
         )
 
     def generate(self, prompts: list[NDArray[np.int32]], new_tokens: list[int]) -> dict[str, Any]:
@@ -191,10 +206,33 @@ class SgLang:
         return {"version": version("sglang")} | {name: said.get(name) for name in SGLANG_SETTINGS}
 
 
+class LapsOfRanks:
+    """Implements what `serve` needs of `Laps`: the first rank talks to the driver, and tells all
+    ranks what it requests.
+    """
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._laps = None if dist.get_rank() else Laps()
+
+    def request(self) -> dict[str, Any]:
+        import torch
+        import torch.distributed as dist
+
+        told: list[Any] = [self._laps.request() if self._laps else None]
+        dist.broadcast_object_list(told, device=torch.device("cpu"))
+        return told[0]
+
+    def reply(self, **reply: Any) -> None:
+        if self._laps:
+            self._laps.reply(**reply)
+
+
 def serve(kind: str, folder: str, settings: dict[str, Any]) -> None:
     made = Ours if kind == "ours" else SgLang
     contender: Contender = made(folder, settings)
-    laps = Laps()
+    laps = LapsOfRanks() if World.is_around() else Laps()
     while True:
         request = laps.request()
         if "facts" in request:

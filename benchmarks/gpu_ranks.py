@@ -14,9 +14,28 @@ import torch.distributed as dist
 
 from benchmarks.record import finish, gpu, gpu_machine
 from benchmarks.table import Row
+from spmd_rl.kernels.linear.shard_exchange import TorchExchange
+from spmd_rl.kernels.linear.symm_exchange import SymmExchange
 from spmd_rl.mesh.world import World, join, open_store
+from spmd_rl.model.parts.part import ModelPart
 
 TURNS, REPEATS = 5, 10
+
+
+def joined_group() -> tuple[World, dist.ProcessGroup]:
+    """Join the ranks of this torchrun world, and return a group of them all."""
+    world = World.from_env()
+    join(world, open_store(world))
+    group = dist.new_group(list(range(world.size)))
+    assert isinstance(group, dist.ProcessGroup)
+    return world, group
+
+
+def part_of_world() -> ModelPart:
+    """Join the ranks of this torchrun world, and return this one's part of a model of all."""
+    world, group = joined_group()
+    exchange = SymmExchange if torch.cuda.is_available() else TorchExchange
+    return ModelPart(world.rank, world.size, exchange(group))
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -55,10 +74,7 @@ def run(
     )
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    world = World.from_env()
-    join(world, open_store(world))
-    group = dist.new_group(list(range(world.size)))
-    assert isinstance(group, dist.ProcessGroup)
+    world, group = joined_group()
     rows = list(rows_of(group))
     dist.barrier()
     missed = 0

@@ -12,8 +12,9 @@ samples on every placement. Later steps need not: shards sum gradients in anothe
 medians over the steps after the first. Idle is the time of a step that is in no phase.
 
     python -m benchmarks.several_gpus [--shape 0.6B] [--ranks 4] [--steps 3] [--prompts 64]
-        [--save] [colocated split mixed]
+        [--save] [colocated split mixed] [--KEY=VALUE ...]
 
+More settings are for every run, such as --split.infer.tp=2, where ranks share an engine's model.
 With --shape 8B it takes 8 prompts with 16 samples of at most 7,168 tokens, and whatever does not
 fit sleeps. On a machine without a GPU, --shape demo tries the script with the demo's model.
 """
@@ -27,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,10 @@ def write_model(shape: str, folder: Path) -> None:
         write_config(shape, folder, TOKENIZER)
 
 
-def run(shape: str, work: Work, placement: str, num_ranks: int, folder: Path) -> Path:
-    """Run the recipe, and return its folder."""
+def run(
+    shape: str, work: Work, placement: str, num_ranks: int, folder: Path, more: Sequence[str]
+) -> Path:
+    """Run the recipe with `more` settings, and return its folder."""
     command = "import sys; from spmd_rl.cli.main import main; sys.exit(main())"
     words = [
         *placement_words(placement, num_ranks),
@@ -106,6 +109,7 @@ def run(shape: str, work: Work, placement: str, num_ranks: int, folder: Path) ->
         "--run.exact=true",
         "--run.save_every=0",
         *work.more,
+        *more,
     ]
     subprocess.run([sys.executable, "-c", command, "run", RECIPE, *words], check=True)
     return folder / placement
@@ -159,9 +163,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="2 and more; otherwise the shape's own")
     parser.add_argument("--prompts", type=int, help="of a step; otherwise the shape's own")
     parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
+    parser.add_argument("--new-tokens", type=int, help="of an answer; otherwise the shape's own")
+    options, more = parser.parse_known_args()
     work = WORK[options.shape]
-    work = replace(work, steps=options.steps or work.steps, prompts=options.prompts or work.prompts)
+    work = replace(
+        work,
+        steps=options.steps or work.steps,
+        prompts=options.prompts or work.prompts,
+        new_tokens=options.new_tokens or work.new_tokens,
+    )
     if work.steps < 2:
         parser.error("--steps must be 2 or more: the first one is not timed")
     rows: list[Row] = []
@@ -171,8 +181,9 @@ def main() -> int:
         write_model(options.shape, folder / "models" / options.shape)
         write_prompts(folder / "prompts.jsonl", 4 * work.prompts)
         for placement in options.placements or PLACEMENTS:
-            what = f"{options.shape}, {options.ranks} ranks, {placement}"
-            found = run(options.shape, work, placement, options.ranks, folder)
+            words = ", ".join([placement, *more])
+            what = f"{options.shape}, {options.ranks} ranks, {words}"
+            found = run(options.shape, work, placement, options.ranks, folder, more)
             rows += rows_of(what, found, options.ranks)
             first.append(drawn(found))
     if len(first) > 1:

@@ -97,10 +97,12 @@ def load_weights(
     """
     tensors = model_weights(folder, model.spec.parameter_shapes(), held)
     convert = as_codes if holds_codes(model) else as_rounded
-    fill(model, _parts(model, convert(tensors, model.spec, weights)))
+    fill(model, own_parts(model, convert(tensors, model.spec, weights)))
 
 
-def _parts(model: CausalLM, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def own_parts(
+    model: CausalLM, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield of each weight what the model has of it, which may be a part."""
     boxes = model.part.boxes(model.spec) if model.part.count > 1 else {}
     for name, tensor in weights:
