@@ -23,7 +23,7 @@ from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FIRST_STEPS, LAST_STEPS = 20, 2  # that are not timed, of those in which all sequences run
 
 
@@ -37,7 +37,7 @@ def model_of(
     """
     with torch.device("meta"):
         model = CausalLM(spec, exponents=kv_exponents(cfg), part=part)
-        model = model.to(torch.bfloat16).requires_grad_(False)
+        model = model.to(getattr(torch, cfg.dtype)).requires_grad_(False)
         hold_codes(model, spec, cfg.weights)
     model.to_empty(device=DEVICE)
     convert = as_rounded if cfg.weights == "full" else as_codes
@@ -75,7 +75,8 @@ def measure(
     while engine.has_work:
         began = time.perf_counter()
         output = engine.step()
-        torch.cuda.synchronize()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
         if len(output.tokens) == batch:
             times.append(1e3 * (time.perf_counter() - began))
         for one in output.finished:

@@ -43,13 +43,19 @@ EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+# a shape for tries of a script on a CPU
+TINY = "tiny"
+TINY_SIZES = (64, 128, 2, 8, 4, True)
+TINY_KEYS = {"head_dim": 16, "vocab_size": 1024}
+MORE_KEYS: dict[str, dict[str, object]] = {MIXTURE: EXPERTS, TINY: TINY_KEYS}
 MEASURED_FLOPS_PER_S = 788e12  # an 8192^3 bf16 product of random data, measured on an H200
 
 
 def config(name: str) -> dict[str, object]:
     """Return the config.json of a Qwen3 of this size; "SIZE@N" has N layers."""
     name, _, few = name.partition("@")
-    hidden, inner, layers, heads, kv_heads, tied = MIXTURE_SIZES if name == MIXTURE else QWEN3[name]
+    sizes = QWEN3 | {MIXTURE: MIXTURE_SIZES, TINY: TINY_SIZES}
+    hidden, inner, layers, heads, kv_heads, tied = sizes[name]
     dense = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -74,7 +80,7 @@ def config(name: str) -> dict[str, object]:
         "eos_token_id": 151645,
         "torch_dtype": "bfloat16",
     }
-    return dense | (EXPERTS if name == MIXTURE else {})
+    return dense | MORE_KEYS.get(name, {})
 
 
 def write_config(name: str, folder: Path, tokenizer_of: Path | None = None) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Shared parts of the training benchmarks: a learner with a Qwen3 shape on one GPU, and a batch."""
+"""Shared parts of the training benchmarks: a learner with a Qwen3 shape, and a batch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from benchmarks.shapes import random_weights, write_config
 from spmd_rl.algo.packing import pack
-from spmd_rl.mesh.role_context import Meshes
+from spmd_rl.mesh.role_context import Meshes, RoleContext
+from spmd_rl.mesh.shards_mesh import shards_mesh
 from spmd_rl.mesh.split import RoleSplit, Split, plan_split
 from spmd_rl.mesh.world import World, join, open_store
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.fsdp2.backend import Fsdp2
+from spmd_rl.train.fsdp2.sharing import Sharing
 from spmd_rl.train.learner import Learner
 from spmd_rl.train.megatron.backend import Megatron
 from spmd_rl.train.megatron.config import MegatronConfig
@@ -37,34 +41,43 @@ ALL_RANKS = RoleSplit()
 def config(name: str) -> TrainerConfig:
     """Return a config that keeps all activations if they fit; at 4B, it recomputes some."""
     return TrainerConfig(
-        dtype="bfloat16",
+        dtype="bfloat16" if torch.cuda.is_available() else "float32",
         max_tokens=PACK_TOKENS,
         backend=Fsdp2Config(recompute="cheap" if name == "4B" else "none"),
     )
 
 
+def spec_of(name: str) -> ModelSpec:
+    """Return the specification of a shape, as `shapes.config` knows them."""
+    with tempfile.TemporaryDirectory() as folder:
+        return write_config(name, Path(folder))
+
+
 def learner(
     name: str, cfg: TrainerConfig, world: World = ALONE, axes: RoleSplit = ALL_RANKS
 ) -> Learner:
-    """Return a learner of this shape with random weights, over all ranks of the world.
-
-    It is frozen for Python's garbage collector, as the roles of a rank are.
-    """
-    gc.unfreeze()
-    gc.collect()
-    with tempfile.TemporaryDirectory() as folder:
-        spec = write_config(name, Path(folder))
+    """Return a learner of this shape with random weights, over all ranks of the world."""
     if not dist.is_initialized():
         join(world, open_store(world) if world.size > 1 else dist.HashStore())
     placement = plan_split(Split(train=axes), world.size)["train"]
     meshes = Meshes(world)
     meshes.build([placement])
-    context = meshes.context(placement)
-    backend: Fsdp2 | Megatron = (
-        Megatron(spec, context, cfg)
-        if isinstance(cfg.backend, MegatronConfig)
-        else Fsdp2(spec, context.mesh, cfg, context.device)
-    )
+    return learner_in(meshes.context(placement), spec_of(name), cfg)
+
+
+def learner_in(context: RoleContext, spec: ModelSpec, cfg: TrainerConfig) -> Learner:
+    """Return a learner of this model with random weights, over the ranks of a context.
+
+    It is frozen for Python's garbage collector, as the roles of a rank are.
+    """
+    release()
+    backend: Fsdp2 | Megatron
+    if isinstance(cfg.backend, MegatronConfig):
+        backend = Megatron(spec, context, cfg)
+    else:
+        sharing = Sharing.of(spec, context, cfg.backend.ep_dispatcher)
+        mesh = shards_mesh(context)
+        backend = Fsdp2(spec, mesh, cfg, context.device, sharing=sharing)
     backend.fill(random_weights(spec))
     made = Learner(backend, context, cfg)
     gc.collect()
@@ -72,11 +85,19 @@ def learner(
     return made
 
 
-def batch(num_tokens: int, vocab: int) -> Batch:
-    """Return sequences of 128 prompt and 896 response tokens, with random advantages."""
+def release() -> None:
+    """Free what is left of learners that nothing refers to."""
+    gc.unfreeze()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def batch(num_tokens: int, vocab: int, length: int = PROMPT_TOKENS + NEW_TOKENS) -> Batch:
+    """Return sequences of `length` tokens, 128 of which are a prompt, with random advantages."""
     rng = np.random.default_rng(0)
-    count = num_tokens // (PROMPT_TOKENS + NEW_TOKENS)
-    groups = [_group(uid, NEW_TOKENS, vocab, rng) for uid in range(count)]
+    new_tokens = length - PROMPT_TOKENS
+    groups = [_group(uid, new_tokens, vocab, rng) for uid in range(num_tokens // length)]
     return pack(groups, [rng.standard_normal(1) for _ in groups])
 
 
