@@ -7,7 +7,7 @@ share"). Here one rank has all parts, so this is what a role pays that shares no
 A training step is that of train_step.py with half of its tokens. One learner takes it in turns, and
 the first number of parts changes with each repetition. A decoding step is the native engine's, with
 prompts of 128 tokens. Engines of all numbers of parts have the same weights, and take turns too.
-Values are medians.
+Values are medians. One more engine records no graphs, and its samples with two parts are compared.
 
     python -m benchmarks.row_shards [--train 0.6B 4B] [--decode 8B] [--batches 1 64] [--save]
 
@@ -19,16 +19,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from benchmarks.coded_engine import FIRST_STEPS, LAST_STEPS, measure, model_of
+from benchmarks.coded_engine import DEVICE, FIRST_STEPS, LAST_STEPS, measure, model_of
 from benchmarks.rank_learners import finish_anywhere, on_gpu, step_seconds
-from benchmarks.record import compared, measured
+from benchmarks.record import compared, counted, measured
 from benchmarks.table import Row
 from benchmarks.training import batch, config, learner, release, spec_of
 from spmd_rl.kernels import linear
@@ -45,7 +44,7 @@ from spmd_rl.train.fsdp2.backend import Fsdp2
 BARS = {2: 1.02}
 STEP_TOKENS, TRIED_TOKENS = 32768, 2048
 PROMPT, ANSWER = 128, 128
-USUAL = ROW_SHARDS[0]
+USUAL, FEWEST = ROW_SHARDS[:2]
 FULL: WeightFormat = "full"
 
 
@@ -107,9 +106,18 @@ def training_rows(name: str, repeats: int) -> Iterator[Row]:
         yield measured(text, unequal, "tokens", at_least=1)
 
 
-def engines_of(name: str, most: int) -> dict[int, NativeEngine]:
-    """Return an engine for each number of parts, all with the same weights."""
-    spec = spec_of(name)
+def engine_of(whole: CausalLM, cfg: NativeEngineConfig, row_shards: int) -> NativeEngine:
+    """Return an engine that sums in so many parts, and has the weights of `whole` in common."""
+    with torch.device("meta"):
+        model = CausalLM(replace(whole.spec, row_shards=row_shards)).requires_grad_(False)
+    model.load_state_dict(whole.state_dict(), assign=True)
+    engine = NativeEngine(model, cfg, DEVICE)
+    engine.sink().commit(0)
+    return engine
+
+
+def decoding_rows(name: str, batches: Sequence[int], repeats: int) -> Iterator[Row]:
+    most = max(batches)
     pages = -(-(PROMPT + ANSWER + 1) // GPU_PAGE_SIZE) * most + 2 * most
     cfg = NativeEngineConfig(
         dtype="bfloat16" if on_gpu() else "float32",
@@ -117,33 +125,25 @@ def engines_of(name: str, most: int) -> dict[int, NativeEngine]:
         page_size=GPU_PAGE_SIZE,
         num_pages=pages,
     )
-    whole = model_of(spec, cfg, FULL)
-    device = next(whole.parameters()).device
-    found = {}
-    for row_shards in ROW_SHARDS:
-        model = whole
-        if row_shards != USUAL:
-            with torch.device("meta"):
-                model = CausalLM(replace(spec, row_shards=row_shards)).requires_grad_(False)
-            model.load_state_dict(whole.state_dict(), assign=True)
-        found[row_shards] = NativeEngine(model, cfg, device)
-        found[row_shards].sink().commit(0)
-    return found
-
-
-def decoding_rows(name: str, batches: Sequence[int], repeats: int) -> Iterator[Row]:
-    began = time.perf_counter()
-    engines = engines_of(name, max(batches))
-    print(f"engines of {name}: {time.perf_counter() - began:.1f} s", flush=True)
+    whole = model_of(spec_of(name), cfg, FULL)
+    whole.pack_projections()  # so that no engine moves them to memory of its own
+    engines = {row_shards: engine_of(whole, cfg, row_shards) for row_shards in ROW_SHARDS}
+    unrecorded = engine_of(whole, replace(cfg, cuda_graphs=False), FEWEST)
+    print(f"engines of {name} are there", flush=True)
     answer = ANSWER if on_gpu() else FIRST_STEPS + LAST_STEPS + 8
     for size in batches:
         what = f"Qwen3-{name}, decoding step of {size}"
+        drawn: dict[int, dict[int, bytes]] = {}
 
-        def take(row_shards: int, size: int) -> float:
-            return measure(engines[row_shards], size, PROMPT, answer)[0]
+        def take(row_shards: int, size: int, drawn: dict[int, dict[int, bytes]]) -> float:
+            step, drawn[row_shards] = measure(engines[row_shards], size, PROMPT, answer)
+            return step
 
-        found = in_turns(what, ROW_SHARDS, partial(take, size=size), repeats)
+        found = in_turns(what, ROW_SHARDS, partial(take, size=size, drawn=drawn), repeats)
         yield from compare(what, found, "ms")
+        _, expected = measure(unrecorded, size, PROMPT, answer)
+        equal = [drawn[FEWEST][uid] == one for uid, one in expected.items()]
+        yield counted(f"{what}, sums in {FEWEST} parts: samples as without graphs", equal)
 
 
 def main() -> int:
