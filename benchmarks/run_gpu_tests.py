@@ -61,7 +61,7 @@ NEEDS = {
     "recipes/test_expert_engines.py": Needs(4),
     "train/test_shared_ranks.py": Needs(2),
     "train/test_tensor_ranks.py": Needs(2),
-    "rollout/test_shared_models.py": Needs(4),
+    "rollout/test_shared_models.py": Needs(8),
     "recipes/test_shared_models.py": Needs(4),
     "train/test_optimizers.py": Needs(2),
 }

@@ -7,10 +7,11 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from tests.system.kill_resume import EXAMPLE, MODES, SMALL, Run
+from tests.system.kill_resume import EXAMPLE, MODES, SMALL, Outcome, Run
 
 T = TypeVar("T")
 
@@ -54,6 +55,15 @@ def together(tasks: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     with ThreadPoolExecutor(len(tasks)) as pool:
         started = {name: pool.submit(task) for name, task in tasks.items()}
         return {name: one.result() for name, one in started.items()}
+
+
+def without_push(outcome: Outcome) -> Outcome:
+    """The same without the counts of pushed tensors, which follow from how ranks share them."""
+    rows = [
+        {key: value for key, value in row.items() if not key.startswith("sync/")}
+        for row in outcome.metrics
+    ]
+    return replace(outcome, metrics=rows)
 
 
 def proof(run: Run) -> list[tuple[int, int]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.grpo_proof import broken_promises
-from tests.gpu.recipes.runs import new_run, proof, together, write_model
+from tests.gpu.recipes.runs import new_run, proof, together, without_push, write_model
 from tests.gpu.recipes.test_settings import MIXTURE
 from tests.system.kill_resume import Outcome, Run, differences
 
@@ -43,12 +42,3 @@ def test_runs_are_those_of_engines_with_all_experts(
         assert compared > 1000
         assert mismatched == 0
     assert differences(without_push(outcome), without_push(runs["all experts each"][1])) == []
-
-
-def without_push(outcome: Outcome) -> Outcome:
-    """The same without the counts of pushed tensors: ranks that share experts get fewer."""
-    rows = [
-        {key: value for key, value in row.items() if not key.startswith("sync/")}
-        for row in outcome.metrics
-    ]
-    return replace(outcome, metrics=rows)

@@ -1,7 +1,6 @@
 """Run under torchrun by test_shared_models.py: `shared_model_ranks.py WHAT OUT.json`.
 
-WHAT is exchanges or engines. Models are shared by 2 and 4 GPUs. The report has what differs, for
-each rank.
+WHAT is exchanges or engines. All ranks share a model. The report has what differs, for each rank.
 """
 
 from __future__ import annotations
@@ -127,20 +126,18 @@ def unequal_draws(exchange: ShardExchange, rank: int, tp: int) -> list[str]:
     return found
 
 
-def of_exchanges(world: World) -> dict[str, Any]:
-    report: dict[str, Any] = {}
-    for tp in (2, 4)[: world.size // 2]:
-        group = own_group(tp, world)
-        symm, reference = SymmExchange(group), TorchExchange(group)
-        report[f"tp {tp}, calls"] = unequal_calls(symm, reference, world.rank)
-        for name, one in (("symm", symm), ("torch", reference)):
-            report[f"tp {tp}, {name}, draws"] = unequal_draws(one, world.rank, tp)
-        report[f"tp {tp}, replays"] = unequal_replays(symm, reference, world.rank)
-        parts = reference.gather_columns(drawn(64, COLUMNS, world.rank)).chunk(tp, 1)
-        whole = reference.sum(drawn(64, COLUMNS, world.rank), None, torch.float32)
-        in_order = sum(parts[1:], parts[0])
-        report[f"tp {tp}, control"] = float((in_order != whole).float().mean())
-    return report
+def of_exchanges(world: World, group: dist.ProcessGroup) -> dict[str, Any]:
+    symm, reference = SymmExchange(group), TorchExchange(group)
+    parts = reference.gather_columns(drawn(64, COLUMNS, world.rank)).chunk(world.size, 1)
+    whole = reference.sum(drawn(64, COLUMNS, world.rank), None, torch.float32)
+    in_order = sum(parts[1:], parts[0])
+    return {
+        "calls": unequal_calls(symm, reference, world.rank),
+        "symm, draws": unequal_draws(symm, world.rank, world.size),
+        "torch, draws": unequal_draws(reference, world.rank, world.size),
+        "replays": unequal_replays(symm, reference, world.rank),
+        "control": float((in_order != whole).float().mean()),
+    }
 
 
 def samples_of(model: CausalLM, cfg: Any) -> tuple[Samples, int]:
@@ -148,39 +145,37 @@ def samples_of(model: CausalLM, cfg: Any) -> tuple[Samples, int]:
     return finish(engine, workload()), engine.stats()["num_graphs"]
 
 
-def of_engines(world: World) -> dict[str, Any]:
+def of_engines(world: World, group: dist.ProcessGroup) -> dict[str, Any]:
     """All ranks of an engine have the same requests, so they take the same steps."""
-    report: dict[str, Any] = {}
-    for tp in (2, 4)[: world.size // 2]:
-        spec = replace(SPEC, row_shards=tp)
-        weights, whole, group = dict(random_weights(spec, 0)), CausalLM(spec), own_group(tp, world)
-        whole.load_state_dict(weights)
-        alone, _ = samples_of(whole.requires_grad_(False), USUAL)
-        other = CausalLM(replace(SPEC, row_shards=1))
-        other.load_state_dict(weights)
-        control, _ = samples_of(other.requires_grad_(False), USUAL)
-        report[f"tp {tp}, control"] = unequal(control, alone)
-        exchanges: dict[str, Callable[[dist.ProcessGroup], ShardExchange]] = {
-            "symm": SymmExchange,
-            "torch": TorchExchange,
-        }
-        for name, exchange in exchanges.items():
-            part = ModelPart(world.rank % tp, tp, exchange(group))
-            for cfg in (USUAL, replace(USUAL, max_batch=5, max_step_tokens=33)):
-                model = part_of_model(spec, weights, part)
-                found, num_graphs = samples_of(model, cfg)
-                case = f"tp {tp}, {name}, {cfg.max_batch} at once"
-                report[case] = unequal(found, alone)
-                report[f"{case}, graphs"] = num_graphs
+    spec = replace(SPEC, row_shards=world.size)
+    weights, whole = dict(random_weights(spec, 0)), CausalLM(spec)
+    whole.load_state_dict(weights)
+    alone, _ = samples_of(whole.requires_grad_(False), USUAL)
+    other = CausalLM(replace(SPEC, row_shards=1))
+    other.load_state_dict(weights)
+    control, _ = samples_of(other.requires_grad_(False), USUAL)
+    report: dict[str, Any] = {"control": unequal(control, alone)}
+    exchanges: dict[str, Callable[[dist.ProcessGroup], ShardExchange]] = {
+        "symm": SymmExchange,
+        "torch": TorchExchange,
+    }
+    for name, exchange in exchanges.items():
+        part = ModelPart(world.rank, world.size, exchange(group))
+        for cfg in (USUAL, replace(USUAL, max_batch=5, max_step_tokens=33)):
+            model = part_of_model(spec, weights, part)
+            found, num_graphs = samples_of(model, cfg)
+            case = f"{name}, {cfg.max_batch} at once"
+            report[case] = unequal(found, alone)
+            report[f"{case}, graphs"] = num_graphs
     return report
 
 
 def main(what: str, out: Path) -> None:
     world = World.from_env()
     join(world, open_store(world))
-    every: list[Any] = [None] * world.size
+    group, every = own_group(world.size, world), [None] * world.size
     with torch.no_grad():
-        own = of_exchanges(world) if what == "exchanges" else of_engines(world)
+        own = (of_exchanges if what == "exchanges" else of_engines)(world, group)
     dist.all_gather_object(every, own)
     if world.rank == 0:
         out.write_text(json.dumps(every))
