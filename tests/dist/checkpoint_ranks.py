@@ -21,6 +21,7 @@ from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.trainer import Trainer
+from spmd_rl.types.batch import Batch
 from tests.dist.train_case import make_batch
 from tests.dist.train_ranks import context_of
 
@@ -56,10 +57,10 @@ def digests(trainer: Trainer) -> dict[str, str]:
     }
 
 
-def logprobs(trainer: Trainer) -> list[str]:
+def logprobs(trainer: Trainer, batch: Batch | None = None) -> list[str]:
     """Of every sequence of a batch that is dealt to the ranks, as bits."""
-    context = trainer.context
-    scores = trainer.score(make_batch(5).shard(context.data_size)[context.data_rank])
+    context, batch = trainer.context, batch or make_batch(5)
+    scores = trainer.score(batch.shard(context.data_size)[context.data_rank])
     rows = np.split(scores.values, np.cumsum(scores.lengths)[:-1])
     mine = {int(index): row.tobytes().hex() for index, row in zip(scores.index, rows, strict=True)}
     found: dict[int, str] = {}

@@ -1,5 +1,6 @@
 """Run under torchrun by test_tensor_shards.py: `tensor_ranks.py DENSE BIASED OUT.json`, on 4 ranks,
-where 1, 2 and 4 of them share each matrix. Log-probs are told as bits.
+where 1, 2 and 4 of them share each matrix, also where two others share the tokens of sequences.
+Log-probs are told as bits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.errors import ConfigError
+from spmd_rl.kernels.attention import shared_tokens
 from spmd_rl.kernels.linear import shard_exchange
 from spmd_rl.kernels.linear.shard_exchange import TorchExchange
 from spmd_rl.mesh.role_context import Meshes
@@ -30,17 +33,22 @@ from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.train.value_trainer import ValueTrainer
 from tests.dist.checkpoint_ranks import digests, logprobs, step
-from tests.dist.sequence_ranks import top
+from tests.dist.sequence_ranks import in_wrong_order, top
+from tests.dist.train_case import make_batch
 from tests.dist.train_ranks import train_on_all_scores
 
+BOTH = "tp 2, cp 2"
 SPLITS = {
     "tp 1": RoleSplit(),
     "tp 2": RoleSplit(tp=2),
     "tp 4": RoleSplit(tp=4),
     "2 copies, tp 2": RoleSplit(dp=2, tp=2),
+    BOTH: RoleSplit(tp=2, cp=2),
 }
 CONFIG = TrainerConfig(init="random", lr=1e-2, eps=1e-4, max_tokens=60)
 ROW_SHARDS = 4
+# the splits that save, and those that go on
+RESUMED = {"tp 1": BOTH, "2 copies, tp 2": "tp 1", BOTH: "tp 4"}
 Shares = list[tuple[str, tuple[list[int], list[int]], bytes]]
 
 
@@ -119,8 +127,10 @@ class Runs:
         self.meshes.build(list(self.placements.values()))
         self.folder = folder
 
-    def built(self, split: str, folder: Path | None = None, **settings: Any) -> Trainer:
-        context = self.meshes.context(self.placements[split], ROW_SHARDS)
+    def built(
+        self, split: str, folder: Path | None = None, row_shards: int = ROW_SHARDS, **settings: Any
+    ) -> Trainer:
+        context = self.meshes.context(self.placements[split], row_shards)
         return Trainer(replace(CONFIG, **settings), context, str(folder or self.folder))
 
     def refused(self, split: str) -> str:
@@ -137,6 +147,27 @@ class Runs:
         trainer.wait_until_saved()
         return digests(trainer), logprobs(trainer)
 
+    def recomputed(self, split: str) -> dict[str, Any]:
+        """What a trainer is that has learned once, for each choice of what is computed again."""
+        found = {}
+        for recompute in ("none", "cheap", "all"):
+            backend = Fsdp2Config(recompute=recompute, wrap="layer")
+            trainer = self.built(split, deterministic=True, backend=backend, logit_rows=16)
+            step(trainer, 0)
+            found[recompute] = digests(trainer)
+        return found
+
+    def of_one_token(self, split: str) -> list[Any]:
+        """Log-probs of a batch with a single token to score, which one rank of those that share a
+        sequence has, and the norm of its gradients.
+        """
+        trainer, batch = self.built(split), make_batch(5).select(range(4))
+        mask = np.zeros_like(batch.mask)
+        mask[np.flatnonzero(batch.mask)[0]] = True
+        alone, context = replace(batch, mask=mask), trainer.context
+        bits, shard = logprobs(trainer, alone), alone.shard(context.data_size)[context.data_rank]
+        return [bits, trainer.train_step(shard, grpo_loss)["train/grad_norm"]]
+
     def resumed(self, split: str, folder: Path) -> tuple[Any, ...]:
         trainer = self.built(split, seed=7)
         trainer.load(str(folder))
@@ -147,7 +178,8 @@ def main(dense: Path, biased: Path, out: Path) -> None:
     torch.set_num_threads(1)
     runs, report = Runs(dense), dict[str, Any]()
     rank, folder = runs.world.rank, out.parent
-    report |= {name: {} for name in ("dense", "biased", "top", "alike", "saved", "resumed")}
+    names = ("dense", "biased", "top", "alike", "scores", "one token", "recomputed")
+    report |= {name: {} for name in (*names, "saved", "resumed", "controls")}
     for split in SPLITS:
         trainer = runs.built(split)
         report["dense"][split] = logprobs(trainer)
@@ -158,21 +190,24 @@ def main(dense: Path, biased: Path, out: Path) -> None:
     group = runs.meshes.context(runs.placements["tp 4"]).axis_group(("tp",))
     report["exchanged"] = exchanged(group)
     report["refused"] = runs.refused("tp 2")
-    for split in ("tp 1", "tp 4"):
+    for split in ("tp 1", "tp 4", BOTH):
         report["biased"][split] = logprobs(runs.built(split, biased, init="folder"))
-    report["scores"] = [train_on_all_scores(runs.built(split)) for split in ("tp 1", "tp 2")]
-    for recompute in ("none", "cheap", "all"):
-        backend = Fsdp2Config(recompute=recompute, wrap="layer")
-        trainer = runs.built("tp 2", deterministic=True, backend=backend, logit_rows=16)
-        step(trainer, 0)
-        report[recompute] = digests(trainer)
-    for split, other in (("tp 1", "tp 4"), ("2 copies, tp 2", "tp 1")):
+    for split in ("tp 1", "tp 2", BOTH):
+        report["scores"][split] = train_on_all_scores(runs.built(split))
+        report["one token"][split] = runs.of_one_token(split)
+    for split in ("tp 2", BOTH):
+        report["recomputed"][split] = runs.recomputed(split)
+    for split, other in RESUMED.items():
         report["saved"][split] = runs.saved(split, folder / split)
         report["resumed"][split] = runs.resumed(other, folder / split)
     runs.built("tp 2").export_hf(str(folder / "hf"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_exchange, "sum_neighbours", in_a_row)
-        report["control"] = logprobs(runs.built("tp 4"))
+        report["controls"]["in a row"] = logprobs(runs.built("tp 4"))
+    report["controls"]["two parts"] = logprobs(runs.built(BOTH, row_shards=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_tokens, "_exchanged", in_wrong_order)
+        report["controls"]["tokens in another order"] = logprobs(runs.built(BOTH))
     if rank == 0:
         out.write_text(json.dumps(report))
     dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""Matrices over 1, 2 and 4 gloo ranks of FSDP2 (axis tp): the same bits of log-probs."""
+"""Matrices over 1, 2 and 4 gloo ranks of FSDP2 (axis tp), and sequences over others (axis cp): the
+same bits of log-probs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import pytest
 
 from tests.dist.rank_checks import check_gradients, check_scores
 from tests.dist.recipes.test_tensor_parallel import write_qwen2
-from tests.dist.tensor_ranks import SPLITS
+from tests.dist.tensor_ranks import BOTH, RESUMED, SPLITS
 from tests.dist.torchrun import torchrun
 from tests.dist.train_case import make_batch, write_model_folder
 
@@ -54,8 +56,9 @@ def test_a_value_head_is_refused(report: Report) -> None:
     assert report["refused"].startswith("split.train.tp = 2: ranks do not share the matrices of")
 
 
-def test_biases_and_a_tied_head_are_shared_too(report: Report) -> None:
-    assert report["biased"]["tp 4"] == report["biased"]["tp 1"]
+@pytest.mark.parametrize("split", ["tp 4", BOTH])
+def test_biases_and_a_tied_head_are_shared_too(split: str, report: Report) -> None:
+    assert report["biased"][split] == report["biased"]["tp 1"]
 
 
 @pytest.mark.parametrize("split", list(SPLITS)[1:])
@@ -65,8 +68,9 @@ def test_the_likeliest_tokens_are_the_same(split: str, report: Report) -> None:
     assert report["top"][split] == report["top"]["tp 1"]
 
 
-def test_a_tree_of_another_shape_shows(report: Report) -> None:
-    assert report["control"] != report["dense"]["tp 1"]
+@pytest.mark.parametrize("control", ["in a row", "two parts", "tokens in another order"])
+def test_a_tree_of_another_shape_and_another_order_show(control: str, report: Report) -> None:
+    assert report["controls"][control] != report["dense"]["tp 1"]
 
 
 @pytest.mark.parametrize("split", list(SPLITS))
@@ -83,15 +87,27 @@ def test_ranks_that_have_the_same_weights_have_the_same_gradients(
     assert report["alike"][split]
 
 
-def test_entropies_and_candidates_have_gradients(report: Report) -> None:
-    check_scores(*report["scores"])
+@pytest.mark.parametrize("split", ["tp 2", BOTH])
+def test_entropies_and_candidates_have_gradients(split: str, report: Report) -> None:
+    check_scores(report["scores"]["tp 1"], report["scores"][split])
 
 
+@pytest.mark.parametrize("split", ["tp 2", BOTH])
+def test_ranks_without_a_token_to_score_take_part(split: str, report: Report) -> None:
+    (bits, norm), (expected, of_one) = (report["one token"][name] for name in (split, "tp 1"))
+    assert bits == expected
+    assert norm == pytest.approx(of_one, rel=2e-5)
+
+
+@pytest.mark.parametrize("split", ["tp 2", BOTH])
 @pytest.mark.parametrize("recompute", ["cheap", "all"])
-def test_layers_that_are_computed_again_exchange_again(recompute: str, report: Report) -> None:
-    assert report[recompute] == report["none"]
+def test_layers_that_are_computed_again_exchange_again(
+    recompute: str, split: str, report: Report
+) -> None:
+    found = report["recomputed"][split]
+    assert found[recompute] == found["none"]
 
 
-@pytest.mark.parametrize("split", ["tp 1", "2 copies, tp 2"])
+@pytest.mark.parametrize("split", list(RESUMED))
 def test_a_checkpoint_goes_on_with_other_parts(split: str, report: Report) -> None:
     assert report["resumed"][split] == report["saved"][split]

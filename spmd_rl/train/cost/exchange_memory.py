@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spmd_rl.model.layers.block import BlockSpec
-from spmd_rl.model.layers.layer import LayerCost
+from spmd_rl.model.layers.layer import CacheSpec, LayerCost
 
 
-def exchanging(block: BlockSpec) -> LayerCost:
-    """Return the cost of a block, and that of the exchanges around its attention."""
-    cost, cache = block.cost(), block.cache()
+def exchanging(cost: LayerCost, cache: CacheSpec | None) -> LayerCost:
+    """Return the cost of a block, and that of the exchanges around its attention.
+
+    `cache` is that of the heads of which `cost` is.
+    """
     if cache is None:
         return cost
     keys = cache.num_elements // 2

@@ -81,7 +81,8 @@ def step_sizes(
     """
     sizes = _sizes(spec, cfg, placement.of_shards, head)
     if (cp := size_of(placement.axes, "cp")) > 1:
-        sizes = replace(sizes, activations=_activations(spec, cfg, head, cp))
+        tp = size_of(placement.axes, "tp")
+        sizes = replace(sizes, activations=_activations(spec, cfg, head, cp, tp))
     num_parts = cfg.data_parts // placement.data_size
     num_waiting = num_parts.bit_length() if num_parts > 1 else 0
     return replace(sizes, grads=sizes.grads + num_waiting * sizes.reduced_grads)
@@ -196,15 +197,16 @@ def frozen_memory(
 def _activations(
     spec: ModelSpec, cfg: TrainerConfig, head: Head, cp: int = 1, tp: int = 1
 ) -> Activations:
-    """Return what a micro-batch keeps on one of `cp` ranks that share its tokens, or of `tp` ranks
-    that share each matrix.
-    """
+    """Return what a micro-batch keeps where `cp` ranks share its tokens, and `tp` each matrix."""
     element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
     settings = fsdp2_settings(cfg)
     offloads, recompute = settings.offload_activations, settings.recompute
     keeps_slopes = dtype_on_gpu(cfg) != "float32" and recompute != "all"
     num_parts = num_own_parts(spec, tp)
-    costs = (exchanging(one) if cp > 1 else sharing(one, tp, element_bytes) for one in spec.blocks)
+    costs = [sharing(one, tp, element_bytes) for one in spec.blocks]
+    if cp > 1:
+        pairs = zip(costs, spec.blocks, strict=True)
+        costs = [exchanging(cost, block.cache(tp)) for cost, block in pairs]
     return activations(
         [summing(one, spec.hidden_size, num_parts, element_bytes) for one in costs],
         spec.hidden_size,

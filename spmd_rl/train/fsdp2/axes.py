@@ -24,9 +24,9 @@ def check_axes(
     """
     placement.require_axes("FSDP2", AXES, ADVICE)
     _check_parts(cfg.data_parts, placement)
-    check_sequence_axis(cfg, placement, spec)
     check_expert_axis(cfg, placement, spec)
     check_tensor_axis(cfg, placement, spec, head)
+    check_sequence_axis(cfg, placement, spec)
 
 
 def _check_parts(num_parts: int, placement: Placement) -> None:

@@ -31,11 +31,6 @@ def check_tensor_axis(
         )
     if spec is not None:
         _check_model(spec, tp, at)
-    if (cp := size_of(placement.axes, "cp")) > 1:
-        raise ConfigError(
-            f"{at} does not go with split.{placement.name}.cp = {cp}: ranks that share matrices "
-            "have whole sequences"
-        )
     refused = {
         "lora.rank": (cfg.lora.rank, 0, "ranks that share matrices have no adapters"),
         "weights": (cfg.weights, "full", "ranks share weights in 16 or 32 bits alone"),

@@ -127,6 +127,18 @@ def test_trainers_of_two_ranks(run: Run, num_ranks: int, words: list[str]) -> No
     check_bits(run("grpo", *STEPS, "--trainer.lr=0.01", *words, nproc=num_ranks))
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_trainers_whose_ranks_share_matrices_and_sequences(
+    run: Run, tmp_path: Path, tp: int
+) -> None:
+    """Two ranks have parts of each matrix, and two others have the tokens between theirs."""
+    folder = write_qwen2(tmp_path / "qwen2", num_key_value_heads=4)
+    words = [f"--model={folder}", "--trainer.init=folder", "--trainer.lr=0.01"]
+    words += ["--split.train.tp=2", "--split.train.cp=2", f"--split.infer.tp={tp}"]
+    words += ["--trainer.max_tokens=48", "--run.verify_every=1", "--sampling.top_p=0.9"]
+    check_bits(run("grpo", *STEPS, *words, nproc=4))
+
+
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     """The rank that has no requests."""
     killed = disturbed(tmp_path, "spmd-rl", "--split.infer.tp=2")

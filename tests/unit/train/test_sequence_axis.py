@@ -32,6 +32,11 @@ def test_heads_that_cannot_be_shared_are_named() -> None:
         check(TrainerConfig(), world=3, cp=3)
     with pytest.raises(ConfigError, match=r"train.cp = 8 does not divide the 4 key-value heads"):
         check(TrainerConfig(), world=8, cp=8)
+    words = r"cp = 4 does not divide the 2 key-value heads that split.train.tp = 2 leaves on a rank"
+    with pytest.raises(ConfigError, match=words):
+        check(TrainerConfig(), world=8, cp=4, tp=2)
+    with pytest.raises(ConfigError, match=r"does not divide the 1 key-value head that split"):
+        check(TrainerConfig(), world=8, cp=2, tp=4)
 
 
 def test_the_loss_that_balances_experts_is_named() -> None:
@@ -58,3 +63,18 @@ def test_sequences_that_are_twice_as_long_take_a_little_more_of_each_rank(recomp
     longer = TrainerConfig(backend=cfg.backend, max_tokens=8192)
     whole = step_sizes(DENSE, longer, plan_split({"train": RoleSplit()}, 2).train)
     assert shared.activations.peak < 0.8 * whole.activations.peak
+
+
+@pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
+def test_ranks_that_share_matrices_exchange_their_own_heads(recompute: Any) -> None:
+    """Beside what a rank keeps without the exchange: its output once more, or all that it took."""
+    cfg = TrainerConfig(backend=Fsdp2Config(recompute=recompute), max_tokens=4096)
+    queries, keys = 8 * 8 // 2, 4 * 8 // 2  # elements of the heads of one of two ranks
+    more = {"none": queries, "cheap": 2 * queries + keys, "all": 0}[recompute]
+    whole, shared = (
+        step_sizes(DENSE, cfg, plan_split({"train": RoleSplit(cp=cp, tp=2)}, 2 * cp).train)
+        for cp in (1, 2)
+    )
+    assert shared.activations.kept - whole.activations.kept == 4096 * 2 * 2 * more
+    assert shared.activations.backward > whole.activations.backward
+    assert 2 * shared.master == pytest.approx(whole.master, rel=0.01)

@@ -28,7 +28,7 @@ def check(cfg: TrainerConfig, spec: Any = DENSE, world: int = 4, **axes: int) ->
 
 
 def test_matrices_are_shared_beside_shards_and_copies() -> None:
-    for axes in ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}):
+    for axes in ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"cp": 2, "tp": 2}):
         check(TrainerConfig(), **axes)
     check(TrainerConfig(), None, tp=4)
 
@@ -38,7 +38,7 @@ def test_matrices_are_shared_beside_shards_and_copies() -> None:
     [
         ({"tp": 3, "world": 3}, "3: sums have equal bits over 2, 4 or 8 ranks alone"),
         ({"tp": 8, "world": 8}, "8 is more than the 4 key-value heads"),
-        ({"tp": 2, "cp": 2}, "2 does not go with split.train.cp = 2: ranks that share matrices"),
+        ({"tp": 8, "cp": 2, "world": 16}, "8 is more than the 4 key-value heads"),
         ({"tp": 2, "spec": with_experts(DENSE, 6, 2, 20)}, "2: ranks share a mixture's experts"),
     ],
 )
