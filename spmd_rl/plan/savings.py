@@ -1,16 +1,16 @@
 """Settings that save memory on a GPU, in the order of what they cost.
 
 First come layouts: engines that share their experts or their matrices over several ranks, and a
-trainer that divides its experts, its sequences or its matrices. The native engine goes before
-SGLang, whose log-probs have other bits. Within a layout, settings of the trainer follow by their
-cost in speed. What a recipe does not have, or what does not go with another setting, is refused
-when it is tried.
+trainer that divides its experts, its sequences, its matrices, or the last two. The native engine
+goes before SGLang, whose log-probs have other bits. Within a layout, settings of the trainer follow
+by their cost in speed. What a recipe does not have, or what does not go with another setting, is
+refused when it is tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 
 Flags = tuple[str, ...]
 LEAST_MICRO_BATCH = 4096  # tokens; a smaller one makes matrices too small to be computed fast
@@ -81,18 +81,27 @@ def _layouts(world_size: int) -> Iterator[Flags]:
     sizes = [size for size in MATRIX_SIZES if world_size % size == 0]
     sharing = [(f"--{SEQUENCES}={size}",) for size in sizes]
     matrices = {size: (f"--{MATRICES}={size}",) for size in sizes}
+    both = {size: _with_sequences(size, sizes, world_size) for size in sizes}
     exact += sharing
     for size in sizes:
         engines.append(("--engine.kind=sglang", OTHER_BITS, f"--split.infer.tp={size}"))
         sequence = "--trainer.backend.sequence_parallel=true"
         inexact.append((*matrices[size], sequence, OTHER_BITS))
-    yield from _product_of(engines[:1], [*exact, *matrices.values(), *inexact])
+    cut = [*matrices.values(), *chain.from_iterable(both.values())]
+    yield from _product_of(engines[:1], [*exact, *cut, *inexact])
     for size in parts:  # native engines share experts, and then the trainer too
         yield (f"--split.infer.ep={size}",)
         yield f"--split.infer.ep={size}", f"--split.train.ep={size}"
     for size in sizes:  # native engines share matrices
-        yield from _product_of([(f"--split.infer.tp={size}",)], [(), *sharing, matrices[size]])
+        trainers = [(), *sharing, matrices[size], *both[size]]
+        yield from _product_of([(f"--split.infer.tp={size}",)], trainers)
     yield from _product_of(engines[1:], [*exact, *inexact])
+
+
+def _with_sequences(tp: int, sizes: Sequence[int], world_size: int) -> list[Flags]:
+    """Return the layouts of a trainer whose ranks share matrices, `tp` each, and sequences."""
+    fitting = (cp for cp in sizes if world_size % (cp * tp) == 0)
+    return [(f"--{SEQUENCES}={cp}", f"--{MATRICES}={tp}") for cp in fitting]
 
 
 def _product_of(engines: Iterable[Flags], trainers: Sequence[Flags]) -> Iterator[Flags]:

@@ -13,6 +13,7 @@ from spmd_rl.config.load import load
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.plan import main
 from spmd_rl.plan.resolve import resolve
+from spmd_rl.plan.savings import key_of, layouts
 from spmd_rl.recipes.grpo import Config
 from tests.unit.plan.test_megatron import QWEN3_30B_A3B
 
@@ -161,6 +162,19 @@ def test_answers_too_long_for_a_rank_are_shared(
     whole = [f"--split.train.{axis}=1" for axis in ("cp", "tp")]
     with pytest.raises(PlanError, match="4 GPUs do not suffice: each needs 89"):
         main(asked(models / "8B", *words, *whole))
+
+
+def test_sequences_and_matrices_are_shared_at_once_after_each_alone() -> None:
+    cp, tp = (f"--split.train.{axis}=2" for axis in ("cp", "tp"))
+    found = layouts((), 4)
+    for engine in ((), ("--split.infer.tp=2",)):
+        alone, both = [found.index((*engine, one)) for one in (cp, tp)], (*engine, cp, tp)
+        assert found.index(both) > max(alone)
+    largest = [one for one in found if cp.replace("2", "4") in one and tp in one]
+    assert not largest, "four ranks cannot be eight"
+    assert (cp, tp) not in layouts((), 2)
+    assert (tp,) in layouts((key_of(cp),), 4)
+    assert all(cp not in one for one in layouts((key_of(cp),), 4))
 
 
 def test_the_settings_for_the_gpus_that_there_are(
