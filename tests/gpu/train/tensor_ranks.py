@@ -1,6 +1,5 @@
-"""Run under torchrun by test_tensor_ranks.py: `tensor_ranks.py MODEL OUT.json`, on 2 GPUs.
-
-Ranks share each matrix. Log-probs are told as bits.
+"""Run under torchrun by test_tensor_ranks.py: `tensor_ranks.py MODEL SPLIT OUT.json`, on as many
+GPUs as have parts of a model or of its sequences in SPLIT. Log-probs are told as bits.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from spmd_rl.mesh.role_context import Meshes
-from spmd_rl.mesh.split import RoleSplit, plan_split
+from spmd_rl.mesh.split import Placement, RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
@@ -23,7 +22,9 @@ from tests.dist.sequence_ranks import top
 from tests.dist.tensor_ranks import gradients
 from tests.dist.train_ranks import train_on_all_scores
 
-SPLITS = {"one": RoleSplit(ranks="0-0"), "tp 2": RoleSplit(tp=2)}
+ONE = RoleSplit(ranks="0-0")
+SHARED = {"tp 2": RoleSplit(tp=2), "tp 2, cp 2": RoleSplit(tp=2, cp=2)}
+NUM_RANKS = {name: one.tp * one.cp for name, one in SHARED.items()}
 BACKENDS = {
     "slopes": Fsdp2Config(),
     "cheap": Fsdp2Config(recompute="cheap", wrap="layer"),
@@ -33,11 +34,19 @@ BACKENDS = {
 }
 
 
-def main(model: Path, out: Path) -> None:
+def backends_of(placement: Placement) -> list[str]:
+    """Master weights of one shard alone can sleep."""
+    return [name for name in BACKENDS if name != "master" or placement.of_shards.axes["fsdp"] == 1]
+
+
+def main(model: Path, shared: str, out: Path) -> None:
     world = World.from_env()
     join(world, open_store(world))
     meshes = Meshes(world)
-    placements = {name: plan_split({"train": one}, 2).train for name, one in SPLITS.items()}
+    splits = {"one": ONE, shared: SHARED[shared]}
+    placements = {
+        name: plan_split({"train": one}, world.size).train for name, one in splits.items()
+    }
     meshes.build(list(placements.values()))
     report: dict[str, Any] = {name: {} for name in ("first", "top", "scores", "alike")}
     for split, placement in placements.items():
@@ -52,7 +61,7 @@ def main(model: Path, out: Path) -> None:
 
         trainer = built("slopes")
         report["first"][split], report["top"][split] = logprobs(trainer), top(trainer)
-        for backend in BACKENDS:
+        for backend in backends_of(placement):
             found, alike = gradients(built(backend))
             report["alike"][f"{split}, {backend}"] = alike
             if world.rank == 0:
@@ -67,4 +76,4 @@ def main(model: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
