@@ -34,6 +34,8 @@ SPLITS = {
     "four": RoleSplit(),
     "two, cp 2": RoleSplit(cp=2),
     "one, cp 2": RoleSplit(ranks="0-1", cp=2),
+    "two, tp 2": RoleSplit(tp=2),
+    "one, tp 2": RoleSplit(ranks="0-1", tp=2),
     "four, ep 2": RoleSplit(ep=2),
 }
 CONFIG = TrainerConfig(
@@ -55,6 +57,8 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "adapters": (("one", "four"), {"lora": LoraConfig(rank=4)}),
     "muon": (("one", "four"), {"optimizer": OptimizerConfig(kind="muon")}),
     "sequences": (("one, cp 2", "two, cp 2"), {}),
+    "matrices": (("one, tp 2", "two, tp 2"), {}),
+    "layers of matrices": (("one, tp 2", "two, tp 2"), {"backend": LAYERS}),
     "mixture": (("one", "four, ep 2"), {"backend": LAYERS}),
     "off": (("one", "four"), {"data_parts": 0}),
 }

@@ -32,6 +32,15 @@ def test_weights_and_norms_do_not_depend_on_the_ranks(case: str, report: Report)
         assert other == first
 
 
+def test_norms_of_shared_matrices_are_those_of_whole_ones(report: Report) -> None:
+    """A shard that several ranks have is counted once. The second step has other weights."""
+    shared, whole = (
+        float.fromhex(report[case][split][0][0])
+        for case, split in (("matrices", "one, tp 2"), ("whole", "one"))
+    )
+    assert shared == pytest.approx(whole, rel=1e-4)
+
+
 def test_without_fixed_parts_they_do(report: Report) -> None:
     norms = [tuple(report["off"][split][0]) for split in CASES["off"][0]]
     assert len(set(norms)) == len(norms)

@@ -43,7 +43,7 @@ from spmd_rl.train.fsdp2.accumulation import Accumulation, discard_unreduced
 from spmd_rl.train.fsdp2.coded_masters import CodedMasters, SharedMasters
 from spmd_rl.train.fsdp2.coded_source import CodedSource
 from spmd_rl.train.fsdp2.determinism import require_deterministic, sum_gradients
-from spmd_rl.train.fsdp2.exact_norm import exact_square_norm
+from spmd_rl.train.fsdp2.exact_norm import exact_square_norm, has_exact_norm
 from spmd_rl.train.fsdp2.kept_activations import keep_less
 from spmd_rl.train.fsdp2.merged_source import MergedSource
 from spmd_rl.train.fsdp2.sharded_model import ShardedModel
@@ -103,7 +103,8 @@ class Fsdp2(ShardedModel):
         sum_gradients(self.units, cfg.deterministic)
         self._accumulation = self._accumulating(cfg)
         group = mesh.get_group("fsdp")
-        self._exact_norm_group = group if _has_exact_norm(spec, cfg) else None
+        of_norm = group if self._tensors is None else self._tensors.role_group
+        self._exact_norm_group = of_norm if has_exact_norm(spec, cfg) else None
         self.optimizer = self._built(cfg, rules, group)
         self._weights = cfg.weights
         self._coded = self._coded_masters(group)
@@ -239,11 +240,13 @@ class Fsdp2(ShardedModel):
             if parameter.grad is not None and self.local[name].numel():
                 grad = parameter.grad
                 self.local[name].grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        gradients = self._gradients()
         if self._tensors is not None:
-            self._tensors.sum_uncut(self._named_gradients())
+            self._tensors.sum_uncut(named := self._named_gradients())
+            gradients = self._tensors.counted(named)
         if self._exact_norm_group is not None:
             group, most = self._exact_norm_group, self.scorer.model.spec.num_parameters
-            exact = exact_square_norm(self._gradients(), most, group)
+            exact = exact_square_norm(gradients, most, group)
             if exact is not None:
                 return exact if group.rank() == 0 else 0.0
         by_copies = defaultdict[int, list[Tensor]](list)
@@ -290,11 +293,6 @@ class Fsdp2(ShardedModel):
 
 def _square_norm(gradients: Sequence[Tensor]) -> float:
     return float(nn.utils.get_total_norm(gradients)) ** 2
-
-
-def _has_exact_norm(spec: ModelSpec, cfg: TrainerConfig) -> bool:
-    """Whether the norm is the same however many ranks share experts, or parts of the data."""
-    return cfg.deterministic and (spec.num_experts > 0 or cfg.data_parts > 0)
 
 
 def _require_one_shard(offload: str, num_shards: int) -> None:

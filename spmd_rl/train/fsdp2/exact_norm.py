@@ -13,9 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.train.config import TrainerConfig
+
 DIGITS = 3  # units, each finer than the one before by what a sum of all elements leaves of 52 bits
 MANTISSA_BITS = 52
 CHUNK_ELEMENTS = 1 << 22  # that are squared at once
+
+
+def has_exact_norm(spec: ModelSpec, cfg: TrainerConfig) -> bool:
+    """Whether the norm is the same however many ranks share experts, or parts of the data."""
+    return cfg.deterministic and (spec.num_experts > 0 or cfg.data_parts > 0)
 
 
 def exact_square_norm(

@@ -35,7 +35,6 @@ def check_tensor_axis(
         "lora.rank": (cfg.lora.rank, 0, "ranks that share matrices have no adapters"),
         "weights": (cfg.weights, "full", "ranks share weights in 16 or 32 bits alone"),
         "optimizer.kind": (cfg.optimizer.kind, "adamw", "other optimizers need whole matrices"),
-        "data_parts": (cfg.data_parts, 0, "ranks that share matrices have no fixed order of sums"),
     }
     for key, (found, allowed, reason) in refused.items():
         if found != allowed:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.kernels.linear.shard_exchange import TorchExchange
+from spmd_rl.mesh.axes import DATA
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.parts.part import ModelPart
 from spmd_rl.model.spec import ModelSpec
@@ -23,6 +24,7 @@ class TensorShards:
 
     def __init__(self, spec: ModelSpec, context: RoleContext) -> None:
         self._group = context.axis_group(("tp",))
+        self.role_group = context.axis_group((*DATA, "cp", "tp"))
         self.size, rank = self._group.size(), self._group.rank()
         self._exchange = TorchExchange(self._group)
         self.part = ModelPart(rank, self.size, self._exchange, trains=True)
@@ -61,3 +63,14 @@ class TensorShards:
         total = self._exchange.sum(flat, None, torch.float32)[0]
         for one, part in zip(found, total.split([one.numel() for one in found]), strict=True):
             one.copy_(part.view_as(one))
+
+    def counted(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the gradients that this rank counts of all in the group, each once.
+
+        The first rank counts what each has whole; there, the others have empty tensors.
+        """
+        is_first = self.part.index == 0
+        return [
+            one if is_first or name not in self.uncut else one[:0]
+            for name, one in gradients.items()
+        ]
