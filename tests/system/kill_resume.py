@@ -58,6 +58,7 @@ MODES = {
     "rounds": ["grpo", "--nproc=1", *ROUNDS],
     "sharded": ["grpo", "--nproc=2", "--trainer.minibatches=2"],
     "asleep": ["grpo", "--nproc=2", "--offload.sleep=always"],
+    "shared": ["grpo", "--nproc=2", "--split.infer.tp=2", *ROUNDS],
     "warm-up": [str(EXAMPLE / "recipe.py"), "--nproc=1", "--warmup_steps=30", "--warmup_pairs=32"],
 }
 # prefixes of metrics that depend on a clock or on other processes

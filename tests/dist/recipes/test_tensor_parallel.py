@@ -21,6 +21,7 @@ from tests.dist.recipes.test_expert_engines import EPISODES
 from tests.dist.recipes.test_loops import EVEN
 from tests.dist.recipes.test_requests import LONG, PUSHES, drawn
 from tests.dist.recipes.test_sleep import ALWAYS, POISONED, check_same
+from tests.system.kill_resume import ROUNDS
 
 pytestmark = pytest.mark.dist
 
@@ -98,6 +99,11 @@ def test_requests_go_on_under_pushed_weights(run: Run) -> None:
     assert found["unequal_tokens"] == 0
     assert found["compared_tokens"] > 100
     assert found["unequal_under_the_other_version"] > 0
+
+
+def test_rounds_of_requests(run: Run) -> None:
+    """Calls end and others begin between any two steps of both ranks."""
+    check_bits(run("grpo", *STEPS, *ROUNDS, "--steps=5", "--split.infer.tp=2", nproc=2))
 
 
 def test_an_engine_that_sleeps_has_the_same_bits(run: Run, alone: Ended) -> None:
