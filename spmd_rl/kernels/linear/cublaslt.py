@@ -38,6 +38,7 @@ class Unsupported(RuntimeError):
 class Shape(NamedTuple):
     """Sizes and dtypes of x @ weight.T + bias.
 
+    Both operands may be columns of wider matrices, of `width` columns; if 0, they are contiguous.
     Shape: x [rows, k], weight [n, k] and bias [n], all bf16; the result is bf16 or fp32.
     """
 
@@ -47,6 +48,7 @@ class Shape(NamedTuple):
     has_bias: bool
     out_dtype: torch.dtype
     device: torch.device
+    width: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,15 +84,15 @@ def propose_algorithms(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[C
     With a workspace of 0 bytes, cuBLAS is asked for algorithms that keep no partial sums, and so do
     not split K. An algorithm multiplies any number of rows by its kernel for those of the shape.
     The algorithms of one answer share their call's arguments: no two of them may run at a time, nor
-    be called from two threads. Each takes contiguous operands at multiples of 16 bytes, whose
-    widths and dtypes it does not check, and launches on torch's stream.
+    be called from two threads. Each takes operands with rows at multiples of 16 bytes, of
+    which it checks no widths, strides or dtypes, and launches on torch's stream.
 
     Raises: Unsupported, and RuntimeError with the status of a call that fails. So does each
     algorithm: Unsupported for numbers of rows that its kernel does not take.
     """
     if _library() is None:
         return []
-    n, k, rows, has_bias, out_dtype, device = shape
+    n, k, rows, has_bias, out_dtype, device, width = shape
     # cuBLAS reads matrices column by column: out.T [n, rows] = (weight as [k, n]).T @ (x as [k,
     # rows]).
     handle = _handle(device)
@@ -104,8 +106,8 @@ def propose_algorithms(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[C
             (BIAS, _address(some)),
         ):
             _set("Desc", operation, attribute, value)
-    of_weight, of_x = _layout(BF16, k, n), _layout(BF16, k, rows)
-    of_out = _layout(BF16 if out_dtype == torch.bfloat16 else FP32, n, rows)
+    of_weight, of_x = (_layout(BF16, k, count, width or k) for count in (n, rows))
+    of_out = _layout(BF16 if out_dtype == torch.bfloat16 else FP32, n, rows, n)
     workspace = torch.empty(max(workspaces), dtype=torch.uint8, device=device)
     columns = [rows]  # what the layouts of x and of the product say
 
@@ -214,9 +216,11 @@ def _address(x: Tensor) -> c_void_p:
     return c_void_p(x.data_ptr())
 
 
-def _layout(dtype: int, rows: int, columns: int) -> c_void_p:
+def _layout(dtype: int, rows: int, columns: int, apart: int) -> c_void_p:
+    """Describe a matrix whose columns lie `apart` elements from each other."""
     return _created(
-        "cublasLtMatrixLayoutCreate", c_int(dtype), c_uint64(rows), c_uint64(columns), c_int64(rows)
+        "cublasLtMatrixLayoutCreate",
+        *(c_int(dtype), c_uint64(rows), c_uint64(columns), c_int64(apart)),
     )
 
 

@@ -24,7 +24,7 @@ from spmd_rl.kernels.linear.tiles import (
     choose_tile,
 )
 from spmd_rl.kernels.runtime.capability import HOPPER
-from spmd_rl.kernels.runtime.padding import dense
+from spmd_rl.kernels.runtime.padding import dense, dense_rows, has_dense_rows, row_stride
 from spmd_rl.kernels.runtime.versions import has_dsl
 
 # Below LEAST_ROWS cuBLAS is tried only for these numbers of rows, and for weights of more rows than
@@ -33,12 +33,22 @@ CUBLAS_BATCHES = {256: 2048, 128: 2048, 64: 65536}
 LEAST_ROWS = 512
 # Of one call: rows, and elements of an operand or of the product, which kernels index in 32 bits.
 MOST_ROWS, MOST_ELEMENTS = 65536, 1 << 30
+MOST_PART_BYTES = 256 << 20  # of the fp32 parts of a sum over K, at a time
 
 _chosen: dict[Shape, Gemm | None] = {}
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def matmul(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    num_parts: int = 1,
+) -> Tensor:
     """Return x @ weight.T + bias with fp32 accumulators and one rounding to `out_dtype`.
+
+    K may be cut into 2, 4 or 8 equal parts, whose products are added in the tree of
+    `row_shards.py`. Operands may be columns of wider matrices.
 
     While a CUDA graph is recorded, no kernel of it may write the weight. The first product of a
     shape may take a fraction of a second, in which cuBLAS's algorithms are compared.
@@ -53,29 +63,47 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
                 f"{list(operand.shape)} {operand.dtype}: "
                 f"no operand of a product with [{n}, {k}] bfloat16"
             )
-    x, out = dense(x), x.new_empty(len(x), n, dtype=out_dtype)
-    most = most_rows(n, k)
-    if 0 < len(x) <= most:
-        _matmul_into(out, x, weight, bias)
-        return out
+    x, out = dense_rows(x), x.new_empty(len(x), n, dtype=out_dtype)
+    most = most_rows(n, k, num_parts)
     for start in range(0, len(x), most):
-        part = slice(start, start + most)
-        _matmul_into(out[part], x[part], weight, bias)
+        rows = slice(start, start + most)
+        _sum_into(out[rows], x[rows], weight, bias, num_parts)
     return out
 
 
 @cache
-def most_rows(n: int, k: int) -> int:
+def most_rows(n: int, k: int, num_parts: int = 1) -> int:
     """Return how many rows one call may have: a power of two."""
-    return min(MOST_ROWS, 1 << (MOST_ELEMENTS // max(n, k)).bit_length() - 1)
+    most = min(MOST_ROWS, 1 << (MOST_ELEMENTS // max(n, k)).bit_length() - 1)
+    if num_parts == 1:
+        return most
+    return min(most, 1 << (MOST_PART_BYTES // (4 * n * num_parts)).bit_length() - 1)
+
+
+def _sum_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, num_parts: int) -> None:
+    """Multiply part by part of K, and add the parts."""
+    if num_parts == 1:
+        _matmul_into(out, x, weight, bias)
+        return
+    from spmd_rl.kernels.linear.part_sums_triton import add_parts
+
+    parts = out.new_empty(num_parts, *out.shape, dtype=torch.float32)
+    halves = zip(parts, x.chunk(num_parts, 1), weight.chunk(num_parts, 1), strict=True)
+    for part, own_x, own_weight in halves:
+        _matmul_into(part, dense_rows(own_x), own_weight, None)
+    add_parts(parts, bias, out)
 
 
 def _matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if (gemm := _cublas_gemm(x, weight, bias, out.dtype)) is not None:
+    width = row_stride(weight)
+    takes_columns = has_dense_rows(weight) and row_stride(x) == width
+    width = width if takes_columns and width != weight.shape[1] else 0
+    if (gemm := _cublas_gemm(x, weight, bias, out.dtype, width)) is not None:
+        given = (x, weight) if width else (dense(x), dense(weight))
         try:
-            gemm(out, x, dense(weight), None if bias is None else dense(bias))
+            gemm(out, *given, None if bias is None else dense(bias))
         except Unsupported as error:  # our kernel has the same bits
-            warnings.warn(f"a slower kernel multiplies {len(x)} rows: {error}", stacklevel=3)
+            warnings.warn(f"a slower kernel multiplies {len(x)} rows: {error}", stacklevel=4)
         else:
             return
     own_matmul_into(out, x, weight, bias)
@@ -93,11 +121,11 @@ def own_matmul_into(
     if share is not None:
         from spmd_rl.kernels.linear.cute import shared_matmul_into
 
-        shared_matmul_into(out, dense(x), weight, bias, share, gated)
+        shared_matmul_into(out, dense_rows(x), weight, bias, share, gated)
     elif ring is not None and _may_be_early(weight):
         from spmd_rl.kernels.linear.gluon import ring_matmul_into
 
-        ring_matmul_into(out, dense(x), weight, bias, ring, gated)
+        ring_matmul_into(out, dense_rows(x), weight, bias, ring, gated)
     else:
         from spmd_rl.kernels.linear.triton_gemm import matmul_into
 
@@ -121,7 +149,7 @@ def _may_be_early(weight: Tensor) -> bool:
 
     A weight that must be copied first is written by a kernel of the graph, so no ring may.
     """
-    return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and has_wgmma(weight.device)
+    return has_dense_rows(weight) and has_wgmma(weight.device)
 
 
 @cache
@@ -131,7 +159,7 @@ def has_wgmma(device: torch.device) -> bool:
 
 
 def _cublas_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, width: int
 ) -> Gemm | None:
     (n, k), rows = weight.shape, len(x)
     if (
@@ -142,7 +170,7 @@ def _cublas_gemm(
     ):
         return None
     most = 1 << (rows - 1).bit_length()
-    shape = Shape(n, k, most, bias is not None, out_dtype, x.device)
+    shape = Shape(n, k, most, bias is not None, out_dtype, x.device, width)
     if shape not in _chosen:
         if torch.cuda.is_current_stream_capturing():
             return None

@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spmd_rl.kernels.linear.tiles import PART, Ring
+from spmd_rl.kernels.runtime.padding import row_stride
 from spmd_rl.kernels.runtime.pdl import overlapping
 
 WIDTH = gl.constexpr(PART)
@@ -42,7 +43,7 @@ def ring_matmul_into(
 ) -> None:
     """Multiply as `triton_gemm.matmul_into` does.
 
-    Operands are bf16 and dense, and K a multiple of `PART`.
+    Operands are bf16 with dense rows, and K a multiple of `PART`.
     """
     (m, k), n = x.shape, out.shape[1]
     steps = triton.cdiv(k, ring.k)
@@ -62,7 +63,7 @@ def _in_parts(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
     and costs no memory traffic.
     """
     num_rows, k = matrix.shape
-    shape, strides = [k // PART, num_rows, PART], [PART, k, 1]
+    shape, strides = [k // PART, num_rows, PART], [PART, row_stride(matrix), 1]
     return TensorDescriptor(matrix, shape, strides, [width // PART, height, PART], BOX.value)
 
 

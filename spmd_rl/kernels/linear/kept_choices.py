@@ -54,9 +54,9 @@ def _way(identity: bytes, shape: Shape, least_rows: int) -> CublasAlgorithm | No
 
 
 def _name(shape: Shape, least_rows: int) -> str:
-    sizes = shape.n, shape.k, shape.rows, least_rows, shape.has_bias, str(shape.out_dtype)
+    sizes = shape.n, shape.k, shape.width, shape.rows, least_rows
     facts = _software(), gpu(shape.device)
-    return cache_name("cublas", facts, sizes)
+    return cache_name("cublas", facts, (*sizes, shape.has_bias, str(shape.out_dtype)))
 
 
 @cache

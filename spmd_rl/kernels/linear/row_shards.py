@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.linear.linear import linear, linear_fp32
+from spmd_rl.kernels.linear.linear import is_exact, linear, linear_fp32
 from spmd_rl.kernels.linear.shard_exchange import RowExchange, ShardExchange, rounded
 from spmd_rl.kernels.runtime.differentiable import call
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
@@ -64,10 +64,21 @@ class RowParallel:
         out: Tensor = call(_RowParallel, x, weight, bias, self)
         return out
 
-    def own_sum(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the sum over this rank's parts, in fp32. Shape: [T, N]."""
+    def own_sum(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Return the sum over this rank's parts plus a bias, rounded once. Shape: [T, N]."""
+        if is_exact(x):
+            from spmd_rl.kernels.linear.dispatch import matmul
+
+            return matmul(x, weight, bias, dtype, self.num_parts)
         halves = zip(x.chunk(self.num_parts, 1), weight.chunk(self.num_parts, 1), strict=True)
-        return sum_neighbours([linear_fp32(dense(a), dense(b)) for a, b in halves])
+        parts = [linear_fp32(dense(a), dense(b)) for a, b in halves]
+        return rounded(sum_neighbours(parts), bias, dtype)
 
 
 def shared_logits(hidden: Tensor, head: Tensor, part_rows: int) -> Tensor:
@@ -89,10 +100,11 @@ class _RowParallel(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rows = layer.rows
-        finish = rounded if layer.exchange is None else layer.exchange.sum_later
         if layer.rows is not None:
-            finish = layer.rows.sum_rows
-        return finish(layer.own_sum(x, weight), bias, x.dtype)
+            return layer.rows.sum_rows(layer.own_sum(x, weight), bias, x.dtype)
+        if layer.exchange is not None:
+            return layer.exchange.sum_later(layer.own_sum(x, weight), bias, x.dtype)
+        return layer.own_sum(x, weight, bias, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

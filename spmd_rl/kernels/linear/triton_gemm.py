@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spmd_rl.kernels.linear.tiles import LARGE_BYTES, Tile
 from spmd_rl.kernels.rowwise.activation_triton import silu_times
-from spmd_rl.kernels.runtime.padding import dense
+from spmd_rl.kernels.runtime.padding import dense_rows, row_stride
 from spmd_rl.kernels.runtime.pdl import overlapping, wait
 
 ROW_GROUP = 8
@@ -38,12 +38,18 @@ def matmul_into(
         x, weight = (F.pad(one, (0, COPY_UNIT - k % COPY_UNIT)) for one in (x, weight))
     early = overlapping() if weight.nbytes < LARGE_BYTES else {}
     _matmul[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
-        TensorDescriptor.from_tensor(dense(x), [tile.m, tile.k]),
-        TensorDescriptor.from_tensor(dense(weight), [tile.n, tile.k]),
+        _in_tiles(x, tile.m, tile.k), _in_tiles(weight, tile.n, tile.k),
         out if bias is None else bias.contiguous(), out, m, n, k, out.stride(0),
         bias is not None, gated, tile.swap, tile.m, tile.n, tile.k, ROW_GROUP,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=not gated, **early,
     )  # fmt: skip
+
+
+def _in_tiles(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
+    """Describe `matrix` for copies of [height, width]; beyond its columns they are zero."""
+    matrix = dense_rows(matrix)
+    strides = [row_stride(matrix), 1]
+    return TensorDescriptor(matrix, list(matrix.shape), strides, [height, width])
 
 
 def _kernel_name(proxy) -> str:

@@ -53,6 +53,26 @@ def dense(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
+def row_stride(x: Tensor) -> int:
+    """Return how many elements lie between the first ones of two rows of `x` [T, C]."""
+    return x.shape[1] if x.is_contiguous() else x.stride(0)
+
+
+def has_dense_rows(x: Tensor) -> bool:
+    """Return whether each row of `x` [T, C] is contiguous and 16-byte aligned.
+
+    Columns of a wider matrix may be of this kind.
+    """
+    apart = row_stride(x)
+    aligned = x.data_ptr() % 16 == 0 and apart * x.element_size() % 16 == 0
+    return aligned and x.stride(1) == 1 and apart >= x.shape[1]
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """Return `x` [T, C] itself if it has dense rows, else `dense`."""
+    return x if has_dense_rows(x) else dense(x)
+
+
 def dense_heads(x: Tensor) -> Tensor:
     """Return `x` [T, H, D] itself if its heads lie side by side in aligned rows, else `dense`.
 

@@ -64,7 +64,7 @@ def differing(way: Gemm, shape: Shape, rows: Rows, unequal: Unequal) -> int:
     In mirrored data the second half's products cancel the first half's, the last first. Only the
     rounding is left, which even bf16 shows.
     """
-    n, k, m, has_bias, dtype, _ = shape
+    n, k, m, has_bias, dtype, *_ = shape
     count, out = 0, torch.empty(m, n, dtype=dtype, device=DEVICE)
     bias = rows("normal", 1, n)[0] * SMALL if has_bias else None
     for kind in ("normal", "wide"):
