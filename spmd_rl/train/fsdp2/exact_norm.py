@@ -44,13 +44,24 @@ def exact_square_norm(
     # squares times 2^shift are at most 2^bits, and so a sum of all of them is at most 2^52
     shift = bits - 2 * frexp(top)[1]
     sums = torch.zeros(DIGITS, dtype=torch.float64, device=device)
-    for chunk in _chunks(gradients):
-        sums += _digit_sums(chunk, shift, bits)
+    _add_digits(sums, gradients, shift, bits)
     dist.all_reduce(sums, group=group)
     total = 0.0
     for digit in reversed(sums.tolist()):
         total = digit + total * 2.0**-bits
     return total * 2.0**-shift
+
+
+def _add_digits(sums: Tensor, gradients: Sequence[Tensor], shift: int, bits: int) -> None:
+    """Add the digits of all squares to `sums` [DIGITS] fp64."""
+    if not sums.is_cuda:
+        for chunk in _chunks(gradients):
+            sums += _digit_sums(chunk, shift, bits)
+        return
+    from spmd_rl.kernels.rowwise.square_digits_triton import add_square_digits
+
+    for gradient in gradients:
+        add_square_digits(sums, gradient.contiguous(), shift, bits)
 
 
 def _digit_sums(chunk: Tensor, shift: int, bits: int) -> Tensor:
