@@ -121,15 +121,15 @@ def test_splits_have_these_bits(heads: Heads, lengths: list[int], unequal) -> No
 
 
 @pytest.mark.parametrize("heads", HEADS[:3])
-def test_controls_one_code_and_one_scale_are_seen(heads: Heads, unequal) -> None:
+def test_controls_one_key_and_one_scale_are_seen(heads: Heads, unequal) -> None:
     case = Coded(EDGES, heads)
     wanted = case.of_numbers()
     for kind in range(2):
-        case.codes[kind, case.pages[5, 0].long(), 100, 0, 3] ^= 0x18
+        case.codes[kind, case.pages[5, 0].long(), 100, 0] ^= 0x18  # of all elements of a row
         found = case.of_codes()
         assert unequal(found[5], wanted[5]) > 0
         assert unequal(found[:5], wanted[:5]) + unequal(found[6:], wanted[6:]) == 0
-        case.codes[kind, case.pages[5, 0].long(), 100, 0, 3] ^= 0x18
+        case.codes[kind, case.pages[5, 0].long(), 100, 0] ^= 0x18
         exponents = list(EXPONENTS)
         exponents[kind] += 1
         case.exponents = exponents[0], exponents[1]

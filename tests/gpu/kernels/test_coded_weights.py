@@ -24,7 +24,7 @@ if torch.cuda.is_available():
         WarpTile(96, 8, 4, 256, 2),
         WarpTile(192, 16, 8, 128),
         WarpTile(64, 256, 4, 128, grouped=True),
-        WarpTile(128, 32, 8, 256, 2, grouped=True),
+        WarpTile(128, 32, 8, 256, grouped=True),
     }
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
