@@ -27,7 +27,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from torch import Tensor
 
-from spmd_rl.kernels.linear.cute_assembly import after_wait
+from spmd_rl.kernels.linear.cute_assembly import added, after_wait
 from spmd_rl.kernels.linear.cute_copies import RingCopies
 from spmd_rl.kernels.linear.cute_epilogue import WARPS, Epilogue
 from spmd_rl.kernels.linear.tiles import PART, UNIT, WGMMA_ROWS, Share
@@ -35,11 +35,18 @@ from spmd_rl.kernels.runtime.cute_cache import cached_on_disk
 
 
 def shared_matmul_into(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, share: Share, gated: bool = False
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    share: Share,
+    gated: bool = False,
+    chains: int = 1,
 ) -> None:
     """Multiply as `triton_gemm.matmul_into` does.
 
-    Operands are bf16 with 16-byte aligned rows, and K a multiple of `PART`. `out` may be fp32 where
+    Operands are bf16 with 16-byte aligned rows, and K a multiple of `PART`, or of the steps of all
+    `chains`. `out` may be fp32 where
     the product is not `gated`: that is slower and for tests, as rounding hides most differences.
 
     Raises: ValueError for shares that do not cover the weight, and for a gated product in fp32.
@@ -48,14 +55,15 @@ def shared_matmul_into(
         raise ValueError(f"a gated product rounds to bfloat16, not to {out.dtype}")
     if not share.n <= out.shape[1] <= share.n * share.most_shares:
         raise ValueError(f"{share.most_shares} shares of {share.n} rows are no {out.shape[1]}")
-    run = compiled_matmul(tuple(share), bias is not None, gated, out.dtype == torch.bfloat16)
+    rounds = out.dtype == torch.bfloat16
+    run = compiled_matmul(tuple(share), bias is not None, gated, rounds, chains)
     bias = None if bias is None else bias.contiguous()
     run(weight, x, out, bias, torch.cuda.is_current_stream_capturing())
 
 
 @cached_on_disk
 def compiled_matmul(
-    share: tuple[Any, ...], has_bias: bool, gated: bool, rounds: bool
+    share: tuple[Any, ...], has_bias: bool, gated: bool, rounds: bool, chains: int
 ) -> Callable[..., None]:
     """Compile the kernel, which takes (weight, x, out, bias, early)."""
     m, n, k, width = (cute.sym_int() for _ in range(4))
@@ -71,7 +79,7 @@ def compiled_matmul(
             ((m, width), BFloat16 if rounds else Float32),
         )
     )
-    matmul = SharedMatmul(Share(*share), 2 if gated else 1)
+    matmul = SharedMatmul(Share(*share), 2 if gated else 1, chains)
     matmul.kernel.set_name_prefix(matmul.name())
     return cute.compile(matmul, *matrices, bias, Boolean(False), stream, options="--enable-tvm-ffi")
 
@@ -79,8 +87,9 @@ def compiled_matmul(
 class SharedMatmul:
     """The kernel for one share; `halves` is 2 for a gated product, whose weight has two halves."""
 
-    def __init__(self, share: Share, halves: int) -> None:
+    def __init__(self, share: Share, halves: int, chains: int) -> None:
         self.share, self.halves, self.parts = share, halves, share.k // PART
+        self.chains = chains
         self.copies = RingCopies(share, halves)
         self.cluster = self.copies.cluster
         self.epilogue = Epilogue(share, halves)
@@ -180,38 +189,54 @@ class SharedMatmul:
 
     @cute.jit  # type: ignore[untyped-decorator]
     def consume(self, mma: Any, both: Any, full: Any, empty: Any, steps: Int32) -> Any:
-        """Sum over K in one chain, in float32: rows of the weight by rows of x, or the reverse."""
+        """Sum over K in float32: rows of the weight by rows of x, or the reverse.
+
+        With several chains, each begins at zero. A sum of 1, 2 or 4 of them is kept until its
+        neighbour is complete.
+        """
         share, lane = self.share, cute.arch.lane_idx()
         of_thread = mma.get_slice(cute.arch.thread_idx()[0])
         first = mma.make_fragment_A(of_thread.partition_A(both[0]))
         second = mma.make_fragment_B(of_thread.partition_B(both[1]))
         total = cute.make_rmem_tensor(of_thread.partition_shape_C(self.epilogue.tile), Float32)
-        total.fill(0.0)
+        kept = [cute.make_rmem_tensor_like(total) for _ in range(self.chains.bit_length() - 1)]
         cute.arch.griddepcontrol_wait()
         slot, phase, before, ready = Int32(0), Int32(0), Int32(0), Boolean(False)
-        for step in cutlass.range(steps, unroll=1):
-            if not ready:
-                cute.arch.mbarrier_wait(full + slot, phase)
-            atom = cute.make_mma_atom(mma.op)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-            warpgroup.fence()
-            for part in cutlass.range_constexpr(self.parts):
-                for k in cutlass.range_constexpr(PART // 16):
-                    at = (None, None, k, slot * self.parts + part)
-                    cute.gemm(atom, total, first[at], second[at], total)
-            warpgroup.commit_group()
-            read, before = before, slot
-            slot += 1
-            if slot == share.stages:
-                slot, phase = Int32(0), phase ^ 1
-            if step + 1 < steps:
-                ready = cute.arch.mbarrier_try_wait(full + slot, phase)
-            warpgroup.wait_group(1)
-            if step > 0 and step - 1 + share.stages < steps and lane < self.cluster:
-                cute.arch.mbarrier_arrive(
-                    empty + read, lane if const_expr(self.cluster > 1) else None
-                )
-        warpgroup.wait_group(0)
-        for i in cutlass.range_constexpr(cute.size(total)):
-            total[i] = after_wait(total[i])
+        length = steps // self.chains
+        for chain in cutlass.range_constexpr(self.chains):
+            total.fill(0.0)
+            for step in cutlass.range(chain * length, (chain + 1) * length, unroll=1):
+                if not ready:
+                    cute.arch.mbarrier_wait(full + slot, phase)
+                atom = cute.make_mma_atom(mma.op)
+                atom.set(warpgroup.Field.ACCUMULATE, True)
+                warpgroup.fence()
+                for part in cutlass.range_constexpr(self.parts):
+                    for k in cutlass.range_constexpr(PART // 16):
+                        at = (None, None, k, slot * self.parts + part)
+                        cute.gemm(atom, total, first[at], second[at], total)
+                warpgroup.commit_group()
+                read, before = before, slot
+                slot += 1
+                if slot == share.stages:
+                    slot, phase = Int32(0), phase ^ 1
+                if step + 1 < steps:
+                    ready = cute.arch.mbarrier_try_wait(full + slot, phase)
+                warpgroup.wait_group(1)
+                if step > 0 and step - 1 + share.stages < steps and lane < self.cluster:
+                    cute.arch.mbarrier_arrive(
+                        empty + read, lane if const_expr(self.cluster > 1) else None
+                    )
+            warpgroup.wait_group(0)
+            self.add_neighbours(chain, total, kept)
         return total
+
+    def add_neighbours(self, chain: int, total: Any, kept: list[Any]) -> None:
+        """Add to a finished chain the kept sums that it completes, and keep the result."""
+        completed = (chain ^ (chain + 1)).bit_length() - 1  # sums of 1, 2 and 4 chains
+        for i in range(cute.size(total)):
+            total[i] = after_wait(total[i])
+            for one in kept[:completed]:
+                total[i] = added(one[i], total[i])
+            if completed < len(kept):
+                kept[completed][i] = total[i]

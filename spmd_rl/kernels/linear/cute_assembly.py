@@ -23,6 +23,11 @@ def after_wait(number: Any) -> Any:
     return _assembly("", "=f,0", number)
 
 
+def added(first: Any, second: Any) -> Any:
+    """Return the sum, added here: left to itself, the compiler keeps both until it is needed."""
+    return _assembly("add.rn.f32 $0, $1, $2;", "=f,f,f", first, second)
+
+
 def silu_times(gate: Any, up: Any) -> Any:
     """Return SiLU(gate) * up, with Triton's bits."""
     return _assembly(SILU_TIMES, "=f,f,f", gate, up)

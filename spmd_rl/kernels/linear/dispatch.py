@@ -17,11 +17,14 @@ from torch import Tensor
 from spmd_rl.kernels.linear.cublaslt import Gemm, Shape, Unsupported
 from spmd_rl.kernels.linear.kept_choices import choose
 from spmd_rl.kernels.linear.tiles import (
+    PART,
     Share,
+    choose_chained_tile,
     choose_gated_tile,
     choose_ring,
     choose_share,
     choose_tile,
+    in_chains,
 )
 from spmd_rl.kernels.runtime.capability import HOPPER
 from spmd_rl.kernels.runtime.padding import dense, dense_rows, has_dense_rows, row_stride
@@ -81,9 +84,12 @@ def most_rows(n: int, k: int, num_parts: int = 1) -> int:
 
 
 def _sum_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, num_parts: int) -> None:
-    """Multiply part by part of K, and add the parts."""
+    """Sum over parts of K: in one kernel where that is faster, else part by part."""
     if num_parts == 1:
         _matmul_into(out, x, weight, bias)
+        return
+    if _is_one_kernel(len(x), x.shape[1], num_parts):
+        own_matmul_into(out, x, weight, bias, chains=num_parts)
         return
     from spmd_rl.kernels.linear.part_sums_triton import add_parts
 
@@ -92,6 +98,11 @@ def _sum_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, num_p
     for part, own_x, own_weight in halves:
         _matmul_into(part, dense_rows(own_x), own_weight, None)
     add_parts(parts, bias, out)
+
+
+def _is_one_kernel(num_rows: int, k: int, num_parts: int) -> bool:
+    """Return whether one kernel sums all parts of K, as it does where rows are few."""
+    return num_rows < LEAST_ROWS and k // num_parts % PART == 0
 
 
 def _matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -110,35 +121,45 @@ def _matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 def own_matmul_into(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: bool = False,
+    chains: int = 1,
 ) -> None:
     """Multiply by the fastest of our kernels for these shapes; all have the same bits.
 
-    Arguments are those of `triton_gemm.matmul_into`.
+    Arguments are those of `triton_gemm.matmul_into`. With several `chains`, each has a multiple of
+    `PART` of K.
     """
     (num_rows, k), n = x.shape, out.shape[1]
-    share, ring = _share(out, x, weight, gated), choose_ring(num_rows, n, k, gated)
+    share, ring = _share(out, x, weight, gated, chains), choose_ring(num_rows, n, k, gated)
     if share is not None:
         from spmd_rl.kernels.linear.cute import shared_matmul_into
 
-        shared_matmul_into(out, dense_rows(x), weight, bias, share, gated)
+        shared_matmul_into(out, dense_rows(x), weight, bias, share, gated, chains)
     elif ring is not None and _may_be_early(weight):
         from spmd_rl.kernels.linear.gluon import ring_matmul_into
 
-        ring_matmul_into(out, dense_rows(x), weight, bias, ring, gated)
+        ring = ring if chains == 1 else in_chains(ring, k // chains)
+        ring_matmul_into(out, dense_rows(x), weight, bias, ring, gated, chains)
     else:
         from spmd_rl.kernels.linear.triton_gemm import matmul_into
 
         tile = (choose_gated_tile(num_rows, n) if gated else None) or choose_tile(num_rows, n)
-        matmul_into(out, x, weight, bias, tile, gated)
+        tile = tile if chains == 1 else choose_chained_tile(num_rows, n, k // chains)
+        matmul_into(out, x, weight, bias, tile, gated, chains)
 
 
-def _share(out: Tensor, x: Tensor, weight: Tensor, gated: bool) -> Share | None:
+def _share(out: Tensor, x: Tensor, weight: Tensor, gated: bool, chains: int) -> Share | None:
     """Choose a share for the CuTe kernel, or None where that kernel is slower or cannot run.
 
     It stores units of 16 bytes, and needs the package that it is written in.
     """
     share = choose_share(x.shape[0], out.shape[1], x.shape[1], gated)
+    if share is not None and chains > 1 and x.shape[1] // chains % share.k:
+        return None
     if share is None or out.dtype != torch.bfloat16 or out.stride(0) % 8 or out.data_ptr() % 16:
         return None
     return share if _may_be_early(weight) and has_dsl() else None

@@ -39,18 +39,24 @@ BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth
 
 
 def ring_matmul_into(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring, gated: bool = False
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ring: Ring,
+    gated: bool = False,
+    chains: int = 1,
 ) -> None:
     """Multiply as `triton_gemm.matmul_into` does.
 
-    Operands are bf16 with dense rows, and K a multiple of `PART`.
+    Operands are bf16 with dense rows, and K a multiple of `PART`, or of the steps of all `chains`.
     """
     (m, k), n = x.shape, out.shape[1]
     steps = triton.cdiv(k, ring.k)
     _ring_matmul[(triton.cdiv(m, ring.m) * triton.cdiv(n, ring.n),)](
         _in_parts(x, ring.m, ring.k), _in_parts(weight, ring.n, ring.k),
         out if bias is None else bias.contiguous(), out, m, n, k, out.stride(0),
-        torch.cuda.is_current_stream_capturing(), bias is not None, gated,
+        torch.cuda.is_current_stream_capturing(), bias is not None, gated, chains,
         ring.late and ring.stages < steps, ring.m, ring.n, ring.k // PART, min(ring.stages, steps),
         num_warps=ring.warps, enable_fp_fusion=not gated, **overlapping(),
     )  # fmt: skip
@@ -77,8 +83,9 @@ def _kernel_name(proxy) -> str:
 @gluon.jit(do_not_specialize=["m", "k", "early"], repr=_kernel_name)
 def _ring_matmul(
     x, weight, bias, out, m, n, k, out_stride, early,
-    HAS_BIAS: gl.constexpr, GATED: gl.constexpr, LATE: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    HAS_BIAS: gl.constexpr, GATED: gl.constexpr, CHAINS: gl.constexpr, LATE: gl.constexpr,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
 ) -> None:  # fmt: skip
     HALVES: gl.constexpr = 2 if GATED else 1
     # rows that `_part` reads behind the last tile
@@ -103,26 +110,32 @@ def _ring_matmul(
 
     shape: gl.constexpr = [max(TILE_N, HEIGHT), TILE_M]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, TILE_M, 16])
-    total = warpgroup_mma_init(gl.zeros(shape, gl.float32, layout))
-    up_total = total
-    for step in range(steps):
-        slot = step % STAGES
-        mbarrier.wait(ready.index(slot), step // STAGES & 1)
-        for part in gl.static_range(PARTS):
-            b = _part(rows.index(slot), part, TILE_M, TILE_M).permute((1, 0))
-            a = _part(weights.index(slot * HALVES), part, TILE_N, shape[0])
-            total = warpgroup_mma(a, b, total, is_async=True)
-            if GATED:
-                a = _part(weights.index(slot * HALVES + 1), part, TILE_N, shape[0])
-                up_total = warpgroup_mma(a, b, up_total, is_async=True)
-            if part == 0:
-                total, up_total = _all_but(HALVES, total, up_total, GATED)
-                total, up_total = warpgroup_mma_init(total), warpgroup_mma_init(up_total)
-                _refill(
-                    x, weight, rows, weights, ready, step, steps, first_row, first_column, n,
-                    HALVES, PARTS, STAGES, LATE,
-                )  # fmt: skip
-    total, up_total = _all_but(0, total, up_total, GATED)
+    zeros = gl.zeros(shape, gl.float32, layout)
+    ones, twos, fours = zeros, zeros, zeros
+    length = steps // CHAINS
+    for chain in gl.static_range(CHAINS):
+        total = warpgroup_mma_init(zeros)
+        up_total = total
+        for step in range(chain * length, (chain + 1) * length):
+            slot = step % STAGES
+            mbarrier.wait(ready.index(slot), step // STAGES & 1)
+            for part in gl.static_range(PARTS):
+                b = _part(rows.index(slot), part, TILE_M, TILE_M).permute((1, 0))
+                a = _part(weights.index(slot * HALVES), part, TILE_N, shape[0])
+                total = warpgroup_mma(a, b, total, is_async=True)
+                if GATED:
+                    a = _part(weights.index(slot * HALVES + 1), part, TILE_N, shape[0])
+                    up_total = warpgroup_mma(a, b, up_total, is_async=True)
+                if part == 0:
+                    total, up_total = _all_but(HALVES, total, up_total, GATED)
+                    total, up_total = warpgroup_mma_init(total), warpgroup_mma_init(up_total)
+                    _refill(
+                        x, weight, rows, weights, ready, step, steps, first_row, first_column, n,
+                        HALVES, PARTS, STAGES, LATE,
+                    )  # fmt: skip
+        total, up_total = _all_but(0, total, up_total, GATED)
+        if CHAINS > 1:
+            total, ones, twos, fours = _with_neighbours(total, ones, twos, fours, chain)
     if GATED:
         total = _gated(total, up_total)
     _store(total, bias, out, m, n, out_stride, first_row, first_column, HAS_BIAS, TILE_N, layout)
@@ -159,6 +172,35 @@ def _refill(
     _copy(x, [later * PARTS, first_row, 0], bar, rows.index(freed), wanted)
     if LATE:
         _let_next_begin(later == steps - 1)
+
+
+@gluon.jit
+def _with_neighbours(total, ones, twos, fours, chain: gl.constexpr) -> gl.tuple:
+    """Add sums of one, two and four chains to the neighbours that `total` completes.
+
+    Returns the sum, and what waits for a neighbour: the last sums of one, two and four chains.
+    """
+    if chain % 2 == 1:
+        total = _added_now(ones, total)
+    if chain % 4 == 3:
+        total = _added_now(twos, total)
+    if chain % 8 == 7:
+        total = _added_now(fours, total)
+    if chain % 2 == 0:
+        ones = total
+    elif chain % 4 == 1:
+        twos = total
+    elif chain % 8 == 3:
+        fours = total
+    return total, ones, twos, fours
+
+
+@gluon.jit
+def _added_now(a, b) -> gl.tensor:
+    """Return a + b, added here: left to itself, the compiler keeps all chains until the end."""
+    return gl.inline_asm_elementwise(
+        "add.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], gl.float32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -9,9 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from functools import cache
+from math import gcd
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
+S = TypeVar("S", "Tile", "Ring")
 
 
 class Tile(NamedTuple):
@@ -94,6 +96,9 @@ UNIT, LOW_UNIT = 8, 4
 BUCKETS = (8, 16)
 BUCKET = 32
 REFERENCE = Tile(128, 128, 64, 8, 3)
+# Of a sum in several chains: for many rows of x, and sums of a thread beside which it keeps others.
+CHAINED = Tile(128, 128, 64, 8, 4)
+THREAD_SUMS = 64
 ANY = 1 << 31
 
 # Row bucket: tiles for weights up to so many rows.
@@ -204,6 +209,20 @@ def choose_tile(m: int, n: int) -> Tile:
 
 def choose_gated_tile(m: int, n: int) -> Tile | None:
     return _choose(GATED_TILES, m, n)
+
+
+def in_chains(size: S, part: int) -> S:
+    """Return a size of as much memory whose steps divide a part of K, a multiple of `PART`."""
+    k = gcd(size.k, part)
+    return size._replace(k=k, stages=size.stages * (size.k // k))
+
+
+def choose_chained_tile(m: int, n: int, part: int) -> Tile:
+    """Choose a tile for sums of several chains, each of which has a part of K."""
+    tile = choose_tile(m, n)
+    if m > max(TILES) or tile.m * tile.n > THREAD_SUMS * 32 * tile.warps:
+        tile = CHAINED
+    return in_chains(tile, part)
 
 
 def choose_ring(m: int, n: int, k: int, gated: bool = False) -> Ring | None:

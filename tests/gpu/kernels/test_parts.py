@@ -25,7 +25,8 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 pytestmark = pytest.mark.skipif(not HOPPER, reason="the kernels were compared on Hopper")
 BF16, FP32 = torch.bfloat16, torch.float32
 ROWS = (1, 7, 16, 64, 200, 2048)
-SHAPES = [(1024, 2048), (1024, 3072), (4096, 4096), (4096, 12288)]  # o and down of 0.6B and 8B
+# o and down of 0.6B and 8B, and down of 4B, whose K has few steps in common with its parts
+SHAPES = [(1024, 2048), (1024, 3072), (4096, 4096), (4096, 12288), (2560, 9728)]
 REPLAYS = 30
 Rows = Callable[..., Tensor]
 Unequal = Callable[[Tensor, Tensor], int]
@@ -63,6 +64,30 @@ def test_a_sum_in_parts_has_the_bits_of_the_tree(
         for count in ROWS:
             found = RowParallel(num_parts).own_sum(x[:count], weight, bias, dtype)
             assert unequal(found, expected[:count]) == 0
+
+
+@pytest.mark.parametrize(("num_parts", "dtype"), [(2, BF16), (8, FP32)])
+@pytest.mark.parametrize(("n", "k"), SHAPES[:3])
+def test_every_way_has_the_same_bits(
+    n: int, k: int, num_parts: int, dtype: torch.dtype, rows: Rows, unequal: Unequal,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In one kernel that reads early, in one of tiles, and part by part."""
+    x, weight = rows("cancelling", max(ROWS), k), rows("normal", n, k)
+    bias = rows("normal", 1, n)[0]
+    expected = wanted(x, weight, bias, dtype, num_parts)
+
+    def unequal_ways() -> list[int]:
+        found = [(count, matmul(x[:count], weight, bias, dtype, num_parts)) for count in ROWS]
+        return [count for count, one in found if unequal(one, expected[:count])]
+
+    assert unequal_ways() == []
+    monkeypatch.setattr(dispatch, "_may_be_early", lambda weight: False)
+    monkeypatch.setattr(dispatch, "_is_one_kernel", lambda *sizes: True)
+    assert unequal_ways() == []
+    monkeypatch.undo()
+    monkeypatch.setattr(dispatch, "_is_one_kernel", lambda *sizes: False)
+    assert unequal_ways() == []
 
 
 @pytest.mark.parametrize("count", [16, 200, 2048])

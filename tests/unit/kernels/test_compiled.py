@@ -22,6 +22,7 @@ from spmd_rl.kernels import QkNorm, Rotary
 from spmd_rl.kernels.attention import blocked_triton, decode_inputs_triton, merge_states_triton
 from spmd_rl.kernels.linear import gluon, tiles, triton_gemm
 from spmd_rl.kernels.linear.tiles import (
+    CHAINED,
     GATED_RINGS,
     GATED_TILES,
     REFERENCE,
@@ -31,6 +32,7 @@ from spmd_rl.kernels.linear.tiles import (
     WGMMA_ROWS,
     Ring,
     Tile,
+    in_chains,
 )
 from spmd_rl.kernels.rowwise import activation_triton, norm_triton, rope_triton, row_hash_triton
 from spmd_rl.kernels.vocab import (
@@ -44,7 +46,7 @@ from spmd_rl.kernels.vocab import (
 from spmd_rl.kernels.vocab.kept_words import EncodedRows, KeptRows
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
 from spmd_rl.kernels.vocab.scores import ScoreGradients, Scores
-from tests.unit.kernels.compiled import compiled_of, instructions, ptx_of, shuffles
+from tests.unit.kernels.compiled import compiled_of, instructions, ptx_of, shuffles, spilled_bytes
 
 BF16 = torch.bfloat16
 WARP, WGMMA_K = 32, 16
@@ -132,6 +134,29 @@ def test_a_ring_is_one_chain_of_wgmma(
     height = max(ring.n, WGMMA_ROWS) // (ring.warps // 4)
     assert tensor_core(ptx)[name] == (1 + gated) * height // WGMMA_ROWS * ring.k // WGMMA_K
     assert set(added(ptx)) <= ({"add.rn.f32"} if gated else set())
+
+
+@pytest.mark.parametrize("chains", [2, 4, 8])
+@pytest.mark.parametrize(
+    "size", [RINGS[8][0][1], RINGS[64][2][1], TILES[16][0][1], CHAINED], ids=str
+)
+def test_a_sum_of_several_chains_keeps_three_at_most(
+    monkeypatch: pytest.MonkeyPatch, size: Ring | Tile, chains: int
+) -> None:
+    """A thread adds its part of each chain once, and has few registers for what it keeps."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    out, x, weight = rows(size.m, 4096), rows(size.m, 4096), rows(4096, 4096)
+    each = max(size.n, WGMMA_ROWS) * size.m // (WARP * size.warps)
+    if isinstance(size, Ring):
+        ring = in_chains(size, 4096 // chains)
+        kernel, launch = gluon._ring_matmul, partial(gluon.ring_matmul_into, ring=ring)
+    else:
+        tile = in_chains(size, 4096 // chains)
+        kernel, launch = triton_gemm._matmul, partial(triton_gemm.matmul_into, tile=tile)
+    ptx = ptx_of(kernel, lambda: launch(out, x, weight, None, chains=chains))
+    assert added(ptx) == {"add.rn.f32": (chains - 1) * each}
+    assert len(tensor_core(ptx)) == 1
+    assert spilled_bytes(ptx) <= 4 * each
 
 
 @triton.jit

@@ -57,6 +57,28 @@ def test_parts_are_added_as_a_tree(has_bias: bool, dtype: torch.dtype, tmp_path:
             assert not torch.equal(one, in_order)
 
 
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_product_has_a_chain_for_each_part(swap: bool, tmp_path: Path) -> None:
+    """Chains of the interpreter's products add one product after the other, as numpy does."""
+    rng, k = np.random.default_rng(1), 256
+    shapes = (21, k), (40, k), (40,)
+    x, weight, bias = (torch.from_numpy(rng.standard_normal(one).astype("f4")) for one in shapes)
+    tile = 16, 32, 16, 4, 2, swap
+    given = [(chains, added) for chains in (1, 2, 4, 8) for added in (None, bias)]
+    calls = Calls(CALLS, "product", {}, [(x, weight, one, tile, chains) for chains, one in given])
+    found = results(calls, tmp_path)
+    products = x.numpy()[:, None] * weight.numpy()
+    for one, (chains, added) in zip(found, given, strict=True):
+        sums = []
+        for part in np.split(products, chains, axis=2):
+            total = np.zeros(part.shape[:2], "f4")
+            for step in np.split(part, part.shape[2] // 16, axis=2):
+                total = total + np.cumsum(step, axis=2, dtype="f4")[:, :, -1]
+            sums.append(total)
+        assert torch.equal(one, as_a_tree(torch.from_numpy(np.stack(sums)), added))
+    assert len({one.numpy().tobytes() for one in found}) == len(found)
+
+
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_parts_are_read_and_stored_in_units_of_16_bytes(count: int) -> None:
     parts, out = torch.zeros(count, 64, 1024), torch.zeros(64, 1024)
