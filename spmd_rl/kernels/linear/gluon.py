@@ -114,31 +114,45 @@ def _ring_matmul(
     ones, twos, fours = zeros, zeros, zeros
     length = steps // CHAINS
     for chain in gl.static_range(CHAINS):
-        total = warpgroup_mma_init(zeros)
-        up_total = total
-        for step in range(chain * length, (chain + 1) * length):
-            slot = step % STAGES
-            mbarrier.wait(ready.index(slot), step // STAGES & 1)
-            for part in gl.static_range(PARTS):
-                b = _part(rows.index(slot), part, TILE_M, TILE_M).permute((1, 0))
-                a = _part(weights.index(slot * HALVES), part, TILE_N, shape[0])
-                total = warpgroup_mma(a, b, total, is_async=True)
-                if GATED:
-                    a = _part(weights.index(slot * HALVES + 1), part, TILE_N, shape[0])
-                    up_total = warpgroup_mma(a, b, up_total, is_async=True)
-                if part == 0:
-                    total, up_total = _all_but(HALVES, total, up_total, GATED)
-                    total, up_total = warpgroup_mma_init(total), warpgroup_mma_init(up_total)
-                    _refill(
-                        x, weight, rows, weights, ready, step, steps, first_row, first_column, n,
-                        HALVES, PARTS, STAGES, LATE,
-                    )  # fmt: skip
-        total, up_total = _all_but(0, total, up_total, GATED)
+        total, up_total = _chain(
+            x, weight, rows, weights, ready, zeros, chain * length, (chain + 1) * length, steps,
+            first_row, first_column, n, GATED, PARTS, STAGES, LATE, TILE_M, TILE_N,
+        )  # fmt: skip
         if CHAINS > 1:
             total, ones, twos, fours = _with_neighbours(total, ones, twos, fours, chain)
     if GATED:
         total = _gated(total, up_total)
     _store(total, bias, out, m, n, out_stride, first_row, first_column, HAS_BIAS, TILE_N, layout)
+
+
+@gluon.jit
+def _chain(
+    x, weight, rows, weights, ready, zeros, begin, end, steps, first_row, first_column, n,
+    GATED: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+) -> gl.tuple:  # fmt: skip
+    """Return the sums of the steps from `begin` to `end`: of the weight, or of its two halves."""
+    HALVES: gl.constexpr = 2 if GATED else 1
+    total = warpgroup_mma_init(zeros)
+    up_total = total
+    for step in range(begin, end):
+        slot = step % STAGES
+        mbarrier.wait(ready.index(slot), step // STAGES & 1)
+        for part in gl.static_range(PARTS):
+            b = _part(rows.index(slot), part, TILE_M, TILE_M).permute((1, 0))
+            a = _part(weights.index(slot * HALVES), part, TILE_N, zeros.shape[0])
+            total = warpgroup_mma(a, b, total, is_async=True)
+            if GATED:
+                a = _part(weights.index(slot * HALVES + 1), part, TILE_N, zeros.shape[0])
+                up_total = warpgroup_mma(a, b, up_total, is_async=True)
+            if part == 0:
+                total, up_total = _all_but(HALVES, total, up_total, GATED)
+                total, up_total = warpgroup_mma_init(total), warpgroup_mma_init(up_total)
+                _refill(
+                    x, weight, rows, weights, ready, step, steps, first_row, first_column, n,
+                    HALVES, PARTS, STAGES, LATE,
+                )  # fmt: skip
+    return _all_but(0, total, up_total, GATED)
 
 
 @gluon.jit
