@@ -138,8 +138,6 @@ def lines(choice: TpChoice) -> Iterator[str]:
         mark = "*" if floor.tp == choice.planned else " "
         yield f"{mark} {floor.tp:<16}" + "".join(f"{cell:>12}" for cell in cells)
     yield f"  least time with {choice.why}"
-    if any(floor.tp > 1 for floor in choice.floors):
-        yield "  no native engine with tp above 1 was timed on a GPU"
 
 
 def _steps(

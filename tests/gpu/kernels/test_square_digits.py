@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from spmd_rl.kernels.rowwise.square_digits_triton import add_square_digits
 from spmd_rl.train.fsdp2.exact_norm import _digit_sums
 
