@@ -16,6 +16,7 @@ from spmd_rl.rollout.memory import KV
 
 ALWAYS = ("run",)  # the one phase of a recipe whose roles are all awake at once
 Sleeping = Mapping[str, Tags]  # by role: the tags that sleep in phases which do not need them
+Key = tuple[tuple[int, ...], ...]  # what roles that share process groups have in common
 
 
 @dataclass(frozen=True)
@@ -169,12 +170,14 @@ def _connections(roles: Sequence[PlannedRole]) -> tuple[int, int]:
 
     Roles on the same ranks and axes share their connections.
     """
-    placed = {_key(role.placement): role.placement for role in roles if role.has_mesh}
-    exchanging = {_key(role.placement) for role in roles if role.exchanges}
+    placed: dict[Key, Placement] = {}
+    peers: dict[Key, int] = {}
+    for role in (one for one in roles if one.has_mesh):
+        key = _key(role.placement)
+        placed[key], peers[key] = role.placement, max(peers.get(key, 0), role.num_peers)
     num_rings = sum(size > 1 for one in placed.values() for size in one.axes.values())
-    return num_rings, sum(placed[key].of_shards.axes["fsdp"] - 1 for key in exchanging)
+    return num_rings, sum(peers.values())
 
 
-def _key(placement: Placement) -> tuple[tuple[int, ...], ...]:
-    """Return what roles that share process groups have in common."""
+def _key(placement: Placement) -> Key:
     return placement.ranks, tuple(placement.axes.values())

@@ -10,13 +10,14 @@ from typing import Any
 from spmd_rl.controller.capabilities import MemoryPlanner, Sleeper, capabilities
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.errors import PlanError
+from spmd_rl.mesh.axes import size_of
 from spmd_rl.mesh.split import Placement, Placements
 from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import ALL, Tags
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.rollout.rollout import Rollout
-from spmd_rl.train.config import TrainerConfig, is_sharded
+from spmd_rl.train.config import Fsdp2Config, TrainerConfig, is_sharded
 from spmd_rl.train.cost.memory import dtype_on_gpu
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.training_role import TrainingRole
@@ -79,12 +80,17 @@ class PlannedRole:
         return self.trainer is not None and self.trainer.backend.holds_whole_tensors
 
     @property
-    def exchanges(self) -> bool:
-        """Whether a train step sends rows of gradients or weights to each rank that shards."""
-        trainer = self.trainer
+    def num_peers(self) -> int:
+        """How many ranks a train step sends rows to: of gradients or weights to those that shard,
+        of tokens and sums to those that share sequences or matrices in FSDP2.
+        """
+        trainer, axes = self.trainer, self.placement.axes
         if trainer is None:
-            return False
-        return trainer.deterministic or trainer.optimizer.kind == "muon"
+            return 0
+        shards = self.placement.of_shards.axes["fsdp"]
+        exchanges = trainer.deterministic or trainer.optimizer.kind == "muon"
+        sharing = ("cp", "tp") if isinstance(trainer.backend, Fsdp2Config) else ()
+        return (shards - 1) * exchanges + sum(size_of(axes, axis) - 1 for axis in sharing)
 
     @property
     def has_mesh(self) -> bool:

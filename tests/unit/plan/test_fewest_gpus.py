@@ -232,7 +232,7 @@ def test_an_engine_over_more_of_the_same_gpus_has_room(
     asks = ["--prompts_per_step=4", "--sampling.num_samples=10", "--sampling.max_tokens=32768"]
     asks += [f"--gpu-gib={H200}", "--world=4"]
     out = said(capsys, asked(models / "32B", *asks))
-    assert "7 at once, of 33,792 tokens each, so they take 2 waves" in out[1]
+    assert "6 at once, of 33,792 tokens each, so they take 2 waves" in out[1]
     assert out[2].startswith("    4 GPUs  no sequence waits: --nproc 4 --split.infer.tp=2 ")
     flags = out[2].split("waits: ")[1].split()
     words = ["grpo", f"--model={models / '32B'}", "--data=x.jsonl", *asks[:4], *flags]

@@ -113,6 +113,20 @@ def test_muon_sends_rows_to_each_peer(model: Path) -> None:
     assert muon["communicators"] - plain["communicators"] == 32 * 12 << 20
 
 
+@pytest.mark.parametrize("axis", ["cp", "tp"])
+def test_ranks_that_share_tokens_or_matrices_send_rows_to_each_other(
+    model: Path, axis: str
+) -> None:
+    """Beside the ring in which they sum gradients, and the communicator of their axis."""
+    words = ("engine.dtype=bfloat16", "engine.num_pages=100")
+    two, four = (
+        _bytes(planned(model, size, *words, f"split.train.{axis}={size}").ledgers[0])
+        for size in (2, 4)
+    )
+    pushed = four["communicators"] - two["communicators"]
+    assert pushed == 2 * 2 * 32 * 12 << 20, "of the axis and of a push, two more peers each"
+
+
 def test_communicators_of_two_ranks_that_share_roles(model: Path) -> None:
     """One of seven sums gradients in a ring of 24 channels, another carries pushes over the 32 to
     the other rank.
