@@ -101,13 +101,14 @@ def step_bytes(spec: ModelSpec, cfg: EngineConfig, tp: int = 1, ep: int = 1) -> 
 
     Where `ep` ranks share experts, rows that are sent and rows that come are there at once. Loads
     are taken as even. Where `tp` ranks share matrices, the sums of all ranks are there at once, and
-    before them a rank's own parts.
+    before them a rank's own parts beside their sum.
     """
     num_tokens = cfg.max_step_tokens or max(cfg.max_batch, GPU_STEP_TOKENS)
     costs = [block.cost(tp) for block in spec.distinct_blocks()]
     layer = max(one.in_forward + (one.routed if ep > 1 else 0) for one in costs)
     logits = cfg.max_batch * spec.vocab_size * ITEM_BYTES["float32"]
-    num_sums = max(num_own_parts(spec, tp), tp + 1 if tp > 1 else 0)
+    num_own = num_own_parts(spec, tp)
+    num_sums = max(num_own + 1, tp + 1) if tp > 1 else num_own
     sums = num_sums * spec.hidden_size * ITEM_BYTES["float32"]
     return num_tokens * (layer * item_bytes(cfg) + sums) + 2 * logits
 

@@ -46,8 +46,8 @@ def shared_matmul_into(
     """Multiply as `triton_gemm.matmul_into` does.
 
     Operands are bf16 with 16-byte aligned rows, and K a multiple of `PART`, or of the steps of all
-    `chains`. `out` may be fp32 where
-    the product is not `gated`: that is slower and for tests, as rounding hides most differences.
+    `chains`. `out` may be fp32 where the product is not `gated`: that is slower and for tests, as
+    rounding hides most differences.
 
     Raises: ValueError for shares that do not cover the weight, and for a gated product in fp32.
     """

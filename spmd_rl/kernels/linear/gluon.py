@@ -2,8 +2,8 @@
 
 A program asks for the first tiles of its weight before it waits for the kernel ahead. From then on
 it keeps a deep ring of tiles on their way, so memory is not idle between two products. Tiles of the
-weight are the first operand of wgmma, rows of x the second. Each element has one ascending chain
-over K, with the bits of `triton_gemm`.
+weight are the first operand of wgmma, rows of x the second. Each element has an ascending
+chain over K, or one for each part of K, with the bits of `triton_gemm`.
 
 Asking early is allowed only while a graph is recorded, and only for a weight that no kernel of the
 graph writes: whatever wrote it has ended when the graph begins. Elsewhere the weight is asked for

@@ -1,9 +1,9 @@
-"""GEMM in Triton on NVIDIA GPUs, with one ascending chain over K for every output element.
+"""GEMM in Triton on NVIDIA GPUs, with an ascending chain over K for every output element.
 
 The tile is free: on Hopper, mma.sync and wgmma round alike, and so does the transposed product
 (measured, docs/numerics.md). So small batches take narrow tiles and large batches wide ones, with
-the same bits. The chain is not free: K is never split. Rows, columns and steps of K beyond the
-matrices are read as zeros.
+the same bits. The chain is not free: K is split only where the contract has parts, each of which is
+a chain (row_shards.py). Rows, columns and steps of K beyond the matrices are read as zeros.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators

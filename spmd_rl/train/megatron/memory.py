@@ -83,10 +83,11 @@ def _head(spec: ModelSpec, backend: MegatronConfig, num_scored: int, logit_rows:
 
 
 def _shared(spec: ModelSpec, head: HeadShape, tp: int, num_tokens: int, element_bytes: int) -> int:
-    """Return what sums and the head take at once: fp32 parts, of the rank itself or, along tp, as
-    sent and as received; or the gathered head.
+    """Return what sums and the head take at once: fp32 parts of the rank itself, along tp beside
+    their sum, or as sent and as received; or the gathered head.
     """
-    num_parts = max(num_own_parts(spec, tp), 2 if tp > 1 else 0)
+    num_own = num_own_parts(spec, tp)
+    num_parts = max(num_own + 1, 2) if tp > 1 else num_own
     gathered = head.weight_bytes(element_bytes) if tp > 1 else 0
     return max(gathered, num_parts * num_tokens * spec.hidden_size * FP32_BYTES)
 

@@ -14,9 +14,10 @@ from spmd_rl.kernels.linear.cublas import has_reference_bits
 from spmd_rl.kernels.linear.cublaslt import Shape, propose_algorithms
 from spmd_rl.kernels.linear.dispatch import matmul
 from spmd_rl.kernels.linear.row_shards import RowParallel
-from spmd_rl.kernels.linear.tiles import REFERENCE
+from spmd_rl.kernels.linear.tiles import REFERENCE, choose_share
 from spmd_rl.kernels.runtime.cuda_graph import capture
 from spmd_rl.kernels.runtime.neighbour_sums import sum_neighbours
+from spmd_rl.kernels.runtime.versions import has_dsl
 
 if torch.cuda.is_available():
     from spmd_rl.kernels.linear.triton_gemm import matmul_into
@@ -88,6 +89,26 @@ def test_every_way_has_the_same_bits(
     monkeypatch.undo()
     monkeypatch.setattr(dispatch, "_is_one_kernel", lambda *sizes: False)
     assert unequal_ways() == []
+
+
+@pytest.mark.skipif(not has_dsl(), reason="pip install -e '.[gpu]'")
+@pytest.mark.parametrize("num_parts", [2, 4, 8])
+def test_shares_have_the_bits_of_the_tree_before_they_round(
+    num_parts: int, rows: Rows, unequal: Unequal
+) -> None:
+    """With and without clusters; runs round what they sum."""
+    from spmd_rl.kernels.linear.cute import shared_matmul_into
+
+    n, k = SHAPES[3]
+    x, weight = rows("cancelling", 200, k), rows("normal", n, k)
+    expected = wanted(x, weight, None, FP32, num_parts)
+    for count in (7, 64, 200):
+        share = choose_share(count, n, k)
+        assert share is not None
+        assert k // num_parts % share.k == 0
+        out = x.new_empty(count, n, dtype=FP32)
+        shared_matmul_into(out, x[:count], weight, None, share, chains=num_parts)
+        assert unequal(out, expected[:count]) == 0
 
 
 @pytest.mark.parametrize("count", [16, 200, 2048])

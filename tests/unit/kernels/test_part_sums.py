@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from spmd_rl.kernels.linear import part_sums_triton
+from spmd_rl.kernels.linear.dispatch import matmul
 from tests.unit.kernels.compiled import instructions, ptx_of
 from tests.unit.kernels.interpreted import Calls, results
 
@@ -88,3 +89,10 @@ def test_parts_are_read_and_stored_in_units_of_16_bytes(count: int) -> None:
     loads = {name: number for name, number in found.items() if name.startswith("ld.global")}
     assert loads == {"ld.global.v4.b32": count * each}
     assert found["add.rn.f32"] + found["add.f32"] == (count - 1) * 4 * each
+
+
+@pytest.mark.parametrize(("num_parts", "k"), [(3, 384), (16, 512), (2, 129)])
+def test_other_numbers_of_parts_are_refused(num_parts: int, k: int) -> None:
+    x, weight = torch.zeros(2, k, dtype=BF16), torch.zeros(8, k, dtype=BF16)
+    with pytest.raises(ValueError, match=f"{num_parts} parts: {k} columns"):
+        matmul(x, weight, None, BF16, num_parts)

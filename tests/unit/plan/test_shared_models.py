@@ -83,7 +83,12 @@ def test_a_rank_has_the_parts_of_its_sums_at_once(model: Path) -> None:
     assert [step(shards, 1) - step(1, 1) for shards in (2, 8)] == [
         num_parts * row * GPU_STEP_TOKENS for num_parts in (2, 8)
     ]
-    assert [step(shards, 2) - step(2, 2) for shards in (4, 8)] == [0, row * GPU_STEP_TOKENS]
+    assert [step(shards, 2) - step(2, 2) for shards in (4, 8)] == [
+        0,
+        2
+        * row
+        * GPU_STEP_TOKENS,  # four parts and their sum, where two sums of ranks and their own were
+    ]
     assert tags(1, 4)["step"] - tags(1)["step"] == 4 * row * GPU_STEP_TOKENS
     alone, spec = plan_split(Split(), 1).train, read_spec(model)
     of_gradients = 2 * spec.blocks[0].cost().gradients
