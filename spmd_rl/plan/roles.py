@@ -17,7 +17,7 @@ from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import ALL, Tags
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.rollout.rollout import Rollout
-from spmd_rl.train.config import Fsdp2Config, TrainerConfig, is_sharded
+from spmd_rl.train.config import TrainerConfig, is_sharded
 from spmd_rl.train.cost.memory import dtype_on_gpu
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.training_role import TrainingRole
@@ -89,8 +89,8 @@ class PlannedRole:
             return 0
         shards = self.placement.of_shards.axes["fsdp"]
         exchanges = trainer.deterministic or trainer.optimizer.kind == "muon"
-        sharing = ("cp", "tp") if isinstance(trainer.backend, Fsdp2Config) else ()
-        return (shards - 1) * exchanges + sum(size_of(axes, axis) - 1 for axis in sharing)
+        sharing = sum(size_of(axes, axis) - 1 for axis in trainer.backend.sends_along)
+        return (shards - 1) * exchanges + sharing
 
     @property
     def has_mesh(self) -> bool:

@@ -55,6 +55,8 @@ class Fsdp2Config:
     sums_in_parts: ClassVar[bool] = True  # as engines whose model ranks share
     # on one shard, each tensor is one piece, which an engine can share
     holds_whole_tensors: ClassVar[bool] = True
+    # the axes along which a rank sends rows to each other one, point to point
+    sends_along: ClassVar[tuple[str, ...]] = ("cp", "tp")
 
     kind: Literal["fsdp2"] = "fsdp2"  # which backend computes gradients
     # what each layer computes again in the backward pass; cheap: all but its GEMMs

@@ -25,6 +25,7 @@ class MegatronConfig:
 
     mixtures_beside_engines: ClassVar[bool] = False  # no engine has its experts' bits
     holds_whole_tensors: ClassVar[bool] = False  # it fuses them
+    sends_along: ClassVar[tuple[str, ...]] = ()  # its connections are not counted
     wrap: ClassVar[Literal["auto"]] = "auto"  # of a frozen model with these log-probs
 
     kind: Literal["megatron"] = "megatron"  # which backend computes gradients
