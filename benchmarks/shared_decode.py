@@ -72,7 +72,7 @@ def settings_of(shape: Shape) -> dict[str, dict[str, Any]]:
     }
 
 
-def floor_ms(name: str, folder: Path, tp: int, batch: int, prompt: int) -> float:
+def floor_ms(folder: Path, tp: int, batch: int, prompt: int) -> float:
     cfg = NativeEngineConfig(dtype="bfloat16", page_size=PAGE_SIZE)
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory
     work = decode_work(read_spec(folder), cfg, tp, 1)
@@ -96,7 +96,7 @@ def measure(name: str, ranks: Peer, sglang: Peer | None, tp: int, folder: Path) 
                 f"{what}: step", ours, "ms", peer="SGLang", peer_value=theirs, at_most=SGLANG_BAR
             )
             yield measured(f"{what}: our own clock around step", clock, "ms")
-        floor = floor_ms(name, folder, tp, batch, prompt)
+        floor = floor_ms(folder, tp, batch, prompt)
         print(f"{what}: {ours:.2f} ms, floor {floor:.2f} ms", flush=True)
         yield compared(
             f"{what}: step and its floor",

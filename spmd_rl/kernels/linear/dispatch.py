@@ -36,7 +36,7 @@ CUBLAS_BATCHES = {256: 2048, 128: 2048, 64: 65536}
 LEAST_ROWS = 512
 # Of one call: rows, and elements of an operand or of the product, which kernels index in 32 bits.
 MOST_ROWS, MOST_ELEMENTS = 65536, 1 << 30
-PARTS = (1, 2, 4, 8)  # of a sum over K
+NUMBERS_OF_PARTS = (1, 2, 4, 8)  # of a sum over K
 MOST_PART_BYTES = 256 << 20  # of the fp32 parts of a sum over K, at a time
 
 _chosen: dict[Shape, Gemm | None] = {}
@@ -61,7 +61,7 @@ def matmul(
     operands, and for other numbers of parts.
     """
     n, k = weight.shape
-    if num_parts not in PARTS or k % num_parts:
+    if num_parts not in NUMBERS_OF_PARTS or k % num_parts:
         raise ValueError(f"{num_parts} parts: {k} columns are summed in 1, 2, 4 or 8 equal ones")
     for operand, shape in (x, (len(x), k)), (weight, (n, k)), (bias, (n,)):
         if operand is not None and (operand.shape != shape or operand.dtype != torch.bfloat16):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import random
-import threading
 from collections import deque
 from functools import partial
 from typing import Any, cast
@@ -20,6 +19,7 @@ from spmd_rl.controller.turns.shard_turns import ShardTurn, ShardTurns
 from spmd_rl.controller.worker import Worker
 from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.world import World
+from tests.shared_ranks import on_ranks
 
 Command = tuple[str, int]
 DEADLINE_S = 60  # in which a rank must hear of a turn
@@ -121,25 +121,21 @@ class Rank:
         self.worker._shard = turns  # type: ignore[assignment]
         self.worker._running.holds_answers = not turns.is_first
         self.ran: list[list[Command]] = []
-        self.error: BaseException | None = None
 
     def serve(self) -> None:
-        try:
-            running = self.worker._running
-            while running.num_unanswered or sum(map(len, self.ran)) < self.num_commands:
-                self.ran.append(cast(list[Command], self.worker._next_turn(self.dealer)))
-                for _, number in self.ran[-1]:
-                    if number % 2:
-                        self.start(number)
-                # only the first rank hears what ends a call; the others answer when it did
-                for call in list(self.open):
-                    if not self.turns.is_first or self.rng.random() < 0.5:
-                        self.open.remove(call)
-                        call.resolve(None)
-            if self.turns.has_untold:
-                self.turns.lead([])
-        except BaseException as error:
-            self.error = error
+        running = self.worker._running
+        while running.num_unanswered or sum(map(len, self.ran)) < self.num_commands:
+            self.ran.append(cast(list[Command], self.worker._next_turn(self.dealer)))
+            for _, number in self.ran[-1]:
+                if number % 2:
+                    self.start(number)
+            # only the first rank hears what ends a call; the others answer when it did
+            for call in list(self.open):
+                if not self.turns.is_first or self.rng.random() < 0.5:
+                    self.open.remove(call)
+                    call.resolve(None)
+        if self.turns.has_untold:
+            self.turns.lead([])
 
     def start(self, number: int) -> None:
         deferred = Deferred[None]()
@@ -157,14 +153,9 @@ def test_ranks_may_serve_with_and_without_turns(seed: int) -> None:
     first = Rank(ShardTurns(True, lambda blob: told.put(blob) or blob, is_shared), commands, seed)
     hear = partial(told.get, timeout=DEADLINE_S)
     other = Rank(ShardTurns(False, lambda _: hear(), is_shared), commands, 1000 + seed)
-    threads = [threading.Thread(target=rank.serve) for rank in (first, other)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for rank in (first, other):
-        if rank.error is not None:
-            raise rank.error
+    ranks = (first, other)
+    on_ranks(lambda index: ranks[index].serve(), len(ranks))
+    for rank in ranks:
         assert [command for turn in rank.ran for command in turn] == commands
 
 
