@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from spmd_rl.rewards.answers import deepscaler, math, multiple_choice, squad
+from spmd_rl.rewards.answers import dapo, deepscaler, math, multiple_choice, squad
 from spmd_rl.rewards.code import code_tests
 from spmd_rl.rewards.instructions import graders
 from spmd_rl.rewards.names import BOXED
@@ -13,6 +13,7 @@ from spmd_rl.types.prompts import Prompt
 # functions that raise ValueError or DataError, by the names of graders without "boxed_"
 CHECKS: dict[str, Callable[[Prompt], object]] = {
     "math": math.check_answer,
+    "dapo": dapo.check_answer,
     "deepscaler": deepscaler.check_answer,
     "multiple_choice": multiple_choice.check_answer,
     "exact_match": squad.check_answers,

@@ -12,6 +12,7 @@ from spmd_rl.types.samples import Sample
 
 MAX_TEXT = 300  # characters at the end of a response
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_SEVERAL = re.compile(r"[,;=&]|\\text|\\(?:lor|vee)|\b(?:and|or)\b")  # before the last "="
 _REPLACED = (
     ("an ", ""),
     ("a ", ""),
@@ -48,10 +49,21 @@ def dapo(prompt: Prompt, sample: Sample) -> dict[str, float]:
     """Return 1 if the response's last "Answer: ..." equals the prompt's answer, else -1.
 
     Only its last 300 characters are read. The part "accuracy" is 1 or 0.
+    Raises: ValueError for a prompt whose answer has several equations.
     """
+    check_answer(prompt)
     found = _ANSWER.findall(sample.answer[-MAX_TEXT:])
     right = bool(found) and normalised(found[-1]) == normalised(prompt.answer)
     return {"reward": 1.0 if right else -1.0, "accuracy": float(right)}
+
+
+def check_answer(prompt: Prompt) -> None:
+    """Raise a ValueError for a prompt of whose answer only a part would count."""
+    if _SEVERAL.search(prompt.answer.rpartition("=")[0]):
+        raise ValueError(
+            f"of the answer {prompt.answer!r} of this prompt, `dapo` would compare what follows the "
+            "last '=' alone: write it without, or grade it with `math`"
+        )
 
 
 def normalised(answer: str) -> str:

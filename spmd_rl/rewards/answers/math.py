@@ -16,14 +16,22 @@ from spmd_rl.rewards.answers.boxed import has_box, last_boxed
 from spmd_rl.rewards.answers.final_text import final_text
 from spmd_rl.rewards.answers.math_cost import MAX_SIMPLIFIED, MAX_SOLVED, is_costly, num_parts
 from spmd_rl.rewards.answers.math_notation import in_text, of_answer, without_dollar
-from spmd_rl.rewards.answers.math_parse import MAX_LATEX, parse
+from spmd_rl.rewards.answers.math_parse import MAX_LATEX, Read, parse, read
+from spmd_rl.rewards.answers.math_parts import FORMULA, why_unreadable
 from spmd_rl.rewards.answers.math_values import have_same_values, is_word, same_number
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
 MAX_TEXT = 4_000  # characters at the end of a response in which its answer is looked for
-_LATEX = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed")  # begins a formula
+_LATEX = re.compile(r"(?<!\\)(?:\$|\\[(\[])|\\boxed")  # begins a formula
 _GSM8K = "####"  # stands before the answer in the data of GSM8K
+_JOINED_FORMULAS = re.compile(rf"(?:(?:{FORMULA.pattern})(?:[\s,;.]|and|or)*)+", re.DOTALL)
+_NUMERAL = re.compile(r"\d+(?:[.,]\d+)*")
+_UNIT_POWER = re.compile(r"(?<=[a-zA-Z}])\s*\^\s*\{?-?\d\}?")
+_PART = re.compile(  # of an answer: what words around it do not have
+    r"[\d=<>$]|\\(?!boxed|text|mbox|mathrm)|(?<![a-zA-Z\\])[b-zB-HJ-Z](?![a-zA-Z])"
+)
+_INSTEAD = "write it as one value, or as values with commas between them, or leave the record out"
 
 
 def math(prompt: Prompt, sample: Sample) -> float:
@@ -47,7 +55,7 @@ def boxed_math(prompt: Prompt, sample: Sample) -> float:
 def check_answer(prompt: Prompt) -> None:
     """Raise a ValueError for a prompt whose answer cannot be parsed, or does not equal itself."""
     text = gold_text(prompt.answer)
-    if not agrees(prompt.answer, text if _has_latex(text) else f"\\boxed{{{text}}}"):
+    if not agrees(prompt.answer, _as_box(text)):
         raise ValueError(
             f"the answer {text!r} of this prompt is read in such a way that not even the same "
             "text would be right: write it as a number or as LaTeX"
@@ -121,13 +129,38 @@ def parse_answer(answer: str) -> list[Any]:
     Raises: ValueError for an answer that cannot be parsed.
     """
     text = gold_text(answer)
-    forms = [text] if _has_latex(text) else [f"\\boxed{{{text}}}", text]
-    for form in forms:
-        found = parse(_plain(form))
-        is_text = all(isinstance(one, str) for one in found)
-        if not is_text or (found and len(text) > MAX_LATEX):
-            return found
+    form = _as_box(text)
+    if why := why_unreadable(last_boxed(form) or ""):
+        raise ValueError(
+            f"the answer {text!r} of this prompt cannot be compared, because {why}: {_INSTEAD}"
+        )
+    for plain in [form] if _has_latex(text) else [form, in_text(text)]:
+        found = read(plain)
+        if found.expression is not None and not _is_whole(plain, found):
+            raise ValueError(
+                f"only {found.text!r} of the answer {text!r} of this prompt can be read: {_INSTEAD}"
+            )
+        if found.expression is not None or (found.said and len(text) > MAX_LATEX):
+            return [one for one in (found.expression, found.said) if one is not None]
     raise ValueError(f"the answer {text!r} of this prompt is no mathematics that can be parsed")
+
+
+def _as_box(text: str) -> str:
+    """Return an answer of the data as one box, unless words stand around its formulas."""
+    inner = last_boxed(text)
+    if inner is None and _has_latex(text) and not _JOINED_FORMULAS.fullmatch(text):
+        return in_text(text)
+    inner = FORMULA.sub(r" \1\2\3 ", text) if inner is None else inner
+    return _plain(f"\\boxed{{{inner}}}")
+
+
+def _is_whole(plain: str, found: Read) -> bool:
+    """Return whether each part of an answer of the data was read.
+
+    Words around what was read may be left out, and powers of units; numbers and relations may not.
+    """
+    written = len(_NUMERAL.findall(_UNIT_POWER.sub("", last_boxed(plain) or plain)))
+    return not _PART.search(found.rest) and written <= len(_NUMERAL.findall(found.text))
 
 
 @lru_cache(maxsize=1)

@@ -9,8 +9,13 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from spmd_rl.rewards.answers.math_parts import lists_in, lists_of
+
 MAX_EXPONENT = 1_000  # of ten, in what is written out
 _MINUS = "\u2212\u2013"  # the minus sign, and the dash that stands for it
+_MINUS_SIGN = re.compile(  # each minus sign; a dash before a number, unless it joins two of them
+    r"[\u2212\uff0d\ufe63]|(?<![\w)}\]%$])[\u2010-\u2013](?=[\d.\\$])|(?<=[=(,\[{]\s)[\u2010-\u2013](?=[\d.\\$])"
+)
 _SUPERSCRIPTS = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b\u207a", "0123456789-+"
 )
@@ -65,6 +70,7 @@ MAX_REPEATING = 60  # characters of a number in which a block is looked for
 
 def in_text(text: str) -> str:
     """Return a text in which numbers are written as math-verify reads them."""
+    text = lists_in(_MINUS_SIGN.sub("-", text))
     text = _CONTINENTAL.sub(lambda match: f"{match[1].replace('.', '')}.{match[2]}", text)
     text = _EURO_CENTS.sub(lambda match: ".".join(filter(None, match.groups())), text)
     text = _DEGREES.sub("", _MONEY.sub("", text))
@@ -80,7 +86,7 @@ def of_answer(answer: str) -> str:
 
     It is known to be nothing but the answer, so that more notations can be told.
     """
-    text = _UNIT.sub("", without_dollar(answer.strip()))
+    text = lists_of(_UNIT.sub("", without_dollar(answer.strip())))
     if _WHOLE_SPACED.fullmatch(text):
         text = text.replace(" ", "")
     size = text.lstrip("-+" + _MINUS)

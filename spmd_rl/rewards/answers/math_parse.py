@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd_rl.rewards.answers.boxed import last_boxed
 
@@ -28,24 +28,43 @@ _LARGE = re.compile(r"\d{5}|\^|!")
 _OPERATORS = {ast.Add: "Add", ast.Sub: "Add", ast.Mult: "Mul", ast.Div: "Mul", ast.Pow: "Pow"}
 
 
+class Read(NamedTuple):
+    """What was read of a text: an expression or None, the text of it, and the text around it.
+
+    `said` is the text of the best match, whether or not it could be parsed.
+    """
+
+    expression: Any
+    text: str
+    rest: str
+    said: str
+
+
 def parse(text: str) -> list[Any]:
-    """Return the answer of a text as a sympy expression and as text; empty if there is none.
+    """Return the answer of a text as a sympy expression and as text; empty if there is none."""
+    found = read(text)
+    return [one for one in (found.expression, found.said) if one is not None and one != ""]
+
+
+def read(text: str) -> Read:
+    """Read the answer of a text.
 
     Formulas beyond `MAX_LATEX` are not parsed: the answer is only a text then.
     """
-    fallback, left = "", MAX_LATEX
+    said, left = "", MAX_LATEX
     for number, (match, target) in enumerate(_matches(text)):
         if number == MAX_ATTEMPTS:
             break
         left -= len(match[0])
         if left < 0:
-            fallback = fallback or last_boxed(match[0]) or match[0]
+            said = said or last_boxed(match[0]) or match[0]
             break
         expression, found = _extract(match, target)
-        fallback = fallback or found
+        said = said or found
         if expression is not None:
-            return [expression, *([fallback] if fallback else [])]
-    return [fallback] if fallback else []
+            rest = text[: match.start()] + text[match.end() :]
+            return Read(expression, found, rest, said)
+    return Read(None, "", text, said)
 
 
 def _matches(text: str) -> Iterator[tuple[re.Match[str], Any]]:

@@ -59,6 +59,13 @@ def test_dapo(answer: str, text: str, right: bool) -> None:
     assert graded == {"reward": 1.0 if right else -1.0, "accuracy": float(right)}
 
 
+@pytest.mark.parametrize("answer", ["x=1, x=2", "x=1 or x=2", r"x=1 \lor x=2", "a=b=2"])
+def test_dapo_refuses_an_answer_of_which_a_part_would_count(answer: str) -> None:
+    with pytest.raises(ValueError, match="the answer .* of this prompt"):
+        dapo(ask(answer), say("Answer: 2"))
+    assert dapo(ask("x=2"), say("Answer: 2"))["reward"] == 1
+
+
 WRITTEN = ["{}", "${}$", r"\boxed{{{}}}", "x = {}", "{} units", r"{}\text{{ cm}}", " {} "]
 
 
