@@ -61,8 +61,8 @@ def check_answer(prompt: Prompt) -> None:
     """Raise a ValueError for a prompt of whose answer only a part would count."""
     if _SEVERAL.search(prompt.answer.rpartition("=")[0]):
         raise ValueError(
-            f"of the answer {prompt.answer!r} of this prompt, `dapo` would compare what follows the "
-            "last '=' alone: write it without, or grade it with `math`"
+            f"of the answer {prompt.answer!r} of this prompt, `dapo` would only compare what "
+            "follows the last '=': write it without, or grade it with `math`"
         )
 
 

@@ -8,7 +8,7 @@ from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import MODEL, Sample
 
 THINKING, END_OF_THINKING = "<think>", "</think>"
-_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 def final_text(prompt: Prompt, sample: Sample) -> str:
