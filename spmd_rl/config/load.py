@@ -91,7 +91,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
-    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
+    # not TOML, not UTF-8, a number of thousands of digits, or nested too deeply
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from spmd_rl.errors import ContractError
 from spmd_rl.observe.atomic_write import write_atomically
+from spmd_rl.observe.jsonl import read_object
 
 Contract = dict[str, str | int]
 
@@ -27,12 +28,12 @@ def record_contracts(
 ) -> None:
     """Write the contracts of the role or link `name` to the run's folder.
 
-    Raises: ContractError if they must be `exact` and differ.
+    Raises: ContractError if they must be `exact` and differ; DataError for a file that is damaged.
     """
     if exact and (clause := disagreement(contracts)):
         raise ContractError(f"{clause} (run.exact = false lets them)")
     path = folder / CONTRACT_FILE
-    recorded = json.loads(path.read_text()) if path.exists() else {}
+    recorded = read_object(path) if path.exists() else {}
     recorded[name] = by_digest(contracts)
     write_atomically(path, json.dumps(recorded, indent=1) + "\n")
 

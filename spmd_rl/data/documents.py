@@ -135,6 +135,8 @@ class Documents:
             self._draw()
         if state["length"] != len(self._document):
             raise self._stream.changed()
+        if type(state["position"]) is not int or not 0 <= state["position"] <= state["length"]:
+            raise ValueError(f"'position' is {state['position']!r}")
         self._position = state["position"]
 
     def _draw(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import DataError
+from spmd_rl.observe.jsonl import parse_json
 
 
 class SftFile:
@@ -32,7 +33,8 @@ class SftFile:
         self.num_records += len(new)
         self.num_duplicates += len(records) - len(new)
         content = "".join(json.dumps(record) + "\n" for record in new).encode()
-        with self.path.open("r+b" if self.path.exists() else "w+b") as file:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        with os.fdopen(os.open(self.path, flags, 0o666), "r+b") as file:
             file.truncate(self._num_bytes)
             file.seek(self._num_bytes)
             file.write(content)
@@ -55,7 +57,7 @@ class SftFile:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue with the records that were there when `state` was taken.
 
-        Raises: DataError when the file is shorter than it was.
+        Raises: DataError when the file is shorter than it was, or a line is damaged.
         """
         content = self.path.read_bytes() if self.path.exists() else b""
         self._num_bytes, self.num_duplicates = state["bytes"], state["duplicates"]
@@ -65,9 +67,12 @@ class SftFile:
                 f"the file has {len(content)} bytes, but {self._num_bytes} at the checkpoint: "
                 "restore it, or start a new run with --run.name",
             )
-        lines = content[: self._num_bytes].splitlines()
+        lines = content[: self._num_bytes].split(b"\n")[:-1]
         self.num_records = len(lines)
-        self._answers = {_answer_id(json.loads(line)) for line in lines}
+        self._answers = {
+            _answer_id(_record(f"{self.path}:{number}", line))
+            for number, line in enumerate(lines, start=1)
+        }
 
     def _is_new(self, record: dict[str, Any]) -> bool:
         """Note a record; return whether its prompt had no such answer before."""
@@ -75,6 +80,13 @@ class SftFile:
         is_new = answer_id not in self._answers
         self._answers.add(answer_id)
         return is_new
+
+
+def _record(where: str, line: bytes) -> dict[str, Any]:
+    record = parse_json(where, line)
+    if not isinstance(record, dict) or not {"prompt", "answer"} <= record.keys():
+        raise DataError(where, "it is no record with 'prompt' and 'answer': restore the file")
+    return record
 
 
 def _answer_id(record: dict[str, Any]) -> str:

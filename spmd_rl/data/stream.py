@@ -122,6 +122,8 @@ class RecordStream(Generic[T]):
         """
         if state.get("digest") != self._digest:
             raise self.changed()
+        if type(state["drawn"]) is not int or state["drawn"] < 0:
+            raise ValueError(f"'drawn' is {state['drawn']!r}")
         self.num_drawn = state["drawn"]
 
     def changed(self) -> DataError:

@@ -38,6 +38,14 @@ def parse_json(where: str, content: bytes, **hooks: Any) -> Any:
         raise DataError(where, f"not valid JSON: {str(error).partition(';')[0]}") from error
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises: DataError, which names the file."""
+    found = parse_json(str(path), path.read_bytes())
+    if not isinstance(found, dict):
+        raise DataError(str(path), "it holds no JSON object")
+    return found
+
+
 def parse_finite_json(
     where: str, content: bytes, replace_non_finite: Callable[[str], Any] = lambda _: None
 ) -> Any:

@@ -19,6 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.config.load import read_toml
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.atomic_write import write_atomically
 from spmd_rl.observe.metrics_log import has_steps
@@ -48,6 +49,7 @@ WRITTEN_BY_RUN = MADE_AT_START | {
     "checkpoints",
     "hf",
     "mismatch",
+    "sft.jsonl",
     "trace.json",
     "controller.json",
     CONTROLLER_LOCK,
@@ -155,7 +157,7 @@ class RunFolder:
             )
         if resume or not self._has_results():
             return
-        old = tomllib.loads(config_file.read_text(encoding="utf-8"))
+        old = read_toml(config_file)
         changes = list(_changes(old, tomllib.loads(config)))
         if changes:
             more = f", and {len(changes) - MAX_CHANGES} more" if changes[MAX_CHANGES:] else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import time
 import uuid
 import warnings
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.atomic_write import write_atomically
+
+_RUN_ID = re.compile(r"[\w-]{1,128}", re.ASCII)
 
 
 class Sink(Protocol):
@@ -74,7 +77,9 @@ class WeightsAndBiases:
         id_file = run / "wandb" / "run_id"
         if not id_file.exists():
             write_atomically(id_file, uuid.uuid4().hex)
-        run_id = id_file.read_text(encoding="utf-8").strip()
+        run_id = id_file.read_bytes().decode(errors="replace").strip()
+        if not _RUN_ID.fullmatch(run_id):
+            raise ConfigError(f"{id_file} holds no id of a W&B run: remove it to begin a new one")
         offline = wandb.setup().settings.mode in ("offline", "dryrun")
         starts_before = len([*(run / "wandb").glob("*run-*")])
         # W&B must not write to the terminal, where the run shows its own progress

@@ -112,7 +112,7 @@ def _pointer_of(run: Path) -> ControllerPointer:
         pointer = msgspec.json.decode(_read_pointer(run / POINTER_FILE), type=ControllerPointer)
     except OSError as error:
         raise ConfigError(f"no run is going on in {run}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"{run / POINTER_FILE} does not say where a controller is: {error}"
         ) from error

@@ -209,7 +209,7 @@ class Checkpoints:
                 check(path / name, state.checksums.get(name, {}))
                 part.load(str(path / name))
             else:
-                cast(StatePart, part).restore(state.states[name])
+                _restore(path, name, cast(StatePart, part), state.states[name])
 
     def _folders(self) -> set[Path]:
         entries = self.folder.iterdir() if self.folder.is_dir() else ()
@@ -290,11 +290,20 @@ def _read_state(path: Path) -> CheckpointState | None:
         state = msgspec.json.decode((path / STATE_FILE).read_bytes(), type=CheckpointState)
     except FileNotFoundError:
         return None
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         problem = f"{path / STATE_FILE} is no checkpoint's state: {error}"
         raise ConfigError(f"{problem}; remove {path} to go on from the one before it") from error
     folders_of_parts = [path / name for name in (*state.roles, *state.stored)]
     return state if all(folder.is_dir() for folder in folders_of_parts) else None
+
+
+def _restore(path: Path, name: str, part: StatePart, state: dict[str, Any]) -> None:
+    """Restore a part. Raises: ConfigError where the file does not hold what `state` returned."""
+    try:
+        part.restore(state)
+    except (KeyError, TypeError, ValueError) as error:
+        where = f"{path / STATE_FILE} does not hold the state of '{name}'"
+        raise ConfigError(f"{where} as it was written: {type(error).__name__}: {error}") from error
 
 
 def _flush(paths: Iterable[Path]) -> None:

@@ -14,7 +14,15 @@ from spmd_rl.controller.contracts import (
     not_promised,
     record_contracts,
 )
-from spmd_rl.errors import ContractError
+from spmd_rl.errors import ContractError, DataError
+from tests.unit.observe.damaged import DAMAGED
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / CONTRACT_FILE).write_bytes(content)
+    with pytest.raises(DataError, match=CONTRACT_FILE):
+        record_contracts(tmp_path, "trainer", {"a": {"torch": "2.11"}}, exact=True)
 
 
 def test_equal_contracts_say_nothing() -> None:

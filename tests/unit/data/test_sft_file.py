@@ -31,6 +31,22 @@ def test_equal_answers_are_written_once(tmp_path: Path) -> None:
     assert (file.num_records, file.num_duplicates) == (4, 1)
 
 
+def test_no_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "ours").write_text("ours")
+    (tmp_path / "sft.jsonl").symlink_to(tmp_path / "ours")
+    with pytest.raises(OSError, match="symbolic links"):
+        SftFile(tmp_path / "sft.jsonl").add(STEPS[0])
+    assert (tmp_path / "ours").read_text() == "ours"
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", "3", "\0", '{"prompt": "a"}'])
+def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "sft.jsonl"
+    path.write_text(f'{{"prompt": "a", "answer": "b"}}\n{line}\n')
+    with pytest.raises(DataError, match=r"sft.jsonl:2"):
+        SftFile(path).restore({"bytes": path.stat().st_size, "duplicates": 0})
+
+
 @pytest.mark.parametrize("saved", [0, 1, 2, 3])
 @pytest.mark.parametrize("later", [0, 1, 2])
 def test_a_killed_run_continues_exactly(tmp_path: Path, saved: int, later: int) -> None:

@@ -29,6 +29,7 @@ from spmd_rl.observe.run_lock import (
 from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
+from tests.unit.observe.damaged import DAMAGED
 
 CONFIG = "steps = 3\n[trainer]\nlr = 0.1\n"
 
@@ -158,6 +159,15 @@ def test_two_launchers_at_once_are_refused_at_once_and_their_ranks_hold_no_lock(
 def test_a_lock_alone_is_no_run(tmp_path: Path) -> None:
     os.close(acquire_run_lock(tmp_path))
     RunFolder.open(tmp_path, CONFIG, {})
+
+
+@pytest.mark.parametrize("content", [one for one in DAMAGED if one not in (b"", b"[]")])
+def test_a_damaged_config_is_named(tmp_path: Path, content: bytes) -> None:
+    run = RunFolder.open(tmp_path / "r", CONFIG, {}).path
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    (run / "config.toml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config.toml is not valid TOML"):
+        RunFolder.open(run, CONFIG, {})
 
 
 @pytest.mark.parametrize(

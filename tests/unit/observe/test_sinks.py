@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -14,11 +15,23 @@ from spmd_rl.config.run import RunConfig
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe import sinks
 from spmd_rl.observe.sinks import Sinks
+from tests.unit.observe.damaged import DAMAGED
 
 ROWS: list[dict[str, Any]] = [
     {"step": 1, "unix_s": 1_700_000_000.5, "reward/mean": 0.25, "train/loss": None},
     {"step": 2, "unix_s": 1_700_000_001.5, "reward/mean": 0.5, "train/loss": -0.125},
 ]
+
+
+@pytest.mark.parametrize("content", DAMAGED[:1] + DAMAGED[8:])
+def test_a_damaged_id_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", MagicMock())
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb/run_id").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"wandb.run_id holds no id"):
+        sinks.WeightsAndBiases(tmp_path, {})
 
 
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:

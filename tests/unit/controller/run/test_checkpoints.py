@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -20,9 +21,11 @@ from spmd_rl.controller.run.checkpoints import (
     CheckpointState,
 )
 from spmd_rl.controller.run.command import rewind
+from spmd_rl.data.sft_file import SftFile
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.split import Placement
 from spmd_rl.observe.run_lock import acquire_run_lock
+from tests.unit.observe.damaged import DAMAGED
 
 
 class CursorPart:
@@ -238,6 +241,28 @@ def test_a_link_in_place_of_the_checkpoints_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"checkpoints is a symbolic link, which is not followed: set run\.folder"
     ):
         checkpoints(tmp_path).restore({"prompts": CursorPart()})
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_state_file_is_named(tmp_path: Path, content: bytes) -> None:
+    checkpoints(tmp_path).save(CheckpointState(3, 7), {"prompts": CursorPart(12)})
+    checkpoints(tmp_path).wait_until_complete()
+    (tmp_path / "checkpoints/step_000003/state.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"step_000003.state.json"):
+        checkpoints(tmp_path).restore({"prompts": CursorPart()})
+
+
+@pytest.mark.parametrize("state", ["{}", '{"drawn": "x"}', '{"bytes": "x", "duplicates": 0}'])
+def test_a_damaged_state_of_a_part_is_named(tmp_path: Path, state: str) -> None:
+    first = checkpoints(tmp_path)
+    first.save(CheckpointState(3, 7), {"file": SftFile(tmp_path / "sft.jsonl")})
+    first.wait_until_complete()
+    file = tmp_path / "checkpoints/step_000003/state.json"
+    known = json.loads(file.read_text())
+    known["states"]["file"] = json.loads(state)
+    file.write_text(json.dumps(known))
+    with pytest.raises(ConfigError, match=r"state.json does not hold the state of 'file'"):
+        checkpoints(tmp_path).restore({"file": SftFile(tmp_path / "sft.jsonl")})
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
