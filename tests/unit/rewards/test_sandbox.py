@@ -110,6 +110,7 @@ print([name for _, name in socket.if_nameindex()])
 def test_no_connection_leaves_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         program = CONNECTS.format(port=server.getsockname()[1])
+        monkeypatch.setattr(sandbox, "filter_program", lambda: b"")  # which refuses any socket
         lines = Marked().run(program).output.decode().splitlines()
         assert lines == ["ConnectionRefusedError", "['lo']"]
         assert select.select([server], [], [], 0)[0] == []
@@ -126,24 +127,28 @@ def test_no_connection_leaves_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 CALLS = """
-import ctypes, errno, socket, threading
+import asyncio, ctypes, errno, socket, threading
 libc = ctypes.CDLL(None, use_errno=True)
 def tried(*arguments):
     if libc.syscall(*arguments) >= 0:
         return "done"
     return errno.errorcode[ctypes.get_errno()]
 print(*[tried(number, 0x10000000 if number == {unshare} else 0, 0, 0, 0) for number in {refused}])
-print(tried({clone}, 0x10000000 | 17, 0, 0, 0, 0), tried({socket}, 40, 1, 0))
-with socket.create_server(("127.0.0.1", 0)) as server:
-    with socket.create_connection(server.getsockname()):
-        threading.Thread(target=print, args=("connected",)).start()
+print(tried({clone}, 0x10000000 | 17, 0, 0, 0, 0), tried({socketpair}, 40, 1, 0, 0))
+print({{tried({socket}, family, kind, 0) for family in range(46) for kind in range(1, 6)}})
+one, other = socket.socketpair()
+one.sendall(b"connected")
+threading.Thread(target=print, args=(other.recv(9).decode(),)).start()
+async def main():
+    print(await asyncio.to_thread(str, "loop"))
+asyncio.run(main())
 """
 
 
 REFUSED = set(
-    "add_key bpf io_setup io_uring_setup keyctl memfd_create memfd_secret mount mq_open msgget "
-    "perf_event_open ptrace request_key semget setns shmat shmget unshare userfaultfd "
-    "vmsplice".split()
+    "add_key bind bpf inotify_init1 io_setup io_uring_setup keyctl listen memfd_create "
+    "memfd_secret mount mq_open msgget perf_event_open ptrace request_key semget setns setsockopt shmat "
+    "shmget unshare userfaultfd vmsplice".split()
 )
 
 
@@ -156,10 +161,11 @@ def test_calls_that_namespaces_do_not_hold_are_refused(monkeypatch: pytest.Monke
         refused=[calls[name] for name in sandbox_filter._REFUSED],
         clone=calls["clone"],
         socket=calls["socket"],
+        socketpair=calls["socketpair"],
     )
-    first, second, third = Marked().run(program).output.decode().splitlines()
+    first, second, *others = Marked().run(program).output.decode().splitlines()
     assert first.split() == ["EPERM"] * len(sandbox_filter._REFUSED)
-    assert (second, third) == ("EPERM EAFNOSUPPORT", "connected")
+    assert (second, others) == ("EPERM EAFNOSUPPORT", ["{'EAFNOSUPPORT'}", "connected", "loop"])
     assert set(sandbox_filter._REFUSED) == REFUSED
 
     # the control: without the filter some of them are not refused so
@@ -203,7 +209,8 @@ def test_limits_hold(kind: str, printed: str) -> None:
 
 
 HOLDS = """
-import ctypes, fcntl, itertools, mmap, os
+import contextlib, ctypes, fcntl, itertools, mmap, os, socket
+KEPT = []
 libc = ctypes.CDLL(None, use_errno=True)
 MIB = 1 << 20
 def checked(result):
@@ -242,6 +249,48 @@ def pipes(kept):
     except OSError:
         pass
     return os.write(writes, bytes(MIB)) / MIB
+def sockets(kept):
+    pair = socket.socketpair()
+    for end in pair:
+        end.setblocking(False)
+        for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, name, 64 * MIB)
+    return sum(filled(end, pair) for end in pair)
+def filled(end, kept_too):
+    size = 0
+    KEPT.append(kept_too)
+    with contextlib.suppress(BlockingIOError):
+        while size < 64 * MIB:
+            size += end.send(bytes(16 << 10))
+    return size / MIB
+def datagrams(kept):
+    pair = socket.socketpair(type=socket.SOCK_DGRAM)
+    for end in pair:
+        end.setblocking(False)
+    return sum(filled(end, pair) for end in pair)
+def unaccepted(kept):
+    server = KEPT[0] if KEPT else None
+    if not KEPT:
+        server = socket.socket(socket.AF_UNIX)
+        server.bind("/tmp/s")
+        server.listen(4096)
+        KEPT.append(server)
+    client = socket.socket(socket.AF_UNIX)
+    client.setblocking(False)
+    client.connect("/tmp/s")
+    size = filled(client, None)
+    client.close()
+    return size
+def tcp(kept):
+    server = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(server.getsockname())
+    client.setblocking(False)
+    return filled(client, server)
+def watches(kept):
+    number = checked(libc.inotify_init1(0))
+    checked(libc.inotify_add_watch(number, b"/tmp", 0xFFF))
+    return 1 / 16
 def temporary_files(kept):
     with open(f"/tmp/{len(kept)}", "wb") as file:
         file.write(bytes(8 * MIB))
@@ -284,6 +333,11 @@ HELD = {
     "posix_queues": 0,
     "memory_files": 0,
     "pipes": 2,
+    "sockets": 13,
+    "datagrams": 13,
+    "unaccepted": 0,
+    "tcp": 0,
+    "watches": 0,
     "temporary_files": 64,
     "posix_shared": 64,
     "shared_maps": 63,
