@@ -72,14 +72,32 @@ def read_stored(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tenso
         with safe_open(path, framework="pt") as file:
             for name, one in group:
                 tensor = file.get_tensor(one.key)
-                yield name, tensor if one.scales is None else _decoded(tensor, one.scales)
+                yield name, tensor if one.scales is None else _decoded(tensor, one, one.scales)
 
 
-def _decoded(codes: Tensor, scales: StoredTensor) -> Tensor:
-    """Return what a stored weight in block FP8 stands for, in float32."""
+def _decoded(codes: Tensor, weight: StoredTensor, scales: StoredTensor) -> Tensor:
+    """Return what a stored weight in block FP8 stands for, in float32.
+
+    A scale may be zero where all codes of its block are, as some programs write such a block.
+    Raises: ConfigError for other scales and codes that stand for no number.
+    """
     with safe_open(scales.path, framework="pt") as file:
-        found = file.get_tensor(scales.key)
-        return E4M3.decode(codes, found, codes.shape[1], torch.float32)
+        found = file.get_tensor(scales.key).float()
+    most = torch.finfo(CODE).max
+    if not ((found >= 0) & torch.isfinite(found * most)).all():
+        raise ConfigError(
+            f"{scales.path}: {scales.key} holds scales that are negative or NaN, or so large that "
+            "weights are not finite: convert the model again"
+        )
+    numbers = E4M3.decode(codes, found, codes.shape[1], torch.float32)
+    if not torch.isfinite(numbers).all():
+        raise ConfigError(f"{weight.path}: {weight.key} holds NaN: convert the model again")
+    if not found.all() and ((numbers == 0) & (codes.float() != 0)).any():
+        raise ConfigError(
+            f"{scales.path}: {scales.key} holds a scale of 0 for weights that are not 0: "
+            "convert the model again"
+        )
+    return numbers
 
 
 def load_weights(

@@ -28,6 +28,11 @@ def parse_object(path: Path, content: bytes) -> dict[str, Any]:
     return raw
 
 
+# beyond these, no model is meant: they are refused before anything of this size is made
+MOST_ROWS, MOST_LAYERS, MOST_EXPERTS = 1 << 24, 1 << 12, 1 << 14
+MOST_POSITIONS = (1 << 31) - 1
+
+
 @dataclass(frozen=True)
 class Fields:
     """A JSON object, and in `where` the file it is from, for error messages.
@@ -38,11 +43,15 @@ class Fields:
     where: str
     raw: Mapping[str, Any]
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of 1 or more."""
+    def count(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int = MOST_ROWS
+    ) -> int:
+        """Return a whole number of `least` or more, and at most `most`."""
         value = self.value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(key, "a whole number of 1 or more")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.wrong(key, f"a whole number of {least} or more")
+        if value > most:
+            raise self.wrong(key, f"a whole number of at most {most:,}")
         return value
 
     def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:

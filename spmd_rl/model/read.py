@@ -8,7 +8,13 @@ from pathlib import Path
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.families import FAMILIES
-from spmd_rl.model.json_fields import Fields, parse_object, read_object
+from spmd_rl.model.json_fields import (
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    Fields,
+    parse_object,
+    read_object,
+)
 from spmd_rl.model.low_precision.block_fp8 import check_quantization
 from spmd_rl.model.rope_spec import rope_spec
 from spmd_rl.model.spec import Head, ModelSpec
@@ -24,6 +30,7 @@ UNSUPPORTED_KEYS = {  # with these, transformers computes something else or with
     "transformers_weights": "weights are read from model.safetensors, "
     "or as model.safetensors.index.json names them",
 }
+MOST_PARAMETERS = 10**14  # of a model that may be meant
 NUM_KEPT = 16  # folders whose specification a process keeps
 
 
@@ -89,11 +96,11 @@ def _parse(path: Path, content: bytes, generation: bytes | None) -> ModelSpec:
     _refuse_unread(config)
     family = FAMILIES[model_type]
     blocks, rotary_size = family.read(config)
-    return ModelSpec(
+    spec = ModelSpec(
         family=model_type,
         vocab_size=config.count("vocab_size"),
         hidden_size=config.count("hidden_size"),
-        max_positions=config.count("max_position_embeddings"),
+        max_positions=config.count("max_position_embeddings", most=MOST_POSITIONS),
         rms_eps=config.number("rms_norm_eps", 1e-6),
         rope=rope_spec(config, rotary_size),
         tie_embeddings=config.flag("tie_word_embeddings", False),
@@ -102,6 +109,9 @@ def _parse(path: Path, content: bytes, generation: bytes | None) -> ModelSpec:
         init_std=config.number("initializer_range", 0.02),
         unused=family.unused(config),
     )
+    if spec.num_parameters > MOST_PARAMETERS:
+        raise ConfigError(f"{path} asks for a model of {spec.num_parameters:,} parameters")
+    return spec
 
 
 def _of_mixtures(config: Mapping[str, object]) -> str:
@@ -127,7 +137,9 @@ def _refuse_unread(config: Fields) -> None:
     if config.raw.get("is_causal", True) is not True:
         raise config.wrong("is_causal", "true, as each token sees only those before it")
     layers = config.raw.get("layer_types")
-    if layers is not None and layers != [FULL] * config.count("num_hidden_layers"):
+    if layers is not None and layers != [FULL] * config.count(
+        "num_hidden_layers", most=MOST_LAYERS
+    ):
         raise config.wrong(
             "layer_types", f"{FULL!r} for each of the layers, the only type that is supported"
         )
@@ -138,6 +150,9 @@ def _eos_ids(config: Fields, generation: Fields | None) -> tuple[int, ...]:
     fields = generation if generation and "eos_token_id" in generation.raw else config
     value = fields.raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in ids):
+    if any(
+        isinstance(one, bool) or not isinstance(one, int) or not 0 <= one <= MOST_POSITIONS
+        for one in ids
+    ):
         raise fields.wrong("eos_token_id", "a token's id, or a list of them")
     return tuple(ids)

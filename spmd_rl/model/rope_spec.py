@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.json_fields import Fields
+from spmd_rl.model.json_fields import MOST_POSITIONS, Fields
 
 KEYS_BY_TYPE: dict[str, set[str]] = {
     "default": set(),
@@ -140,7 +140,7 @@ def _original_positions(config: Fields, rope: Fields) -> int:
     for fields in (config, rope):
         if key in fields.raw:
             return fields.count(key)
-    return config.count("max_position_embeddings")
+    return config.count("max_position_embeddings", most=MOST_POSITIONS)
 
 
 def _llama3(size: int, theta: float, rope: Fields, original_positions: int) -> RopeSpec:

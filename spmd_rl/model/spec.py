@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -60,7 +61,9 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Number of parameters, with a tied head counted once."""
-        of_blocks = sum(block.cost().parameters for block in self.blocks)
+        of_blocks = sum(
+            count * block.cost().parameters for block, count in Counter(self.blocks).items()
+        )
         return of_blocks + num_elements(self.outer_parameters())
 
     @property

@@ -17,6 +17,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 CODES, POWERS = "F8_E4M3", "F8_E8M0"  # of weights in block FP8, and of their scales
+SCALES = ("F32", "F16", "BF16", POWERS)
 FREQUENCIES = "rotary_emb.inv_freq"  # old folders hold the frequencies, which the config gives
 
 
@@ -90,6 +91,11 @@ def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
 
 def _with_scales(codes: StoredTensor, scales: StoredTensor | None) -> StoredTensor:
     """Return a weight in block FP8. Raises: ConfigError for scales of another shape."""
+    if scales is not None and scales.dtype not in SCALES:
+        raise ConfigError(
+            f"{scales.path} holds {scales.key} as {scales.dtype}, and scales are one of "
+            f"{', '.join(SCALES)}"
+        )
     if scales is None or len(codes.shape) != 2 or scales.shape != scales_shape(codes.shape):
         raise ConfigError(
             f"{codes.path} holds {codes.key} in 8 bits, and not {scale_name(codes.key)} with a "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.families.family import Blocks
-from spmd_rl.model.json_fields import Fields
+from spmd_rl.model.json_fields import MOST_LAYERS, Fields
 from spmd_rl.model.layers.block import BlockSpec
 from spmd_rl.model.layers.gqa import Gqa
 from spmd_rl.model.layers.layer import LayerSpec
@@ -53,4 +53,4 @@ def equal_blocks(config: Fields, attention: Gqa, mlp: LayerSpec) -> Blocks:
     """Return as many equal blocks as the config has layers, whose heads are rotated as a whole."""
     require_whole_heads(config)
     block = BlockSpec(attention.hidden_size, attention, mlp)
-    return (block,) * config.count("num_hidden_layers"), attention.head_dim
+    return (block,) * config.count("num_hidden_layers", most=MOST_LAYERS), attention.head_dim

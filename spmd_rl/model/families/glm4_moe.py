@@ -8,7 +8,7 @@ from __future__ import annotations
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.families.attention import read_attention
 from spmd_rl.model.families.family import Blocks, Family
-from spmd_rl.model.json_fields import Fields
+from spmd_rl.model.json_fields import MOST_EXPERTS, MOST_LAYERS, Fields
 from spmd_rl.model.layers.block import BlockSpec
 from spmd_rl.model.layers.mlp import Mlp
 from spmd_rl.model.layers.moe import Moe
@@ -31,8 +31,8 @@ def _read(config: Fields) -> Blocks:
         qkv_bias=config.flag("attention_bias", False),
         qk_norm=config.flag("use_qk_norm", False),
     )
-    num_layers = config.count("num_hidden_layers")
-    num_dense = min(_whole(config, "first_k_dense_replace", 1), num_layers)
+    num_layers = config.count("num_hidden_layers", most=MOST_LAYERS)
+    num_dense = min(config.count("first_k_dense_replace", 1, least=0), num_layers)
     dense = BlockSpec(hidden, attention, Mlp(hidden, config.count("intermediate_size")))
     sparse = BlockSpec(hidden, attention, _experts(config))
     blocks = (dense,) * num_dense + (sparse,) * (num_layers - num_dense)
@@ -44,7 +44,9 @@ def _experts(config: Fields) -> Moe:
     size = config.count("moe_intermediate_size")
     moe = Moe(
         config.count("hidden_size"),
-        config.count(next((key for key in COUNTS if key in config.raw), COUNTS[0])),
+        config.count(
+            next((key for key in COUNTS if key in config.raw), COUNTS[0]), most=MOST_EXPERTS
+        ),
         config.count("num_experts_per_tok"),
         size,
         normalizes_weights=config.flag("norm_topk_prob", True),
@@ -69,17 +71,10 @@ def _experts(config: Fields) -> Moe:
 
 def _further_layers(config: Fields) -> tuple[str, ...]:
     """Return how the names of the tensors begin that predict further tokens."""
-    count = _whole(config, next((key for key in FURTHER if key in config.raw), FURTHER[0]), 1)
-    first = config.count("num_hidden_layers")
+    key = next((key for key in FURTHER if key in config.raw), FURTHER[0])
+    count = config.count(key, 1, least=0, most=MOST_LAYERS)
+    first = config.count("num_hidden_layers", most=MOST_LAYERS)
     return tuple(f"model.layers.{number}." for number in range(first, first + count))
-
-
-def _whole(config: Fields, key: str, default: int) -> int:
-    """Return a whole number of 0 or more."""
-    value = config.value(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise config.wrong(key, "a whole number of 0 or more")
-    return value
 
 
 GLM4_MOE = Family("Glm4Moe", _read, _further_layers)

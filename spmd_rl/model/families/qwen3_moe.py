@@ -6,7 +6,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.model.families.attention import equal_blocks
 from spmd_rl.model.families.family import Blocks, Family
 from spmd_rl.model.families.qwen3 import qwen3_attention
-from spmd_rl.model.json_fields import Fields
+from spmd_rl.model.json_fields import MOST_EXPERTS, Fields
 from spmd_rl.model.layers.moe import Moe
 
 COUNTS = ("num_experts", "num_local_experts")  # transformers 5 writes the second
@@ -17,11 +17,12 @@ def _read(config: Fields) -> Blocks:
         raise ConfigError(
             f"{config.where}: layers without experts beside others with them are not read"
         )
-    count = next((key for key in COUNTS if key in config.raw), COUNTS[0])
+    key = next((key for key in COUNTS if key in config.raw), COUNTS[0])
+    num_experts = config.count(key, most=MOST_EXPERTS)
     moe = Moe(
         config.count("hidden_size"),
-        config.count(count),
-        config.count("num_experts_per_tok"),
+        num_experts,
+        config.count("num_experts_per_tok", most=num_experts),
         config.count("moe_intermediate_size"),
         normalizes_weights=config.flag("norm_topk_prob", False),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -128,6 +129,52 @@ def test_scales_of_any_size_give_the_nearest_float32(tmp_path: Path, dtype: torc
     expected, found = published(folder, dtype), weights_of(folder)
     for name, one in expected.items():
         assert torch.equal(found[name], one.float()), name
+
+
+def _changed(tmp_path: Path, **changes: Any) -> tuple[Path, str]:
+    """Return a folder of which the first weight in 8 bits is changed, and the weight's name."""
+    _, folder = exported(tmp_path, "qwen3", RAGGED)
+    stored = load_file(folder / "model.safetensors")
+    name = sorted(coded_shapes(read_spec(folder), "e4m3"))[0]
+    if "scale" in changes:
+        stored[scale_name(name)].view(-1)[-1] = changes["scale"]
+    if "code" in changes:
+        stored[name].view(torch.uint8).view(-1)[-1] = changes["code"]
+    if "zero_block" in changes:
+        stored[name].view(torch.uint8).fill_(changes["zero_block"])
+    if "dtype" in changes:
+        stored[scale_name(name)] = stored[scale_name(name)].to(changes["dtype"])
+    save_file(stored, folder / "model.safetensors")
+    return folder, name
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 3e38, 8e35, -1.0, -1e-30])
+def test_scales_that_give_no_weights_are_refused(tmp_path: Path, scale: float) -> None:
+    folder, name = _changed(tmp_path, scale=scale)
+    with pytest.raises(ConfigError, match=f"{scale_name(name)} holds scales that are negative"):
+        weights_of(folder)
+
+
+def test_a_scale_of_zero_is_that_of_a_block_of_zeros(tmp_path: Path) -> None:
+    folder, name = _changed(tmp_path / "refused", scale=0.0)
+    with pytest.raises(ConfigError, match=f"{scale_name(name)} holds a scale of 0 for weights"):
+        weights_of(folder)
+    folder, name = _changed(tmp_path / "read", scale=0.0, zero_block=0)
+    assert not weights_of(folder)[name].any()
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_codes_that_are_no_number_are_refused(tmp_path: Path, code: int) -> None:
+    folder, name = _changed(tmp_path, code=code)
+    with pytest.raises(ConfigError, match=f"{name} holds NaN"):
+        weights_of(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8])
+def test_scales_of_another_type_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder, name = _changed(tmp_path, dtype=dtype)
+    with pytest.raises(ConfigError, match=f"{scale_name(name)} as "):
+        weights_of(folder)
 
 
 def test_weights_in_8_bits_without_their_scales_are_refused(tmp_path: Path) -> None:

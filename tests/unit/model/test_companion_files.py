@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from spmd_rl.errors import ConfigError
 from spmd_rl.model.companion_files import MODEL_FILES, TOKENIZER_FILES, copy_files
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.lora import LoraConfig
@@ -50,6 +51,41 @@ def test_each_file_of_the_tokenizer_is_copied(
     copy_files(source, target, patterns)
     assert _files(target) == FILES | more
     assert all((target / name).read_text() == name for name in FILES)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "additional_chat_templates"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_no_link_leads_out_of_the_folder(tmp_path: Path, name: str, steps: int) -> None:
+    source, target, ours = tmp_path / "source", tmp_path / "target", tmp_path / "ours"
+    for folder in (source, target, ours):
+        folder.mkdir()
+    (ours / "a.jinja").write_text("private")
+    private = ours if name.startswith("additional") else ours / "a.jinja"
+    (source / "between").symlink_to(private)
+    (source / name).symlink_to(private if steps == 1 else "between")
+    with pytest.raises(ConfigError, match=f"{name}.* is a link to a file outside"):
+        copy_files(source, target, MODEL_FILES)
+    assert _files(target) == set()
+
+
+def test_links_within_the_folder_and_its_cache_are_followed(tmp_path: Path) -> None:
+    """Such is a snapshot in the cache of Hugging Face."""
+    snapshot, target = tmp_path / "models--a--b/snapshots/abc", tmp_path / "target"
+    for folder in (snapshot, target, blobs := tmp_path / "models--a--b/blobs"):
+        folder.mkdir(parents=True)
+    (blobs / "1").write_text("of the cache")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/1")
+    (snapshot / "vocab.json").write_text("of the folder")
+    (snapshot / "vocab.txt").symlink_to("vocab.json")
+    (tmp_path / "linked").symlink_to(snapshot)
+    copy_files(tmp_path / "linked", target, MODEL_FILES)
+    assert (target / "tokenizer.json").read_text() == "of the cache"
+    assert (target / "vocab.txt").read_text() == "of the folder"
+    (tmp_path / "private").write_text("private")
+    (blobs / "2").symlink_to(tmp_path / "private")
+    (snapshot / "merges.txt").symlink_to("../../blobs/2")
+    with pytest.raises(ConfigError, match=r"merges.txt is a link"):
+        copy_files(snapshot, target, MODEL_FILES)
 
 
 def _with_templates(folder: Path) -> Any:

@@ -32,6 +32,17 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 4,
+}
+GLM = {key: value for key, value in MIXTURE.items() if key != "num_experts"} | {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "rms_norm_eps": 1e-5,
+}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -52,6 +63,24 @@ def _spec(folder: Path, **changes: Any) -> ModelSpec:
             {"num_key_value_heads": "absent"},
             "num_attention_heads 2 is not a multiple of num_key_value_heads 32",
         ),
+        ({"vocab_size": 10**13}, "vocab_size is 10000000000000: expected a whole number of at"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000: expected a whole number of"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers is 10+: expected a whole number of"),
+        ({"intermediate_size": 10**30}, "intermediate_size is 10+: expected a whole number"),
+        ({"num_attention_heads": 10**9}, "num_attention_heads is 10+: expected a whole number"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings is 10+: expected a whole"),
+        ({"eos_token_id": 10**30}, "eos_token_id is 10+: expected a token's id"),
+        (
+            {"hidden_size": 1 << 24, "intermediate_size": 1 << 24, "num_hidden_layers": 4096},
+            "asks for a model of [0-9,]* parameters",
+        ),
+        (MIXTURE | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9: expected .* at most 8"),
+        (MIXTURE | {"num_experts_per_tok": 10**30}, "num_experts_per_tok is 10+: expected"),
+        (MIXTURE | {"num_experts": 10**7}, "num_experts is 10000000: expected a whole number of"),
+        (GLM | {"num_experts_per_tok": 9}, "num_experts_per_tok 9 of topk_group 1 of n_group 1"),
+        (GLM | {"n_routed_experts": 10**9}, "n_routed_experts is 10+: expected a whole number"),
+        (GLM | {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers is 10+: expected"),
+        (GLM | {"first_k_dense_replace": -1}, "first_k_dense_replace is -1: .* of 0 or more"),
         ({"hidden_size": 8.0}, "hidden_size is 8.0: expected a whole number"),
         ({"vocab_size": True}, "vocab_size is true: expected a whole number"),
         ({"vocab_size": "absent"}, "has no field 'vocab_size'"),
