@@ -33,7 +33,17 @@ FIRST_UNUSED_USER = 1_500_000_000  # above those that systems give out
 
 def program_command(cfg: CodeConfig) -> tuple[str, ...]:
     """Return what runs a program, without the program's path."""
-    return cfg.command or (sys.executable,)
+    first, *others = cfg.command or (sys.executable,)
+    return (_real(first) if os.sep in first else first, *others)
+
+
+def _real(path: str) -> str:
+    """Return an absolute path to the same name, without links and ".." on the way to it.
+
+    The sandbox has other folders around it. The name itself may be a link, as that of a Python in
+    a virtual environment is, which looks for its settings beside the link.
+    """
+    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
 
 def namespaces(is_root: bool) -> list[str]:
@@ -67,7 +77,7 @@ def sandbox_command(
     words += [*_system(), "--proc", "/proc", "--dev", "/dev"]
     for folder in ("/dev/shm", "/tmp"):
         words += ["--perms", "1777", "--size", str(cfg.memory_mb << 20), "--tmpfs", folder]
-    words += _bound([*_python_folders(cfg), *cfg.read_only])
+    words += _bound([*_python_folders(cfg), *map(os.path.abspath, cfg.read_only)])
     words += _new_folder(FOLDER)
     for name, descriptor in files.items():
         words += ["--perms", "0444", "--ro-bind-data", str(descriptor), f"{FOLDER}/{name}"]
@@ -93,8 +103,8 @@ def _python_folders(cfg: CodeConfig) -> list[str]:
     """Return where this run's Python is, if it runs the programs."""
     if cfg.command:
         return []
-    found = [sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)]
-    return list(dict.fromkeys(found))
+    plain = [os.path.abspath(folder) for folder in (sys.prefix, sys.base_prefix)]
+    return list(dict.fromkeys([*plain, *map(os.path.realpath, plain)]))
 
 
 def _bound(folders: Sequence[str]) -> Iterator[str]:

@@ -57,6 +57,27 @@ def test_a_program_sees_no_file_of_this_host(tmp_path: Path) -> None:
 
 
 @needs_sandbox
+@pytest.mark.parametrize("through", ["..", "link"])
+def test_relative_paths_of_programs_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through: str
+) -> None:
+    """A run may be started with `../env/bin/python`, and settings begin where it was started."""
+    (here := tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to(sys.prefix)
+    prefix = str(tmp_path / "link") if through == "link" else os.path.relpath(sys.prefix, here)
+    monkeypatch.chdir(here)
+    python = os.path.join(prefix, os.path.relpath(sys.executable, sys.prefix))
+    for name, path in (("executable", python), ("prefix", prefix)):
+        monkeypatch.setattr(sys, name, path)
+    check_sandbox(CodeConfig())
+    tool = tmp_path / "tools/tool"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/sh\necho "$1"\n')
+    tool.chmod(0o755)
+    check_sandbox(CodeConfig(command=("../tools/tool",), read_only=("../tools",)))
+
+
+@needs_sandbox
 def test_a_program_writes_nowhere_but_into_its_own_folders() -> None:
     program = """
 import os
