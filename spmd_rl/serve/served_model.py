@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from spmd_rl.config.load import read_toml
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.hf import fill
 from spmd_rl.model.lora import AdaptedBase
@@ -19,7 +18,13 @@ from spmd_rl.rollout.native.build import build
 from spmd_rl.rollout.native.config import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.train.checkpoint.export import saved_weights
-from spmd_rl.train.checkpoint.saved_run import checkpoint_of, model_of, trainer_of
+from spmd_rl.train.checkpoint.saved_run import (
+    checkpoint_of,
+    model_of,
+    random_seed,
+    settings_of,
+    trainer_of,
+)
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,7 @@ class ServedModel:
                 f"{path} is neither a model folder, which has a config.json, nor a run, which has "
                 "a config.toml and checkpoints"
             )
-        file = run / "config.toml"
-        settings = read_toml(file) if file.is_file() else {}
-        return ServedModel(model_of(run, model), trainer_of(checkpoint, role), settings)
+        return ServedModel(model_of(run, model), trainer_of(checkpoint, role), settings_of(run))
 
     def own_settings(self) -> dict[str, Any]:
         """Return the sampling and the native engine of the run, as settings of a server."""
@@ -82,16 +85,11 @@ class ServedModel:
         with saved_weights(self.checkpoint, self.folder) as weights:
             if weights.head != "lm":
                 raise ConfigError(f"{self.checkpoint} holds a value model, which draws no tokens")
-            adapted = AdaptedBase(weights.lora, self._random_seed) if weights.lora.rank else None
+            seed = random_seed(self.settings)
+            adapted = AdaptedBase(weights.lora, seed) if weights.lora.rank else None
             own = replace(cfg, load_weights=False)
             shards = row_shards_of_run(self.settings)
             engine = build(own, folder, device, decode, adapted=adapted, row_shards=shards)
             fill(engine.model, as_codes(weights.tensors, engine.model.spec, cfg.weights))
             engine.sink().commit(weights.version)
         return engine
-
-    @property
-    def _random_seed(self) -> int | None:
-        """The seed of a base that was random; None for that of the folder."""
-        trainer = self.settings.get("trainer", {})
-        return int(trainer.get("seed", 0)) if trainer.get("init") == "random" else None

@@ -8,8 +8,15 @@ from pathlib import Path
 import torch
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.train.checkpoint.export import export_saved
-from spmd_rl.train.checkpoint.saved_run import checkpoint_of, model_of, trainer_of
+from spmd_rl.observe.model_card import write_card
+from spmd_rl.train.checkpoint.export import MERGED_NOTE, export_saved
+from spmd_rl.train.checkpoint.saved_run import (
+    checkpoint_of,
+    model_of,
+    random_seed,
+    settings_of,
+    trainer_of,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 
@@ -22,7 +29,18 @@ def main(words: list[str]) -> int:
         raise ConfigError(f"{target} exists: name a folder that does not")
     run = Path(options.run)
     folder = trainer_of(checkpoint_of(run, options.step), options.role)
-    export_saved(folder, model_of(run, options.model), target, DTYPES[options.dtype])
+    model = model_of(run, options.model)
+    export_saved(
+        folder,
+        model,
+        target,
+        DTYPES[options.dtype],
+        merge=options.merge,
+        seed=random_seed(settings_of(run)),
+    )
+    note = MERGED_NOTE if options.merge else ""
+    step = int(folder.parent.name.removeprefix("step_"))
+    write_card(target, run, str(model), step, note)
     print(f"{target} holds the weights of {folder}")
     return 0
 
@@ -40,6 +58,11 @@ def _options(words: list[str]) -> argparse.Namespace:
         choices=[*DTYPES],
         default="float32",
         help="default: float32; e4m3 is the block-FP8 layout that SGLang and vLLM read",
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="merge adapters into the weights of their base (default: a folder that peft loads)",
     )
     parser.add_argument(
         "--model", help="where config and tokenizer come from (default: the model of the run)"

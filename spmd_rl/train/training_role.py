@@ -170,12 +170,13 @@ class TrainingRole(Role, WeightProvider, Saver, Sleeper, Contracted, MemoryPlann
     def export_hf(self, folder: str, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
         """Write a folder that `transformers` loads, with the first model's config and tokenizer.
 
-        Adapters make a folder that `peft` loads, with the tokenizer.
+        Adapters make a folder that `peft` loads, with the tokenizer. Those of a model of which
+        `peft` would drop some are merged into whole weights.
         """
         from spmd_rl.train.checkpoint.export import export_hf
 
         self.memory.require("export_hf", MASTER)
-        export_hf(folder, self.model, self.backend, self.context, dtype, self.cfg.lora)
+        export_hf(folder, self.model, self.backend, self.context, dtype, self.cfg)
 
     @collective
     def sleep(self, tags: tuple[str, ...] = ()) -> Sharded[list[Receipt]]:

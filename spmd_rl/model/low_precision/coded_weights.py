@@ -64,6 +64,12 @@ def weights_sentence(weights: WeightFormat) -> str:
     return "" if layout is None else f"of trainer, push and engine: {layout.rule}"
 
 
+def format_of(fact: str) -> WeightFormat:
+    """Return the format of weights that a numeric contract says; "full" for an empty text."""
+    found: list[WeightFormat] = [name for name, one in LAYOUTS.items() if one.rule == fact]
+    return found[0] if found else "full"
+
+
 def weights_fact(weights: WeightFormat) -> dict[str, str | int]:
     """Return what a numeric contract says of the format of weights: nothing with "full"."""
     layout = LAYOUTS.get(weights)

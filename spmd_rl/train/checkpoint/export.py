@@ -14,30 +14,56 @@ from spmd_rl.controller.run.checksums import check
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.low_precision.e4m3_blocks import CODE
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.model.hf import save_folder
-from spmd_rl.model.lora import NO_LORA, LoraConfig
-from spmd_rl.model.peft_folder import save_adapters
+from spmd_rl.model.hf import model_weights, random_weights, save_folder
+from spmd_rl.model.lora import LoraConfig
+from spmd_rl.model.low_precision.coded_tensors import as_rounded
+from spmd_rl.model.low_precision.coded_weights import WeightFormat, format_of
+from spmd_rl.model.peft_folder import dropped_by_peft, save_adapters, save_merged
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import VALUE_HEAD, Head
+from spmd_rl.observe.model_card import write_card
 from spmd_rl.train.backend import ModelBackend
+from spmd_rl.train.build import first_weights
 from spmd_rl.train.checkpoint.checkpoint_index import WEIGHTS, Index, read_index
 from spmd_rl.train.checkpoint.shards import ShardReader
+from spmd_rl.train.config import TrainerConfig
+
+MERGED_NOTE = "The adapters that were trained are merged into the weights."
+DROPPED_NOTE = "PEFT would drop some of these adapters, so they are merged into the weights."
 
 
 def export_saved(
-    folder: str | Path, like: str | Path, target: str | Path, dtype: torch.dtype = torch.float32
+    folder: str | Path,
+    like: str | Path,
+    target: str | Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    merge: bool = False,
+    seed: int | None = None,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder, one tensor at a time.
 
-    Config and tokenizer come from the folder `like`. Adapters make a PEFT folder.
-    Raises: as `checkpoint.load`, and ConfigError where `like` is no model folder, or another's, or
-    for adapters in 8 bits.
+    Config and tokenizer come from the folder `like`. Adapters make a PEFT folder, or are merged
+    into their base, whose weights are random with a `seed`.
+    Raises: as `checkpoint.load`, and ConfigError where `like` is no model folder, or another's, for
+    adapters in 8 bits or that PEFT does not hold, and for a merge without adapters.
     """
     with saved_weights(folder, like) as weights:
-        if weights.lora.rank:
-            if dtype == CODE:
-                raise ConfigError(f"{folder} holds adapters, which are not written in 8 bits")
+        is_adapter = weights.lora.rank > 0 and not merge
+        if merge and not weights.lora.rank:
+            raise ConfigError(f"{folder} holds no adapters to merge: leave --merge out")
+        if is_adapter and dtype == CODE:
+            raise ConfigError(
+                f"{folder} holds adapters, which are not written in 8 bits: add --merge"
+            )
+        if is_adapter:
             save_adapters(target, like, weights.lora, weights.tensors, dtype)
+        elif merge:
+            spec = read_spec(like)
+            shapes = spec.parameter_shapes()
+            base = model_weights(like, shapes) if seed is None else random_weights(spec, seed)
+            base = as_rounded(base, spec, weights.base_format)
+            save_merged(target, like, weights.lora, dict(weights.tensors), base, dtype)
         else:
             save_folder(target, like, weights.tensors, dtype, weights.head)
 
@@ -46,13 +72,14 @@ def export_saved(
 class SavedWeights:
     """Weights of a checkpoint: their version, and each tensor with its name, read when it is due.
 
-    With a rank in `lora`, they are adapters.
+    With a rank in `lora`, they are adapters, and `base_format` is that of their base.
     """
 
     version: int
     head: Head
     lora: LoraConfig
     tensors: Iterator[tuple[str, Tensor]]
+    base_format: WeightFormat = "full"
 
 
 @contextmanager
@@ -74,7 +101,8 @@ def saved_weights(folder: str | Path, like: str | Path) -> Iterator[SavedWeights
         )
     with ShardReader(path, index) as reader:
         tensors = ((name, reader.whole(WEIGHTS, name)) for name in shapes)
-        yield SavedWeights(index.progress.version, head, lora, tensors)
+        base_format = format_of(str(index.contract.get("weights", "")))
+        yield SavedWeights(index.progress.version, head, lora, tensors, base_format)
 
 
 def _check_weight_files(folder: Path, index: Index) -> None:
@@ -90,26 +118,45 @@ def export_hf(
     backend: ModelBackend,
     context: RoleContext,
     dtype: str,
-    lora: LoraConfig = NO_LORA,
+    cfg: TrainerConfig,
 ) -> None:
     """Write a trainer's weights as a Hugging Face folder, gathering one tensor at a time.
 
-    Config and tokenizer come from the folder `like`. Adapters make a PEFT folder.
+    Config and tokenizer come from the folder `like`. Adapters make a PEFT folder, or are merged
+    where PEFT would drop some of them.
     Ranks: all of the role. Blocks: until the folder is written.
     """
     tensors = _gathered(backend)
     try:
         if context.rank == 0:
-            target_dtype = getattr(torch, dtype)
-            if lora.rank:
-                save_adapters(folder, like, lora, tensors, target_dtype)
-            else:
-                save_folder(folder, like, tensors, target_dtype, _head_of(backend.names()))
+            _write(folder, like, cfg, tensors, getattr(torch, dtype), _head_of(backend.names()))
     finally:
         # The other ranks gather every tensor, so this rank must too, even if its disk is full.
         for _ in tensors:
             pass
     context.barrier()
+
+
+def _write(
+    folder: str,
+    like: str,
+    cfg: TrainerConfig,
+    tensors: Iterator[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    head: Head,
+) -> None:
+    """Write a live trainer's folder, and its card with what the folder around it says of a run."""
+    spec, lora, note = read_spec(like), cfg.lora, ""
+    if not lora.rank:
+        save_folder(folder, like, tensors, dtype, head)
+    elif dropped_by_peft(lora, spec):
+        note = DROPPED_NOTE
+        print(f"{folder}: {note}", flush=True)
+        base = as_rounded(first_weights(cfg, like, head), spec, cfg.weights)
+        save_merged(folder, like, lora, dict(tensors), base, dtype)
+    else:
+        save_adapters(folder, like, lora, tensors, dtype)
+    write_card(Path(folder), Path(folder).parent, like, note=note)
 
 
 def _head_of(names: Container[str]) -> Head:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from spmd_rl.config.load import read_toml
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.controller.run.evaluations import best_of_run
 from spmd_rl.errors import ConfigError
+from spmd_rl.observe.jsonl import read_object
+from spmd_rl.observe.provenance import PROVENANCE_FILE
 from spmd_rl.train.checkpoint.checkpoint_index import INDEX_FILE
 
 
@@ -43,14 +46,29 @@ def trainer_of(checkpoint: Path, role: str | None) -> Path:
     return trainers[role]
 
 
+def settings_of(run: Path) -> dict[str, Any]:
+    """Return the settings of a run; none where its folder does not have them."""
+    file = run / "config.toml"
+    return read_toml(file) if file.is_file() else {}
+
+
+def random_seed(settings: Mapping[str, Any]) -> int | None:
+    """Return the seed of a run's first weights if they were random; None: they are the folder's."""
+    trainer = settings.get("trainer", {})
+    return int(trainer.get("seed", 0)) if trainer.get("init") == "random" else None
+
+
 def model_of(run: Path, given: str | None) -> Path:
-    """Return where config and tokenizer come from. Raises: ConfigError where nothing says it."""
-    settings: dict[str, Any] = (
-        read_toml(run / "config.toml") if (run / "config.toml").is_file() else {}
-    )
-    model = given or settings.get("model")
+    """Return where config and tokenizer come from. Raises: ConfigError where nothing says it.
+
+    A relative path in the run's settings begins where the run was started.
+    """
+    model = given or settings_of(run).get("model")
     if not model:
         raise ConfigError(
             f"{run}/config.toml does not name the model: name its folder with --model"
         )
-    return Path(model)
+    file = run / PROVENANCE_FILE
+    started = "" if given or not file.is_file() else read_object(file).get("folder")
+    there = Path(str(started or ""), str(model))
+    return there if there.is_dir() else Path(model)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.controller.run.checkpoints import Checkpoints, CheckpointState
-from spmd_rl.errors import ConfigError
+from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.train.command import main
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import make_batch
@@ -115,3 +115,20 @@ def test_a_run_that_names_no_model_needs_one(run: tuple[Path, Trainer], tmp_path
         ConfigError, match="config.toml does not name the model: name its folder with --model"
     ):
         main([str(run[0]), str(tmp_path / "hf")])
+
+
+def test_a_relative_model_is_looked_for_where_the_run_was_started(
+    run: tuple[Path, Trainer], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = run
+    (folder / "config.toml").write_text(f'model = "{model_folder.name}"\n')
+    (folder / "run.json").write_text(json.dumps({"folder": str(model_folder.parent)}))
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "hf"]) == 0
+    monkeypatch.chdir(model_folder.parent)
+    (folder / "run.json").unlink()  # then it is a path from here
+    assert main([str(folder), str(tmp_path / "other")]) == 0
+    assert exported(tmp_path / "hf").keys() == exported(tmp_path / "other").keys()
+    (folder / "run.json").write_text("{")
+    with pytest.raises(DataError, match=r"run.json"):
+        main([str(folder), str(tmp_path / "third")])

@@ -20,8 +20,10 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.read import read_spec
 from spmd_rl.offload.phases import ALL, RoleSleep
 from spmd_rl.train.checkpoint.export import export_saved
+from spmd_rl.train.command import main as export
 from spmd_rl.train.config import Fsdp2Config, OptimizerConfig, ParameterGroup, TrainerConfig
 from spmd_rl.train.trainer import Trainer
+from tests.dist.recipes.mixtures import write_mixture
 from tests.dist.train_case import make_batch
 
 LORA = LoraConfig(rank=4)
@@ -155,6 +157,77 @@ def test_an_exported_folder_is_pefts(new_trainer, tmp_path: Path) -> None:
         [(tmp_path / name / file).read_bytes() for file in files] for name in ("live", "from_saved")
     )
     assert one == other
+
+
+@pytest.mark.parametrize("init", ["folder", "random"])
+def test_merged_weights_are_those_of_base_and_adapters(
+    new_trainer, tmp_path: Path, init: str
+) -> None:
+    base = tmp_path / "base"
+    save_folder(base, new_trainer().model, random_weights(read_spec(new_trainer().model), 3))
+    trainer = new_trainer(lora=LORA, model=base, init=init, seed=5)
+    for name, one in trainer.backend.parameters.items():
+        if name.endswith("lora_B.weight"):
+            one.data.normal_(std=0.2, generator=torch.Generator().manual_seed(len(name)))
+    saved = tmp_path / "run/checkpoints/step_000001/trainer"
+    trainer.save(str(saved))
+    trainer.wait_until_saved()
+    (saved.parent / "state.json").write_text(
+        '{"next_step": 1, "seed": 0, "roles": {"trainer": {}}}'
+    )
+    (tmp_path / "run/config.toml").write_text(
+        f'model = "{base}"\n[trainer]\ninit = "{init}"\nseed = 5\n'
+    )
+    assert export([str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
+    found = load_file(tmp_path / "merged/model.safetensors")
+    spec, adapters = (
+        read_spec(base),
+        {n: trainer.backend.gather(n) for n in trainer.backend.names()},
+    )
+    weights = dict(random_weights(spec, 5 if init == "random" else 3))
+    assert found.keys() == spec.parameter_shapes().keys()
+    changed = 0
+    for name, one in found.items():
+        layer, expected = name.removesuffix(".weight"), weights[name].double()
+        if (b := adapters.get(f"{layer}.lora_B.weight")) is not None:
+            a = adapters[f"{layer}.lora_A.weight"]
+            expected = expected + LORA.scale * b.double() @ a.double()
+            changed += 1
+        torch.testing.assert_close(one.double(), expected, rtol=1e-6, atol=1e-6)
+    assert changed == len(adapters) / 2
+    card = (tmp_path / "merged/README.md").read_text()
+    assert "library_name: transformers" in card and "are merged into the weights" in card
+
+
+def test_what_peft_would_drop_is_merged_or_refused(
+    new_trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of this model, the first layer is dense, and all tokens take a shared expert."""
+    base = write_mixture(tmp_path / "base", "glm4_moe", {"num_hidden_layers": 2})
+    trainer = new_trainer(lora=LORA, model=base, init="folder")
+    trainer.export_hf(str(tmp_path / "hf"))
+    assert "PEFT would drop some of these adapters" in capsys.readouterr().out
+    whole = load_file(tmp_path / "hf/model.safetensors")  # B is zero yet
+    first = load_file(base / "model.safetensors")
+    assert all(torch.equal(one, first[name]) for name, one in whole.items())
+    assert "are merged into the weights" in (tmp_path / "hf/README.md").read_text()
+    trainer.save(str(tmp_path / "saved"))
+    trainer.wait_until_saved()
+    with pytest.raises(ConfigError, match=r"PEFT would drop .* --merge"):
+        export_saved(tmp_path / "saved", base, tmp_path / "adapters")
+    assert not (tmp_path / "adapters").exists()
+    export_saved(tmp_path / "saved", base, tmp_path / "merged", merge=True)
+    attention = replace(LORA, targets=("q_proj", "v_proj"))
+    new_trainer(lora=attention, model=base, init="folder").export_hf(str(tmp_path / "peft"))
+    assert (tmp_path / "peft/adapter_config.json").is_file()
+
+
+def test_weights_without_adapters_are_not_merged(new_trainer, tmp_path: Path) -> None:
+    trainer = new_trainer()
+    trainer.save(str(tmp_path / "saved"))
+    trainer.wait_until_saved()
+    with pytest.raises(ConfigError, match="holds no adapters to merge: leave --merge out"):
+        export_saved(tmp_path / "saved", trainer.model, tmp_path / "merged", merge=True)
 
 
 def test_an_exported_folder_loads_from_anywhere(
