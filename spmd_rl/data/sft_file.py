@@ -11,6 +11,8 @@ from typing import Any
 from spmd_rl.errors import DataError
 from spmd_rl.observe.jsonl import parse_json
 
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # a link leads to a file that is not the run's
+
 
 class SftFile:
     """A .jsonl file with a record a line, which `recipes/sft` reads. It is part of a checkpoint.
@@ -33,8 +35,7 @@ class SftFile:
         self.num_records += len(new)
         self.num_duplicates += len(records) - len(new)
         content = "".join(json.dumps(record) + "\n" for record in new).encode()
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        with os.fdopen(os.open(self.path, flags, 0o666), "r+b") as file:
+        with os.fdopen(os.open(self.path, _FLAGS, 0o666), "r+b") as file:
             file.truncate(self._num_bytes)
             file.seek(self._num_bytes)
             file.write(content)

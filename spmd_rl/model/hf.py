@@ -81,14 +81,7 @@ def _decoded(codes: Tensor, weight: StoredTensor, scales: StoredTensor) -> Tenso
     A scale may be zero where all codes of its block are, as some programs write such a block.
     Raises: ConfigError for other scales and codes that stand for no number.
     """
-    with safe_open(scales.path, framework="pt") as file:
-        found = file.get_tensor(scales.key).float()
-    most = torch.finfo(CODE).max
-    if not ((found >= 0) & torch.isfinite(found * most)).all():
-        raise ConfigError(
-            f"{scales.path}: {scales.key} holds scales that are negative or NaN, or so large that "
-            "weights are not finite: convert the model again"
-        )
+    found = _checked_scales(scales)
     numbers = E4M3.decode(codes, found, codes.shape[1], torch.float32)
     if not torch.isfinite(numbers).all():
         raise ConfigError(f"{weight.path}: {weight.key} holds NaN: convert the model again")
@@ -98,6 +91,17 @@ def _decoded(codes: Tensor, weight: StoredTensor, scales: StoredTensor) -> Tenso
             "convert the model again"
         )
     return numbers
+
+
+def _checked_scales(scales: StoredTensor) -> Tensor:
+    with safe_open(scales.path, framework="pt") as file:
+        found = file.get_tensor(scales.key).float()
+    if not ((found >= 0) & torch.isfinite(found * torch.finfo(CODE).max)).all():
+        raise ConfigError(
+            f"{scales.path}: {scales.key} holds scales that are negative or NaN, or so large that "
+            "weights are not finite: convert the model again"
+        )
+    return found
 
 
 def load_weights(

@@ -19,7 +19,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.config.load import read_toml
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.atomic_write import write_atomically
 from spmd_rl.observe.metrics_log import has_steps
@@ -157,7 +156,10 @@ class RunFolder:
             )
         if resume or not self._has_results():
             return
-        old = read_toml(config_file)
+        try:
+            old = tomllib.loads(config_file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:  # it may be torn
+            raise ConfigError(f"{config_file} is not valid TOML: {error}") from error
         changes = list(_changes(old, tomllib.loads(config)))
         if changes:
             more = f", and {len(changes) - MAX_CHANGES} more" if changes[MAX_CHANGES:] else ""

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.observe.model_card import write_card
 from spmd_rl.train.checkpoint.export import MERGED_NOTE, export_saved
+from spmd_rl.train.checkpoint.model_card import write_card
 from spmd_rl.train.checkpoint.saved_run import (
     checkpoint_of,
     model_of,

@@ -140,8 +140,8 @@ def parse_answer(answer: str) -> list[Any]:
             raise ValueError(
                 f"only {found.text!r} of the answer {text!r} of this prompt can be read: {_INSTEAD}"
             )
-        if found.expression is not None or (found.said and len(text) > MAX_LATEX):
-            return [one for one in (found.expression, found.said) if one is not None]
+        if found.expression is not None or len(text) > MAX_LATEX:
+            return found.forms
     raise ValueError(f"the answer {text!r} of this prompt is no mathematics that can be parsed")
 
 

@@ -39,11 +39,15 @@ class Read(NamedTuple):
     rest: str
     said: str
 
+    @property
+    def forms(self) -> list[Any]:
+        """The expression and the text, as far as there are any."""
+        return [one for one in (self.expression, self.said) if one is not None and one != ""]
+
 
 def parse(text: str) -> list[Any]:
     """Return the answer of a text as a sympy expression and as text; empty if there is none."""
-    found = read(text)
-    return [one for one in (found.expression, found.said) if one is not None and one != ""]
+    return read(text).forms
 
 
 def read(text: str) -> Read:

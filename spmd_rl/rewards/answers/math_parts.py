@@ -72,10 +72,13 @@ def lists_of(answer: str) -> str:
     text = _LISTED_UNIT.sub("", re.sub(r",\s?,", ", ", _WORD_JOIN.sub(", ", text)))
     if ", " in text or ";" in text:
         text = _LISTED_THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
-    if _RATIO.fullmatch(text):
-        first, *others = re.split(r"\s*:\s*", text)
-        return "({})".format(", ".join(rf"\frac{{{one}}}{{{first}}}" for one in others))
-    return _signed(text)
+    return _ratio(text) if _RATIO.fullmatch(text) else _signed(text)
+
+
+def _ratio(text: str) -> str:
+    """Return a ratio of three numbers or more as those of the others to the first."""
+    first, *others = re.split(r"\s*:\s*", text)
+    return "({})".format(", ".join(rf"\frac{{{one}}}{{{first}}}" for one in others))
 
 
 def why_unreadable(answer: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from string import ascii_uppercase
 
 from spmd_rl.rewards.answers.boxed import last_boxed, without_latex
@@ -88,15 +88,20 @@ def chosen(text: str, choices: Sequence[str] = ()) -> str:
     if (box := last_boxed(text)) is not None:
         return _letter_of(without_latex(box), choices)
     text = without_latex(text)
+    *_, letter = max(_said(text, choices), default=("",))
+    return letter or _letter_of(text, choices)
+
+
+def _said(text: str, choices: Sequence[str]) -> Iterator[tuple[int, bool, str]]:
+    """Yield each choice that a text says: its place, whether it is its text, and its letter."""
     letters = ascii_uppercase[: len(choices) or None]
-    found = [
-        (match.start("letter"), 0, match["letter"].upper())
-        for pattern in _SAID
-        for match in pattern.finditer(text)
-    ]
-    found += [(m.start("text"), 1, _choice_of(m["text"], choices)) for m in _STATED.finditer(text)]
-    said = max((one for one in found if one[2] and one[2] in letters), default=None)
-    return said[2] if said else _letter_of(text, choices)
+    for pattern in _SAID:
+        for match in pattern.finditer(text):
+            if (letter := match["letter"].upper()) in letters:
+                yield match.start("letter"), False, letter
+    for match in _STATED.finditer(text):
+        if letter := _choice_of(match["text"], choices):
+            yield match.start("text"), True, letter
 
 
 def shuffled(right: str, wrong: Sequence[str], seed: int) -> tuple[list[str], str]:
@@ -118,8 +123,8 @@ def _letter_of(text: str, choices: Sequence[str]) -> str:
         return alone["letter"].upper()
     led = {match["letter"].upper() for match in _LED.finditer(text) if _may_lead(match, choices)}
     if not led and (bare := _BARE.fullmatch(text)):
-        led = {bare["letter"]} if _choice_of(bare["text"], choices) == bare["letter"] else set()
-    return led.pop() if len(led) == 1 and led <= set(letters) else ""
+        led = {bare["letter"]} & {_choice_of(bare["text"], choices)}
+    return led.pop() if len(led) == 1 and led <= {*letters} else ""
 
 
 def _may_lead(match: re.Match[str], choices: Sequence[str]) -> bool:

@@ -21,10 +21,10 @@ from spmd_rl.model.low_precision.coded_weights import WeightFormat, format_of
 from spmd_rl.model.peft_folder import dropped_by_peft, save_adapters, save_merged
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import VALUE_HEAD, Head
-from spmd_rl.observe.model_card import write_card
 from spmd_rl.train.backend import ModelBackend
 from spmd_rl.train.build import first_weights
 from spmd_rl.train.checkpoint.checkpoint_index import WEIGHTS, Index, read_index
+from spmd_rl.train.checkpoint.model_card import write_card
 from spmd_rl.train.checkpoint.shards import ShardReader
 from spmd_rl.train.config import TrainerConfig
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ def write_card(target: Path, run: Path, base: str, step: int | None = None, note
     first model. `note` is a sentence about the weights.
     """
     settings, is_adapter = _settings(run), (target / "adapter_config.json").is_file()
-    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 0]
-    rows = [row for row in rows if step is None or row["step"] <= step]
+    last = math.inf if step is None else step
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if 0 < row["step"] <= last]
     lines = ["---", *_head(target, settings, base, is_adapter), "---", "", f"# {run.name}", ""]
     lines += [*_sentences(settings, rows, base, is_adapter), *filter(None, [note])]
     write_atomically(target / CARD, "\n".join(lines) + "\n")
@@ -70,11 +71,14 @@ def _sentences(
             yield f"- {key}: `{value if isinstance(value, str) else json.dumps(value)}`"
     if rows:
         yield f"- steps: {rows[-1]['step']:,}"
-    compared = sum(row.get(_COMPARED) or 0 for row in rows)
+        yield from _equal_bits(rows)
+    yield ""
+
+
+def _equal_bits(rows: list[dict[str, Any]]) -> Iterator[str]:
+    compared, unequal = (sum(row.get(name) or 0 for row in rows) for name in (_COMPARED, _UNEQUAL))
     if compared:
-        unequal = sum(row.get(_UNEQUAL) or 0 for row in rows)
         yield (
             f"- equal bits: of {compared:,.0f} tokens whose log-probs trainer and engine both "
             f"computed, {unequal:,.0f} differed"
         )
-    yield ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.observe.model_card import hub_name, write_card
+from spmd_rl.train.checkpoint.model_card import hub_name, write_card
 
 
 def write_run(run: Path) -> None:
