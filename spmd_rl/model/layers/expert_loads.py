@@ -38,12 +38,12 @@ class ExpertLoads:
     def balance(self) -> Tensor:
         """Return the loss that balances loads. It is K where all loads or probabilities are even.
 
-        It pools all layers, as transformers does: E times the sum over experts of how many of the
-        tokens it has, as a share, times its mean probability.
+        It is the mean over layers of E times the sum over experts of how many of the tokens it has,
+        as a share, times its mean probability. transformers pools the layers instead, where those
+        that collapse onto different experts look even.
         Source: Fedus et al., Switch Transformers (2021), section 2.2.
         """
-        counts = self.counts()
-        num_rows = max(len(counts) * self.num_rows, 1)
-        share = counts.sum(0) / num_rows
-        probability = torch.stack(list(self._probabilities.values())).sum(0) / num_rows
-        return counts.shape[1] * (share * probability).sum()
+        counts, num_rows = self.counts(), max(self.num_rows, 1)
+        share = counts / num_rows
+        probability = torch.stack(list(self._probabilities.values())) / num_rows
+        return counts.shape[1] * (share * probability).sum(-1).mean()

@@ -1,4 +1,6 @@
-"""Loads of experts as metrics, and the loss that balances them: transformers has its oracle."""
+"""Loads of experts as metrics, and the loss that balances them: of one layer that of transformers,
+and of several the mean in float64.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ NAMES = [f"experts/{one}{of}" for one in ("max_load", "entropy", "unused") for o
 
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 30), st.integers(0, 5), st.data())
 @settings(max_examples=40, deadline=None)
-def test_the_loss_and_its_gradient_are_those_of_transformers(
+def test_the_loss_and_its_gradient_are_the_mean_over_layers(
     layers: int, experts: int, tokens: int, padding: int, data: Any
 ) -> None:
     chosen = data.draw(st.integers(1, experts))
@@ -60,11 +62,41 @@ def test_the_loss_and_its_gradient_are_those_of_transformers(
         loads.add(layer, one, ids)
         loads.add(layer, one, ids)  # computed again
     mine = torch.autograd.grad(loads.balance(), logits)
-    theirs = load_balancing_loss_func(tuple(one[:tokens] for one in logits), experts, chosen)
-    torch.testing.assert_close(loads.balance(), theirs)
-    for one, other in zip(mine, torch.autograd.grad(theirs, logits), strict=True):
+    theirs = sum(load_balancing_loss_func((one[:tokens],), experts, chosen) for one in logits)
+    torch.testing.assert_close(loads.balance(), theirs / layers)
+    expected = mean_in_float64(logits, tokens, chosen)
+    torch.testing.assert_close(loads.balance().double(), expected, rtol=1e-5, atol=0)
+    for one, other in zip(mine, torch.autograd.grad(expected, logits), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
     assert loads.counts().sum() == layers * tokens * chosen
+
+
+def mean_in_float64(logits: list[torch.Tensor], tokens: int, chosen: int) -> torch.Tensor:
+    """Return the loss as its definition says it, token by token."""
+    total = torch.zeros((), dtype=torch.float64)
+    for layer in logits:
+        experts = layer.shape[1]
+        probabilities = [row.double().softmax(-1) for row in layer[:tokens]]
+        ids = [
+            set(route(row[None], chosen, normalizes=True).ids[0].tolist()) for row in layer[:tokens]
+        ]
+        for expert in range(experts):
+            share = sum(expert in one for one in ids) / tokens
+            mean = sum(one[expert] for one in probabilities) / tokens
+            total = total + experts * share * mean / len(logits)
+    return total
+
+
+@pytest.mark.parametrize("experts", [(0, 0), (0, 1)])
+def test_layers_that_collapse_onto_different_experts_are_not_even(
+    experts: tuple[int, int],
+) -> None:
+    loads = ExpertLoads(8, balances=True)
+    for expert in experts:
+        logits = torch.full((8, 2), -20.0)
+        logits[:, expert] = 20.0
+        loads.add(nn.Identity(), logits, torch.full((8, 1), expert))
+    assert float(loads.balance()) == pytest.approx(2.0)
 
 
 def test_metrics_by_hand() -> None:
@@ -89,7 +121,7 @@ def write(folder: Path, config: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
-def test_a_step_learns_from_it_as_transformers_does(
+def test_a_step_learns_from_the_mean_over_layers(
     recompute: Any, tmp_path: Path, new_trainer: Callable[..., Any]
 ) -> None:
     reference, coef = write(tmp_path, QWEN), 0.3
@@ -116,7 +148,7 @@ def test_a_step_learns_from_it_as_transformers_does(
         mask = torch.from_numpy(batch.mask[place])[1:]
         total = total - plain[mask].sum() / batch.denominator
     pooled = tuple(torch.cat(of_layer) for of_layer in zip(*logits, strict=True))
-    balance = load_balancing_loss_func(pooled, 6, 2)
+    balance = sum(load_balancing_loss_func((one,), 6, 2) for one in pooled) / len(pooled)
     (total + coef * balance).backward()
     balance = float(balance.detach())
     expected = torch.stack([one.norm() for one in _gradients(reference).values()]).norm()
