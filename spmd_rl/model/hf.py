@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -71,8 +71,15 @@ def read_stored(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tenso
     for path, group in itertools.groupby(stored.items(), key=lambda item: item[1].path):
         with safe_open(path, framework="pt") as file:
             for name, one in group:
-                tensor = file.get_tensor(one.key)
+                tensor = _stored(file, one)
                 yield name, tensor if one.scales is None else _decoded(tensor, one, one.scales)
+
+
+def _stored(file: Any, one: StoredTensor) -> Tensor:
+    if one.expert is None:
+        return cast(Tensor, file.get_tensor(one.key))
+    expert, start = one.expert
+    return cast(Tensor, file.get_slice(one.key)[expert, start : start + one.shape[0]])
 
 
 def _decoded(codes: Tensor, weight: StoredTensor, scales: StoredTensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.json_fields import read_object
+from spmd_rl.model.layers.mlp import PROJECTIONS
 from spmd_rl.model.low_precision.block_fp8 import scales_shape
 from spmd_rl.model.low_precision.coded_weights import scale_name
 from spmd_rl.model.read import ADAPTER, head_of, read_spec
@@ -18,17 +19,23 @@ INDEX = "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 CODES, POWERS = "F8_E4M3", "F8_E8M0"  # of weights in block FP8, and of their scales
 SCALES = ("F32", "F16", "BF16", POWERS)
+# tensors of all experts of a layer, and what each expert's rows are, in order
+STACKED = {"gate_up_proj": PROJECTIONS[:2], "down_proj": PROJECTIONS[2:]}
 FREQUENCIES = "rotary_emb.inv_freq"  # old folders hold the frequencies, which the config gives
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file, with its name there; `scales` are those of one in block FP8."""
+    """A tensor in a file, with its name there; `scales` are those of one in block FP8.
+
+    With `expert`, it is a part of what the file holds: the rows of one expert, from a first one on.
+    """
 
     path: Path
     key: str
     shape: tuple[int, ...]
     dtype: str
     scales: StoredTensor | None = None
+    expert: tuple[int, int] | None = None
 
 
 def has_weights(folder: str | Path) -> bool:
@@ -148,9 +155,10 @@ def stored_weights(
     """
     unused = read_spec(folder).unused
     found = {
-        key: one
-        for key, one in stored_tensors(folder).items()
+        name: one
+        for key, stored in stored_tensors(folder).items()
         if not key.endswith(FREQUENCIES) and not key.startswith(unused)
+        for name, one in _of_experts(key, stored)
     }
     wanted = dict(shapes)
     if VALUE_HEAD in wanted:
@@ -164,6 +172,26 @@ def stored_weights(
             wanted[HEAD] = wanted[EMBEDDING]
     _require_shapes(folder, found, wanted)
     return found
+
+
+def _of_experts(key: str, one: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield a stored tensor by its name, or the weights of each expert that it holds stacked.
+
+    transformers 5 writes such tensors with `save_original_format=False`: [E, 2 N, K] of gate above
+    up, and [E, K, N] of down.
+    """
+    experts, _, kind = key.rpartition(".")
+    names = STACKED.get(kind, ())
+    if not names or not experts.endswith(".experts") or len(one.shape) != 3:
+        yield key, one
+        return
+    num_experts, rows, columns = one.shape
+    if rows % len(names) == 0:  # else the shapes are refused
+        rows //= len(names)
+    for expert in range(num_experts):
+        for number, name in enumerate(names):
+            part = one._replace(shape=(rows, columns), expert=(expert, number * rows))
+            yield f"{experts}.{expert}.{name}.weight", part
 
 
 def unused_tensors(folder: str | Path) -> dict[str, StoredTensor]:
