@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import sqrt
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.agents import compared_by_agent
 from spmd_rl.algo.config import PolicyConfig
 from spmd_rl.algo.make import make_algorithm
+from spmd_rl.algo.turns import less_mean_return
 from spmd_rl.errors import DataError
 from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
@@ -85,6 +87,13 @@ def test_turn_returns_have_one_baseline(
     ]
     found = advantages(group_of(episodes), "turn_returns", discount=discount)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 3, 6, 7])
+def test_equal_returns_teach_nothing(count: int) -> None:
+    """Their mean in floats may differ from them by a bit."""
+    turns: list[Any] = [SimpleNamespace(returns=0.1) for _ in range(count)]
+    assert less_mean_return(turns).tolist() == [0.0] * count
 
 
 @given(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from spmd_rl.kernels.moe.route_hash import hashed_routes, note_routes
+from spmd_rl.kernels.moe.route_hash import RouteHash, hashed_routes, note_routes
 from spmd_rl.kernels.moe.router import load_of, route
 from spmd_rl.kernels.moe.slots import by_expert, from_experts, to_experts
 from spmd_rl.model.layers.moe import Moe
@@ -43,6 +43,90 @@ def in_float64(module: MoeMlp, x: Tensor) -> Tensor:
         gate, up, down = (getattr(one, f"{name}_proj").weight for name in ("gate", "up", "down"))
         outs.append((torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T)
     return (weights.unsqueeze(2) * torch.stack(outs, 1)).sum(1)
+
+
+def bfloat16(x: Tensor) -> Tensor:
+    """Round once to bfloat16, and go on in float64."""
+    return x.float().bfloat16().double()
+
+
+def dense_in_steps(mlp: nn.Module, x: Tensor) -> Tensor:
+    """Return what goes into the down projection, rounded as docs/experts.md says."""
+    gate, up = (
+        bfloat16(x @ getattr(mlp, name).weight.double().T) for name in ("gate_proj", "up_proj")
+    )
+    return bfloat16(torch.nn.functional.silu(gate) * up)
+
+
+def in_steps(module: MoeMlp, x: Tensor, *, mistake: str = "") -> Tensor:
+    """Return a mixture's output in float64, rounded where docs/experts.md says, token by token."""
+    x = x.double()
+    rows = []
+    for token in x:
+        probabilities = (module.gate.weight.double() @ token).float().softmax(-1)
+        best = sorted(range(module.num_experts), key=lambda one: (-float(probabilities[one]), one))
+        ids = sorted(best[: module.experts_per_token])
+        weights = probabilities[ids]
+        weights = weights / weights.sum() if module.normalizes_weights else weights
+        total = torch.zeros(HIDDEN)
+        for number, weight in zip(ids, weights, strict=True):
+            expert = module.experts[number]
+            down = expert.down_proj.weight.double()
+            product = (dense_in_steps(expert, token) @ down.T).float()
+            product = product.bfloat16().float() if mistake == "product" else product
+            slot = (product * weight).bfloat16().float()
+            total = total + slot
+            total = total.bfloat16().float() if mistake == "sum" else total
+        rows.append(bfloat16(total))
+    routed = torch.stack(rows)
+    shared = module.shared_experts
+    if shared is None or mistake == "shared":
+        return routed
+    hidden = dense_in_steps(shared, x)
+    return bfloat16(routed + bfloat16(hidden @ shared.down_proj.weight.double().T))
+
+
+@pytest.mark.parametrize("shared", [0, 12])
+def test_a_mixture_in_bfloat16_is_rounded_where_the_page_says(shared: int) -> None:
+    module = Moe(HIDDEN, 8, 4, 12, shared_size=shared).module(0)
+    assert isinstance(module, MoeMlp)
+    generator = torch.Generator().manual_seed(8)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5, generator=generator)
+    module = module.bfloat16()
+    x = torch.randn(64, HIDDEN, generator=generator).bfloat16()
+    with torch.no_grad():
+        found = module(x)
+        assert found.dtype == torch.bfloat16
+
+        def unequal(mistake: str) -> float:
+            return float((in_steps(module, x, mistake=mistake) != found.double()).double().mean())
+
+        # sums in fp32 are not those in float64, which seldom shows in bfloat16
+        assert unequal("") < 0.005
+        for mistake in ["product", "sum", *(["shared"] if shared else [])]:  # the control
+            assert unequal(mistake) > 0.05, mistake
+
+
+@pytest.mark.parametrize("through", ["forward", "backward"])
+def test_slots_are_added_in_float32_and_rounded_once(through: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.rand(50, 9, generator=generator).argsort(1)[:, :6].sort(1).values
+    order = by_expert(ids, 9)
+    y = torch.randn(300, HIDDEN, generator=generator).bfloat16()
+    if through == "forward":
+        found = from_experts(y, order)
+    else:
+        x = torch.zeros(50, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        to_experts(x, order).backward(y)
+        assert x.grad is not None
+        found = x.grad
+    expected, rounded = torch.zeros(50, HIDDEN), torch.zeros(50, HIDDEN)
+    for slot in order.rows.unbind(1):
+        expected += y[slot].float()
+        rounded = (rounded + y[slot].float()).bfloat16().float()
+    assert torch.equal(found, expected.bfloat16())
+    assert not torch.equal(found, rounded.bfloat16()), "the control"
 
 
 SIZES = st.tuples(st.integers(1, 9), st.integers(1, 9)).map(lambda two: (max(two), min(two)))
@@ -172,6 +256,33 @@ def test_routes_are_hashed_row_by_row_over_all_layers() -> None:
     assert found(first, flipped)[1] != whole[1]
     assert found(second, first) != whole
     assert found(second) != whole
+
+
+def test_a_hash_is_that_of_whole_numbers() -> None:
+    """An expert 0 that comes first counts, as any other."""
+    layers = [[[0, 3], [1, 2]], [[0, 1], [0, 2]], [[2, 3], [0, 1]]]
+
+    def in_python(row: int) -> int:
+        state = 0
+        for layer in layers:
+            for slot in layer[row]:
+                state = (state + slot + 1) * 6364136223846793005 % 2**64
+                signed = state - (state >> 63 << 64)
+                state = (state ^ (signed >> 29)) % 2**64
+        signed = state - (state >> 63 << 64)
+        short = (signed ^ (signed >> 32)) % 2**32
+        return short - (short >> 31 << 32)
+
+    hashed = RouteHash()
+    for layer in layers:
+        hashed.add(torch.tensor(layer))
+    found = hashed.of_rows(torch.arange(2))
+    assert found is not None and found.tolist() == [in_python(0), in_python(1)]
+    once, twice = RouteHash(), RouteHash()
+    once.add(torch.tensor([[0]]))
+    for _ in range(2):
+        twice.add(torch.tensor([[0]]))
+    assert len({0, *once.state.tolist(), *twice.state.tolist()}) == 3  # type: ignore[union-attr]
 
 
 def test_nothing_is_hashed_without_experts_or_outside() -> None:

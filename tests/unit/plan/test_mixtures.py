@@ -217,10 +217,13 @@ def _fitting(capsys: pytest.CaptureFixture[str]) -> str:
             "split.infer.ep=2 engine.kind=sglang run.exact=false",
             "split.infer.ep = 2: the SGLang engine has the axes dp, fsdp and tp alone",
         ),
-        (
-            "split.infer.ep=2 trainer.lora.rank=4",
-            "split.infer.ep = 2 does not go with adapters that are pushed alone: set "
-            "trainer.lora.merged_push = true",
+        *(
+            (
+                f"split.infer.ep=2 trainer.lora.rank={rank}",
+                "split.infer.ep = 2 does not go with adapters that are pushed alone: set "
+                "trainer.lora.merged_push = true",
+            )
+            for rank in (1, 4)
         ),
     ],
 )

@@ -35,6 +35,15 @@ def test_it_depends_on_no_order_and_no_shards(
     assert whole == pytest.approx(exact, rel=1e-9)
 
 
+@pytest.mark.parametrize("num_elements", [1 << 30, 1 << 36])
+def test_each_digit_counts(num_elements: int) -> None:
+    """Of a model with so many elements, a digit has few bits: all three have more than 45."""
+    gradient = torch.randn(4000, generator=torch.Generator().manual_seed(0))
+    exact = math.fsum(np.square(gradient.double().numpy()).tolist())
+    found = exact_square_norm([gradient], num_elements, dist.group.WORLD)
+    assert found == pytest.approx(exact, rel=2.0**-40)
+
+
 def test_sums_in_float_depend_on_the_order() -> None:
     """A negative control."""
     gradient = torch.randn(4000) * torch.logspace(-6, 0, 4000)
