@@ -7,7 +7,7 @@ name of the weight, and the scales the name that Hugging Face folders use.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
+from typing import Literal, cast
 
 from spmd_rl.model.layers.layer import TensorSpec
 from spmd_rl.model.spec import ModelSpec, block_prefix
@@ -66,8 +66,7 @@ def weights_sentence(weights: WeightFormat) -> str:
 
 def format_of(fact: str) -> WeightFormat:
     """Return the format of weights that a numeric contract says; "full" for an empty text."""
-    found: list[WeightFormat] = [name for name, one in LAYOUTS.items() if one.rule == fact]
-    return found[0] if found else "full"
+    return cast(WeightFormat, next((n for n, one in LAYOUTS.items() if one.rule == fact), "full"))
 
 
 def weights_fact(weights: WeightFormat) -> dict[str, str | int]:
