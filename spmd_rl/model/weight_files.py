@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.json_fields import read_object
-from spmd_rl.model.layers.mlp import PROJECTIONS
+from spmd_rl.model.layers.moe import STACKED_IN_FILES
 from spmd_rl.model.low_precision.block_fp8 import scales_shape
 from spmd_rl.model.low_precision.coded_weights import scale_name
 from spmd_rl.model.read import ADAPTER, head_of, read_spec
@@ -19,8 +19,6 @@ INDEX = "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 CODES, POWERS = "F8_E4M3", "F8_E8M0"  # of weights in block FP8, and of their scales
 SCALES = ("F32", "F16", "BF16", POWERS)
-# tensors of all experts of a layer, and what each expert's rows are, in order
-STACKED = {"gate_up_proj": PROJECTIONS[:2], "down_proj": PROJECTIONS[2:]}
 FREQUENCIES = "rotary_emb.inv_freq"  # old folders hold the frequencies, which the config gives
 
 
@@ -181,7 +179,7 @@ def _of_experts(key: str, one: StoredTensor) -> Iterator[tuple[str, StoredTensor
     up, and [E, K, N] of down.
     """
     experts, _, kind = key.rpartition(".")
-    names = STACKED.get(kind, ())
+    names = STACKED_IN_FILES.get(kind, ())
     if not names or not experts.endswith(".experts") or len(one.shape) != 3:
         yield key, one
         return
