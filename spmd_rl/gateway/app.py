@@ -152,17 +152,19 @@ class _Drawing(_Endpoint):
         work: asyncio.Future[Any] = call.task
         if stream is not None:
             work = asyncio.ensure_future(self._stream(stream, session, call, send))
+        answered = False
         try:
             await asyncio.wait([gone, work], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 return
+            answered = stream is not None or not gone.done()
             if stream is None or not work.result():
                 await self._whole(session, call, send)
         finally:
             gone.cancel()
             if stream is not None:
                 work.cancel()
-            session.leave(call)
+            session.leave(call, answered=answered)
 
     async def _stream(self, make: StreamOf, session: Session, call: ReplyCall, send: Send) -> bool:
         """Send the answer as events; return False where the call ended before it had begun."""

@@ -22,6 +22,7 @@ from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Sample
 
 MAX_ANSWERED = 64  # answered calls that a retry may ask for again
+MAX_UNANSWERED = 4096  # requests without an answer, whose retries are draws of their own
 LONG_TEXT = 1 << 16  # characters; a longer conversation is rendered outside of the event loop
 NO_TURNS = "max_turns_reached"  # code of a refusal
 REWRITTEN = "rewritten_turns"  # metric of an episode: the share of calls after a changed past
@@ -75,8 +76,9 @@ class Session:
         self._token_tree: TokenTree[DrawnTurn] = TokenTree()
         self._turns: list[DrawnTurn] = []
         self._open: set[ReplyCall] = set()
-        self._calls: dict[bytes, ReplyCall] = {}  # open or answered, by request
+        self._calls: dict[bytes, list[ReplyCall]] = {}  # open or answered, by request
         self._answered: deque[tuple[bytes, ReplyCall]] = deque()
+        self._unanswered: deque[bytes] = deque(maxlen=MAX_UNANSWERED)
         self._records: list[AgentCall] = []
         self._num_calls = 0
         self._forget = forget
@@ -113,47 +115,66 @@ class Session:
     def ask(self, asked: Asked, request: bytes, *, again: bool) -> ReplyCall:
         """Begin to draw a reply, and return the call, which the caller joins.
 
-        `request` is what the client sent. While an equal one is open its call is returned; with
-        `again`, which a client says of a retry, an answered one too.
+        `request` is what the client sent. With `again`, which a client says of a retry, the call of
+        an equal one is returned. Else equal requests are draws of their own, also at once.
         Raises: Refused, while too many calls wait, after the last turn, or after the end.
         """
         if self._closed:
             raise Refused("", "the session has ended", status=401)
         tag = blake2b(request, digest_size=16).digest()
-        known = self._calls.get(tag)
-        if known is not None and (again or not known.task.done()):
+        if again and (known := self._tried_before(tag)) is not None:
             return known
         if 0 < self._max_turns <= len(self._turns) + len(self._open):
             self.is_over = True
             problem = f"the episode has had its {self._max_turns} turns (agent.max_turns)"
             raise Refused("", problem, code=NO_TURNS)
         if len(self._open) >= self._parts.config.max_waiting:
+            self._unanswered.append(tag)
             problem = f"{len(self._open)} calls of this session wait for the engine already"
             raise Refused("", problem, status=429, retry_after_s=1)
         call = ReplyCall(asked)
-        self._calls[tag] = call
+        self._calls.setdefault(tag, []).append(call)
         self._open.add(call)
         call.start(asyncio.get_running_loop().create_task(self._draw(call)))
         call.task.add_done_callback(lambda task: self._ended(call, tag, task))
         return call
 
-    def leave(self, call: ReplyCall) -> None:
-        """Note that a client has left. A call for which nobody waits is given up."""
-        if call.leave():
+    def _tried_before(self, tag: bytes) -> ReplyCall | None:
+        """Return the call whose answer a retry asks for; None where its first try got no call.
+
+        Of equal calls it is the one with the fewest claims: its answer may be the one that a client
+        has missed.
+        """
+        calls = self._calls.get(tag, ())
+        call = min(calls, key=lambda one: one.num_claims, default=None)
+        if tag in self._unanswered and (call is None or call.num_claims):
+            self._unanswered.remove(tag)
+            return None
+        return call
+
+    def leave(self, call: ReplyCall, *, answered: bool) -> None:
+        """Note that a client has left, with its answer or without.
+
+        A call for which nobody waits is given up.
+        """
+        if call.leave(answered=answered):
             call.task.cancel()
 
     def _ended(self, call: ReplyCall, tag: bytes, task: asyncio.Task[Drawn]) -> None:
         self._open.discard(call)
         if task.cancelled() or task.exception() is not None:
             self._drop(tag, call)
+            self._unanswered.append(tag)
             return
         self._answered.append((tag, call))
         if len(self._answered) > MAX_ANSWERED:
             self._drop(*self._answered.popleft())
 
     def _drop(self, tag: bytes, call: ReplyCall) -> None:
-        """Forget a call, unless a later one has the same request."""
-        if self._calls.get(tag) is call:
+        """Forget a call."""
+        calls = self._calls[tag]
+        calls.remove(call)
+        if not calls:
             del self._calls[tag]
 
     async def _draw(self, call: ReplyCall) -> Drawn:

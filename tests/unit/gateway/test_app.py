@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 from typing import Any
@@ -190,6 +191,32 @@ def test_a_retry_gets_the_same_answer() -> None:
             assert fresh.json["choices"][0]["message"]["content"] == "two"
             named = [await served.post(CHAT, HELLO, idempotency_key="k") for _ in range(2)]
             assert named[0].body == named[1].body
+
+    asyncio.run(play())
+
+
+def test_equal_requests_at_once_are_drawn_one_by_one_and_a_retry_joins() -> None:
+    async def play() -> None:
+        numbers = itertools.count()
+        async with serving(lambda _: f"{next(numbers)}{END}") as served:
+            served.engine.gate = asyncio.Event()
+            calls = [asyncio.ensure_future(served.post(CHAT, HELLO)) for _ in range(4)]
+            while len(served.engine.prompts) < 4:
+                await asyncio.sleep(0)
+            retry = asyncio.ensure_future(served.post(CHAT, HELLO, x_stainless_retry_count="1"))
+            named = [
+                asyncio.ensure_future(served.post(CHAT, HELLO, idempotency_key="k"))
+                for _ in range(2)
+            ]
+            while len(served.engine.prompts) < 5:
+                await asyncio.sleep(0)
+            served.engine.gate.set()
+            bodies = [one.body for one in await asyncio.gather(*calls)]
+            assert len(set(bodies)) == 4
+            assert (await retry).body in bodies
+            first, second = await asyncio.gather(*named)
+            assert first.body == second.body
+            assert len(served.session.samples()) == 5
 
     asyncio.run(play())
 
