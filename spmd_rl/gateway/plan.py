@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,20 +24,32 @@ from spmd_rl.gateway.replies import ReplyFormat
 from spmd_rl.gateway.turns import DrawnTurn
 from spmd_rl.hooks.texts import EpisodeTexts
 
+T = TypeVar("T")
+LONG_BYTES = 1 << 16  # of a request; a longer one is read and rendered outside of the event loop
+
 
 @dataclass(frozen=True)
 class SessionParts:
-    """What all sessions of a process share.
-
-    One thread at a time renders long conversations, so that the event loop keeps its turn.
-    """
+    """What all sessions of a process share. `settings` is what the names of settings begin with."""
 
     config: GatewayConfig
     texts: EpisodeTexts
     replies: ReplyFormat
     model: str
     branches: Branches = field(default_factory=Branches)
-    long_texts: asyncio.Lock = field(default_factory=asyncio.Lock)
+    settings: str = "agent.gateway"
+    thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "long requests")
+    )
+
+    async def work(self, size: int, do: Callable[..., T], *given: Any) -> T:
+        """Return what a function makes of a request of this size.
+
+        One thread does all long ones in turn, so that the event loop keeps its turn.
+        """
+        if size <= LONG_BYTES:
+            return do(*given)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, partial(do, *given))
 
 
 class Plan(NamedTuple):
@@ -82,7 +96,7 @@ def make_plan(
         raise Refused(
             "tools",
             "it is not known how this model writes tool calls: name a form in "
-            "agent.gateway.response_template",
+            f"{parts.settings}.response_template",
         )
     tools = msgspec.json.encode(list(asked.extras), order="deterministic")
     attach = tree.attach(asked.messages, tools)

@@ -17,8 +17,8 @@ class ReplyCall:
     clients that wait for the answer, and those that got it.
     """
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, asked: Asked, num_bytes: int) -> None:
+        self.asked, self.num_bytes = asked, num_bytes  # of the request
         loop = asyncio.get_running_loop()
         self.begun: asyncio.Future[Begun] = loop.create_future()
         self.task: asyncio.Task[Drawn]

@@ -23,7 +23,6 @@ from spmd_rl.types.samples import Sample
 
 MAX_ANSWERED = 64  # answered calls that a retry may ask for again
 MAX_UNANSWERED = 4096  # requests without an answer, whose retries are draws of their own
-LONG_TEXT = 1 << 16  # characters; a longer conversation is rendered outside of the event loop
 NO_TURNS = "max_turns_reached"  # code of a refusal
 REWRITTEN = "rewritten_turns"  # metric of an episode: the share of calls after a changed past
 
@@ -132,7 +131,7 @@ class Session:
             self._unanswered.append(tag)
             problem = f"{len(self._open)} calls of this session wait for the engine already"
             raise Refused("", problem, status=429, retry_after_s=1)
-        call = ReplyCall(asked)
+        call = ReplyCall(asked, len(request))
         self._calls.setdefault(tag, []).append(call)
         self._open.add(call)
         call.start(asyncio.get_running_loop().create_task(self._draw(call)))
@@ -152,7 +151,7 @@ class Session:
             return None
         return call
 
-    def leave(self, call: ReplyCall, *, answered: bool) -> None:
+    def leave(self, call: ReplyCall, *, answered: bool = False) -> None:
         """Note that a client has left, with its answer or without.
 
         A call for which nobody waits is given up.
@@ -180,11 +179,7 @@ class Session:
     async def _draw(self, call: ReplyCall) -> Drawn:
         """Draw the reply of a call. Raises: Refused, SpmdError; CancelledError when given up."""
         asked = call.asked
-        if sum(len(one["content"]) for one in asked.messages) > LONG_TEXT:
-            async with self._parts.long_texts:
-                plan = await asyncio.to_thread(self._plan, asked)
-        else:
-            plan = self._plan(asked)
+        plan = await self._parts.work(call.num_bytes, self._plan, asked)
         begun = self._begin(plan)
         call.begun.set_result(begun)
         drawing = Drawing(self._parts, asked, plan, begun.id, self.rules)

@@ -112,8 +112,8 @@ async def _serve(
     from spmd_rl.gateway.replies import choose_format
     from spmd_rl.serve.served_turns import ServedSessions, ServedTurns
 
-    replies = choose_format(cfg.gateway.response_template, texts.chat_template)
-    parts = SessionParts(cfg.gateway, texts, replies, name)
+    replies = choose_format(cfg.gateway.response_template, texts.chat_template, "gateway")
+    parts = SessionParts(cfg.gateway, texts, replies, name, settings="gateway")
     ended = _ended_by_signal()
     thread = EngineThread(engine)
     sampling = cfg.sampling

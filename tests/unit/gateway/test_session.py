@@ -285,7 +285,7 @@ def test_a_client_that_leaves_loses_its_turn_alone() -> None:
         call = session.ask(Asked(model="", messages=more), b"x", again=False)
         call.join()
         await engine.started.wait()
-        session.leave(call, answered=False)
+        session.leave(call)
         await asyncio.wait([call.task])
         assert call.task.cancelled()
         engine.gate = None
