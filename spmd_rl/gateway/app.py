@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -27,6 +29,8 @@ from spmd_rl.gateway.session import Session
 Headers = list[tuple[bytes, bytes]]
 Send = Callable[[Any], Any]
 _JSON = (b"content-type", b"application/json")
+_NO_NAME = re.compile(r"[^\w.\[\]-]", re.ASCII)
+MAX_IGNORED, MAX_NAME = 32, 64  # names of ignored fields in a header, and characters of one
 
 
 class EventStream(Protocol):
@@ -50,12 +54,13 @@ class SessionFinder(Protocol):
 
 
 StreamOf = Callable[[Asked, Begun], EventStream]
+Reader = Callable[[Json, SamplingRules], Asked]
 
 
 class Dialect(NamedTuple):
     """A dialect of requests. One without `stream` answers as a whole."""
 
-    read: Callable[[Json, SamplingRules], Asked]
+    read: Reader
     answer: Callable[[Asked, Drawn], Json]
     stream: StreamOf | None = None
 
@@ -108,6 +113,20 @@ class _Endpoint:
         name = dict(headers).get(b"x-session-id", b"").decode("latin-1")
         return self.sessions.find(key_of(scope["path_params"].get("key", ""), headers), name)
 
+    async def asked(self, read: Reader, body: bytes, rules: SamplingRules) -> Asked:
+        """Return what a body asks for, with the names of all that is ignored. Raises: Refused."""
+        return await self.sessions.parts.work(len(body), self._read, read, body, rules)
+
+    def _read(self, read: Reader, body: bytes, rules: SamplingRules) -> Asked:
+        asked = read(read_body(body), rules)
+        parts = self.sessions.parts
+        if asked.unknown and self.config.unknown_fields == "refuse":
+            problem = "this gateway does not know the field, and refuses it by "
+            raise Refused(asked.unknown[0], f"{problem}{parts.settings}.unknown_fields")
+        unread = parts.texts.unread(asked.extras.template_kwargs)
+        names = (f"chat_template_kwargs.{name}" for name in unread)
+        return replace(asked, ignored=(*asked.ignored, *asked.unknown, *names))
+
 
 class _Health(_Endpoint):
     async def serve(self, scope: Any, receive: Any, send: Send) -> None:
@@ -127,9 +146,10 @@ class _Models(_Endpoint):
 class _Counting(_Endpoint):
     async def serve(self, scope: Any, receive: Any, send: Send) -> None:
         session = self.session(scope)
-        body = read_body(await whole_body(scope, receive, self.config))
-        count = session.count_tokens(messages.read_counted(body))
-        await _send(send, 200, {"input_tokens": count})
+        body = await whole_body(scope, receive, self.config)
+        asked = await self.asked(messages.read_counted, body, session.rules)
+        count = await self.sessions.parts.work(len(body), session.count_tokens, asked)
+        await _send(send, 200, {"input_tokens": count}, _ignored(asked))
 
 
 class _Drawing(_Endpoint):
@@ -142,7 +162,7 @@ class _Drawing(_Endpoint):
     async def serve(self, scope: Any, receive: Any, send: Send) -> None:
         session = self.session(scope)
         body = await whole_body(scope, receive, self.config)
-        asked = self._dialect.read(read_body(body), session.rules)
+        asked = await self.asked(self._dialect.read, body, session.rules)
         named, again = _retry(scope["headers"])
         path = scope["path"].rpartition("/")[2].encode()
         call = session.ask(asked, b"\n".join((path, named, body)), again=again)
@@ -233,10 +253,15 @@ def _retry(headers: Headers) -> tuple[bytes, bool]:
 def _headers(asked: Asked, versions: list[int]) -> Headers:
     """Return the headers that tell the weights, and the fields that were ignored."""
     span = "-".join(dict.fromkeys(map(str, versions)))
-    headers = [(b"x-spmd-weights", span.encode())]
-    if asked.ignored:
-        headers.append((b"x-spmd-ignored", ", ".join(asked.ignored).encode()))
-    return headers
+    return [(b"x-spmd-weights", span.encode()), *_ignored(asked)]
+
+
+def _ignored(asked: Asked) -> Headers:
+    """Return the header that names what was ignored, in letters that a header may have."""
+    names = [_NO_NAME.sub("?", name)[:MAX_NAME] for name in asked.ignored[:MAX_IGNORED]]
+    if len(asked.ignored) > MAX_IGNORED:
+        names.append("...")
+    return [(b"x-spmd-ignored", ", ".join(names).encode())] if names else []
 
 
 async def _send(send: Send, status: int, body: Any, headers: Iterable[Any] = ()) -> None:

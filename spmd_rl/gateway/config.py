@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from typing import Literal
 
 from spmd_rl.config.rules import at_least, require
 from spmd_rl.errors import ConfigError
@@ -25,6 +26,8 @@ class GatewayConfig:
     request_s: float = 15.0  # in which the head of a request must come, and again its body
     heartbeat_s: float = 10.0  # between comments in a stream that draws nothing
     template: TemplateMode = "follow"  # what a chat template rewrites begins anew, or is kept
+    # fields of a request that are not known: ignore them by name, in x-spmd-ignored, or refuse them
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
     response_template: str = ""  # form of tool calls: a name or a file; "": that of the template
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from spmd_rl.data.render.chat import Chat, render
 from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.data.render.messages import messages_of, tools_of
+from spmd_rl.data.render.template_arguments import unread
 from spmd_rl.errors import SpmdError
 from spmd_rl.model.tokenizer import FolderTokenizer, load_tokenizer
 
@@ -62,6 +63,11 @@ class EpisodeTexts:
         Raises: SpmdError with what the template says, when it refuses them.
         """
         return _TOOL_NAME in self.render([{"role": "user", "content": _MARK}], [_TOOL])
+
+    def unread(self, names: Iterable[str]) -> list[str]:
+        """Return which of these arguments no chat template of the model reads."""
+        templates = self._tokenizer.chat_template
+        return [name for name in names if templates is None or unread([name], templates)]
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:

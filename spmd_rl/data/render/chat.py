@@ -14,21 +14,8 @@ from spmd_rl.data.render.messages import (
     tools_of,
     written_messages,
 )
-from spmd_rl.data.render.template_arguments import misread
+from spmd_rl.data.render.template_arguments import GIVEN, misread
 from spmd_rl.errors import ConfigError, DataError, SpmdError
-
-# arguments of transformers' `apply_chat_template` that this package gives
-_GIVEN = {
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tools",
-}
 
 
 class Template(Protocol):
@@ -54,7 +41,7 @@ class ChatFormat:
             for name in ("template_kwargs", "template_kwargs_key", "system", "system_key"):
                 if getattr(self, name):
                     raise ConfigError(f"prompts.{name} needs prompts.chat_template = true")
-        if given := sorted(_GIVEN & self.template_kwargs.keys()):
+        if given := sorted(GIVEN & self.template_kwargs.keys()):
             raise ConfigError(f"prompts.template_kwargs cannot have {given[0]!r}")
         if problem := misread(self.template_kwargs):
             raise ConfigError(f"prompts.template_kwargs: {problem}")
@@ -169,7 +156,7 @@ def _system(messages: list[Message], record: DataRecord, cfg: ChatFormat) -> lis
 def _own_kwargs(record: DataRecord, key: str) -> dict[str, Any]:
     where = f"{record.where}: {key}"
     kwargs = object_of(where, _optional(record, key))
-    if given := sorted(_GIVEN & kwargs.keys()):
+    if given := sorted(GIVEN & kwargs.keys()):
         raise DataError(where, f"template arguments cannot have {given[0]!r}")
     if problem := misread(kwargs):
         raise DataError(where, problem)

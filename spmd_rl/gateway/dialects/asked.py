@@ -52,6 +52,13 @@ class SamplingRules:
     stop_ids: tuple[int, ...] = ()
     free: bool = False
 
+    @property
+    def reason(self) -> str:
+        """Why a value is refused that would change what is drawn."""
+        if self.free:
+            return "this server draws from the model as it is"
+        return "log-probs are those of the policy as it is"
+
 
 @dataclass(frozen=True)
 class OwnSampling:
@@ -73,7 +80,7 @@ class Asked:
     """A request for one reply: after `messages`, or after `token_ids` where there are any.
 
     `ignored` names the fields that say nothing about the reply. A seed is one of them where draws
-    are keyed by the run.
+    are keyed by the run. `unknown` names those that this gateway does not know.
     """
 
     model: str
@@ -89,6 +96,7 @@ class Asked:
     logprobs: bool = False
     return_token_ids: bool = False
     ignored: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 class Begun(NamedTuple):

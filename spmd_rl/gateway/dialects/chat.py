@@ -16,26 +16,33 @@ from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.sse import DONE, event
 from spmd_rl.types.samples import MODEL
 
-_TEXT_ONLY = {"type": "text"}
-_NOT_LEARNED = "log-probs are those of the policy as it is"
+# what is read of a request, by its place
+_KNOWN = {
+    "messages": {
+        "role", "content", "reasoning_content", "reasoning", "tool_calls", "tool_call_id", "name",
+    },
+    "messages[].content": {"type", "text"},
+    "messages[].tool_calls": {"id", "type", "function", "index"},
+}  # fmt: skip
 
 
 def read(body: Json, rules: SamplingRules) -> Asked:
     """Return what a body asks for. Raises: Refused."""
-    fields = RequestFields(body)
+    fields = RequestFields(body, rules)
     given = {"messages": fields.take("messages", list, []), "tools": fields.take("tools", list, [])}
     if not given["messages"]:
         raise Refused("messages", "expected a list with at least one message")
     _refuse_silent(given["messages"])
     row = read_messages(openai_chat.read, given)
-    sampling = fields.sampling(rules)
-    _neutral(fields, has_tools=bool(given["tools"]))
+    fields.look_into("messages", given["messages"], _KNOWN)
+    sampling = fields.sampling()
+    fields.neutral()
     options = fields.take("stream_options", dict, {})
     limits = fields.number("max_completion_tokens"), fields.number("max_tokens")
     return Asked(
         model=fields.take("model", str, ""),
         messages=row["messages"],
-        extras=extras_of(row, fields.take("chat_template_kwargs", dict, {})),
+        extras=extras_of(row, fields),
         max_tokens=limits[0] or limits[1],
         stops=fields.texts("stop"),
         stop_ids=tuple(fields.ids("stop_token_ids").tolist()),
@@ -44,7 +51,8 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         stream_usage=options.get("include_usage") is True,
         logprobs=fields.take("logprobs", bool, False),
         return_token_ids=fields.take("return_token_ids", bool, False),
-        ignored=fields.finish(),
+        ignored=fields.ignored,
+        unknown=fields.unknown,
     )
 
 
@@ -54,26 +62,6 @@ def _refuse_silent(messages: list[Any]) -> None:
         is_told = isinstance(one, dict) and one.get("role") not in (MODEL, None)
         if is_told and one.get("content") is None:
             raise Refused(f"messages[{number}].content", "expected a text, or a list of parts")
-
-
-def _neutral(fields: RequestFields, *, has_tools: bool) -> None:
-    """Take the fields that may only have a value that changes nothing. Raises: Refused."""
-    fields.only("n", 1, because="a session draws one reply a call")
-    fields.only("tool_choice", *(["auto"] if has_tools else ["auto", "none"]), because=_NOT_LEARNED)
-    fields.only("parallel_tool_calls", True, because=_NOT_LEARNED)
-    fields.only("response_format", _TEXT_ONLY, because=_NOT_LEARNED)
-    fields.only("logit_bias", {}, because=_NOT_LEARNED)
-    for name in ("presence_penalty", "frequency_penalty"):
-        fields.only(name, 0, because=_NOT_LEARNED)
-    fields.only("repetition_penalty", 1, because=_NOT_LEARNED)
-    fields.only("top_logprobs", 0, because="only the log-prob of the drawn token is known")
-    fields.only("modalities", ["text"])
-    fields.only("add_generation_prompt", True)
-    fields.only("continue_final_message", False)
-    fields.ignore(
-        "seed", "user", "metadata", "store", "service_tier", "prompt_cache_key", "verbosity",
-        "prompt_cache_retention", "safety_identifier", "reasoning_effort",
-    )  # fmt: skip
 
 
 def usage(drawn: Drawn) -> Json:

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import logging
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra 'agents' is not installed")
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.gateway import app
 from spmd_rl.gateway.config import GatewayConfig
+from tests.unit.gateway.fakes import FakeTexts
 from tests.unit.gateway.serving import END, HELLO, Served, read_answer, serving
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -177,6 +180,77 @@ def test_refusals_have_the_form_of_the_dialect(path: str, body: Any, kind: Any) 
             assert got.status == 400
             assert got.json[kind[0]][kind[1]] == kind[2]
             assert not served.engine.prompts
+
+    asyncio.run(play())
+
+
+def test_unknown_fields_are_named_or_refused() -> None:
+    async def play() -> None:
+        told = {"thread": {"type": "create"}, "a\r\nb: \u00e9": 1, "max_tokens": 9}
+        asked = HELLO | told | {"chat_template_kwargs": {"unread": 1, "bos_token": "x"}}
+        async with serving() as served:
+            for path in (MESSAGES, MESSAGES + "/count_tokens", CHAT):
+                body = asked if "count" not in path else {**asked, "max_tokens": None}
+                got = await served.post(path, body)
+                assert got.status == 200, got.body
+                names = got.headers["x-spmd-ignored"].split(", ")
+                assert names[:2] == ["thread", "a??b???"]
+                assert names[2] == "chat_template_kwargs.unread"
+            got = await served.post(CHAT, HELLO | {f"{at}" * 99: 1 for at in range(9999)})
+            assert got.status == 200
+            assert len(got.headers["x-spmd-ignored"]) < 4096
+        async with serving(unknown_fields="refuse") as served:
+            got = await served.post(MESSAGES, asked)
+            assert got.status == 400
+            assert "agent.gateway.unknown_fields" in got.json["error"]["message"]
+
+    asyncio.run(play())
+
+
+LONG = "x" * (1 << 17)
+ASKED_LONG = {
+    "content": {"messages": [{"role": "user", "content": LONG}]},
+    "tools": HELLO | {"tools": [{"name": LONG, "function": {"name": LONG}, "input_schema": {}}]},
+    "metadata": HELLO | {"metadata": {"a": LONG}},
+    "messages": {"messages": [{"role": "user", "content": ""}] * 5000},
+    "arguments": {
+        "messages": [
+            {"role": "assistant", "content": [
+                {"type": "tool_use", "id": "1", "name": "f", "input": {"a": LONG}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": "b"}]},
+        ]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [MESSAGES, MESSAGES + "/count_tokens", CHAT])
+@pytest.mark.parametrize("what", ASKED_LONG)
+def test_long_requests_are_read_and_rendered_outside_of_the_event_loop(
+    path: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            threads.append(threading.current_thread())
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(app, "read_body")
+    noted(FakeTexts, "render")
+
+    async def play() -> None:
+        async with serving() as served:
+            await served.post(path, ASKED_LONG[what])
+            assert threading.current_thread() not in threads
+            assert threads
+            count = len(threads)
+            await served.post(CHAT, HELLO)
+            assert threading.current_thread() in threads[count:], "the control"
 
     asyncio.run(play())
 

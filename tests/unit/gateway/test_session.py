@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.data.logs.form import message
-from spmd_rl.errors import SpmdError
+from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.gateway.branches import ALL, MAIN, Branches
 from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.gateway.dialects.asked import Asked, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.follow_template import TemplateExtras
 from spmd_rl.gateway.plan import SessionParts
-from spmd_rl.gateway.replies import ReplyFormat
+from spmd_rl.gateway.replies import ReplyFormat, choose_format
 from spmd_rl.gateway.session import NO_TURNS, REWRITTEN, Session
 from spmd_rl.gateway.sessions import Sessions, sampling_rules
 from spmd_rl.hooks.context import HookContext
@@ -371,12 +371,16 @@ def test_the_share_of_rewritten_turns_is_told() -> None:
     assert session._ctx.metrics == {REWRITTEN: 0.5}
 
 
-def test_tools_need_a_known_form() -> None:
+@pytest.mark.parametrize("command", ["agent.gateway", "gateway"])
+def test_tools_need_a_known_form(command: str) -> None:
+    """The settings of a run and of `spmd-rl serve` have other names."""
+    with pytest.raises(ConfigError, match=f"^{command}.response_template = 'x': no file"):
+        choose_format("x", None, command)
     texts = FakeTexts()
-    parts = SessionParts(GatewayConfig(), texts, ReplyFormat(None), "policy")
+    parts = SessionParts(GatewayConfig(), texts, ReplyFormat(None), "policy", settings=command)
     engine: Any = FakeEngine(texts, ["x"])
     session = Sessions(parts).open("", HookContext(), prompt_of(), engine)
-    with pytest.raises(Refused, match="response_template"):
+    with pytest.raises(Refused, match=f"name a form in {command}.response_template"):
         run(draw(session, [user("a")], extras=TemplateExtras(TOOLS, {})))
 
 
