@@ -15,6 +15,7 @@ from spmd_rl.data.render.messages import (
     written_messages,
 )
 from spmd_rl.data.render.template_arguments import GIVEN, misread
+from spmd_rl.data.render.template_steps import bounded_steps
 from spmd_rl.errors import ConfigError, DataError, SpmdError
 
 
@@ -116,16 +117,17 @@ def render(
     """Return the text of a chat, or of its first messages, by the template.
 
     `generation_prompt` says whether the text ends with the beginning of the next assistant turn.
-    Raises: DataError with what the template says, when it refuses the chat.
+    Raises: DataError with what the template says, when it refuses the chat or loops.
     """
     kwargs: dict[str, Any] = chat.template_kwargs | ({"tools": chat.tools} if chat.tools else {})
     try:
-        text: str = template.apply_chat_template(
-            chat.messages[:num_messages],
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-            **kwargs,
-        )
+        with bounded_steps():
+            text: str = template.apply_chat_template(
+                chat.messages[:num_messages],
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **kwargs,
+            )
         text.encode()
     except SpmdError:
         raise
