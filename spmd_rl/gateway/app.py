@@ -20,7 +20,7 @@ from spmd_rl.gateway.dialects import chat, messages, responses, tokens
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.fields import read_body
 from spmd_rl.gateway.keys import key_of
-from spmd_rl.gateway.limits import whole_body
+from spmd_rl.gateway.limits import SHOWN, whole_body
 from spmd_rl.gateway.plan import SessionParts
 from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.reply_call import ReplyCall
@@ -111,7 +111,9 @@ class _Endpoint:
         """Return the session of a request. Raises: Refused."""
         headers = scope["headers"]
         name = dict(headers).get(b"x-session-id", b"").decode("latin-1")
-        return self.sessions.find(key_of(scope["path_params"].get("key", ""), headers), name)
+        session = self.sessions.find(key_of(scope["path_params"].get("key", ""), headers), name)
+        scope[SHOWN]()
+        return session
 
     async def asked(self, read: Reader, body: bytes, rules: SamplingRules) -> Asked:
         """Return what a body asks for, with the names of all that is ignored. Raises: Refused."""

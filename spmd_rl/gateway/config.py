@@ -20,7 +20,8 @@ class GatewayConfig:
     max_body_mb: int = 16  # of a request
     max_header_kb: int = 64  # of the head of a request
     max_sessions: int = 4096  # that are open in a process
-    max_connections: int = 8192  # that are open in a process; more are closed at once
+    # that are open in a process; more close the oldest of those that have shown no key
+    max_connections: int = 8192
     max_waiting: int = 64  # calls of a session that wait for the engine; more get 429
     keep_alive_s: float = 300.0  # an idle connection stays open for longer than clients keep it
     request_s: float = 15.0  # in which the head of a request must come, and again its body

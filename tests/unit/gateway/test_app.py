@@ -464,26 +464,58 @@ def test_garbage_is_no_request() -> None:
     asyncio.run(play())
 
 
-def test_more_connections_than_allowed_are_closed_and_the_rest_is_served() -> None:
+def test_connections_without_a_key_give_way_to_others() -> None:
+    """Half heads take all places, again and again; a client with a key is served all the same."""
+
     async def play() -> None:
-        async with serving(max_connections=200) as served:
-            held = [await served.connect() for _ in range(200)]
+        async with serving(max_connections=20) as served:
+            kept = await served.connect()
+            await answered(served, kept, 0)
+            strangers = []
+            for number in range(50):
+                strangers.append(await served.connect())
+                strangers[-1][1].write(b"POST / HTTP/1.1\r\nhost:")
+                if number % 10 == 9:
+                    assert (await served.post(CHAT, HELLO)).status == 200
+            for reader, writer in strangers[:30]:
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await reader.readexactly(1)
+                writer.close()
+            await answered(served, kept, 1)
+            for _, writer in (kept, *strangers):
+                writer.close()
+
+    asyncio.run(play())
+
+
+def test_connections_with_a_key_keep_their_places() -> None:
+    async def play() -> None:
+        async with serving(max_connections=20) as served:
+            held = [await served.connect() for _ in range(20)]
+            for number, one in enumerate(held):
+                await answered(served, one, number)
             for _ in range(20):
                 reader, writer = await served.connect()
                 with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                     await reader.readexactly(1)
                 writer.close()
-            for number, (_, writer) in enumerate(held):
-                body = {"messages": [{"role": "user", "content": str(number)}]}
-                data = json.dumps(body).encode()
-                writer.write(served.head("POST", CHAT, len(data)) + data)
-            answers = [await read_answer(reader) for reader, _ in held]
-            for _, writer in held:
-                writer.close()
-            assert {one.status for one in answers} <= {200, 429}
-            assert sum(one.status == 200 for one in answers) == len(served.session.samples())
+            for number, one in enumerate(held):
+                await answered(served, one, number + 20)
+                one[1].close()
+            assert len(served.session.samples()) == 40
 
     asyncio.run(play())
+
+
+async def answered(served: Served, connection: Any, number: int) -> None:
+    """Ask on a connection that stays open, and read the answer."""
+    reader, writer = connection
+    data = json.dumps({"messages": [{"role": "user", "content": str(number)}]}).encode()
+    writer.write(served.head("POST", CHAT, len(data), connection="keep-alive") + data)
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    size = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+    await reader.readexactly(int(size.split(b":")[1]))
 
 
 def test_where_the_gateway_may_listen() -> None:
