@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from spmd_rl.gateway.dialects.asked import Asked
-from spmd_rl.hooks.child.episode_engine import EpisodeEngine
+from spmd_rl.gateway.dialects.asked import Asked, Refused
+from spmd_rl.hooks.child.episode_engine import EpisodeEngine, RefusedTurn
 from spmd_rl.hooks.transcript import Transcript, Turn
 
 
@@ -26,7 +26,8 @@ class TurnSource(Protocol):
         named none. `on_tokens` is called in the event loop with new token ids while they are drawn.
         The transcript has a place afterwards.
         Blocks: until the turn is drawn. When the waiting task is cancelled, drawing stops.
-        Raises: SpmdError with the reason when there is no turn.
+        Raises: Refused for what the engine does not take; SpmdError with the reason when there is
+        no turn.
         """
         ...
 
@@ -44,10 +45,13 @@ class EpisodeTurnSource:
         max_tokens: int | None,
         on_tokens: Callable[[list[int]], None] | None,
     ) -> Turn:
-        return await self._engine.complete(
-            transcript,
-            max_tokens,
-            asked.stops or None,
-            stop_ids=asked.stop_ids,
-            on_tokens=on_tokens,
-        )
+        try:
+            return await self._engine.complete(
+                transcript,
+                max_tokens,
+                asked.stops or None,
+                stop_ids=asked.stop_ids,
+                on_tokens=on_tokens,
+            )
+        except RefusedTurn as error:
+            raise Refused("", str(error)) from error

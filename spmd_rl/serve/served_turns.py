@@ -77,8 +77,8 @@ class ServedTurns:
         request = self._request(transcript, asked, max_tokens)
         try:
             sample = await self._engine.draw(request, on_tokens)
-        except DataError as error:
-            raise Refused("messages", str(error)) from error
+        except (DataError, ConfigError) as error:
+            raise Refused("", str(error)) from error
         turn = Turn(sample.data, "", "completed" if sample.status == "completed" else "truncated")
         transcript.place = TranscriptPlace(0, 0, request.sampling.scored_temperature)
         transcript.append(turn)

@@ -174,6 +174,7 @@ def test_models_and_keys(server: Server) -> None:
         ({"seed": "x"}, "seed"),
         ({"n": 2}, "n"),
         ({"logit_bias": {"3": 1}}, "logit_bias"),
+        ({"stop_token_ids": [3, 104]}, "the ids of this model end at 103"),
         ({"messages": [{"role": "user", "content": "9" * 200}]}, "too long"),
     ],
 )

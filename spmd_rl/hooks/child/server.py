@@ -13,10 +13,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from spmd_rl.errors import ContractError, SpmdError
+from spmd_rl.errors import ContractError
 from spmd_rl.hooks.child.async_calls import OpenCall, StepWatcher
 from spmd_rl.hooks.child.calls import EpisodeCall, LoadedHooks, RewardCall
-from spmd_rl.hooks.child.episode_engine import EpisodeEngine
+from spmd_rl.hooks.child.episode_engine import EpisodeEngine, RefusedTurn
 from spmd_rl.hooks.child.process_state import ProcessState, SeedWatch
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.hooks.program import EpisodeProgram, Site
@@ -156,7 +156,7 @@ class Server(asyncio.Protocol):
                     self._cancel(self._open[call_id], "was cancelled")
             case Reply(call_id, ask_id, problem, turn):
                 if engine := self._engines.get(call_id):
-                    engine.answer(ask_id, SpmdError(problem) if turn is None else turn)
+                    engine.answer(ask_id, RefusedTurn(problem) if turn is None else turn)
             case DrawnTokens(call_id, ask_id, tokens):
                 if engine := self._engines.get(call_id):
                     engine.show(ask_id, tokens)

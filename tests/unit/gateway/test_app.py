@@ -18,6 +18,7 @@ pytest.importorskip("uvicorn", reason="the extra 'agents' is not installed")
 from spmd_rl.errors import ConfigError
 from spmd_rl.gateway import app
 from spmd_rl.gateway.config import GatewayConfig
+from spmd_rl.hooks.child.episode_engine import RefusedTurn
 from tests.unit.gateway.fakes import FakeTexts
 from tests.unit.gateway.serving import END, HELLO, Served, read_answer, serving
 
@@ -361,6 +362,17 @@ def test_an_engine_that_fails_is_told_in_the_stream() -> None:
             for path in (CHAT, MESSAGES):
                 got = await served.post(path, HELLO | {"stream": True, "max_tokens": 9})
                 assert b"no more pages" in got.body
+
+    asyncio.run(play())
+
+
+def test_a_turn_that_the_engine_does_not_take_is_a_bad_request() -> None:
+    async def play() -> None:
+        async with serving() as served:
+            served.engine.problem = RefusedTurn("sampling.stop_ids holds 999")
+            got = await served.post(CHAT, HELLO | {"stop_token_ids": [999]})
+            assert got.status == 400
+            assert "holds 999" in got.json["error"]["message"]
 
     asyncio.run(play())
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spmd_rl.errors import SpmdError
-from spmd_rl.hooks.child.episode_engine import EpisodeEngine
+from spmd_rl.hooks.child.episode_engine import EpisodeEngine, RefusedTurn
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.hooks.program import Site
@@ -235,7 +235,7 @@ async def is_refused(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) ->
     await engine.complete(transcript)
     try:
         await engine.complete(transcript)
-    except Exception as error:
+    except RefusedTurn as error:
         ctx.emit(str(error), 1)
     return transcript.sample()
 
