@@ -46,8 +46,9 @@ class Attach(Generic[T]):
     """Where a conversation goes on: after `node`, with the messages `rest`.
 
     `reason` is "extends" after a node, and "new" at the start. It is "rewritten" where the rest
-    holds a reply that this session has not drawn. It is "tools changed" where a node would fit if
-    the tools were those of before.
+    holds a reply that does not go on from there: one of this session whose past was changed, or one
+    that it has not drawn after a first message that it knows. It is "tools changed" where a node
+    would fit if the tools were those of before.
     """
 
     node: ReplyNode[T] | None
@@ -63,6 +64,7 @@ class MessageTree(Generic[T]):
         self._nodes: dict[bytes, list[ReplyNode[T]]] = {}  # by the digest of all messages
         self._without_tools: set[bytes] = set()  # digests of the same messages
         self._first: set[bytes] = set()  # digests of first messages
+        self._replies: set[bytes] = set()  # digests of replies, whatever was before them
 
     def attach(self, messages: Sequence[Message], tools: bytes) -> Attach[T]:
         """Return the deepest node whose whole path is a prefix of the messages.
@@ -86,7 +88,8 @@ class MessageTree(Generic[T]):
             return "new"
         if any(digest in self._without_tools for digest in path.bare):
             return "tools changed"
-        return "rewritten" if path.bare[1] in self._first else "new"
+        is_known = path.bare[1] in self._first
+        return "rewritten" if is_known or self._replies & set(path.single) else "new"
 
     def add(self, attach: Attach[T], reply: Message, held: T) -> ReplyNode[T]:
         """Add a reply to the place where it was drawn, and return its node."""
@@ -97,6 +100,7 @@ class MessageTree(Generic[T]):
         self._nodes.setdefault(attach.path.digests[-1], []).append(node)
         self._without_tools.add(attach.path.bare[-1])
         self._first.add(attach.path.bare[1])
+        self._replies.add(attach.path.single[-1])
         return node
 
 

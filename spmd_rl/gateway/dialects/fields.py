@@ -106,9 +106,9 @@ class RequestFields:
             problem = f"expected auto or none, got {_shown(given)}: {self._rules.reason}"
             raise Refused("tool_choice", problem)
         if choice.get("disable_parallel_tool_use"):
-            self._ignored.append("tool_choice.disable_parallel_tool_use")
+            self.note("tool_choice.disable_parallel_tool_use")
         if not self.take("parallel_tool_calls", bool, True):
-            self._ignored.append("parallel_tool_calls")
+            self.note("parallel_tool_calls")
         return choice["type"] == "none"
 
     def template_kwargs(self) -> Json:
@@ -171,6 +171,10 @@ class RequestFields:
     def ignore(self, *names: str) -> None:
         """Take fields that say nothing about the reply. The answer names them in a header."""
         self._ignored += [name for name in names if self._left.pop(name, None) is not None]
+
+    def note(self, name: str) -> None:
+        """Note that something was ignored. The answer names it in a header."""
+        self._ignored.append(name)
 
     @property
     def ignored(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.sse import event
 from spmd_rl.types.samples import MODEL
 
+_BILLING = "x-anthropic-billing-header"  # what a line begins with
 _BLOCK = {
     "type", "text", "thinking", "signature", "id", "name", "input", "tool_use_id", "content",
 }  # fmt: skip
@@ -66,10 +67,29 @@ def _conversation(fields: RequestFields) -> Json:
     }
     if not given["messages"]:
         raise Refused("messages", "expected a list with at least one message")
+    given["system"] = _without_billing(fields, given["system"])
     row = read_messages(anthropic.read, given)
     for name, items in given.items():
         fields.look_into(name, items, _KNOWN)
     return row
+
+
+def _without_billing(fields: RequestFields, system: Any) -> Any:
+    """Return the system prompt without a line of Claude Code that is meant for its maker's server.
+
+    It may change from call to call, so that no call goes on from what was drawn before it.
+    """
+    kept = []
+    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system or ()
+    for block in blocks:
+        text = block.get("text") if isinstance(block, dict) else None
+        if isinstance(text, str) and text.startswith(_BILLING):
+            fields.note(f"system.{_BILLING}")
+            rest = text.partition("\n")[2].lstrip("\n")
+            kept += [{**block, "text": rest}] if rest else []
+        else:
+            kept.append(block)
+    return kept or None
 
 
 def _neutral(fields: RequestFields) -> None:

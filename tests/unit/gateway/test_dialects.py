@@ -292,6 +292,27 @@ def test_that_tools_run_one_by_one_is_ignored_by_name() -> None:
     assert ignored == ("tool_choice.disable_parallel_tool_use",)
 
 
+BILLING = "x-anthropic-billing-header: cc_version=2.1.36; cch=1f3;"
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        BILLING + "\n\nBe brief.",
+        [{"type": "text", "text": BILLING}, {"type": "text", "text": "Be brief."}],
+        [{"type": "text", "text": BILLING + "\nBe brief."}],
+    ],
+)
+def test_a_line_of_claude_code_that_changes_is_left_out(system: Any) -> None:
+    asked = messages.read(CHAT | {"system": system}, RULES)
+    assert asked.messages[0] == {"role": "system", "content": "Be brief."}
+    assert asked.ignored == ("system.x-anthropic-billing-header",)
+    alone = messages.read(CHAT | {"system": BILLING}, RULES)
+    assert [one["role"] for one in alone.messages] == ["user"]
+    plain = messages.read(CHAT | {"system": "a\n" + BILLING}, RULES)
+    assert BILLING in plain.messages[0]["content"] and not plain.ignored
+
+
 def said(*more: Any) -> list[Any]:
     return [{"role": "user", "content": "hi"}, *more, {"role": "user", "content": "on"}]
 

@@ -371,6 +371,28 @@ def test_the_share_of_rewritten_turns_is_told() -> None:
     assert session._ctx.metrics == {REWRITTEN: 0.5}
 
 
+@pytest.mark.parametrize("kind", ["head", "window", "summary"])
+def test_calls_that_begin_anew_after_replies_of_the_session_are_rewritten(kind: str) -> None:
+    """A system prompt that changes, and a window of the last messages; no reply is in a summary."""
+    numbers = itertools.count()
+    session, _ = make(lambda prompt: f"{next(numbers)}{END}")
+
+    async def play() -> None:
+        past: list[Any] = [user("a")]
+        for turn in range(4):
+            asked = {
+                "head": [message("system", f"It is 12:0{turn}."), *past],
+                "window": past[-3:] if turn < 2 else past[-2:],
+                "summary": [user(f"so far: {turn}")],
+            }[kind]
+            past = [*past, said(await draw(session, asked)), user(f"b{turn}")]
+        session.close()
+
+    run(play())
+    shares = {"head": 0.75, "window": 0.5, "summary": 0.0}
+    assert session._ctx.metrics == {REWRITTEN: shares[kind]}
+
+
 @pytest.mark.parametrize("command", ["agent.gateway", "gateway"])
 def test_tools_need_a_known_form(command: str) -> None:
     """The settings of a run and of `spmd-rl serve` have other names."""
