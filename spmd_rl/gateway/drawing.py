@@ -60,5 +60,6 @@ class Drawing:
         finish: Finish = "length" if turn.status == "truncated" else "stop"
         if finish == "stop" and self.message.get("tool_calls"):
             finish = "tool_calls"
-        stop, data = self._text.stop, turn.data
-        return Drawn(begun, self.message, finish, stop, data, prompt_ids, self._texts.decode)
+        stop, data, texts = self._text.stop, turn.data, self._texts
+        told = begun, self.message, finish, stop, data
+        return Drawn(*told, prompt_ids, texts.decode, texts.token_bytes)

@@ -14,6 +14,7 @@ from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.data.render.messages import messages_of, tools_of
 from spmd_rl.data.render.template_arguments import unread
 from spmd_rl.errors import SpmdError
+from spmd_rl.model.token_bytes import TokenBytes
 from spmd_rl.model.tokenizer import FolderTokenizer, load_tokenizer
 
 _MARK = "content\u2060"  # no template has it
@@ -99,6 +100,12 @@ class EpisodeTexts:
         except Exception as error:  # a tokenizer may raise anything on an id that it does not have
             raise SpmdError(f"decode: {type(error).__name__}: {error}") from error
 
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token, which may be a part of a character."""
+        if self._bytes is None:  # a tokenizer in Python, which shows text alone
+            return self.decode([token]).encode()
+        return self._bytes.of(token)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -117,6 +124,11 @@ class EpisodeTexts:
         given = tools_of("tools", list(tools or ()))
         chat = Chat("messages", turns, given, dict(template_kwargs or {}))
         return render(chat, self._tokenizer, generation_prompt=generation_prompt)
+
+    @cached_property
+    def _bytes(self) -> TokenBytes | None:
+        rust = getattr(self._tokenizer, "backend_tokenizer", None)
+        return None if rust is None else TokenBytes(rust)
 
     @cached_property
     def _tokenizer(self) -> FolderTokenizer:

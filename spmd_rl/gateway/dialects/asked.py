@@ -111,7 +111,10 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawn:
-    """A reply that the policy drew. `stop` is the text that ended it, or ""."""
+    """A reply that the policy drew. `stop` is the text that ended it, or "".
+
+    `bytes_of` returns the bytes of a token; None: they are those of its text.
+    """
 
     begun: Begun
     message: Message
@@ -120,6 +123,7 @@ class Drawn:
     data: TokenData
     join_prompt: Callable[[], NDArray[np.int32]] = field(repr=False)
     decode: Callable[[list[int]], str] = field(repr=False)
+    bytes_of: Callable[[int], bytes] | None = field(default=None, repr=False)
 
     @cached_property
     def logprobs(self) -> list[float]:
@@ -134,6 +138,13 @@ class Drawn:
     @cached_property
     def token_texts(self) -> list[str]:
         return [self.decode([token]) for token in self.data.tokens.tolist()]
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each token, of which several may make one character."""
+        if self.bytes_of is None:
+            return [text.encode() for text in self.token_texts]
+        return [self.bytes_of(token) for token in self.data.tokens.tolist()]
 
     @cached_property
     def kept_sets(self) -> list[list[int]]:

@@ -84,9 +84,10 @@ def wire_call(made: Message) -> Message:
 
 def logprob_rows(drawn: Drawn) -> list[Json]:
     """Return an entry for each token, with its text, bytes and log-prob."""
+    columns = drawn.token_texts, drawn.logprobs, drawn.token_bytes
     return [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in zip(drawn.token_texts, drawn.logprobs, strict=True)
+        {"token": text, "logprob": value, "bytes": list(data), "top_logprobs": []}
+        for text, value, data in zip(*columns, strict=True)
     ]
 
 

@@ -185,6 +185,24 @@ def test_refusals_have_the_form_of_the_dialect(path: str, body: Any, kind: Any) 
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_bytes_of_log_probs_are_the_text(path: str) -> None:
+    text = "caf\u00e9 \U0001f600"
+
+    async def play() -> None:
+        async with serving(lambda _: text + END) as served:
+            body: Any = {"input": "hi", "include": ["message.output_text.logprobs"]}
+            body = body if path == RESPONSES else HELLO | {"logprobs": True}
+            told = (await served.post(path, body)).json
+            if path == RESPONSES:
+                rows = told["output"][0]["content"][0]["logprobs"]
+            else:
+                rows = told["choices"][0]["logprobs"]["content"]
+            assert b"".join(bytes(row["bytes"]) for row in rows) == (text + END).encode()
+
+    asyncio.run(play())
+
+
 def test_unknown_fields_are_named_or_refused() -> None:
     async def play() -> None:
         told = {"thread": {"type": "create"}, "a\r\nb: \u00e9": 1, "max_tokens": 9}
