@@ -131,6 +131,42 @@ def test_keys() -> None:
     asyncio.run(play())
 
 
+def test_a_named_key_goes_before_a_bearer_and_one_in_the_path_before_both() -> None:
+    """Anthropic's client with a key of its own may find a bearer in the environment."""
+
+    async def play() -> None:
+        async with serving() as served:
+            key = served.session.key
+            assert (await served.post(CHAT, HELLO, "other", x_api_key=key)).status == 200
+            assert (await served.post(CHAT, HELLO, key, x_api_key="other")).status == 401
+            path = f"/s/{key}{CHAT}"
+            assert (await served.post(path, HELLO, "other", x_api_key="other")).status == 200
+
+    asyncio.run(play())
+
+
+def test_a_stop_token_of_the_client_is_no_part_of_the_text() -> None:
+    """Else the reply that the client sends back would not be the one that is held."""
+
+    async def play() -> None:
+        async with serving(lambda _: "yes;") as served:
+            (stop,) = served.engine.texts.encode(";")
+            body = HELLO | {"stop_token_ids": [stop]}
+            for streamed in (False, True):
+                got = await served.post(CHAT, body | {"stream": streamed})
+                if streamed:
+                    deltas = [one["choices"][0]["delta"] for one in got.events]
+                    assert "".join(one.get("content", "") for one in deltas) == "yes"
+                else:
+                    (choice,) = got.json["choices"]
+                    assert choice["message"]["content"] == "yes"
+                    assert choice["finish_reason"] == "stop"
+            (sample, *_) = served.session.samples()
+            assert sample.tokens[sample.mask][-1] == stop
+
+    asyncio.run(play())
+
+
 def test_the_shared_key_finds_a_session_by_its_name() -> None:
     async def play() -> None:
         async with serving() as served:
