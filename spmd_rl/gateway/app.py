@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.routing import Route
 
 from spmd_rl.data.logs.form import Json
 from spmd_rl.errors import SpmdError
 from spmd_rl.gateway import sse
+from spmd_rl.gateway.answers import Headers, Send, send_body, send_error, send_json
 from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.gateway.dialects import chat, messages, responses, tokens
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
@@ -26,9 +26,7 @@ from spmd_rl.gateway.replies import ReplyPiece
 from spmd_rl.gateway.reply_call import ReplyCall
 from spmd_rl.gateway.session import Session
 
-Headers = list[tuple[bytes, bytes]]
-Send = Callable[[Any], Any]
-_JSON = (b"content-type", b"application/json")
+_PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 _NO_NAME = re.compile(r"[^\w.\[\]-]", re.ASCII)
 MAX_IGNORED, MAX_NAME = 32, 64  # names of ignored fields in a header, and characters of one
 
@@ -82,13 +80,30 @@ def make_app(sessions: SessionFinder) -> Starlette:
     ends: dict[str, Any] = {path: _Drawing(sessions, one) for path, one in DRAWN.items()}
     ends["/v1/messages/count_tokens"] = _Counting(sessions)
     ends["/v1/models"] = ends["/v1/models/{model:path}"] = _Models(sessions)
-    routes = [Route("/health", _Health(sessions), methods=["GET"])]
+    routes = [
+        Route("/health", _Health(sessions), methods=["GET"]),
+        Route("/metrics", _Metrics(sessions), methods=["GET"]),
+    ]
     for path, end in ends.items():
         routes += [
             Route(prefix + path, end, methods=["GET" if "models" in path else "POST"])
             for prefix in ("", "/s/{key}")
         ]
-    return Starlette(routes=routes)
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys((404, 405, 500), _no_answer))
+
+
+async def _no_answer(request: Any, error: Any) -> Any:
+    """Return what answers a path or a method that no endpoint has, and a fault of this program."""
+    status, more = getattr(error, "status_code", 500), getattr(error, "headers", None)
+    problem = {
+        404: f"no endpoint has this path: there are {', '.join(DRAWN)} and /v1/models",
+        405: f"this endpoint does not take {request.method}",
+    }.get(status, "this server has failed")
+
+    async def answer(scope: Any, receive: Any, send: Send) -> None:
+        await send_error(scope, send, Refused("", problem, status=status), more)
+
+    return answer
 
 
 class _Endpoint:
@@ -102,7 +117,7 @@ class _Endpoint:
         try:
             await self.serve(scope, receive, send)
         except SpmdError as error:
-            await _send_error(scope, send, error)
+            await send_error(scope, send, error)
 
     async def serve(self, scope: Any, receive: Any, send: Send) -> None:
         raise NotImplementedError
@@ -132,7 +147,13 @@ class _Endpoint:
 
 class _Health(_Endpoint):
     async def serve(self, scope: Any, receive: Any, send: Send) -> None:
-        await _send(send, 200, {"status": "ok"})
+        await send_json(send, 200, {"status": "ok"})
+
+
+class _Metrics(_Endpoint):
+    async def serve(self, scope: Any, receive: Any, send: Send) -> None:
+        text = self.sessions.parts.counts.text().encode()
+        await send_body(send, 200, text, [(b"content-type", _PROMETHEUS)])
 
 
 class _Models(_Endpoint):
@@ -142,7 +163,7 @@ class _Models(_Endpoint):
         facts = {"id": parts.model, "object": "model", "created": 0, "owned_by": "spmd_rl"}
         facts["max_model_len"] = parts.texts.context_tokens
         one = "model" in scope["path_params"]
-        await _send(send, 200, facts if one else {"object": "list", "data": [facts]})
+        await send_json(send, 200, facts if one else {"object": "list", "data": [facts]})
 
 
 class _Counting(_Endpoint):
@@ -151,7 +172,7 @@ class _Counting(_Endpoint):
         body = await whole_body(scope, receive, self.config)
         asked = await self.asked(messages.read_counted, body, session.rules)
         count = await self.sessions.parts.work(len(body), session.count_tokens, asked)
-        await _send(send, 200, {"input_tokens": count}, _ignored(asked))
+        await send_json(send, 200, {"input_tokens": count}, _ignored(asked))
 
 
 class _Drawing(_Endpoint):
@@ -203,7 +224,7 @@ class _Drawing(_Endpoint):
         versions = drawn.data.versions
         span = [int(versions.min()), int(versions.max())] if len(versions) else [session.version]
         headers = _headers(call.asked, span)
-        await _send(send, 200, self._dialect.answer(call.asked, drawn), headers)
+        await send_json(send, 200, self._dialect.answer(call.asked, drawn), headers)
 
     async def _send_events(
         self, session: Session, call: ReplyCall, stream: EventStream, send: Send
@@ -264,37 +285,3 @@ def _ignored(asked: Asked) -> Headers:
     if len(asked.ignored) > MAX_IGNORED:
         names.append("...")
     return [(b"x-spmd-ignored", ", ".join(names).encode())] if names else []
-
-
-async def _send(send: Send, status: int, body: Any, headers: Iterable[Any] = ()) -> None:
-    data = msgspec.json.encode(body)
-    size = (b"content-length", str(len(data)).encode())
-    await send(
-        {"type": "http.response.start", "status": status, "headers": [_JSON, size, *headers]}
-    )
-    await send({"type": "http.response.body", "body": data})
-
-
-_ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 413: "request_too_large"}
-_ANTHROPIC |= {429: "rate_limit_error", 408: "timeout_error"}
-
-
-async def _send_error(scope: Any, send: Send, error: SpmdError) -> None:
-    """Tell a client why there is no answer, in the form that it knows."""
-    refused = error if isinstance(error, Refused) else Refused("", str(error), status=500)
-    status, text = refused.status, str(refused)
-    if "/v1/messages" in scope["path"]:
-        kind = _ANTHROPIC.get(status, "api_error")
-        body: Json = {"type": "error", "error": {"type": kind, "message": text}}
-    else:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        facts = {"message": text, "type": kind, "param": refused.field or None}
-        body = {"error": facts | {"code": refused.code or None}}
-    headers: Headers = []
-    if refused.retry_after_s:
-        headers.append((b"retry-after", str(refused.retry_after_s).encode()))
-    if status in (408, 413, 415):
-        headers.append((b"connection", b"close"))  # the rest of the body is not read
-    if status == 500:
-        headers.append((b"x-should-retry", b"false"))
-    await _send(send, status, body, headers)

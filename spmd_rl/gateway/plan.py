@@ -20,6 +20,7 @@ from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.gateway.dialects.asked import Asked, Refused
 from spmd_rl.gateway.follow_template import HeldText, next_prompt
 from spmd_rl.gateway.message_tree import Attach, MessageTree, TokenTree
+from spmd_rl.gateway.metrics import CallCounts
 from spmd_rl.gateway.replies import ReplyFormat
 from spmd_rl.gateway.turns import DrawnTurn
 from spmd_rl.hooks.texts import EpisodeTexts
@@ -38,6 +39,7 @@ class SessionParts:
     model: str
     branches: Branches = field(default_factory=Branches)
     settings: str = "agent.gateway"
+    counts: CallCounts = field(default_factory=CallCounts)
     thread: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "long requests")
     )

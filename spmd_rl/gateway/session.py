@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.drawing import Drawing
 from spmd_rl.gateway.message_tree import MessageTree, Reason, TokenTree
+from spmd_rl.gateway.metrics import CallEnd
 from spmd_rl.gateway.plan import Plan, SessionParts, make_plan
 from spmd_rl.gateway.reply_call import ReplyCall
 from spmd_rl.gateway.turn_source import TurnSource
@@ -25,8 +26,6 @@ MAX_ANSWERED = 64  # answered calls that a retry may ask for again
 MAX_UNANSWERED = 4096  # requests without an answer, whose retries are draws of their own
 NO_TURNS = "max_turns_reached"  # code of a refusal
 REWRITTEN = "rewritten_turns"  # metric of an episode: the share of calls after a changed past
-
-CallEnd = Literal["answered", "lost", "failed"]
 
 
 class AgentCall(NamedTuple):
@@ -134,6 +133,7 @@ class Session:
         call = ReplyCall(asked, len(request))
         self._calls.setdefault(tag, []).append(call)
         self._open.add(call)
+        self._parts.counts.num_open += 1
         call.start(asyncio.get_running_loop().create_task(self._draw(call)))
         call.task.add_done_callback(lambda task: self._ended(call, tag, task))
         return call
@@ -161,6 +161,7 @@ class Session:
 
     def _ended(self, call: ReplyCall, tag: bytes, task: asyncio.Task[Drawn]) -> None:
         self._open.discard(call)
+        self._parts.counts.num_open -= 1
         if task.cancelled() or task.exception() is not None:
             self._drop(tag, call)
             self._unanswered.append(tag)
@@ -252,6 +253,7 @@ class Session:
         )
         reason = attach.reason if attach is not None else "tokens"
         numbers = begun.num_prompt, begun.num_cached, num_drawn
+        self._parts.counts.add(end, *numbers)
         self._records.append(AgentCall(reason, end, *numbers, rewritten))
 
 

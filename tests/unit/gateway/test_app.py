@@ -101,10 +101,70 @@ def test_models_health_and_counted_tokens() -> None:
             told = await served.post(MESSAGES, HELLO | {"max_tokens": 9})
             usage = told.json["usage"]
             assert counted.json["input_tokens"] == usage["input_tokens"]
-            assert (await served.post("/v1/other", {})).status == 404
-            assert (await served.send("GET", CHAT)).status == 405
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("path", ["/v1/other", "/", "/s/KEY/v1/embeddings", "/v1/messages/batches"])
+def test_unknown_paths_and_methods_are_answered_in_json(path: str) -> None:
+    async def play() -> None:
+        async with serving() as served:
+            got = await served.post(path.replace("KEY", served.session.key), {})
+            assert (got.status, got.headers["content-type"]) == (404, "application/json")
+            assert "no endpoint has this path" in got.json["error"]["message"]
+            assert served.session.key.encode() not in got.body
+            if "messages" in path:
+                assert got.json["type"] == "error"
+                assert got.json["error"]["type"] == "not_found_error"
+            for method, known in (("GET", CHAT), ("DELETE", MESSAGES), ("POST", "/v1/models")):
+                got = await served.send(method, known)
+                assert (got.status, got.headers["content-type"]) == (405, "application/json")
+                assert method in got.json["error"]["message"] and got.headers["allow"]
+
+    asyncio.run(play())
+
+
+def test_a_fault_of_the_gateway_is_answered_in_json() -> None:
+    async def play() -> None:
+        async with serving(lambda _: 1 / 0) as served:
+            got = await served.post(CHAT, HELLO)
+            assert (got.status, got.headers["content-type"]) == (500, "application/json")
+            assert "division" not in got.json["error"]["message"]
+
+    asyncio.run(play())
+
+
+def test_metrics_in_the_format_of_prometheus() -> None:
+    async def play() -> None:
+        async with serving() as served:
+            before = await served.send("GET", "/metrics", key="")
+            assert before.headers["content-type"].startswith("text/plain; version=0.0.4")
+            assert set(values(before).values()) == {0}
+            usage = (await served.post(CHAT, HELLO)).json["usage"]
+            served.engine.gate = asyncio.Event()
+            waiting = asyncio.ensure_future(served.post(CHAT, HELLO))
+            while len(served.engine.prompts) < 2:
+                await asyncio.sleep(0)
+            found = values(await served.send("GET", "/metrics", key=""))
+            assert found['spmd_rl_requests_total{end="answered"}'] == 1
+            assert found["spmd_rl_requests_open"] == 1
+            assert found["spmd_rl_prompt_tokens_total"] == usage["prompt_tokens"]
+            assert found["spmd_rl_generation_tokens_total"] == usage["completion_tokens"]
+            served.engine.gate.set()
+            await waiting
+            found = values(await served.send("GET", "/metrics", key=""))
+            assert found["spmd_rl_requests_open"] == 0
+
+    asyncio.run(play())
+
+
+def values(page: Any) -> dict[str, float]:
+    """The values of a page of Prometheus, by their names and labels."""
+    lines = page.body.decode().splitlines()
+    return {
+        name: float(value)
+        for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    }
 
 
 def test_keys() -> None:
