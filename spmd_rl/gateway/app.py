@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.routing import Route
 
@@ -16,7 +17,7 @@ from spmd_rl.errors import SpmdError
 from spmd_rl.gateway import sse
 from spmd_rl.gateway.answers import Headers, Send, send_body, send_error, send_json
 from spmd_rl.gateway.config import GatewayConfig
-from spmd_rl.gateway.dialects import chat, messages, responses, tokens
+from spmd_rl.gateway.dialects import chat, completions, messages, responses, tokens
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.fields import read_body
 from spmd_rl.gateway.keys import key_of
@@ -64,11 +65,13 @@ class Dialect(NamedTuple):
 
 
 CHAT = Dialect(chat.read, chat.answer, chat.ChatStream)
+COMPLETIONS = Dialect(completions.read, completions.answer, completions.CompletionStream)
 RESPONSES = Dialect(responses.read, responses.answer, responses.ResponseStream)
 MESSAGES = Dialect(messages.read, messages.answer, messages.MessageStream)
 TOKENS = Dialect(tokens.read, tokens.answer)
 DRAWN = {
     "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
     "/inference/v1/generate": TOKENS,
@@ -188,43 +191,41 @@ class _Drawing(_Endpoint):
         asked = await self.asked(self._dialect.read, body, session.rules)
         named, again = _retry(scope["headers"])
         path = scope["path"].rpartition("/")[2].encode()
-        call = session.ask(asked, b"\n".join((path, named, body)), again=again)
-        call.join()
-        gone = asyncio.ensure_future(_until_gone(receive))
-        stream = self._dialect.stream if asked.stream else None
-        work: asyncio.Future[Any] = call.task
-        if stream is not None:
-            work = asyncio.ensure_future(self._stream(stream, session, call, send))
+        calls: list[ReplyCall] = []
+        tasks: list[asyncio.Future[None]] = []
         answered = False
         try:
-            await asyncio.wait([gone, work], return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return
-            answered = stream is not None or not gone.done()
-            if stream is None or not work.result():
-                await self._whole(session, call, send)
+            for one in (asked, *asked.more):
+                request = b"\n".join((path, named, str(one.choice).encode(), body))
+                calls.append(session.ask(one, request, again=again))
+                calls[-1].join()
+            tasks += [asyncio.ensure_future(_until_gone(receive))]
+            tasks += [asyncio.ensure_future(self._answer(session, calls, send))]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if answered := tasks[1].done():
+                tasks[1].result()
         finally:
-            gone.cancel()
-            if stream is not None:
-                work.cancel()
-            session.leave(call, answered=answered)
+            for task in tasks:
+                task.cancel()
+            for call in calls:
+                session.leave(call, answered=answered)
 
-    async def _stream(self, make: StreamOf, session: Session, call: ReplyCall, send: Send) -> bool:
-        """Send the answer as events; return False where the call ended before it had begun."""
-        waited: list[asyncio.Future[Any]] = [call.begun, call.task]
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if not call.begun.done() or call.begun.cancelled():
-            return False
-        await self._send_events(session, call, make(call.asked, call.begun.result()), send)
-        return True
-
-    async def _whole(self, session: Session, call: ReplyCall, send: Send) -> None:
-        """Send the answer as a whole. Raises: SpmdError."""
-        drawn = await _outcome(call)
-        versions = drawn.data.versions
+    async def _answer(self, session: Session, calls: list[ReplyCall], send: Send) -> None:
+        """Send what was drawn, as a stream or as a whole. Raises: SpmdError."""
+        asked, make = calls[0].asked, self._dialect.stream
+        if asked.stream and make is not None:
+            call = calls[0]
+            await asyncio.wait([call.begun, call.task], return_when=asyncio.FIRST_COMPLETED)
+            if call.begun.done() and not call.begun.cancelled():
+                await self._send_events(session, call, make(asked, call.begun.result()), send)
+                return
+        drawn = await _all_drawn(calls)
+        versions = np.concatenate([one.data.versions for one in drawn])
         span = [int(versions.min()), int(versions.max())] if len(versions) else [session.version]
-        headers = _headers(call.asked, span)
-        await send_json(send, 200, self._dialect.answer(call.asked, drawn), headers)
+        answers = [
+            self._dialect.answer(call.asked, one) for call, one in zip(calls, drawn, strict=True)
+        ]
+        await send_json(send, 200, chat.joined(asked, answers), _headers(asked, span))
 
     async def _send_events(
         self, session: Session, call: ReplyCall, stream: EventStream, send: Send
@@ -249,6 +250,15 @@ class _Drawing(_Endpoint):
             await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
             return  # the connection is closed, as the response has no end
+
+
+async def _all_drawn(calls: list[ReplyCall]) -> list[Drawn]:
+    """Return what all calls drew. Raises: SpmdError, as soon as one of them has failed."""
+    waited = [call.task for call in calls]
+    await asyncio.wait(waited, return_when=asyncio.FIRST_EXCEPTION)
+    ended = [await _outcome(call) for call in calls if call.task.done()]
+    assert len(ended) == len(calls)  # else one of those that ended has failed
+    return ended
 
 
 async def _outcome(call: ReplyCall) -> Drawn:

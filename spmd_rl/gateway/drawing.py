@@ -13,7 +13,8 @@ from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Finish, Sampling
 from spmd_rl.gateway.drawn_text import DrawnText
 from spmd_rl.gateway.follow_template import opening_of
 from spmd_rl.gateway.plan import Plan, SessionParts
-from spmd_rl.gateway.replies import ReplyReader
+from spmd_rl.gateway.replies import ReplyFormat, ReplyReader
+from spmd_rl.gateway.turn_source import SourceTurn
 from spmd_rl.hooks.transcript import Turn
 from spmd_rl.types.samples import MODEL
 
@@ -27,15 +28,15 @@ class Drawing:
         self._texts, self._asked = parts.texts, asked
         self._ends = frozenset((*parts.texts.eos_ids, *asked.stop_ids, *rules.stop_ids))
         self._text = DrawnText(parts.texts.decode, self._ends, asked.stops)
-        self._reads_text = plan.attach is not None
+        self._reads_text = plan.attach is not None or asked.reads_text
         self._reader: Any = None
         self.message: Message = {"role": MODEL, "content": ""}
         self.raw = self.end = ""
         self.opening = opening_of(plan.text)
         if self._reads_text:
-            self._reader = ReplyReader(
-                parts.replies, plan.text, asked.extras.tools, lambda at: f"call_{name}{at}"
-            )
+            form = ReplyFormat(None) if plan.attach is None else parts.replies
+            tools = asked.extras.tools
+            self._reader = ReplyReader(form, plan.text, tools, lambda at: f"call_{name}{at}")
 
     def add(self, ids: Sequence[int]) -> Any:
         """Take new tokens and return the pieces that they complete."""
@@ -55,11 +56,14 @@ class Drawing:
         self.message = self._reader.message
         return pieces
 
-    def drawn(self, begun: Begun, turn: Turn, prompt_ids: Callable[[], NDArray[np.int32]]) -> Drawn:
+    def drawn(
+        self, begun: Begun, got: SourceTurn, prompt_ids: Callable[[], NDArray[np.int32]]
+    ) -> Drawn:
         """Return what the client gets."""
+        turn = got.turn
         finish: Finish = "length" if turn.status == "truncated" else "stop"
         if finish == "stop" and self.message.get("tool_calls"):
             finish = "tool_calls"
         stop, data, texts = self._text.stop, turn.data, self._texts
         told = begun, self.message, finish, stop, data
-        return Drawn(*told, prompt_ids, texts.decode, texts.token_bytes)
+        return Drawn(*told, prompt_ids, texts.decode, texts.token_bytes, got.scores)

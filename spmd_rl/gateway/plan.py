@@ -77,10 +77,14 @@ def make_plan(
     asked: Asked,
 ) -> Plan:
     """Return where a call goes on. Raises: Refused for messages that the template refuses."""
-    if asked.token_ids is not None:
-        before, length = token_tree.find(asked.token_ids)
-        return Plan(before, asked.token_ids[length:], "", None)
-    texts, replies = parts.texts, parts.replies
+    texts, replies, ids = parts.texts, parts.replies, asked.token_ids
+    if asked.prompt_text is not None:
+        ids = np.array(texts.encode(asked.prompt_text, special_tokens=True), np.int32)
+        if not len(ids):
+            raise Refused("prompt", "expected a text of at least one token")
+    if ids is not None:
+        before, length = token_tree.find(ids)
+        return Plan(before, ids[length:], "", None)
     if texts.chat_template is None:
         raise Refused("messages", "this model has no chat template: send token ids")
     if not _is_shown(lambda: texts.shows_texts):

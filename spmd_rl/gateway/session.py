@@ -15,7 +15,7 @@ from spmd_rl.gateway.message_tree import MessageTree, Reason, TokenTree
 from spmd_rl.gateway.metrics import CallEnd
 from spmd_rl.gateway.plan import Plan, SessionParts, make_plan
 from spmd_rl.gateway.reply_call import ReplyCall
-from spmd_rl.gateway.turn_source import TurnSource
+from spmd_rl.gateway.turn_source import SourceTurn, TurnSource
 from spmd_rl.gateway.turns import DrawnTurn, transcript_after
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.transcript import Transcript, Turn
@@ -186,23 +186,24 @@ class Session:
         drawing = Drawing(self._parts, asked, plan, begun.id, self.rules)
         transcript = transcript_after(self._prompt, plan.before, plan.ids)
         end: CallEnd = "failed"
-        turn: Turn | None = None
+        got: SourceTurn | None = None
         try:
-            turn = await self._source.draw(
+            got = await self._source.draw(
                 transcript,
                 asked,
                 _limit(asked.max_tokens, self._parts.texts.context_tokens - begun.num_prompt),
                 (lambda ids: call.add(drawing.add(ids))) if asked.stream else None,
             )
+            begun = begun._replace(num_cached=max(begun.num_cached, got.num_cached))
             end = "answered"
         except asyncio.CancelledError:
             end = "lost"
             raise
         finally:
-            self._note(plan, begun, end, 0 if turn is None else len(turn.tokens))
-        call.add(drawing.finish(turn))
-        self._keep(plan, drawing, turn, transcript)
-        return drawing.drawn(begun, turn, plan.prompt_ids)
+            self._note(plan, begun, end, 0 if got is None else len(got.turn.tokens))
+        call.add(drawing.finish(got.turn))
+        self._keep(plan, drawing, got.turn, transcript)
+        return drawing.drawn(begun, got, plan.prompt_ids)
 
     def _keep(self, plan: Plan, drawing: Drawing, turn: Turn, transcript: Transcript) -> None:
         """Keep a turn, which later calls may go on from."""

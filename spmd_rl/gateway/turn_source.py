@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from spmd_rl.gateway.dialects.asked import Asked, Refused
+from spmd_rl.gateway.dialects.asked import Asked, Refused, TokenScores
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine, RefusedTurn
 from spmd_rl.hooks.transcript import Transcript, Turn
+
+
+class SourceTurn(NamedTuple):
+    """A turn, and what a server knows besides.
+
+    `num_cached` tokens of its prompt were not computed. `scores` are those that were asked for.
+    """
+
+    turn: Turn
+    num_cached: int = 0
+    scores: TokenScores | None = None
 
 
 class TurnSource(Protocol):
@@ -19,7 +30,7 @@ class TurnSource(Protocol):
         asked: Asked,
         max_tokens: int | None,
         on_tokens: Callable[[list[int]], None] | None,
-    ) -> Turn:
+    ) -> SourceTurn:
         """Draw what follows a transcript, to which the turn is appended, and return it.
 
         `max_tokens` is the limit of `asked` as far as the context has room; None where the client
@@ -44,9 +55,9 @@ class EpisodeTurnSource:
         asked: Asked,
         max_tokens: int | None,
         on_tokens: Callable[[list[int]], None] | None,
-    ) -> Turn:
+    ) -> SourceTurn:
         try:
-            return await self._engine.complete(
+            turn = await self._engine.complete(
                 transcript,
                 max_tokens,
                 asked.stops or None,
@@ -55,3 +66,4 @@ class EpisodeTurnSource:
             )
         except RefusedTurn as error:
             raise Refused("", str(error)) from error
+        return SourceTurn(turn)

@@ -80,9 +80,9 @@ class EpisodeTexts:
         """Positions of the model."""
         return self._tokenizer.context
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
-        (tokens,) = self._tokenizer([text], add_special_tokens=False)["input_ids"]
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a text, with the tokenizer's special tokens around it or not."""
+        (tokens,) = self._tokenizer([text], add_special_tokens=special_tokens)["input_ids"]
         return list(tokens)
 
     def decode(

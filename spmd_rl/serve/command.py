@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,7 @@ async def _serve(
     from spmd_rl.gateway.plan import SessionParts
     from spmd_rl.gateway.replies import choose_format
     from spmd_rl.serve.served_turns import ServedSessions, ServedTurns
+    from spmd_rl.serve.token_scores import score
 
     replies = choose_format(cfg.gateway.response_template, texts.chat_template, "gateway")
     parts = SessionParts(cfg.gateway, texts, replies, name, settings="gateway")
@@ -121,7 +123,7 @@ async def _serve(
         more = (one for one in texts.eos_ids if one < engine.spec.vocab_size)
         sampling = replace(sampling, stop_ids=(*sampling.stop_ids, *more))
     limits, most = ModelLimits.of(engine.spec), cfg.gateway.max_waiting
-    turns = ServedTurns(thread, sampling, limits, cfg.seed, most)
+    turns = ServedTurns(thread, partial(score, engine), sampling, limits, cfg.seed, most)
     version = engine.version or 0
     await server.start(make_app(ServedSessions(parts, turns, cfg.key, server.root_url, version)))
     keys = "with a key" if cfg.key else "for anyone on this host"

@@ -35,11 +35,11 @@ def read(body: Json, rules: SamplingRules) -> Asked:
     _refuse_silent(given["messages"])
     row = read_messages(openai_chat.read, given)
     fields.look_into("messages", given["messages"], _KNOWN)
-    sampling = fields.sampling()
+    sampling, num_choices, num_top = fields.sampling(), fields.choices(), fields.num_top()
     fields.neutral()
     options = fields.take("stream_options", dict, {})
     limits = fields.number("max_completion_tokens"), fields.number("max_tokens")
-    return Asked(
+    asked = Asked(
         model=fields.take("model", str, ""),
         messages=row["messages"],
         extras=extras_of(row, fields),
@@ -50,10 +50,12 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         stream=fields.take("stream", bool, False),
         stream_usage=options.get("include_usage") is True,
         logprobs=fields.take("logprobs", bool, False),
+        num_top=num_top,
         return_token_ids=fields.take("return_token_ids", bool, False),
         ignored=fields.ignored,
         unknown=fields.unknown,
     )
+    return asked.of_each([asked], num_choices)
 
 
 def _refuse_silent(messages: list[Any]) -> None:
@@ -83,12 +85,33 @@ def wire_call(made: Message) -> Message:
 
 
 def logprob_rows(drawn: Drawn) -> list[Json]:
-    """Return an entry for each token, with its text, bytes and log-prob."""
-    columns = drawn.token_texts, drawn.logprobs, drawn.token_bytes
+    """Return an entry for each token, with its text, bytes and log-prob, and the likeliest."""
+    tops = drawn.tops() or [[] for _ in drawn.logprobs]
+    columns = drawn.data.tokens.tolist(), drawn.logprobs, tops
     return [
-        {"token": text, "logprob": value, "bytes": list(data), "top_logprobs": []}
-        for text, value, data in zip(*columns, strict=True)
+        _row(drawn, token, value) | {"top_logprobs": [_row(drawn, *one) for one in top]}
+        for token, value, top in zip(*columns, strict=True)
     ]
+
+
+def _row(drawn: Drawn, token: int, value: float) -> Json:
+    text, data = drawn.decode([token]), drawn.token_bytes(token)
+    return {"token": text, "logprob": value, "bytes": list(data)}
+
+
+def joined(asked: Asked, answers: list[Json]) -> Json:
+    """Return one answer with all replies of a request, of chats or completions."""
+    whole = answers[0]
+    for one, other in zip(asked.more, answers[1:], strict=True):
+        whole["choices"] += other["choices"]
+        total, more = whole["usage"], other["usage"]
+        total["completion_tokens"] += more["completion_tokens"]
+        if not one.shares_prompt:
+            total["prompt_tokens"] += more["prompt_tokens"]
+            cached = more["prompt_tokens_details"]["cached_tokens"]
+            total["prompt_tokens_details"]["cached_tokens"] += cached
+        total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
+    return whole
 
 
 def answer(asked: Asked, drawn: Drawn) -> Json:
@@ -100,7 +123,7 @@ def answer(asked: Asked, drawn: Drawn) -> Json:
         message["tool_calls"] = [wire_call(made) for made in calls]
     if thought := reply.get("reasoning_content"):
         message["reasoning_content"] = thought
-    choice: Json = {"index": 0, "message": message, "finish_reason": drawn.finish}
+    choice: Json = {"index": asked.choice, "message": message, "finish_reason": drawn.finish}
     choice |= _asked_for(asked, drawn)
     body = _head(drawn.begun, "chat.completion") | {"choices": [choice], "usage": usage(drawn)}
     return body | _prompt_ids(asked, drawn)

@@ -18,6 +18,7 @@ from spmd_rl.gateway.follow_template import TemplateExtras
 from spmd_rl.types.samples import MODEL
 
 MAX_STOPS, MAX_STOP = 64, 256  # number of stops, and characters of one
+MAX_CHOICES, MAX_TOP = 128, 20  # replies of a request, and likeliest tokens at a place
 END_OF_IDS = 1 << 31
 END_OF_SEEDS = 1 << 63
 
@@ -72,11 +73,26 @@ class RequestFields:
 
     def ids(self, name: str) -> NDArray[np.int32]:
         """Return a list of token ids as an array. Shape: [T]. Raises: Refused."""
-        found = self.take(name, list, [])
-        # one by one: an array of a text among numbers would be of texts as long as that one
-        if not all(type(one) is int and 0 <= one < END_OF_IDS for one in found):
-            raise Refused(name, "expected token ids")
-        return np.array(found, np.int32)
+        return token_ids(name, self.take(name, list, []))
+
+    def choices(self) -> int:
+        """Return how many replies are asked for. Raises: Refused, unless the rules are free."""
+        if not self._rules.free:
+            self.only("n", 1, because="a session draws one reply a call")
+        number = self.number("n") or 1
+        if number > MAX_CHOICES:
+            raise Refused("n", f"expected at most {MAX_CHOICES}, got {number}")
+        self.only("best_of", number)
+        return number
+
+    def num_top(self) -> int:
+        """Return how many of the likeliest tokens to tell. Raises: Refused, unless free."""
+        if not self._rules.free:
+            self.only("top_logprobs", 0, because="only the log-prob of the drawn token is known")
+        number: int = self.take("top_logprobs", int, 0)
+        if not 0 <= number <= MAX_TOP:
+            raise Refused("top_logprobs", f"expected 0 to {MAX_TOP}, got {number}")
+        return number
 
     def only(self, name: str, *allowed: Any, because: str = "") -> None:
         """Take a field whose value changes nothing. Raises: Refused for another value."""
@@ -232,6 +248,14 @@ _NAMES = {str: "a text", int: "a whole number", float: "a number", list: "a list
 
 def _shown(value: Any) -> str:
     return f"{value!r:.60}"
+
+
+def token_ids(name: str, found: list[Any]) -> NDArray[np.int32]:
+    """Return token ids as an array. Shape: [T]. Raises: Refused."""
+    # one by one: an array of a text among numbers would be of texts as long as that one
+    if not all(type(one) is int and 0 <= one < END_OF_IDS for one in found):
+        raise Refused(name, "expected token ids")
+    return np.array(found, np.int32)
 
 
 def read_messages(read: Callable[[Json], Json], body: Json) -> Json:

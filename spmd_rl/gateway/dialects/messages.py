@@ -183,7 +183,7 @@ class MessageStream:
             yield self._block("stop")
             self._num_blocks += 1
         more = {"spmd": drawn.facts()} if self._asked.return_token_ids else {}
-        usage = _usage(self._begun, len(drawn.data))
+        usage = _usage(drawn.begun, len(drawn.data))
         yield _event("message_delta", delta=_ending(drawn), usage=usage, **more)
         yield _event("message_stop")
 

@@ -42,7 +42,8 @@ def read(body: Json, rules: SamplingRules) -> Asked:
     row = read_messages(openai_responses.read, given)
     fields.look_into("input", given["input"], _KNOWN)
     fields.look_into("tools", given["tools"], _KNOWN)
-    sampling, included = fields.sampling(), _neutral(fields, rules)
+    sampling, num_top = fields.sampling(), fields.num_top()
+    included = _neutral(fields, rules)
     return Asked(
         model=fields.take("model", str, ""),
         messages=row["messages"],
@@ -51,6 +52,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         sampling=sampling,
         stream=fields.take("stream", bool, False),
         logprobs=_LOGPROBS in included,
+        num_top=num_top,
         return_token_ids=fields.take("return_token_ids", bool, False),
         ignored=fields.ignored,
         unknown=fields.unknown,

@@ -73,7 +73,8 @@ class Admission:
         forks: bool,
     ) -> None:
         self.num_delayed = 0
-        self.admitted: list[int] = []  # rows since the last `take_admitted`
+        # rows since the last `take_admitted`, and the tokens of each that were computed before
+        self.admitted: list[tuple[int, int]] = []
         self._waiting = waiting
         self._running = running
         self._table = table
@@ -98,7 +99,7 @@ class Admission:
                 self._waiting.appendleft(request)
                 break
             self._running.append(row)
-            self.admitted.append(row)
+            self.admitted.append((row, int(self._table.num_computed[row])))
             self._add_work(row, request, budget, work)
         self._waiting.extendleft(reversed(work.delayed))
         self.num_delayed = len(work.delayed)
@@ -199,7 +200,7 @@ class Admission:
             self._pool.retain(shared)
             self._prefixes.copy_row(row, parent)
         self._running += rows
-        self.admitted += rows
+        self.admitted += [(row, request.num_tokens) for row in rows]
         self._counters.num_forks += len(rows)
         self._counters.add_admissions(len(rows), request.num_tokens, request.num_tokens)
         return rows

@@ -89,6 +89,27 @@ def test_token_ids_over_the_wire() -> None:
     asyncio.run(play())
 
 
+def test_a_completion_is_learned_as_tokens_are() -> None:
+    async def play() -> None:
+        async with serving(lambda _: "yes" + END) as served:
+            body = {"prompt": "the cat", "return_token_ids": True, "logprobs": 1, "stop": "s"}
+            (choice,) = (await served.post("/v1/completions", body)).json["choices"]
+            assert (choice["text"], choice["finish_reason"]) == ("ye", "stop")
+            held = [*choice["prompt_token_ids"], *choice["token_ids"]]
+            got = await served.post("/v1/completions", {"prompt": [*held, 91]})
+            assert got.json["usage"]["prompt_tokens_details"]["cached_tokens"] == len(held)
+            (sample,) = served.session.samples()
+            assert sample.context.tolist() == choice["prompt_token_ids"]
+            told = np.float32(choice["logprobs"]["token_logprobs"])
+            count = len(choice["token_ids"])
+            assert told.tobytes() == sample.logprobs[:count].tobytes()
+            several = (await served.post("/v1/completions", {"prompt": ["a", "b"]})).json
+            assert [one["index"] for one in several["choices"]] == [0, 1]
+            assert len(served.session.samples()) == 3
+
+    asyncio.run(play())
+
+
 def test_models_health_and_counted_tokens() -> None:
     async def play() -> None:
         async with serving() as served:

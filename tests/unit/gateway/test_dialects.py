@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.data.logs import anthropic, openai_chat, openai_responses
 from spmd_rl.data.logs.form import call, message, tool
-from spmd_rl.gateway.dialects import chat, messages, responses, tokens
+from spmd_rl.gateway.dialects import chat, completions, messages, responses, tokens
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules, shortest
 from spmd_rl.gateway.dialects.fields import read_body
 from spmd_rl.gateway.replies import ReplyPiece
@@ -222,6 +222,12 @@ BAD_CALL = {"id": "i", "type": "function", "function": {"name": "f", "arguments"
         (messages, CHAT | {"temperature": 0.1}, "temperature"),
         (messages, CHAT | {"top_k": 5}, "top_k"),
         (messages, CHAT | {"mcp_servers": [{}]}, "mcp_servers"),
+        (completions, {"prompt": "x", "n": 2}, "n"),
+        (completions, {"prompt": "x", "best_of": 2}, "best_of"),
+        (completions, {"prompt": "x", "logprobs": 2}, "logprobs"),
+        (completions, {"prompt": "x", "logprobs": 1, "echo": True}, "logprobs"),
+        (completions, {"prompt": ["x", 3]}, "prompt"),
+        (completions, {"prompt": ["x"] * 2, "stream": True}, "stream"),
         (tokens, {"token_ids": []}, "token_ids"),
         (tokens, {"token_ids": [-1]}, "token_ids"),
         (tokens, {"token_ids": [1.5]}, "token_ids"),
