@@ -213,12 +213,9 @@ class _Drawing(_Endpoint):
     async def _answer(self, session: Session, calls: list[ReplyCall], send: Send) -> None:
         """Send what was drawn, as a stream or as a whole. Raises: SpmdError."""
         asked, make = calls[0].asked, self._dialect.stream
-        if asked.stream and make is not None:
-            call = calls[0]
-            await asyncio.wait([call.begun, call.task], return_when=asyncio.FIRST_COMPLETED)
-            if call.begun.done() and not call.begun.cancelled():
-                await self._send_events(session, call, make(asked, call.begun.result()), send)
-                return
+        if asked.stream and make is not None and (begun := await _begun(calls[0])):
+            await self._send_events(session, calls[0], make(asked, begun), send)
+            return
         drawn = await _all_drawn(calls)
         versions = np.concatenate([one.data.versions for one in drawn])
         span = [int(versions.min()), int(versions.max())] if len(versions) else [session.version]
@@ -250,6 +247,14 @@ class _Drawing(_Endpoint):
             await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
             return  # the connection is closed, as the response has no end
+
+
+async def _begun(call: ReplyCall) -> Begun | None:
+    """Return the first facts of a reply; None where the call ended before it had begun."""
+    waited: list[asyncio.Future[Any]] = [call.begun, call.task]
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    is_begun = call.begun.done() and not call.begun.cancelled()
+    return call.begun.result() if is_begun else None
 
 
 async def _all_drawn(calls: list[ReplyCall]) -> list[Drawn]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -57,7 +57,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope[SHOWN] = lambda: self.strangers.pop(self, None)
+        scope = cast("dict[str, Any]", self.scope)
+        scope[SHOWN] = lambda: self.strangers.pop(self, None)
         self._expect_head()
 
     def on_headers_complete(self) -> None:

@@ -79,12 +79,11 @@ class MessageTree(Generic[T]):
             for node in reversed(self._nodes.get(path.digests[length], ())):
                 if same_thoughts(_thoughts(node), path.thoughts):
                     rest = list(messages[length:])
-                    is_ours = all(message["role"] != MODEL for message in rest)
-                    return Attach(node, rest, "extends" if is_ours else "rewritten", path)
+                    return Attach(node, rest, "rewritten" if _replies(rest) else "extends", path)
         return Attach(None, list(messages), self._reason(messages, path), path)
 
     def _reason(self, messages: Sequence[Message], path: MessagePath) -> Reason:
-        if all(message["role"] != MODEL for message in messages):
+        if not _replies(messages):
             return "new"
         if any(digest in self._without_tools for digest in path.bare):
             return "tools changed"
@@ -102,6 +101,10 @@ class MessageTree(Generic[T]):
         self._first.add(attach.path.bare[1])
         self._replies.add(attach.path.single[-1])
         return node
+
+
+def _replies(messages: Sequence[Message]) -> list[Message]:
+    return [message for message in messages if message["role"] == MODEL]
 
 
 def _thoughts(node: ReplyNode[T]) -> list[str]:

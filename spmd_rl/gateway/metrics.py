@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Literal
 
 CallEnd = Literal["answered", "lost", "failed"]
@@ -13,7 +12,7 @@ class CallCounts:
 
     def __init__(self) -> None:
         self.num_open = self._num_prompt = self._num_cached = self._num_drawn = 0
-        self._ended: Counter[CallEnd] = Counter(answered=0, lost=0, failed=0)
+        self._ended: dict[CallEnd, int] = {"answered": 0, "lost": 0, "failed": 0}
 
     def add(self, end: CallEnd, num_prompt: int, num_cached: int, num_drawn: int) -> None:
         """Count a call that has ended."""

@@ -77,14 +77,34 @@ def make_plan(
     asked: Asked,
 ) -> Plan:
     """Return where a call goes on. Raises: Refused for messages that the template refuses."""
-    texts, replies, ids = parts.texts, parts.replies, asked.token_ids
-    if asked.prompt_text is not None:
-        ids = np.array(texts.encode(asked.prompt_text, special_tokens=True), np.int32)
-        if not len(ids):
-            raise Refused("prompt", "expected a text of at least one token")
-    if ids is not None:
+    texts = parts.texts
+    if (ids := _token_ids(texts, asked)) is not None:
         before, length = token_tree.find(ids)
         return Plan(before, ids[length:], "", None)
+    _check_shown(parts, asked)
+    tools = msgspec.json.encode(list(asked.extras), order="deterministic")
+    attach = tree.attach(asked.messages, tools)
+    try:
+        made = next_prompt(texts, asked.extras, _held(attach), attach.rest, parts.config.template)
+    except SpmdError as error:
+        raise Refused("messages", str(error)) from error
+    before = attach.node.held if attach.node and not made.is_context else None
+    return Plan(before, np.array(made.ids, np.int32), made.text, attach)
+
+
+def _token_ids(texts: EpisodeTexts, asked: Asked) -> NDArray[np.int32] | None:
+    """Return the token ids of a prompt that has no messages; None of one that has. Shape: [T]."""
+    if asked.prompt_text is None:
+        return asked.token_ids
+    ids = np.array(texts.encode(asked.prompt_text, special_tokens=True), np.int32)
+    if not len(ids):
+        raise Refused("prompt", "expected a text of at least one token")
+    return ids
+
+
+def _check_shown(parts: SessionParts, asked: Asked) -> None:
+    """Raise Refused where the chat template leaves out what is asked."""
+    texts = parts.texts
     if texts.chat_template is None:
         raise Refused("messages", "this model has no chat template: send token ids")
     if not _is_shown(lambda: texts.shows_texts):
@@ -98,20 +118,12 @@ def make_plan(
             "the chat template of this model leaves out tools: give its folder a template with "
             "them, or describe them in a message and read calls from the text",
         )
-    if asked.extras.tools and not replies.reads_calls:
+    if asked.extras.tools and not parts.replies.reads_calls:
         raise Refused(
             "tools",
             "it is not known how this model writes tool calls: name a form in "
             f"{parts.settings}.response_template",
         )
-    tools = msgspec.json.encode(list(asked.extras), order="deterministic")
-    attach = tree.attach(asked.messages, tools)
-    try:
-        made = next_prompt(texts, asked.extras, _held(attach), attach.rest, parts.config.template)
-    except SpmdError as error:
-        raise Refused("messages", str(error)) from error
-    before = attach.node.held if attach.node and not made.is_context else None
-    return Plan(before, np.array(made.ids, np.int32), made.text, attach)
 
 
 def _is_shown(asked: Callable[[], bool]) -> bool:

@@ -82,6 +82,11 @@ def choose_format(
         raise ConfigError(
             f"{settings}.response_template = {setting!r}: no file, and none of {names}"
         )
+    return _format_of(path)
+
+
+def _format_of(path: Path) -> ReplyFormat:
+    """Return the format that a file holds. Raises: ConfigError."""
     try:
         return ReplyFormat(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
     except (ValueError, TypeError, KeyError) as error:

@@ -13,8 +13,8 @@ from spmd_rl.data.render.chat import Chat, render
 from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.data.render.messages import messages_of, tools_of
 from spmd_rl.data.render.template_arguments import unread
+from spmd_rl.data.render.token_bytes import TokenBytes
 from spmd_rl.errors import SpmdError
-from spmd_rl.model.token_bytes import TokenBytes
 from spmd_rl.model.tokenizer import FolderTokenizer, load_tokenizer
 
 _MARK = "content\u2060"  # no template has it

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: spmd-rl serve MODEL_OR_RUN [--a.b=c ...]
 
-Answer OpenAI chat completions and Responses, Anthropic messages and token ids for a Hugging Face
-folder, a run (its newest checkpoint) or a folder in its checkpoints, until Ctrl-C."""
+Answer OpenAI chat completions, completions and Responses, Anthropic messages and token ids for a
+Hugging Face folder, a run (its newest checkpoint) or a folder in its checkpoints, until Ctrl-C."""
 
 
 def main(words: list[str]) -> int:

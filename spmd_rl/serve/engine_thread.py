@@ -109,7 +109,8 @@ class EngineThread:
             raise SpmdError(CLOSED if self._is_closed else ENDED)
         value: asyncio.Future[T] = self._loop.create_future()
         self._commands.put(_Call(function, value))
-        await asyncio.wait([value, self.failure], return_when=asyncio.FIRST_COMPLETED)
+        waited: list[asyncio.Future[Any]] = [value, self.failure]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if not value.done():
             raise SpmdError(ENDED)
         return value.result()
@@ -168,11 +169,7 @@ class EngineThread:
         self._loop.call_soon_threadsafe(_answer, command.value, value, error)
 
     def _news(self, output: StepOutput) -> _News:
-        for key, num_cached in zip(output.started, output.cached, strict=True):
-            self._cached.setdefault(key, num_cached)
-        for one in output.finished:
-            key = one.prompt_uid, one.index
-            one.metadata[NUM_CACHED] = self._cached.pop(key, 0)
+        self._note_cached(output)
         keys = zip(output.uids.tolist(), output.indices.tolist(), strict=True)
         tokens = []
         for key, token in zip(keys, output.tokens.tolist(), strict=True):
@@ -183,6 +180,13 @@ class EngineThread:
             (self._at_engine.pop((one.prompt_uid, one.index))[0], one) for one in output.finished
         ]
         return _News(tokens, samples)
+
+    def _note_cached(self, output: StepOutput) -> None:
+        for key, num_cached in zip(output.started, output.cached, strict=True):
+            self._cached.setdefault(key, num_cached)
+        for one in output.finished:
+            key = one.prompt_uid, one.index
+            one.metadata[NUM_CACHED] = self._cached.pop(key, 0)
 
     def _tell(self, news: _News) -> None:
         for ticket, token in news.tokens:

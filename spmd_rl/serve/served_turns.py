@@ -30,6 +30,7 @@ from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.episode_samples import ModelLimits
 from spmd_rl.serve.engine_thread import NUM_CACHED, EngineThread
 from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 from spmd_rl.types.token_data import NO_TOKENS, TokenData
 
 Score = Callable[[NDArray[np.int32], int, int, float], TokenScores]
@@ -88,24 +89,24 @@ class ServedTurns:
             problem = f"{self._max_waiting} requests are open already"
             raise Refused("", problem, status=429, retry_after_s=1)
         request = self._request(transcript, asked, max_tokens)
-        turn, num_cached, scores = Turn(TokenData(), "", "truncated"), 0, None
+        got = SourceTurn(Turn(TokenData(), "", "truncated"))
         try:
             if max_tokens != 0:
-                sample = await self._engine.draw(request, on_tokens)
-                ended: TurnStatus = "completed" if sample.status == "completed" else "truncated"
-                turn, num_cached = Turn(sample.data, "", ended), sample.metadata[NUM_CACHED]
+                got = _turn_of(await self._engine.draw(request, on_tokens))
             if asked.logprobs and (asked.echo or asked.num_top):
-                scores = await self._scores(request, asked, turn)
+                got = got._replace(scores=await self._scores(request, asked, got.turn))
         except (DataError, ConfigError) as error:
             raise Refused("", str(error)) from error
         transcript.place = TranscriptPlace(0, 0, request.sampling.scored_temperature)
-        transcript.append(turn)
-        return SourceTurn(turn, num_cached, scores)
+        transcript.append(got.turn)
+        return got
 
-    async def _scores(self, request: Request, asked: Asked, turn: Turn) -> TokenScores:
-        """Return the scores of a turn, and with `echo` those of its prompt before it."""
+    async def _scores(self, request: Request, asked: Asked, turn: Turn) -> TokenScores | None:
+        """Return the scores of a turn, and with `echo` those of its prompt before it, if any."""
         tokens = np.concatenate([request.prompt, turn.data.tokens])
         first = 1 if asked.echo else len(request.prompt)
+        if first == len(tokens):
+            return None
         given = tokens, first, asked.num_top, request.sampling.scored_temperature
         return await self._engine.call(partial(self._score, *given))
 
@@ -124,6 +125,11 @@ class ServedTurns:
         key = (next(self._uids), 0) if seed is None else (prompt_uid(tokens, asked.choice), seed)
         priority = asked.sampling.priority
         return Request(*key, tokens, sampling, seed=self._seed, priority=priority)
+
+
+def _turn_of(sample: Sample) -> SourceTurn:
+    ended: TurnStatus = "completed" if sample.status == "completed" else "truncated"
+    return SourceTurn(Turn(sample.data, "", ended), sample.metadata[NUM_CACHED])
 
 
 def _sampling_of(base: SamplingConfig, asked: Asked, max_tokens: int) -> SamplingConfig:

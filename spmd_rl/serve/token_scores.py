@@ -33,9 +33,6 @@ def score(
             f"log-probs of a text of {len(tokens)} tokens need engine.max_step_tokens = "
             f"{len(tokens)} or more (now {most})",
         )
-    if first == len(tokens):
-        nothing = np.zeros((0, num_top), np.float32)
-        return TokenScores(nothing[:, 0] if num_top else np.zeros(0, np.float32), nothing, nothing)
     parts = [*_chunks(engine, tokens, first, num_top, temperature)]
     columns = (torch.cat(one).cpu().numpy() for one in zip(*parts, strict=True))
     return TokenScores(*columns)
@@ -48,13 +45,7 @@ def _chunks(
     device, model = engine.device, engine.model
     inverse = float(np.float32(1) / np.float32(temperature))
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
-    attend = PackedAttention(
-        np.array([len(tokens)], np.int32),
-        device=device,
-        split=engine.cfg.attention_split,
-        exponents=model.exponents,
-    )
-    hidden = model(ids, torch.arange(len(tokens), device=device), attend)
+    hidden = _hidden(engine, ids)
     for start in range(first, len(tokens), LOGIT_ROWS):
         targets = ids[start : start + LOGIT_ROWS]
         logits = model.logits(hidden[start - 1 : start - 1 + len(targets)])
@@ -63,3 +54,15 @@ def _chunks(
         logprobs, _, of_best = token_scores(logits, targets, scale, best)
         assert of_best is not None  # candidates were given
         yield logprobs, best[:, :num_top].int(), of_best[:, :num_top]
+
+
+def _hidden(engine: NativeEngine, ids: torch.Tensor) -> torch.Tensor:
+    """Return the hidden states of a text. Shape: ids [T]; returns [T, C]."""
+    attend = PackedAttention(
+        np.array([len(ids)], np.int32),
+        device=engine.device,
+        split=engine.cfg.attention_split,
+        exponents=engine.model.exponents,
+    )
+    hidden: torch.Tensor = engine.model(ids, torch.arange(len(ids), device=ids.device), attend)
+    return hidden

@@ -108,33 +108,31 @@ def _logprobs(asked: Asked, drawn: Drawn) -> Json | None:
     """Return columns of the tokens; with `echo` the prompt's come first, of which one has none."""
     if not asked.logprobs:
         return None
-    ids, values = drawn.data.tokens.tolist(), [*drawn.logprobs]
-    tops: list[Json | None] = [dict(one) for one in _tops(asked, drawn)]
-    if asked.echo and drawn.scores is not None:
+    ids = drawn.data.tokens.tolist()
+    values: list[float | None] = [*drawn.logprobs]
+    tops = drawn.tops(whole=asked.echo) or [[] for _ in ids]
+    if asked.echo:
         prompt = drawn.prompt_ids.tolist()
-        ids = [*prompt, *ids]
-        values = [None, *shortest(drawn.scores.logprobs[: len(prompt) - 1]), *values]
-        tops = [None, *tops]
+        scored = [] if drawn.scores is None else shortest(drawn.scores.logprobs[: len(prompt) - 1])
+        ids, values, tops = [*prompt, *ids], [None, *scored, *values], [[], *tops]
     names = [_name(asked, drawn, token) for token in ids]
-    for name, value, top in zip(names, values, tops, strict=True):
-        if top is not None:
-            top.setdefault(name, value)  # the drawn token stands beside the likeliest ones
     starts = accumulate((len(drawn.decode([token])) for token in ids), initial=0)
-    offsets = [start for start, _ in zip(starts, ids, strict=False)]
-    table = {"tokens": names, "token_logprobs": values, "text_offset": offsets}
-    return table | {"top_logprobs": tops if asked.num_top else None}
+    table = {"tokens": names, "token_logprobs": values, "text_offset": [*starts][: len(ids)]}
+    rows = [_top(asked, drawn, *one) for one in zip(names, values, tops, strict=True)]
+    return table | {"top_logprobs": rows if asked.num_top else None}
 
 
-def _tops(asked: Asked, drawn: Drawn) -> Iterator[dict[str, float]]:
-    """Yield the likeliest tokens of each place that has a log-prob, by their names, best first."""
-    rows = drawn.tops(whole=asked.echo)
-    if not rows:
-        yield from ({} for _ in drawn.data.tokens)
-    for row in rows:
-        found: dict[str, float] = {}
-        for token, value in row:
-            found.setdefault(_name(asked, drawn, token), value)  # several may have one text
-        yield found
+def _top(
+    asked: Asked, drawn: Drawn, name: str, value: float | None, top: list[tuple[int, float]]
+) -> Json | None:
+    """Return the likeliest tokens of a place by their names, best first, and the drawn one."""
+    if value is None:
+        return None
+    found: dict[str, float] = {}
+    for token, one in top:
+        found.setdefault(_name(asked, drawn, token), one)  # several may have one text
+    found.setdefault(name, value)
+    return found
 
 
 def _name(asked: Asked, drawn: Drawn, token: int) -> str:

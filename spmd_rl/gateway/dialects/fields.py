@@ -161,7 +161,7 @@ class RequestFields:
         for name in ("temperature", "top_p", "top_k", "min_p"):
             value = self.take(name, (int, float))
             ours = getattr(rules, name)
-            off = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}.get(name, ())
+            off = _OFF.get(name, ())
             if value is None or (ours is not None and math.isclose(value, ours, rel_tol=1e-6)):
                 continue
             if value in off and ours in (*off, None):
@@ -203,6 +203,7 @@ class RequestFields:
         return (*self._left, *self._inner)
 
 
+_OFF = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # values that leave out no token
 # fields of other servers, and the values of them that change nothing
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),

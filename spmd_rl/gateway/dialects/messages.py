@@ -55,8 +55,9 @@ def read_counted(body: Json, rules: SamplingRules) -> Asked:
     row = _conversation(fields)
     _neutral(fields)
     model, extras = fields.take("model", str, ""), extras_of(row, fields)
-    rest = {"ignored": fields.ignored, "unknown": fields.unknown}
-    return Asked(model=model, messages=row["messages"], extras=extras, **rest)
+    ignored, unknown = fields.ignored, fields.unknown
+    told = row["messages"]
+    return Asked(model=model, messages=told, extras=extras, ignored=ignored, unknown=unknown)
 
 
 def _conversation(fields: RequestFields) -> Json:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from spmd_rl.model.token_bytes import TokenBytes
+from spmd_rl.data.render.token_bytes import TokenBytes
 
 SPACE = "\u2581"
 
