@@ -87,7 +87,7 @@ def make_plan(
     try:
         made = next_prompt(texts, asked.extras, _held(attach), attach.rest, parts.config.template)
     except SpmdError as error:
-        raise Refused("messages", str(error)) from error
+        raise Refused("messages", str(error).removeprefix("messages: ")) from error
     before = attach.node.held if attach.node and not made.is_context else None
     return Plan(before, np.array(made.ids, np.int32), made.text, attach)
 

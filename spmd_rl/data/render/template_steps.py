@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-MAX_STEPS = 50_000_000  # lines of a compiled template; 100,000 messages take a few millions
+MAX_STEPS = 20_000_000  # lines of a compiled template; 100,000 messages take a few millions
 _FILE = "<template>"  # where jinja says that the code of a template stands
 
 

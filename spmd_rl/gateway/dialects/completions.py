@@ -28,8 +28,9 @@ def read(body: Json, rules: SamplingRules) -> Asked:
     _check_logprobs(logprobs, echo, rules)
     fields.only("suffix", "", because="this gateway goes on at the end of a prompt alone")
     options = fields.take("stream_options", dict, {})
-    num_tokens = 0 if body.get("max_tokens") == 0 and echo else fields.number("max_tokens")
-    fields.ignore("max_tokens")  # 0, where only the prompt is scored
+    only_scores = rules.free and echo and body.get("max_tokens") == 0
+    name = "max_tokens"
+    num_tokens = fields.take(name, int) if only_scores else fields.number(name)
     names_ids = fields.take("return_tokens_as_token_ids", bool, False)
     fields.neutral()
     asked = Asked(

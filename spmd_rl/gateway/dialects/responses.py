@@ -16,7 +16,7 @@ from spmd_rl.gateway.sse import event
 from spmd_rl.types.samples import MODEL
 
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDED = {_LOGPROBS, "reasoning.encrypted_content"}
+_INCLUDED = [_LOGPROBS, "reasoning.encrypted_content"]  # a client may ask for what has no hash
 _ITEM = {
     "type", "role", "content", "summary", "id", "status", "call_id", "name", "arguments", "output",
 }  # fmt: skip
