@@ -19,9 +19,10 @@ from spmd_rl.types.samples import MODEL
 # what is read of a request, by its place
 _KNOWN = {
     "messages": {
-        "role", "content", "reasoning_content", "reasoning", "tool_calls", "tool_call_id", "name",
+        "role", "content", "reasoning_content", "reasoning", "reasoning_details", "tool_calls",
+        "tool_call_id", "name",
     },
-    "messages[].content": {"type", "text"},
+    "messages[].content": {"type", "text", "thinking", "signature"},
     "messages[].tool_calls": {"id", "type", "function", "index"},
 }  # fmt: skip
 
