@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -191,13 +192,14 @@ class _Drawing(_Endpoint):
         asked = await self.asked(self._dialect.read, body, session.rules)
         named, again = _retry(scope["headers"])
         path = scope["path"].rpartition("/")[2].encode()
+        request = sha256(b"\n".join((path, named, body))).digest()
         calls: list[ReplyCall] = []
         tasks: list[asyncio.Future[None]] = []
         answered = False
         try:
             for one in (asked, *asked.more):
-                request = b"\n".join((path, named, str(one.choice).encode(), body))
-                calls.append(session.ask(one, request, again=again))
+                name = request + b"%d" % one.choice
+                calls.append(session.ask(one, name, again=again, num_bytes=len(body)))
                 calls[-1].join()
             tasks += [asyncio.ensure_future(_until_gone(receive))]
             tasks += [asyncio.ensure_future(self._answer(session, calls, send))]

@@ -110,11 +110,12 @@ class Session:
         plan = self._plan(asked)
         return plan.num_cached + len(plan.ids)
 
-    def ask(self, asked: Asked, request: bytes, *, again: bool) -> ReplyCall:
+    def ask(self, asked: Asked, request: bytes, *, again: bool, num_bytes: int = 0) -> ReplyCall:
         """Begin to draw a reply, and return the call, which the caller joins.
 
-        `request` is what the client sent. With `again`, which a client says of a retry, the call of
-        an equal one is returned. Else equal requests are draws of their own, also at once.
+        `request` is what the client sent, or stands for it; `num_bytes` says how much that was.
+        With `again`, which a client says of a retry, the call of an equal one is returned. Else
+        equal requests are draws of their own, also at once.
         Raises: Refused, while too many calls wait, after the last turn, or after the end.
         """
         if self._closed:
@@ -130,7 +131,7 @@ class Session:
             self._unanswered.append(tag)
             problem = f"{len(self._open)} calls of this session wait for the engine already"
             raise Refused("", problem, status=429, retry_after_s=1)
-        call = ReplyCall(asked, len(request))
+        call = ReplyCall(asked, max(num_bytes, len(request)))
         self._calls.setdefault(tag, []).append(call)
         self._open.add(call)
         self._parts.counts.num_open += 1

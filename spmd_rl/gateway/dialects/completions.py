@@ -43,7 +43,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         stream=fields.take("stream", bool, False),
         stream_usage=options.get("include_usage") is True,
         logprobs=logprobs is not None,
-        num_top=logprobs or 0,
+        num_top=(logprobs or 0) if rules.free else 0,
         echo=echo,
         names_ids=names_ids,
         return_token_ids=fields.take("return_token_ids", bool, False),

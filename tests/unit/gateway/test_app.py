@@ -100,6 +100,7 @@ def test_a_completion_is_learned_as_tokens_are() -> None:
             assert got.json["usage"]["prompt_tokens_details"]["cached_tokens"] == len(held)
             (sample,) = served.session.samples()
             assert sample.context.tolist() == choice["prompt_token_ids"]
+            assert choice["logprobs"]["top_logprobs"] is None, "a run does not know the likeliest"
             told = np.float32(choice["logprobs"]["token_logprobs"])
             count = len(choice["token_ids"])
             assert told.tobytes() == sample.logprobs[:count].tobytes()
