@@ -211,10 +211,10 @@ def run(waiting: list[GpuFile], host: Host, out: Path, limit_s: float) -> dict[G
     waiting = list(waiting)
     with ThreadPoolExecutor(max(1, len(waiting))) as pool:
         while waiting or running:
-            for file in list(waiting) if time.monotonic() < give_up_at else []:
-                if gpus := host.place(file):
-                    waiting.remove(file)
-                    running[pool.submit(run_file, file, gpus, out, give_up_at)] = file
+            # in order: files of few workers would leave none to those of many
+            while waiting and time.monotonic() < give_up_at and (gpus := host.place(waiting[0])):
+                file = waiting.pop(0)
+                running[pool.submit(run_file, file, gpus, out, give_up_at)] = file
             if not running:
                 break
             for done in wait(running, return_when=FIRST_COMPLETED).done:

@@ -43,8 +43,12 @@ def decode(tokens: tuple[int, ...]) -> str:
 def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCase]:
     folder = tmp_path_factory.mktemp("model")
     spec = write_config("0.6B", folder)
-    options: dict[str, Any] = {"attention_backend": "triton", "cuda_graph_max_bs_decode": 16}
-    cfg = SglangEngineConfig(python=PYTHON, options=options, max_batch=32, memory_fraction=0.3)
+    options: dict[str, Any] = {
+        "attention_backend": "triton",
+        "cuda_graph_max_bs_decode": 16,
+        "max_total_tokens": 32768,  # other processes have some of the GPU
+    }
+    cfg = SglangEngineConfig(python=PYTHON, options=options, max_batch=32)
     engine = build(cfg, str(folder), DEVICE, decode)
 
     def advance(steps: int) -> None:
