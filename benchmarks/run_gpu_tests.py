@@ -25,8 +25,8 @@ from benchmarks.table import RESULTS, read_results
 
 ROOT = Path(__file__).parents[1]
 TESTS = "tests/gpu"
-MOST_WORKERS = 14  # that share a GPU: each has a context, and some GB of weights or pages
-SPARE_CORES = 2  # of a GPU's share of the host, for what compiles and runs beside tests
+MOST_WORKERS = 18  # that share a GPU: each has a context, and some GB of weights or pages
+PER_CORE = 9 / 8  # workers: now and then each waits for its GPU
 WORKERS = {"kernels": 4, "recipes": 3}  # of a file: kernels compile, recipes start processes
 ALONE = "alone"  # the mark of tests that have a GPU for themselves, in a run of their own
 HOST_THREADS = 4  # of a process of tests: with a thread a core each, all would wait for each other
@@ -37,7 +37,7 @@ UNFINISHED = "no report"
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
 
 
-# how many GPUs a file wants, if more than one, in the order in which these files start
+# how many GPUs a file wants, if more than one
 NUM_GPUS = {
     "recipes/test_sglang.py": 4,
     "train/test_megatron.py": 4,
@@ -67,6 +67,11 @@ class GpuFile(NamedTuple):
     def stem(self) -> str:
         stem = self.name.removesuffix(".py").replace("/", ".")
         return f"{stem}.{ALONE}" if self.alone else stem
+
+    @property
+    def expected_s(self) -> float:
+        """How long it may take: files in kernels/ are shared among their workers."""
+        return self.seconds / self.workers if self.name.startswith("kernels/") else self.seconds
 
     @property
     def workers(self) -> int:
@@ -111,7 +116,7 @@ def _taken(files: list[GpuFile]) -> int:
 def files_of(tests: Iterable[str]) -> list[GpuFile]:
     """Return the files at or below the paths `tests`, in the order in which they should start.
 
-    After those of `NUM_GPUS` the longest come first, and tests that want to be alone last.
+    The longest come first, and tests that want to be alone last.
     """
     root = ROOT / TESTS
     wanted = [(ROOT / one).resolve() for one in tests]
@@ -124,14 +129,7 @@ def files_of(tests: Iterable[str]) -> list[GpuFile]:
             entries.append(GpuFile(name, gpus, seconds=seconds))
             if f"pytest.mark.{ALONE}\n" in path.read_text():
                 entries.append(GpuFile(name, gpus, alone=True))
-    places = {name: place for place, name in enumerate(NUM_GPUS)}
-    last = len(places)
-    return sorted(
-        entries,
-        key=lambda file: (
-            *(file.alone, places.get(file.name, last), -file.seconds / file.workers, file.name),
-        ),
-    )
+    return sorted(entries, key=lambda file: (file.alone, -file.expected_s, file.name))
 
 
 def last_times() -> dict[str, float]:
@@ -156,7 +154,7 @@ def visible_gpus() -> list[str]:
 
 def workers_of(num_gpus: int) -> int:
     """Return how many processes of tests share a GPU of this host."""
-    return max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // max(1, num_gpus) - SPARE_CORES))
+    return max(1, min(MOST_WORKERS, int(PER_CORE * (os.cpu_count() or 1)) // max(1, num_gpus)))
 
 
 def run_file(file: GpuFile, gpus: list[str], out: Path, give_up_at: float) -> str:

@@ -87,7 +87,7 @@ def test_all_files_are_chosen_but_for_what_is_named() -> None:
     assert alone == [file.name for file in entries[-len(alone) :]], "they come last"
     train = [file.name for file in run_gpu_tests.files_of([f"{TESTS}/train"])]
     assert set(train) == {name for name in everything if name.startswith("train/")}
-    assert train.index("train/test_megatron.py") < train.index("train/test_frozen.py")
+    assert train.index("train/test_megatron.py") < train.index("train/test_frozen.py"), "longer"
     assert [file.name for file in run_gpu_tests.files_of([f"{TESTS}/{train[0]}"])] == train[:1]
 
 
