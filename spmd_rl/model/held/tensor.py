@@ -61,7 +61,7 @@ class HeldTensor(NamedTuple):
     def part_of(self, index: int) -> Box:
         """Return the part of the rank `index` along the axis; it may be empty."""
         if self.axis == "tp":
-            return cut_box(self.spec, Along(index, self.along.size), self.padding)
+            return part_box(self.spec, Along(index, self.along.size), self.padding)
         num_rows = self.spec.shape[0] if self.axis == "" or index == self.owner else 0
         return range_box(self.spec.shape, 0, 0, num_rows)
 
@@ -81,7 +81,7 @@ class HeldTensor(NamedTuple):
         return self.axis != "ep" or self.along.index == self.owner
 
 
-def cut_box(tensor: TensorSpec, along: Along, padding: int = 1) -> Box:
+def part_box(tensor: TensorSpec, along: Along, padding: int = 1) -> Box:
     """Return the box of a rank where ranks divide a tensor as its cut says; all of it without one.
 
     A vocabulary is padded to a multiple of `padding` rows first, and then split evenly. So a box
