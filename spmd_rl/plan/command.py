@@ -14,11 +14,11 @@ from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.plan import fewest_gpus as fewest
 from spmd_rl.plan import tp_choice
 from spmd_rl.plan.needs import RunNeeds
-from spmd_rl.plan.resolve import RunPlan, resolve
+from spmd_rl.plan.resolve import GPUS_PER_HOST, RunPlan, resolve
 from spmd_rl.plan.savings import Flags, key_of
 from spmd_rl.plan.text import lines
 
-MAX_RANKS = 8192  # what a push moves is computed for every pair of ranks
+MAX_RANKS = 8192
 GIB = 1 << 30
 # by the number of GB that a GPU is sold by: what CUDA reports of an H100 and of an H200
 USABLE_GIB = {80.0: 79.1, 141.0: 139.8}
@@ -38,12 +38,12 @@ def main(words: list[str]) -> int:
     recipe = load_recipe(options.recipe)
     cfg = recipe.configure(invocation)
     ranks_here: int = invocation.nproc or RunNeeds.of(cfg).nproc or 0
-    room = fewest.Room(gpu_bytes or 0, host_bytes, ranks_here or fewest.GPUS_PER_HOST)
+    room = fewest.Room(gpu_bytes or 0, host_bytes, ranks_here or GPUS_PER_HOST)
     search = fewest.Search(partial(_configure, recipe, invocation), _kept(invocation), room)
     if options.fewest_gpus:
         return _print_fewest(search, options.world)
     world_size = _world_size(options.world, ranks_here)
-    plan = resolve(cfg, world_size, gpu_bytes)
+    plan = resolve(cfg, world_size, gpu_bytes, ranks_per_host=room.ranks_per_host)
     print("\n".join(lines(plan)))
     if gpu_bytes is None:
         return _require_host(plan, room)

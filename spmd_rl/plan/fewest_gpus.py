@@ -17,7 +17,7 @@ from spmd_rl.model.read import read_spec
 from spmd_rl.offload.ledger import Ledger, as_size
 from spmd_rl.plan.concurrency import longest_sequence
 from spmd_rl.plan.needs import RunNeeds
-from spmd_rl.plan.resolve import RunPlan, resolve
+from spmd_rl.plan.resolve import GPUS_PER_HOST, RunPlan, resolve
 from spmd_rl.plan.roles import INFER, TRAIN
 from spmd_rl.plan.savings import (
     LEAST_MICRO_BATCH,
@@ -33,7 +33,6 @@ from spmd_rl.train.config import megatron_settings
 from spmd_rl.train.megatron.exact import has_engine_bits
 
 WORLDS = tuple(2**power for power in range(14))  # 1 to 8,192
-GPUS_PER_HOST = 8
 Configure = Callable[[Flags], object]  # from flags to the recipe's config
 
 
@@ -63,7 +62,7 @@ class Attempt:
         """The most that any GPU needs."""
         if self.plan is None:
             return inf
-        return max(ledger.peak_bytes() for ledger in self.plan.ledgers.values())
+        return self.plan.ledgers.most(Ledger.peak_bytes)
 
     @property
     def lacks_pages(self) -> bool:
@@ -143,7 +142,9 @@ class Search:
             cfg = self.configure((*flags, *_with_longest(needs)))
             if _is_left_out(cfg, needs, flags):
                 return None
-            plan = resolve(cfg, world_size, self.room.gpu_bytes)
+            plan = resolve(
+                cfg, world_size, self.room.gpu_bytes, ranks_per_host=self.room.ranks_per_host
+            )
         except (ConfigError, PlanError) as error:
             if flags:
                 return None
@@ -195,7 +196,7 @@ def why_none(tried: list[Attempt], room: Room) -> str:
     few = next(attempt.plan for attempt in tried if attempt.plan)
     plan = best.plan
     assert plan is not None
-    largest = max(plan.ledgers.values(), key=Ledger.peak_bytes)
+    largest = max(plan.ledgers.of_names.values(), key=Ledger.peak_bytes)
     phase = max(largest.phases, key=largest.resident_bytes)
     needs = (
         f"each needs {as_size(largest.peak_bytes())} in phase {phase}, and may use "
@@ -203,7 +204,7 @@ def why_none(tried: list[Attempt], room: Room) -> str:
     )
     if len(tried) == 1:
         return f"{gpus(best)} do not suffice: {needs}; without --world, more are tried"
-    alike = {entry for ledger in few.ledgers.values() for entry in ledger.entries}
+    alike = {entry for ledger in few.ledgers.of_names.values() for entry in ledger.entries}
     whole = [one for one in largest.counted(phase) if one.num_bytes and one in alike]
     terms = " + ".join(f"{entry.tag} {as_size(entry.num_bytes)}" for entry in whole)
     if len(whole) > 1:

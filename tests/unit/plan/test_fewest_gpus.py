@@ -201,6 +201,18 @@ def test_a_plan_that_does_not_fit_names_the_setting_that_helps(
         main([*words[:1], f"--model={models / '32B'}", *words[2:], "--world=1"])
 
 
+@pytest.mark.parametrize("world", ["64", "256", "1024"])
+def test_large_worlds_of_shared_ranks_fit(
+    models: Path, capsys: pytest.CaptureFixture[str], world: str
+) -> None:
+    """A rank's connections are those to its host's ranks, and buffers for all others together."""
+    words = ["--gpu-gib=79.1", f"--world={world}", "--trainer.max_tokens=8192"]
+    out = said(capsys, ["grpo", f"--model={models / '8B'}", "--data=x.jsonl", *words])
+    assert out[-1] == "fits in 79.1 GiB"
+    (line,) = [line for line in out if line.startswith("  communicators ")]
+    assert all(float(size) < 4 for size in line.split()[1::2])
+
+
 def test_sequences_that_find_no_room_are_counted(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

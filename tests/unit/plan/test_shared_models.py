@@ -65,7 +65,6 @@ def test_ranks_have_a_part_of_weights_and_pages(model: Path) -> None:
     plans = [resolve(config(model, tp, cfg), 8, 80 << 30) for tp in (1, 2)]
     asked = [one.sleep and one.queue for one in plans]
     assert asked[0] is not None and asked[1] is not None
-    assert plans[1].routes.between_bytes < plans[0].routes.between_bytes
 
 
 def test_a_rank_has_the_parts_of_its_sums_at_once(model: Path) -> None:

@@ -18,7 +18,7 @@ from spmd_rl.controller.endpoint import Role
 from spmd_rl.errors import PlanError
 from spmd_rl.offload.phases import ALL, COLOCATED, Phases
 from spmd_rl.plan.concurrency import RunningSequences, running
-from spmd_rl.plan.memory import MemoryModel, kv_sized
+from spmd_rl.plan.memory import MemoryModel
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.resolve import RunPlan, resolve
 from spmd_rl.plan.sleep import Need, choose_sleep, copied_bytes, effective_phases, sleep_levels
@@ -62,7 +62,7 @@ def memory_of(model: Path, *words: str, recipe: Any = grpo.Config, world: int = 
 
 
 def peak(memory: MemoryModel, sleeping: Any, kv_bytes: int = 0) -> int:
-    ledgers = kv_sized(memory.ledgers(sleeping), kv_bytes)
+    ledgers = memory.ledgers(sleeping).kv_sized(kv_bytes)
     return max(ledger.peak_bytes() for ledger in ledgers.values())
 
 
