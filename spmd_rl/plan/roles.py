@@ -87,7 +87,7 @@ class PlannedRole:
         trainer, placement = self.trainer, self.placement
         if trainer is None:
             return ()
-        along = [(axis,) for axis in trainer.backend.sends_along]
+        along: list[tuple[str, ...]] = [(axis,) for axis in trainer.backend.sends_along]
         if trainer.deterministic or trainer.optimizer.kind == "muon":
             along.append(("fsdp", "cp"))
         groups = (placement.ranks_along(placement.ranks[0], axes) for axes in along)

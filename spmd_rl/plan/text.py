@@ -33,6 +33,7 @@ def lines(plan: RunPlan) -> Iterator[str]:
         )
     for name, sentence in plan.formats.items():
         yield f"{name:12} {sentence}"
+    yield from _lengths(plan)
     if plan.push is not None:
         yield from _push(plan.push)
     if plan.on_gpu:
@@ -60,6 +61,20 @@ def _split(plan: RunPlan) -> Iterator[str]:
             yield f"  {role.name:8} {'with ' + role.placement.name:28} ranks {ranks}"
     if idle := plan.idle:
         yield f"  {'idle':8} {'no role':28} ranks {_ranks_text(idle)}"
+
+
+def _lengths(plan: RunPlan) -> Iterator[str]:
+    """Yield the tokens of sequences and of micro-batches that the memory below is for."""
+    parts = []
+    if plan.queue is not None:
+        tokens = plan.queue.running.num_tokens
+        parts.append(f"sequences of {tokens:,} tokens, of which sampling.max_tokens are answers")
+    trainers = (role.trainer for role in plan.roles if role.name == TRAIN)
+    parts += [
+        f"micro-batches of {one.max_tokens:,} (trainer.max_tokens)" for one in trainers if one
+    ]
+    if parts:
+        yield f"lengths      {'; '.join(parts)}"
 
 
 def _push(push: Push) -> Iterator[str]:

@@ -50,6 +50,13 @@ class Invocation:
             return Path(self.recipe).stem
         return self.recipe.rpartition(".")[2]
 
+    @property
+    def file(self) -> Path | None:
+        """The file of settings, also where `config` is the folder of a run."""
+        if self.config is not None and self.config.is_dir():
+            return self.config / "config.toml"
+        return self.config
+
     @classmethod
     def parse(cls, words: list[str]) -> Invocation:
         """Read the words after `run`. Raises: ConfigError."""
@@ -85,10 +92,8 @@ class Recipe:
 
         Raises: ConfigError.
         """
-        file = invocation.config
-        if file is not None and file.is_dir():  # the folder of a run
-            file = file / "config.toml"
-        cfg = load(self.config, file, invocation.overrides, getattr(self.config, "from_file", None))
+        from_file = getattr(self.config, "from_file", None)
+        cfg = load(self.config, invocation.file, invocation.overrides, from_file)
         run = run_config(cfg)
         if run is not getattr(cfg, "run", None) or run.name:
             return cfg

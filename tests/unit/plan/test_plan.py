@@ -235,9 +235,23 @@ def test_it_is_said_where_memory_is_that_of_gpus(
 def test_a_plan_without_a_model_says_which_words_are_missing() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^model is required: say --model VALUE \(a string\); data is required: say",
+        match=r"^model is required: say --model VALUE \(a string\); teacher is required: say",
     ):
-        main(["grpo", "--world=2"])
+        main(["distill", "--world=2"])
+
+
+def test_the_length_that_is_planned_for_is_said(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = ["--sampling.max_tokens=3000", "--prompts.max_prompt_tokens=500"]
+    batch = "--trainer.max_tokens=9000"
+    assert main(["grpo", "--world=2", f"--model={model}", *lengths, batch]) == 0
+    assert (
+        "lengths      sequences of 3,500 tokens, of which sampling.max_tokens are answers; "
+        "micro-batches of 9,000 (trainer.max_tokens)\n"
+    ) in capsys.readouterr().out
+    assert main(["sft", "--world=2", f"--model={model}", batch]) == 0
+    assert "lengths      micro-batches of 9,000 (trainer.max_tokens)\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -328,6 +342,26 @@ def test_a_recipe_without_an_engine(model: Path, capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     assert "train.fsdp   ranks 0-3" in out
     assert "weight push" not in out
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "grpo_async", "sft", "dpo", "pretrain", "replay"])
+def test_no_data_is_asked_for(model: Path, capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    assert main([recipe, "--world", "2", f"--model={model}"]) == 0
+    assert "world of 2" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="model is required"):
+        main([recipe, "--world", "2"])
+
+
+def test_the_config_of_a_run_is_planned(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a file, and as the run's folder. What it sets itself stays."""
+    settings = f"model = '{model}'\n[trainer.backend]\nrecompute = 'all'\n"
+    for data in ("", "data = 'gone.jsonl'\n", "[data]\n'gone.jsonl' = 1.0\n"):
+        ordered = data + settings if not data.startswith("[") else settings + data
+        (model / "config.toml").write_text(ordered)
+        for given in (model / "config.toml", model):
+            words = ["--gpu-gib=79.1", "--fewest-gpus", "--world=8", f"--config={given}"]
+            assert main(["grpo", *words]) == 0
+            assert capsys.readouterr().out.startswith("    8 GPUs  fits: --nproc 8\n\n")
 
 
 def test_a_config_that_lacks_what_a_role_is_planned_by(model: Path) -> None:
