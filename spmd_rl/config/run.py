@@ -47,7 +47,8 @@ class RunConfig:
     start_s: float = 300.0  # how long all ranks may take to report
     grace_s: float = 25.0  # after SIGTERM, how long the step and its checkpoint may still take
     resume: bool = False  # go on in a run's folder though its settings have changed
-    save_every: int = 20  # steps between checkpoints; 0 saves once, after the last step
+    save_every: int = 20  # steps between checkpoints; 0: none between
+    save_last: bool = True  # save after the last step too, whatever save_every is
     keep_checkpoints: int = 2  # how many of the newest are kept
     keep_best: int = 1  # how many more are kept because of their reward, or of `best`
     # by which metric of an evaluation the best checkpoint goes, such as "eval/NAME/reward"; "": by

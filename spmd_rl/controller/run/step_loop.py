@@ -195,11 +195,11 @@ class StepLoop:
             self._announce_end(step.why_run_ends)
             self._checkpoints.wait_until_complete()
             state = CheckpointState(step.index, self._run.seed)
-            is_due = self._checkpoints.newest() != step.index
+            is_due = self._run.save_last and self._checkpoints.newest() != step.index
         else:
             self._record(step)
             state = CheckpointState(step.index + 1, self._run.seed, step.reward)
-            is_due = last or self._is_save_due(state.next_step)
+            is_due = (last and self._run.save_last) or self._is_save_due(state.next_step)
         self._step = None
         if self._observer is not None and (is_due or termination.error is not None):
             self._observer.catch_up()
