@@ -20,6 +20,7 @@ from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.observe.run_lock import launcher_lock, refuse_running_run
 from spmd_rl.plan.axes import check_axes
 from spmd_rl.plan.needs import RunNeeds
+from spmd_rl.train.packages import check_packages
 
 
 def main(words: list[str]) -> int:
@@ -43,7 +44,10 @@ def launch_run(words: list[str]) -> int:
     rank.raise_open_file_limit()
     invocation = Invocation.parse(words)
     cfg = load_recipe(invocation.recipe).accept(invocation)
-    num_ranks = _num_ranks(invocation, RunNeeds.of(cfg))
+    needs = RunNeeds.of(cfg)
+    num_ranks = _num_ranks(invocation, needs)
+    for trainer in filter(None, (needs.trainer, needs.critic)):
+        check_packages(trainer)
     run = run_config(cfg)
     _make_run_folder(cfg, run)
     signal.signal(signal.SIGQUIT, lambda *_: show(run.path))
