@@ -12,14 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import PlanError
-from spmd_rl.mesh.axes import (
-    DATA,
-    MODEL,
-    SHARD,
-    communicating_groups,
-    groups_along,
-    mesh_axes,
-)
+from spmd_rl.mesh.axes import DATA, MODEL, SHARD, communicating_groups, groups_along, mesh_axes
 from spmd_rl.mesh.connection_proof import prove
 from spmd_rl.mesh.split import Placement
 from spmd_rl.mesh.world import COLLECTIVE_TIMEOUT, World

@@ -7,6 +7,7 @@ each rank holds (weights/plan/moves.py).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -17,6 +18,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.gpu_overhead import Peers
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.roles import INFER, TRAIN
+from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.train.cost.memory import dtype_on_gpu
 from spmd_rl.types.code_layout import LAYOUTS
 from spmd_rl.weights.plan.layout import ITEM_BYTES, Dims
@@ -84,20 +86,27 @@ def push_of_run(placements: Placements, spec: ModelSpec, needs: RunNeeds) -> Pus
         num_parts, num_copies = 1, train.size
     if is_cut or max(one.axes.get("ep", 1) for one in (train, infer)) > 1:
         num_shards = train.size
+    ranks = frozenset(train.ranks), frozenset(infer.ranks)
+    shapes = trainer.lora.of_engine.trained_shapes(spec)
+    copy_bytes, shard_bytes = (_num_bytes(shapes, spec, engine, parts) for parts in (1, num_parts))
+    return Push(*ranks, num_copies, num_shards, copy_bytes, shard_bytes)
+
+
+def _num_bytes(
+    shapes: Mapping[str, Dims], spec: ModelSpec, engine: EngineConfig, num_parts: int
+) -> int:
+    """Return the bytes of the largest of equally many parts of the rows of each weight.
+
+    Scales of codes are not counted: they are at most a thirtieth of their codes.
+    """
     coded, layout = coded_shapes(spec, engine.weights), LAYOUTS.get(engine.weights)
     kinds = Counter[tuple[Dims, str]]()  # a mixture has tens of thousands of tensors, of few kinds
-    for name, shape in trainer.lora.of_engine.trained_shapes(spec).items():
+    for name, shape in shapes.items():
         if layout is not None and name in coded:
             kinds[layout.code_shape(coded[name]), layout.code_dtype] += 1
         else:
             kinds[shape, dtype_on_gpu(engine)] += 1
-
-    def num_bytes(num_parts: int) -> int:
-        """Return the bytes of the largest of equally many parts of the rows of each tensor."""
-        return sum(
-            -(-shape[0] // num_parts) * prod(shape[1:]) * ITEM_BYTES[dtype] * count
-            for (shape, dtype), count in kinds.items()
-        )
-
-    ranks = frozenset(train.ranks), frozenset(infer.ranks)
-    return Push(*ranks, num_copies, num_shards, num_bytes(1), num_bytes(num_parts))
+    return sum(
+        -(-shape[0] // num_parts) * prod(shape[1:]) * ITEM_BYTES[dtype] * count
+        for (shape, dtype), count in kinds.items()
+    )

@@ -100,7 +100,7 @@ def _sleep(plan: RunPlan) -> Iterator[str]:
 def _memory(plan: RunPlan) -> Iterator[str]:
     for rank, ledger in plan.ledgers.distinct():
         if names := plan.ledgers.names[rank]:
-            yield from _table(f"memory of {' + '.join(names)}, as on rank {rank}", ledger)
+            yield from _table(f"memory of {' + '.join(names)}, most on rank {rank}", ledger)
             yield from _host_table(ledger)
 
 

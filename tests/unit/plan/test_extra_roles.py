@@ -227,7 +227,7 @@ def test_the_ranks_of_each_role_are_printed(model: Path) -> None:
         "process groups",
     ]
     assert ("link", (0, 1, 2)) in found.groups
-    assert any(line.startswith("memory of critic, as on rank 3") for line in said)
+    assert any(line.startswith("memory of critic, most on rank 3") for line in said)
 
 
 def test_an_engine_leaves_room_for_roles_on_its_ranks(model: Path) -> None:

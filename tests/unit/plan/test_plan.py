@@ -297,8 +297,8 @@ def test_memory_of_each_role_on_ranks_of_its_own(model: Path) -> None:
         found = planned(model, 8, *words, f"engine.num_pages={pages}")
         tables = memory(found)
         assert list(tables) == [
-            "memory of train, as on rank 0",
-            "memory of infer, as on rank 4",
+            "memory of train, most on rank 0",
+            "memory of infer, most on rank 4",
         ]
         train, infer = tables.values()
         assert train["master"] == [as_size(PARAMETERS)] * 4
@@ -315,11 +315,11 @@ def test_memory_of_roles_that_overlap_in_part(model: Path) -> None:
     """
     found = planned(model, 5, "split.train.ranks=1-3", "split.infer.ranks=0-1")
     assert list(memory(found)) == [
-        "memory of infer, as on rank 0",
-        "memory of train + infer, as on rank 1",
-        "memory of train, as on rank 2",
+        "memory of infer, most on rank 0",
+        "memory of train + infer, most on rank 1",
+        "memory of train, most on rank 2",
     ]
-    assert list(memory(planned(model, 2))) == ["memory of train + infer, as on rank 0"]
+    assert list(memory(planned(model, 2))) == ["memory of train + infer, most on rank 0"]
 
 
 def test_what_the_ranks_of_a_role_hold(model: Path) -> None:
