@@ -7,18 +7,17 @@ each rank holds (weights/plan/moves.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 from spmd_rl.mesh.split import Placements
-from spmd_rl.model.low_precision.coded_weights import coded_shapes
+from spmd_rl.model.lora import LoraConfig
+from spmd_rl.model.low_precision.coded_weights import WeightFormat, coded_shapes
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.gpu_overhead import Peers
 from spmd_rl.plan.needs import RunNeeds
 from spmd_rl.plan.roles import INFER, TRAIN
-from spmd_rl.rollout.kinds import EngineConfig
 from spmd_rl.train.cost.memory import dtype_on_gpu
 from spmd_rl.types.code_layout import LAYOUTS
 from spmd_rl.weights.plan.layout import ITEM_BYTES, Dims
@@ -86,27 +85,30 @@ def push_of_run(placements: Placements, spec: ModelSpec, needs: RunNeeds) -> Pus
         num_parts, num_copies = 1, train.size
     if is_cut or max(one.axes.get("ep", 1) for one in (train, infer)) > 1:
         num_shards = train.size
+    kinds = _kinds(spec, trainer.lora.of_engine, engine.weights, dtype_on_gpu(engine))
+    copy_bytes, shard_bytes = (
+        sum(
+            -(-shape[0] // parts) * prod(shape[1:]) * ITEM_BYTES[dtype] * count
+            for (shape, dtype), count in kinds.items()
+        )
+        for parts in (1, num_parts)  # of the rows of each weight; the largest part counts
+    )
     ranks = frozenset(train.ranks), frozenset(infer.ranks)
-    shapes = trainer.lora.of_engine.trained_shapes(spec)
-    copy_bytes, shard_bytes = (_num_bytes(shapes, spec, engine, parts) for parts in (1, num_parts))
     return Push(*ranks, num_copies, num_shards, copy_bytes, shard_bytes)
 
 
-def _num_bytes(
-    shapes: Mapping[str, Dims], spec: ModelSpec, engine: EngineConfig, num_parts: int
-) -> int:
-    """Return the bytes of the largest of equally many parts of the rows of each weight.
+@lru_cache(8)
+def _kinds(
+    spec: ModelSpec, lora: LoraConfig, weights: WeightFormat, dtype: str
+) -> Counter[tuple[Dims, str]]:
+    """Return how many tensors of each shape and dtype are pushed: a mixture has tens of thousands.
 
     Scales of codes are not counted: they are at most a thirtieth of their codes.
     """
-    coded, layout = coded_shapes(spec, engine.weights), LAYOUTS.get(engine.weights)
-    kinds = Counter[tuple[Dims, str]]()  # a mixture has tens of thousands of tensors, of few kinds
-    for name, shape in shapes.items():
-        if layout is not None and name in coded:
-            kinds[layout.code_shape(coded[name]), layout.code_dtype] += 1
-        else:
-            kinds[shape, dtype_on_gpu(engine)] += 1
-    return sum(
-        -(-shape[0] // num_parts) * prod(shape[1:]) * ITEM_BYTES[dtype] * count
-        for (shape, dtype), count in kinds.items()
+    coded, layout = coded_shapes(spec, weights), LAYOUTS.get(weights)
+    return Counter(
+        (layout.code_shape(coded[name]), layout.code_dtype)
+        if layout is not None and name in coded
+        else (shape, dtype)
+        for name, shape in lora.trained_shapes(spec).items()
     )

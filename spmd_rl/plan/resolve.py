@@ -204,7 +204,10 @@ def _placements(needs: RunNeeds, world_size: int) -> Placements:
 
 
 def planned_settings(
-    cfg: object, world_size: int, capacity_bytes: int | None = None
+    cfg: object,
+    world_size: int,
+    capacity_bytes: int | None = None,
+    ranks_per_host: int = GPUS_PER_HOST,
 ) -> Mapping[str, Mapping[str, int]]:
     """Return the settings that the plan adds to a spawn, by the name of the placement.
 
@@ -216,7 +219,7 @@ def planned_settings(
     if engine is None or engine.num_pages:
         return {}
     try:
-        plan = resolve(cfg, world_size, capacity_bytes)
+        plan = resolve(cfg, world_size, capacity_bytes, ranks_per_host=ranks_per_host)
     except (ConfigError, PlanError):
         return {}
     infer = plan.placements.get(INFER)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from spmd_rl.mesh.split import Placement
@@ -35,7 +35,7 @@ def lines(plan: RunPlan) -> Iterator[str]:
         yield f"{name:12} {sentence}"
     yield from _lengths(plan)
     if plan.push is not None:
-        yield from _push(plan.push)
+        yield _push(plan.push, [rank for rank, _ in plan.ledgers.distinct()])
     if plan.on_gpu:
         yield (
             "memory       planned as for GPUs: bfloat16, with CUDA contexts and "
@@ -77,11 +77,10 @@ def _lengths(plan: RunPlan) -> Iterator[str]:
         yield f"lengths      {'; '.join(parts)}"
 
 
-def _push(push: Push) -> Iterator[str]:
-    sends, receives = (
-        max(map(number, push.ranks)) for number in (push.num_sends, push.num_receives)
-    )
-    yield (
+def _push(push: Push, ranks: Sequence[int]) -> str:
+    """Return what a push moves; `ranks` has one for each set of roles."""
+    sends, receives = (max(map(number, ranks)) for number in (push.num_sends, push.num_receives))
+    return (
         f"weight push  {as_size(push.copy_bytes)} to each engine; a rank sends to {sends:,} others "
         f"at most, and receives from {receives:,}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,19 @@ def test_sequences_that_find_no_room_are_counted(
     assert f"waiting      {waits}" in out
     (more,) = [line for line in summary if "no sequence waits: --nproc " in line]
     assert int(more.split()[0]) > world
+
+
+def test_a_terminal_shows_what_is_tried(
+    models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = asked(models / "8B", "--gpu-gib=20", "--world=2")
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda shown=is_terminal: shown)
+        with pytest.raises(PlanError, match="2 GPUs do not suffice"):
+            main(words)
+        shown = capsys.readouterr().err
+        assert ("trying 2 GPUs --split.infer.tp=2 --split.train.tp=2" in shown) is is_terminal
+        assert "\n" not in shown
 
 
 def test_a_search_tries_few_plans(
