@@ -27,7 +27,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """Return a list that gets the number of ranks of each launch."""
+    """Return a list that gets the number of ranks of each launch. No packages are looked for."""
     started: list[int] = []
 
     def launch(num_ranks: int, *rest: object) -> int:
@@ -35,6 +35,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         return 0
 
     monkeypatch.setattr(command, "launch", launch)
+    monkeypatch.setattr(command, "check_packages", lambda trainer: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     # the launcher sets it, and later tests must not see it
     monkeypatch.setenv(START_TIME_ENV, "")
