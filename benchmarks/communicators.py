@@ -166,6 +166,8 @@ def measure(world: World) -> list[Row]:
     steps.compare("connections of a push", steps.used_mib - before, pushed)
     counted = gpu_overhead(4, 2, [peers] * 3, steps.num_gpus)
     steps.compare("all steps", steps.used_mib, sum(entry.num_bytes for entry in counted))
+    for name, member in (("last", world.size - 1), ("first", 0)):
+        steps.take(f"a communicator of the {name} rank alone", partial(dist.new_group, [member]))
     return steps.rows
 
 
