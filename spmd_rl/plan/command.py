@@ -77,13 +77,16 @@ def _print_fewest(search: fewest.Search, world_size: int | None) -> int:
         raise ConfigError("--fewest-gpus needs --gpu-gib G, the memory of one GPU")
     worlds = fewest.WORLDS if world_size is None else (_world_size(world_size, 0),)
     tried = search.fewest(worlds)
+    _report("")
     print("\n".join(fewest.lines(tried)))
     best = tried[-1]
     if best.why_not or best.plan is None:
         raise PlanError(fewest.why_none(tried, search.room))
     if best.lacks_pages:
         print(f"{'':12}{best.plan.queue}")
-        if more := search.without_waiting(best, worlds):
+        more = search.without_waiting(best, worlds)
+        _report("")
+        if more:
             print("\n".join(fewest.suffices(more, "no sequence waits")))
     if note := _sold_as(search.room.gpu_bytes / GIB):
         print(f"{'':12}counted for GPUs of {search.room.gpu_bytes / GIB:g} GiB{note}")
@@ -102,13 +105,14 @@ def _print_tp(search: fewest.Search, flags: Flags, plan: RunPlan) -> None:
 def _advice(search: fewest.Search, world_size: int) -> str:
     """Return the end of a sentence about a run that does not fit: the settings that help."""
     found = search.best(world_size)
+    _report("")
     if not found.why_not:
         return f"it fits with {' '.join(found.flags)}, which costs: {costs(found.flags)}"
     return "no settings of the plan save enough: --fewest-gpus finds how many GPUs do"
 
 
 def _report(text: str) -> None:
-    """Show on a terminal what a search tries, in one line that the next one replaces."""
+    """Show on a terminal what a search tries, in place of what was shown before."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="\r", file=sys.stderr, flush=True)
 
