@@ -16,9 +16,8 @@ from spmd_rl.mesh.split import RoleSplit
 from spmd_rl.model.read import read_spec
 from spmd_rl.offload.ledger import Ledger, as_size
 from spmd_rl.plan.concurrency import longest_sequence
-from spmd_rl.plan.needs import RunNeeds
+from spmd_rl.plan.needs import INFER, TRAIN, RunNeeds
 from spmd_rl.plan.resolve import GPUS_PER_HOST, RunPlan, resolve
-from spmd_rl.plan.roles import INFER, TRAIN
 from spmd_rl.plan.savings import (
     LEAST_MICRO_BATCH,
     MATRICES,

@@ -12,8 +12,9 @@ from spmd_rl.mesh.split import Placement, Placements, disjoint
 from spmd_rl.offload.gpu_overhead import Peers, gpu_overhead
 from spmd_rl.offload.ledger import Entry, Ledger, TagBytes
 from spmd_rl.offload.phases import ALL, Phases, Tags
+from spmd_rl.plan.needs import INFER, TRAIN
 from spmd_rl.plan.push import Push
-from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole
+from spmd_rl.plan.roles import PlannedRole
 from spmd_rl.rollout.memory import KV
 
 ALWAYS = ("run",)  # the one phase of a recipe whose roles are all awake at once

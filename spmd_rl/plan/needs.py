@@ -18,6 +18,7 @@ from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.extra_role import ExtraRole
 from spmd_rl.train.trainer import Trainer
 
+TRAIN, INFER = "train", "infer"  # the roles that most runs have
 _TYPES: dict[str, Any] = {
     "model": str,
     "trainer": TrainerConfig,

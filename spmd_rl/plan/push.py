@@ -16,8 +16,7 @@ from spmd_rl.model.lora import LoraConfig
 from spmd_rl.model.low_precision.coded_weights import WeightFormat, coded_shapes
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.gpu_overhead import Peers
-from spmd_rl.plan.needs import RunNeeds
-from spmd_rl.plan.roles import INFER, TRAIN
+from spmd_rl.plan.needs import INFER, TRAIN, RunNeeds
 from spmd_rl.train.cost.memory import dtype_on_gpu
 from spmd_rl.types.code_layout import LAYOUTS
 from spmd_rl.weights.plan.layout import ITEM_BYTES, Dims

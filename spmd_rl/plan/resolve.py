@@ -21,9 +21,9 @@ from spmd_rl.offload.ledger import as_size
 from spmd_rl.plan.axes import check_axes
 from spmd_rl.plan.concurrency import Queue, num_asked, running
 from spmd_rl.plan.memory import Ledgers, MemoryModel
-from spmd_rl.plan.needs import RunNeeds
+from spmd_rl.plan.needs import INFER, TRAIN, RunNeeds
 from spmd_rl.plan.push import Push, push_of_run
-from spmd_rl.plan.roles import INFER, TRAIN, PlannedRole, planned_roles, uncounted
+from spmd_rl.plan.roles import PlannedRole, planned_roles, uncounted
 from spmd_rl.plan.sleep import Need, SleepDecision, choose_sleep, copied_bytes, everything
 from spmd_rl.rollout.memory import kv_bytes, running_kv_bytes, sequence_kv_bytes
 

@@ -15,14 +15,12 @@ from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.offload.gpu_overhead import Peers
 from spmd_rl.offload.ledger import TagBytes
 from spmd_rl.offload.phases import ALL, Tags
-from spmd_rl.plan.needs import RunNeeds
+from spmd_rl.plan.needs import INFER, TRAIN, RunNeeds
 from spmd_rl.rollout.rollout import Rollout
 from spmd_rl.train.config import TrainerConfig, is_sharded
 from spmd_rl.train.cost.memory import dtype_on_gpu
 from spmd_rl.train.frozen import FrozenModel
 from spmd_rl.train.training_role import TrainingRole
-
-TRAIN, INFER = "train", "infer"
 
 
 @dataclass(frozen=True)

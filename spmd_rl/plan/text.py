@@ -7,10 +7,10 @@ from itertools import islice
 
 from spmd_rl.mesh.split import Placement
 from spmd_rl.offload.ledger import Entry, Ledger, as_size
+from spmd_rl.plan.needs import TRAIN
 from spmd_rl.plan.push import Push
 from spmd_rl.plan.recompute import recompute_rows
 from spmd_rl.plan.resolve import RunPlan
-from spmd_rl.plan.roles import TRAIN
 
 MAX_ROWS = 8  # of a list; the rest is counted
 

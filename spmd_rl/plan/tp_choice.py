@@ -15,9 +15,8 @@ from spmd_rl.model.parts.part import ROW_SHARDS
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.plan.concurrency import Queue
 from spmd_rl.plan.decode_floor import Gpu, StepTime, decode_work, gpu_of
-from spmd_rl.plan.needs import RunNeeds
+from spmd_rl.plan.needs import INFER, RunNeeds
 from spmd_rl.plan.resolve import GPUS_PER_HOST, RunPlan, resolve
-from spmd_rl.plan.roles import INFER
 from spmd_rl.plan.savings import Flags
 from spmd_rl.rollout.kinds import EngineConfig
 

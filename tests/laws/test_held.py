@@ -24,7 +24,6 @@ ELSEWHERE = {
     "spmd_rl.train.optimizer.adamw": "scales of moments in 8 bits",
     "spmd_rl.train.optimizer.muon": "whole matrices of moments",
     "spmd_rl.train.optimizer.parameter_groups": "sizes of shards",
-    "spmd_rl.plan.routes": "shards of a push",
 }
 FEATURES = {
     "experts": r"expert|moe|mixture",
