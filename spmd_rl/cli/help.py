@@ -35,8 +35,8 @@ COMMANDS = {
     ),
     "eval": CommandEntry(
         "spmd_rl.cli.command",
-        "--model PATH --data FILE",
-        "scores of a model or a checkpoint: `run evaluate`",
+        "MODEL_OR_RUN [--data FILE]",
+        "scores of a model, or of the newest checkpoint of a run: `run evaluate`",
     ),
     "serve": CommandEntry(
         "spmd_rl.serve.command",
@@ -95,9 +95,10 @@ USAGE = (
     "[--a.b=c ...]"
 )
 USAGE_OF_EVAL = (
-    "usage: spmd-rl eval --model PATH --data FILE [--reward NAME] [--checkpoint PATH] "
+    "usage: spmd-rl eval [MODEL_OR_RUN] [--data FILE] [--reward NAME] [--checkpoint PATH] "
     "[--config RUN|F.toml] [--a.b=c ...]\n\n"
-    "  It is `spmd-rl run evaluate`, whose settings are these:"
+    "  It takes the settings of a run and its newest checkpoint, unless --checkpoint names another."
+    "\n  It is `spmd-rl run evaluate`, whose settings are these:"
 )
 RUN = """\
 {usage}

@@ -35,7 +35,7 @@ from spmd_rl.errors import ConfigError
 
 C = TypeVar("C")
 
-FromFile = Callable[[dict[str, Any], Mapping[str, str]], dict[str, Any]]
+FromFile = Callable[[dict[str, Any], Mapping[str, str], Path | None], dict[str, Any]]
 
 INT64 = range(-(1 << 63), 1 << 63)
 
@@ -53,13 +53,14 @@ def load(
     """Return a `cls` from its defaults, then the TOML file, then the overrides.
 
     Overrides are `{"a.b": "c"}` or `["a.b=c"]`. `from_file` makes the settings of `cls` from the
-    file's table, which is empty without a file, and from the overrides.
+    file's table, which is empty without a file, from the overrides and the file's path.
     Raises: ConfigError, which names the key and what was expected.
     """
-    table = read_toml(Path(toml)) if toml is not None else {}
+    file = Path(toml) if toml is not None else None
+    table = read_toml(file) if file is not None else {}
     given = list(_pairs(overrides))
     if from_file is not None:
-        table = from_file(table, dict(given))
+        table = from_file(table, dict(given), file)
     for name in leaves(table):
         refuse_foreign(name, cls)
     for name, text in given:

@@ -12,6 +12,28 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.train.checkpoint.checkpoint_index import INDEX_FILE
 
 
+def named_run(path: Path) -> tuple[Path, Path | None] | None:
+    """Return the run that a path names and, if it names one, the checkpoint; None for a model.
+
+    Raises: ConfigError where it names none of them.
+    """
+    if (path / "config.json").is_file():
+        return None
+    if path.parent.name == "checkpoints" and path.is_dir():
+        return path.parent.parent, path
+    if (path / "config.toml").is_file() or (path / "checkpoints").is_dir():
+        return path, None
+    raise ConfigError(
+        f"{path} is neither a model folder, which has a config.json, nor a run, which has a "
+        "config.toml and checkpoints"
+    )
+
+
+def has_begun(run: Path) -> bool:
+    """Return whether this is the folder of a run, and not one that only holds a config.toml."""
+    return any((run / name).exists() for name in ("plan.json", "checkpoints"))
+
+
 def checkpoint_of(run: Path, step: str | None) -> Path:
     """Return the folder of a checkpoint, by default the newest.
 
