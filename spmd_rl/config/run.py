@@ -45,7 +45,8 @@ class RunConfig:
     between_calls_s: float = 1800.0  # how long the recipe's own code may take between two calls
     lost_after_s: float = 20.0  # a rank silent for this long is lost
     start_s: float = 300.0  # how long all ranks may take to report
-    grace_s: float = 25.0  # after SIGTERM, how long the step and its checkpoint may still take
+    # after SIGTERM or a first Ctrl-C, how long the step and its checkpoint may still take
+    grace_s: float = 25.0
     resume: bool = False  # go on in a run's folder though its settings have changed
     save_every: int = 20  # steps between checkpoints; 0: none between
     save_last: bool = True  # save after the last step too, whatever save_every is

@@ -160,7 +160,7 @@ class Controller:
         """Yield steps `start` to `num_steps - 1`, time each, and save checkpoints between them.
 
         Blocks: after the last step, until its checkpoint is complete.
-        Raises: the error that ends the run, once a checkpoint is saved, if a SIGTERM asked for it.
+        Raises: the error that ends the run, once a checkpoint is saved, if a signal asked for it.
         """
         return self._loop.steps(num_steps, start)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.capabilities import Saver
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
+from spmd_rl.controller.lifecycle.exit_message import LAUNCHER_ENV
 from spmd_rl.controller.run.checkpoints import (
     CheckpointPart,
     Checkpoints,
@@ -238,8 +240,9 @@ class StepLoop:
         error = termination.error_with(
             f"; saved after step {state.next_step}, the same command goes on"
         )
-        # torchrun does not print a worker's error where torchrun itself got the signal
-        print(error, flush=True)
+        if LAUNCHER_ENV not in os.environ:
+            # torchrun does not print a worker's error where torchrun itself got the signal
+            print(error, flush=True)
         raise error
 
     def _differences(self, state: CheckpointState) -> list[str]:
