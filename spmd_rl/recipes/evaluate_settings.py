@@ -34,9 +34,9 @@ def settings_of_run(
     """
     if _is_of_recipe(table, own):
         table = _of_recipe(table, own)
-        if file is not None and "trainer" in table and has_begun(file.parent):
-            if "model" not in given and "checkpoint" not in given:
-                table["checkpoint"] = str(checkpoint_of(file.parent, None))
+        is_run = file is not None and "trainer" in table and has_begun(file.parent)
+        if file is not None and is_run and not {"model", "checkpoint"} & given.keys():
+            table["checkpoint"] = str(checkpoint_of(file.parent, None))
     if any(key == "data" or key.startswith("sets.") for key in given):
         table = {key: value for key, value in table.items() if key not in ("data", "sets")}
     if checkpoint := given.get("checkpoint", table.get("checkpoint", "")):

@@ -7,7 +7,7 @@ from typing import Any
 
 from spmd_rl.report.means import fifths, latest_mean, mean_of
 from spmd_rl.report.pictures.time_axes import is_number
-from spmd_rl.report.verdicts.findings import NOT_MOVING, Finding, Setup
+from spmd_rl.report.verdicts.findings import NOT_MOVING, SOLVED, Finding, Setup
 
 Row = dict[str, Any]
 
@@ -69,7 +69,7 @@ def _without_difference(steps: Sequence[Row], setup: Setup) -> Iterator[Finding]
         yield Finding(
             "flat",
             f"{solved:.0%} of the last prompts had rewards of 1 only, and taught nothing",
-            (f"Take harder prompts, because what is solved gives no gradient: {NOT_MOVING}",),
+            (f"Take harder prompts, because what is solved gives no gradient: {SOLVED}",),
         )
 
 

@@ -12,7 +12,7 @@ import pytest
 from spmd_rl.errors import DataError
 from spmd_rl.report.means import Mean, evaluation_mean, fifths, latest_mean, mean_of, num_latest
 from spmd_rl.report.verdicts.changes import what_changed
-from spmd_rl.report.verdicts.findings import Setup
+from spmd_rl.report.verdicts.findings import NOT_MOVING, SOLVED, Setup
 from spmd_rl.report.verdicts.turned import turned_prompts
 
 NOWHERE = Setup({}, Path("nowhere"))
@@ -223,6 +223,7 @@ def test_prompts_that_teach_nothing_are_told_with_what_to_do() -> None:
     assert said["73% of the last prompts had rewards of 1 only, and taught nothing"] == "flat"
     assert "Take harder prompts" in advice(solved)
     assert "Multiply trainer.lr" not in advice(solved)
+    assert "does-not-move" not in advice(solved)
     hard = steps(reward__mean=lambda i: 0.05, reward__solve_none=lambda i: 0.75)
     said = findings(hard)
     assert said["75% of the last prompts had no reward above 0, and taught nothing"] == "bad"
@@ -253,7 +254,9 @@ def test_mismatched_tokens_lead_to_the_microscope() -> None:
 
 def test_every_run_is_told_what_to_do_next() -> None:
     risen = steps(reward__mean=lambda i: i / 20 + i % 2 / 100)
-    assert "raise steps (now 20)" in advice(risen)
+    assert "It still improves at the end: raise steps (now 20)" in advice(risen)
+    flat_at_its_top = steps(reward__mean=lambda i: min(0.2 + i / 10, 0.99) + i % 2 / 100)
+    assert "raise steps" not in advice(flat_at_its_top)
     assert "Name held-out data in eval.data" in advice(risen)
     assert "Name held-out data" not in advice([evaluation(0, 0.5), *risen])
     assert "10 of 20 steps are done" in findings(risen[:10], KNOWN)
@@ -267,7 +270,9 @@ def test_no_setting_is_named_that_the_recipe_does_not_have() -> None:
 
 def test_settings_in_advice_have_a_row_in_the_docs_that_it_names() -> None:
     page = (Path(__file__).parents[3] / "docs/hyperparameters.md").read_text(encoding="utf-8")
-    assert "## The reward does not move" in page
+    for link in (NOT_MOVING, SOLVED):
+        heading = link.partition("#")[2].replace("-", " ")
+        assert f"## {heading.capitalize()}\n" in page
     for key in ("trainer.lr", "prompts_per_step", "sampling.num_samples", "sampling.max_tokens"):
         assert f"`{key}`" in page
 

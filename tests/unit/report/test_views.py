@@ -183,7 +183,7 @@ def test_the_live_view_is_whole_at_any_usual_width(width: int) -> None:
             "wake 2%",
             "0.50 s",
             "1.000",
-            "from 0.000",
+            "fifths 0.100 → 0.905",
             "agree bit for bit",
             "reward nan",
         ),
