@@ -22,6 +22,7 @@ from spmd_rl.report.progress import (
     duration,
     episodes_text,
     evaluation_text,
+    nothing_learned,
     number,
     sparkline,
     weights_text,
@@ -275,7 +276,9 @@ def _policy(metrics: Metrics) -> Text | None:
         for name, form, spec in _POLICY_METRICS
         if name in metrics
     ]
-    return Text(" · ".join(parts)) if parts else None
+    if nothing := nothing_learned(metrics):
+        parts.insert(0, nothing)
+    return Text(" · ".join(parts), "yellow" if nothing else "") if parts else None
 
 
 def _sample(group: groups.Group, width: int) -> Text:

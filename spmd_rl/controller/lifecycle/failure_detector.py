@@ -101,7 +101,7 @@ class FailureDetector:
             self.termination.end_grace()
 
     def _note_signal(self, name: str, recipients: str, now: float) -> bool:
-        """Note a signal, and tell who typed Ctrl-C that the run saves; False if it is not the first."""
+        """Note a signal, and tell who typed Ctrl-C that the run saves; False if it is a second."""
         is_first = self.termination.note_signal(name, recipients, now)
         if is_first and name == SIGINT.name and self.termination.grace_s:
             print(

@@ -23,6 +23,7 @@ def signs(steps: Sequence[Row], setup: Setup) -> Iterator[Finding]:
     yield from _failed(steps, setup)
     yield from _mismatched(steps, setup)
     yield from _without_difference(steps, setup)
+    yield from _without_gradient(steps, setup)
     yield from _lengths(steps, setup)
     yield from _divergence(steps, setup)
     yield from _rejected(steps)
@@ -71,6 +72,23 @@ def _without_difference(steps: Sequence[Row], setup: Setup) -> Iterator[Finding]
             f"{solved:.0%} of the last prompts had rewards of 1 only, and taught nothing",
             (f"Take harder prompts, because what is solved gives no gradient: {SOLVED}",),
         )
+
+
+def _without_gradient(steps: Sequence[Row], setup: Setup) -> Iterator[Finding]:
+    """Yield how many steps learned nothing, and how many of these had only tokens too old."""
+    empty = [row for row in steps if row.get("train/grad_norm") == 0]
+    if not empty:
+        return
+    text = f"{len(empty):,} of {len(steps):,} steps learned nothing: their gradient norm is 0"
+    masked = sum(row.get("version/masked_share") == 1 for row in empty)
+    if not masked:
+        yield Finding("flat", text)
+        return
+    yield Finding(
+        "bad",
+        f"{text}, and in {masked:,} of them mask_lag left out all tokens",
+        (f"Raise {setup.named('mask_lag') or 'mask_lag'}, so that carried groups teach too",),
+    )
 
 
 def _lengths(steps: Sequence[Row], setup: Setup) -> Iterator[Finding]:

@@ -232,6 +232,15 @@ def test_prompts_that_teach_nothing_are_told_with_what_to_do() -> None:
     assert len(findings(beyond)) == 1, "of rewards beyond 0 to 1 the shares say nothing"
 
 
+def test_steps_without_a_gradient_are_counted_and_explained() -> None:
+    masked = steps(train__grad_norm=lambda i: i % 2, version__masked_share=lambda i: 1 - i % 2)
+    said = "10 of 20 steps learned nothing: their gradient norm is 0"
+    assert findings(masked)[f"{said}, and in 10 of them mask_lag left out all tokens"] == "bad"
+    assert "Raise mask_lag (now 0)" in advice(masked, Setup({"mask_lag": 0}, Path("nowhere")))
+    assert findings(steps(train__grad_norm=lambda i: i % 2)) == {said: "flat"}
+    assert findings(steps(train__grad_norm=lambda i: 1)) == {}
+
+
 def test_a_reward_that_stands_still_is_advised_by_the_page_on_it() -> None:
     flat = steps(reward__mean=lambda i: 0.5 + i % 2 / 100)
     assert "Multiply trainer.lr (now 0.01) by three" in advice(flat)
