@@ -78,6 +78,12 @@ PANELS = (
         unit="samples",
     ),
     _panel("Prefix cache of the engines", Line("engine/prefix_hits", "of tokens"), share=True),
+    _panel("Evicted samples", Line("engine/preemptions", "evicted"), unit="samples"),
+    _panel(
+        "Tokens computed again",
+        Line("engine/recomputed_tokens", "of samples that had begun"),
+        unit="tokens",
+    ),
     _panel("Clipped keys and values", Line("engine/kv_clipped", "of elements"), share=True),
     _panel("Entropy", Line("train/entropy", "per token", AMBER), unit="nats"),
     _panel("Clip fraction", Line("train/clip_frac", "of tokens")),
