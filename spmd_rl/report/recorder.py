@@ -61,6 +61,7 @@ class Recorder:
         self._facts = facts | {"defaults": changed_defaults(cfg)}
         self._write_facts()
         self._sinks = Sinks(run.sinks, run.path, settings)
+        self._trains = needs.trainer is not None
         self._reward_warnings = RewardWarnings(settings, self._folder.path / "samples")
         self._monitor: RunMonitor | None = None
         # before there is a monitor: seconds of finished phases, and the current phase
@@ -157,7 +158,7 @@ class Recorder:
                 file=sys.stderr,
                 flush=True,
             )
-        metrics = group_metrics(groups, version)
+        metrics = group_metrics(groups, version if self._trains else None)
         if "reward/mean" in metrics:
             for warning in self._reward_warnings.after_step(
                 metrics["reward/mean"], rewards_are_equal(groups)
