@@ -6,6 +6,7 @@ import signal
 import sys
 from types import FrameType
 
+from spmd_rl.check.engine import check_numbers
 from spmd_rl.cli import rank
 from spmd_rl.cli.help import HELP_FLAGS, of_recipe, of_run
 from spmd_rl.cli.launcher import end_signals, launch
@@ -44,11 +45,12 @@ def launch_run(words: list[str]) -> int:
     rank.raise_open_file_limit()
     invocation = Invocation.parse(words)
     cfg = load_recipe(invocation.recipe).accept(invocation)
-    needs = RunNeeds.of(cfg)
+    needs, run = RunNeeds.of(cfg), run_config(cfg)
     num_ranks = _num_ranks(invocation, needs)
     for trainer in filter(None, (needs.trainer, needs.critic)):
         check_packages(trainer)
-    run = run_config(cfg)
+    if run.exact and needs.pushes and needs.engine is not None and needs.trainer is not None:
+        check_numbers(needs.engine, needs.trainer, _dtype_of_host())
     _make_run_folder(cfg, run)
     signal.signal(signal.SIGQUIT, lambda *_: show(run.path))
     _print_start(num_ranks)
@@ -67,6 +69,13 @@ def _num_ranks(invocation: Invocation, needs: RunNeeds) -> int:
     if num_ranks and needs.split is not None:
         check_axes(needs, plan_split(needs.split, num_ranks))
     return num_ranks
+
+
+def _dtype_of_host() -> str:
+    """Return the dtype that "auto" means on this host."""
+    import torch
+
+    return "bfloat16" if torch.cuda.device_count() else "float32"
 
 
 def _make_run_folder(cfg: object, run: RunConfig) -> None:
