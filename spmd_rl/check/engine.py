@@ -49,14 +49,18 @@ def check_numbers(engine: EngineConfig, trainer: TrainerConfig, auto: str = AUTO
     for name in ("dtype", "attention_split"):
         asked, found = getattr(trainer, name), getattr(engine, name)
         meant = [auto if value == AUTO else value for value in (asked, found)]
-        if asked == found or AUTO in meant or meant[0] == meant[1]:
-            continue
-        ours, other = ("engine", asked) if asked != AUTO else ("trainer", found)
-        here = f', and "{AUTO}" is {auto} on this host' if AUTO in (asked, found) else ""
-        raise ConfigError(
-            f"trainer.{name} = {asked!r} and engine.{name} = {found!r} have different bits{here}: "
-            f"set {ours}.{name} = {other!r} too, or run.exact = false, which gives equal bits up"
-        )
+        if AUTO not in meant and meant[0] != meant[1]:
+            raise _other_bits(name, asked, found, auto)
+
+
+def _other_bits(name: str, asked: str | int, found: str | int, auto: str) -> ConfigError:
+    """Return the error for a setting that is `asked` in the trainer and `found` in the engine."""
+    ours, other = ("engine", asked) if asked != AUTO else ("trainer", found)
+    here = f', and "{AUTO}" is {auto} on this host' if AUTO in (asked, found) else ""
+    return ConfigError(
+        f"trainer.{name} = {asked!r} and engine.{name} = {found!r} have different bits{here}: "
+        f"set {ours}.{name} = {other!r} too, or run.exact = false, which gives equal bits up"
+    )
 
 
 def announce_correction(

@@ -49,8 +49,7 @@ def launch_run(words: list[str]) -> int:
     num_ranks = _num_ranks(invocation, needs)
     for trainer in filter(None, (needs.trainer, needs.critic)):
         check_packages(trainer)
-    if run.exact and needs.pushes and needs.engine is not None and needs.trainer is not None:
-        check_numbers(needs.engine, needs.trainer, _dtype_of_host())
+    _check_bits(needs)
     _make_run_folder(cfg, run)
     signal.signal(signal.SIGQUIT, lambda *_: show(run.path))
     _print_start(num_ranks)
@@ -69,6 +68,13 @@ def _num_ranks(invocation: Invocation, needs: RunNeeds) -> int:
     if num_ranks and needs.split is not None:
         check_axes(needs, plan_split(needs.split, num_ranks))
     return num_ranks
+
+
+def _check_bits(needs: RunNeeds) -> None:
+    """Raises: ConfigError for a trainer and an engine that have other bits on this host."""
+    trainer, engine = needs.trainer, needs.engine
+    if needs.run.exact and needs.pushes and engine is not None and trainer is not None:
+        check_numbers(engine, trainer, _dtype_of_host())
 
 
 def _dtype_of_host() -> str:

@@ -37,6 +37,9 @@ class RunConfig:
     seed: int = 0
     # refuse ranks of a role, or a trainer and an engine, whose numeric contracts differ
     exact: bool = True
+    # in how many parts products that ranks share are summed: 2, 4 or 8, and no fewer than tp, so
+    # that runs with another tp have the same bits; 0: as many as the largest tp
+    row_shards: int = 0
     # compare the engine's weights with the trainer's at every n-th push; 0: never
     verify_every: int = 1
     # at the first push, see that this comparison finds one wrong bit
@@ -62,6 +65,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         at_least(self, LEAST_COUNTS | LEAST_S)
         require(self.seed < 1 << 63, "seed", self.seed, "less than 2^63")
+        fits = self.row_shards in (0, 1, 2, 4, 8)
+        require(fits, "row_shards", self.row_shards, "0, 1, 2, 4 or 8")
         require(math.isfinite(self.grace_s), "grace_s", self.grace_s, "a finite number of seconds")
         is_plain = not {"/", "\\", "\0"} & set(self.name) and self.name not in (".", "..")
         expected = "the name of a folder in run.folder, without a separator"

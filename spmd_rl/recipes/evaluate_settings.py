@@ -19,6 +19,7 @@ from spmd_rl.train.checkpoint.saved_run import checkpoint_of, has_begun
 
 # where roles are, how large a step is and where results go is a matter of each command
 OF_EACH_RUN = ("split", "offload", "run", "data")
+OF_RUN = ("exact", "row_shards")  # but for these, which choose bits
 # of the prompts of pairs
 OF_PAIRS = ("chosen_key", "rejected_key")
 
@@ -68,8 +69,8 @@ def _of_recipe(table: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]
     for key in ("data", "reward"):
         if evaluation.get(key):
             found[key] = evaluation[key]
-    if "exact" in table.get("run", {}):
-        found["run"] = {"exact": table["run"]["exact"]}
+    if kept := {key: table["run"][key] for key in OF_RUN if key in table.get("run", {})}:
+        found["run"] = kept
     return found
 
 

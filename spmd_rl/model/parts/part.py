@@ -79,6 +79,8 @@ def num_own_parts(spec: ModelSpec, tp: int = 1) -> int:
 
 def row_shards_of_run(settings: Mapping[str, Any]) -> int:
     """Return the `row_shards` of a run's models, from its settings as plain data."""
+    if asked := settings.get("run", {}).get("row_shards", 0):
+        return int(asked)
     split = settings.get("split", {})
     is_native = settings.get("engine", {}).get("kind", "native") == "native"
     # FSDP2's layers are ours, and Megatron-core's may be those of transformer-engine
@@ -102,7 +104,7 @@ def check_parts(spec: ModelSpec, count: int, at: str) -> None:
     if count not in ROW_SHARDS:
         raise ConfigError(f"{at}: sums have equal bits over 2, 4 or 8 ranks alone")
     if spec.num_experts:
-        raise ConfigError(f"{at}: ranks share a mixture's experts along ep, so set tp to 1")
+        raise ConfigError(f"{at}: ranks share a mixture's experts along ep, so set it to 1")
     for one in spec.distinct_tensors():
         if one.cut is None:
             continue

@@ -62,13 +62,17 @@ def _evaluations(rows_of: Mapping[str, Sequence[Row]]) -> Iterator[Finding]:
                 run: {row["step"]: row for row in rows if is_number(row.get(name))}
                 for run, rows in rows_of.items()
             }
-            known = {run: by_step for run, by_step in found.items() if by_step}
-            common = set.intersection(*(set(by_step) for by_step in known.values()))
-            at = {run: max(common or by_step) for run, by_step in known.items()}
-            means = {run: evaluation_mean(known[run][step], name) for run, step in at.items()}
-            steps = " and ".join(str(step) for step in dict.fromkeys(at.values()))
+            last = _last_common({run: by_step for run, by_step in found.items() if by_step})
+            means = {run: evaluation_mean(row, name) for run, row in last.items()}
+            steps = " and ".join(str(step) for step in {row["step"]: 0 for row in last.values()})
             what = f"Evaluation {match[1]} at step {steps}: {match[2].replace('_', ' ')}"
             yield from _ahead(what, means, MAIN_SCORES[match[2]])
+
+
+def _last_common(rows_of: Mapping[str, Mapping[int, Row]]) -> dict[str, Row]:
+    """Return each run's row of the last step that all have; else of its own last one."""
+    common = set.intersection(*map(set, rows_of.values()))
+    return {run: by_step[max(common or by_step)] for run, by_step in rows_of.items()}
 
 
 def _in_training(rows_of: Mapping[str, Sequence[Row]]) -> Iterator[Finding]:

@@ -56,6 +56,7 @@ lr = 1e-5
 [run]
 name = "mine"
 exact = false
+row_shards = 2
 
 [split]
 train.ranks = "0"
@@ -87,6 +88,7 @@ def test_the_sets_of_a_run_are_resolved_as_the_run_does(file: Path, as_folder: b
     assert ours[0].prompts.template_kwargs == {"enable_thinking": False, "short": True}
     assert (cfg.reward, cfg.seed, cfg.threshold) == ("math", 3, 0.5)
     assert (cfg.run.name, cfg.run.exact, cfg.split) == ("evaluate", False, PolicySplit())
+    assert cfg.run.row_shards == 2
 
 
 def test_the_command_line_goes_before_the_file(file: Path) -> None:
