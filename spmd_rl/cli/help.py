@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from spmd_rl.cli.settings_text import all_lines, first_lines
+from spmd_rl.config.likely import likely_name
 from spmd_rl.controller.run.recipe import load_recipe, shipped_recipes
 from spmd_rl.errors import ConfigError
 
@@ -155,8 +155,8 @@ def shipped() -> dict[str, str]:
 
 def no_command(word: str) -> ConfigError:
     """Return the error for a first word that is no command."""
-    near = difflib.get_close_matches(word, COMMANDS, 1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+    likely = likely_name(word, COMMANDS)
+    hint = f"did you mean {likely}?" if likely else f"there are {', '.join(COMMANDS)}"
     return ConfigError(f"spmd-rl has no command '{word}': {hint}")
 
 

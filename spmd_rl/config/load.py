@@ -17,6 +17,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.config.parse import parse
 from spmd_rl.config.schema import (
     KIND,
@@ -91,7 +92,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read config file {path}: {error.strerror}{did_you_mean_path(path)}"
+        ) from error
     except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.atomic_write import write_atomically
 from spmd_rl.observe.metrics import METRICS
@@ -106,6 +107,7 @@ def _run(run: Path, name: str, num_runs: int, small: bool) -> dict[str, Any]:
     if not (run / "config.toml").is_file() and not (run / "metrics.jsonl").is_file():
         raise ConfigError(
             f"{run} is not the folder of a run: it has neither config.toml nor metrics.jsonl"
+            f"{did_you_mean_path(run)}"
         )
     rows, config = read_metrics(run / "metrics.jsonl"), read_config(run)
     plan, facts, budget = read_plan(run), read_provenance(run), PageBudget().share(num_runs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import os
@@ -17,6 +16,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from spmd_rl.config import foreign
+from spmd_rl.config.likely import did_you_mean_path, likely_name
 from spmd_rl.config.load import load
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.lifecycle.import_guard import importing
@@ -128,7 +128,7 @@ def make_importable(recipe: str) -> str:
     if recipe.endswith(".py"):
         path = Path(recipe).resolve()
         if not path.is_file():
-            raise ConfigError(f"there is no recipe at {recipe}")
+            raise ConfigError(f"there is no recipe at {recipe}{did_you_mean_path(recipe)}")
         if str(path.parent) not in sys.path:
             sys.path.insert(0, str(path.parent))
         return path.stem
@@ -142,8 +142,8 @@ def make_importable(recipe: str) -> str:
 def _shipped_hint(recipe: str) -> str:
     """Return a clause that names the shipped recipe most like `recipe`, else all of them."""
     shipped = shipped_recipes()
-    if near := difflib.get_close_matches(recipe, shipped, 1):
-        return f"did you mean {near[0]}?"
+    if likely := likely_name(recipe, shipped):
+        return f"did you mean {likely}?"
     return f"shipped ones are {', '.join(shipped) or 'none'}"
 
 

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.data.files.files import read_records
 from spmd_rl.data.logs.form import Json
 from spmd_rl.data.logs.formats import FORMATS, deduce, export_row, import_row
@@ -40,7 +41,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, Json | DataError]]:
     Raises: DataError, ConfigError for a file that cannot be read at all.
     """
     if not path.exists():
-        raise DataError(str(path), "no such file")
+        raise DataError(str(path), f"no such file{did_you_mean_path(path)}")
     if path.suffix == ".jsonl":
         for number, line in numbered_lines(path):
             yield number, _row(f"{path}:{number}", line)

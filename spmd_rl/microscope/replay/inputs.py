@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.config.load import read_toml
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
@@ -50,7 +51,9 @@ class RecordedSample:
 def run_settings(run: Path) -> dict[str, Any]:
     """Return the run's config. Raises: ConfigError if the folder is not that of a run."""
     if not (run / "config.toml").is_file():
-        raise ConfigError(f"{run} is not the folder of a run: it has no config.toml")
+        raise ConfigError(
+            f"{run} is not the folder of a run: it has no config.toml{did_you_mean_path(run)}"
+        )
     return read_toml(run / "config.toml")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.config.load import read_toml
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.controller.run.evaluations import best_of_run
@@ -25,7 +26,7 @@ def named_run(path: Path) -> tuple[Path, Path | None] | None:
         return path, None
     raise ConfigError(
         f"{path} is neither a model folder, which has a config.json, nor a run, which has a "
-        "config.toml and checkpoints"
+        f"config.toml and checkpoints{did_you_mean_path(path)}"
     )
 
 
@@ -47,6 +48,7 @@ def checkpoint_of(run: Path, step: str | None) -> Path:
     if chosen is None:
         raise ConfigError(
             f"no checkpoint {step or ''} in {run}: there are {', '.join(named) or 'none'}"
+            f"{did_you_mean_path(run)}"
         )
     return chosen
 
