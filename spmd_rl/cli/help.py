@@ -12,6 +12,7 @@ from spmd_rl.controller.run.recipe import load_recipe, shipped_recipes
 from spmd_rl.errors import ConfigError
 
 HELP_ALL = "--help-all"
+WITH_RECIPE = ("run", "plan", "submit", "check")  # commands whose first word is a recipe
 HELP_FLAGS = {"--help", "-h", HELP_ALL}
 
 
@@ -78,6 +79,11 @@ COMMANDS = {
         "spmd_rl.controller.lifecycle.command",
         "RUN",
         "the Python stacks of every process of a live run",
+    ),
+    "completion": CommandEntry(
+        "spmd_rl.cli.completion.command",
+        "bash|zsh",
+        "a script by which a shell completes commands, recipes and settings",
     ),
 }
 OVERVIEW = """\
