@@ -52,7 +52,6 @@ def launch_run(words: list[str]) -> int:
     _check_bits(needs)
     _make_run_folder(cfg, run)
     signal.signal(signal.SIGQUIT, lambda *_: show(run.path))
-    _print_start(num_ranks)
     with launcher_lock(run.path):
         return launch(
             num_ranks, rank.run_rank, ["run", *words], invocation.max_restarts, run.grace_s
@@ -90,18 +89,6 @@ def _make_run_folder(cfg: object, run: RunConfig) -> None:
     folder.check_reusable(dump_toml(cfg), run.resume)
     refuse_running_run(run.path)
     folder.make()
-
-
-def _print_start(num_ranks: int) -> None:
-    """Tell a terminal that ranks start: importing torch and meeting takes them some seconds."""
-    if sys.stdout.isatty():
-        ranks = "rank" if num_ranks == 1 else "ranks"
-        took = "they import" if num_ranks != 1 else "it imports"
-        print(
-            f"starting {num_ranks or 'the'} {ranks}: {took} torch and the model code, which takes "
-            "up to half a minute on a busy machine ...",
-            flush=True,
-        )
 
 
 def _end_before_launch(number: int, frame: FrameType | None) -> None:
