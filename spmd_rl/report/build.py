@@ -38,18 +38,20 @@ from spmd_rl.report.verdicts.run_differences import run_differences, up_to_commo
 from spmd_rl.report.verdicts.turned import turned_prompts
 
 MAX_RUNS = 8
+RELOAD_S = 20  # between two looks of a page for a newer one
 DOCS = Path(__file__).resolve().parents[2] / "docs"  # of a checkout
 
 
-def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
+def write_report(runs: Sequence[Path], out: Path | None = None, *, goes_on: bool = False) -> Path:
     """Write the page of one run, or the comparison of several, and return its path.
 
     It is `report.html` in the run's folder, or `compare.html` in the folder that holds the first
-    run's folder.
+    run's folder. Where the run `goes_on`, the page reloads itself.
     Raises: ConfigError when a path is not a run folder, DataError when one of its files is damaged.
     """
     page = out or (runs[0] / "report.html" if len(runs) == 1 else runs[0].parent / "compare.html")
-    write_atomically(page, render(gather(runs, docs=_docs_from(page.parent))))
+    data = gather(runs, docs=_docs_from(page.parent))
+    write_atomically(page, render(data | {"reload_s": RELOAD_S if goes_on else 0}))
     return page
 
 
