@@ -103,10 +103,10 @@ class FailureDetector:
     def _note_signal(self, name: str, recipients: str, now: float) -> bool:
         """Note a signal, and tell who typed Ctrl-C that the run saves; False if it is a second."""
         is_first = self.termination.note_signal(name, recipients, now)
-        if is_first and name == SIGINT.name and self.termination.grace_s:
+        if is_first and name == SIGINT.name and (grace_s := self.termination.grace_s):
             print(
-                f"{recipients}: the run ends once this step is done and its checkpoint is saved; a "
-                "second Ctrl-C ends it at once",
+                f"{recipients}: the run saves after this step and ends, within run.grace_s = "
+                f"{grace_s:g} s; a second Ctrl-C ends it at once",
                 flush=True,
             )
         return is_first

@@ -13,6 +13,7 @@ from spmd_rl.config.likely import did_you_mean
 from spmd_rl.errors import DataError
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell these, but UTF-8 cannot
+NAMES_OF_KEYS = "; settings such as prompts.answer_key say which keys are read"
 _CHUNK = 4096  # records that are read at once
 
 
@@ -50,7 +51,7 @@ class DataRecord:
         """Return the value under `key`. Raises: DataError that lists the keys there are."""
         if not self.has(key):
             have = ", ".join(map(repr, self.key_names())) or "none"
-            likely = did_you_mean(key, self.key_names())
+            likely = did_you_mean(key, self.key_names()) or NAMES_OF_KEYS
             raise DataError(
                 f"{self.where}: {key}", f"no such key in this record (it has {have}){likely}"
             )

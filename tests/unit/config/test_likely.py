@@ -72,3 +72,5 @@ def test_each_error_of_a_mistyped_name_asks(runs: Path) -> None:
         with pytest.raises((ConfigError, DataError), match=rf"did you mean {likely}\?"):
             cause()
     assert "did you mean report?" in str(no_command("REPORT"))
+    with pytest.raises(DataError, match=r"it has 'answer'\); settings such as prompts.answer_key"):
+        record.value("label")
