@@ -136,7 +136,7 @@ class TrainerConfig:
     lr: float = 1e-6  # learning rate after warm-up
     # how the learning rate falls to zero at total_steps
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    # optimizer steps in which the rate rises linearly to lr, which the last of them has
+    # optimizer steps in which the rate rises linearly to lr; the last of them has lr
     warmup_steps: int = 0
     # optimizer steps after which linear and cosine are at zero: steps times minibatches of the run
     total_steps: int = 0
