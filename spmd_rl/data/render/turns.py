@@ -4,6 +4,9 @@ The chat template renders the conversation up to a turn, with the beginning of t
 turn's prompt. What it adds when the turn is there is the turn's text. Each piece of text is
 tokenised once, and tokens are only appended. Where the prompt of a turn does not begin with the
 sequence so far, because the template rewrites earlier turns, another sequence begins.
+
+Some templates end a turn with nothing: the next message begins with a marker, at which an engine
+stops. Such a marker ends the turn, and is learned with it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from spmd_rl.errors import DataError
 from spmd_rl.types.sft_pair import SftPair
 
 Learn = Literal["all", "last"]
+
+_PROBE = "what this turn of the assistant says"  # in place of a turn, whose thoughts may be hidden
 
 
 def learned_turns(chat: Chat, learn: Learn) -> list[int]:
@@ -127,7 +132,7 @@ def _sequences(
 
 
 def _turn(chat: Chat, number: int, tokenizer: Tokenizer, ends: list[str]) -> _Turn:
-    """Return the turn of an assistant message.
+    """Return the turn of an assistant message, which a marker of the next message may end.
 
     Raises: DataError when it is no continuation, or its own words hold an end-of-text token.
     """
@@ -145,7 +150,22 @@ def _turn(chat: Chat, number: int, tokenizer: Tokenizer, ends: list[str]) -> _Tu
     answer = whole[len(prompt) :]
     # an engine stops at the first end-of-text token that it draws
     stop = min((answer.find(end) + len(end) for end in ends if end in answer), default=0)
-    return _Turn(prompt, answer[:stop] if stop else answer, bool(stop))
+    if stop:
+        return _Turn(prompt, answer[:stop], ended=True)
+    marker = _next_marker(chat, number, tokenizer, ends)
+    return _Turn(prompt, answer + marker, bool(marker))
+
+
+def _next_marker(chat: Chat, number: int, tokenizer: Tokenizer, ends: list[str]) -> str:
+    """Return the end-of-text token with which the message after a turn begins, or ""."""
+    messages = [*chat.messages]
+    messages[number] = messages[number] | {"content": _PROBE}
+    probed = replace(chat, messages=messages)
+    whole = render(probed, tokenizer, generation_prompt=False).rpartition(_PROBE)[2]
+    alone = render(probed, tokenizer, number + 1, generation_prompt=False).rpartition(_PROBE)[2]
+    after = whole.removeprefix(alone) if whole.startswith(alone) else ""
+    marker = max((end for end in ends if after.lstrip().startswith(end)), key=len, default="")
+    return after[: after.find(marker) + len(marker)] if marker else ""
 
 
 def _weight(chat: Chat, number: int, default: bool) -> bool:
