@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.data.files.files import DataRecord
+from spmd_rl.data.message_fields import MARKS, plain_fields, says_something, weight_of
 from spmd_rl.data.preparer import Preparer
 from spmd_rl.data.render.answer_end import assistant
 from spmd_rl.data.render.chat import chat_of, render
@@ -26,8 +27,8 @@ from spmd_rl.data.stream import RecordStream
 from spmd_rl.errors import DataError
 from spmd_rl.types.sft_pair import SftPair
 
-# fields of an answer's message: its text, and those that say nothing
-_ANSWER_FIELDS = {"role", "content", "id", "weight"}
+# fields of an answer's message: its text, and those that change nothing
+_ANSWER_FIELDS = {"role", "content", "id", *MARKS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +187,12 @@ def answer_text(record: DataRecord, key: str, prompt_key: str) -> str:
     *before, answer = messages
     if answer.get("tool_calls"):
         raise DataError(where, "an answer of a preference pair cannot call tools")
-    if others := [name for name in answer if name not in _ANSWER_FIELDS and answer[name]]:
-        raise DataError(f"{where}[{len(before)}]", f"nothing is learned of {others[0]!r}")
+    place = f"{where}[{len(before)}]"
+    others = (name for name in answer if name not in _ANSWER_FIELDS)
+    if name := next((one for one in others if says_something(answer[one])), None):
+        raise DataError(place, f"nothing is learned of {name!r}")
+    if weight_of(place, answer) == 0:
+        raise DataError(place, "this answer is marked as not learned: leave the pair out")
     if before and _messages(where, before) != _messages(where, record.value(prompt_key)):
         raise DataError(
             where, f"the messages before the answer are not those of the prompt, {prompt_key!r}"
@@ -196,12 +201,12 @@ def answer_text(record: DataRecord, key: str, prompt_key: str) -> str:
 
 
 def _messages(where: str, prompt: Any) -> list[Any]:
-    """Return a prompt as messages without nulls: a text is one of the user."""
+    """Return a prompt as messages without nulls and marks: a text is one of the user."""
     messages = written_messages(where, prompt)
     if messages is None:
         return [{"role": "user", "content": prompt}]
     return [
-        {key: value for key, value in message.items() if value is not None}
+        {key: value for key, value in plain_fields(where, message).items() if key != "weight"}
         if isinstance(message, dict)
         else message
         for message in messages

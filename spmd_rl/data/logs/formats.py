@@ -21,6 +21,7 @@ from spmd_rl.data.logs import (
 )
 from spmd_rl.data.logs.form import Json, check
 from spmd_rl.data.logs.patch import apply, difference
+from spmd_rl.data.render.messages import messages_of
 from spmd_rl.errors import ConfigError, DataError
 
 
@@ -31,14 +32,17 @@ class Format(NamedTuple):
     write: Callable[[Json], Json]
 
 
+def _read_ours(row: Json) -> Json:
+    return row | {"messages": messages_of("messages", row.get("messages"))}
+
+
 def _ours(row: Json) -> Json:
-    check(row)
     return row
 
 
 OURS = "messages"
 FORMATS = {
-    OURS: Format(_ours, _ours),
+    OURS: Format(_read_ours, _ours),
     "openai": Format(openai_chat.read, openai_chat.write),
     "responses": Format(openai_responses.read, openai_responses.write),
     "anthropic": Format(anthropic.read, anthropic.write),
@@ -78,15 +82,15 @@ def export_row(row: Json, name: str) -> Json:
     if name == OURS:
         return row
     extra = row.get("extra")
+    if extra is not None and not (isinstance(extra, dict) and "changes" in extra):
+        raise DataError("extra", f"the format {name} has no place for this")
     bare = {key: value for key, value in row.items() if key != "extra"}
     written = FORMATS[name].write(bare)
+    if extra and extra.get("format") == name and extra.get("of") == _digest(bare):
+        written = dict(apply(written, extra["changes"]))
     if changes := difference(bare, FORMATS[name].read(written)):
         path = ".".join(str(key) for key in changes[0][0])
         raise DataError(path, f"the format {name} cannot say this")
-    if isinstance(extra, dict) and extra.get("format") == name and extra.get("of") == _digest(bare):
-        return dict(apply(written, extra["changes"]))
-    if extra is not None and not (isinstance(extra, dict) and "changes" in extra):
-        raise DataError("extra", f"the format {name} has no place for this")
     return written
 
 

@@ -3,27 +3,51 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from spmd_rl.data.logs.form import Json, arguments_of, call, get, message, others, record, text_of
+from spmd_rl.data.logs.form import (
+    Json,
+    call,
+    exchange,
+    functions,
+    get,
+    message,
+    others,
+    record,
+    said,
+    text_of,
+)
+from spmd_rl.data.message_fields import plain_fields
+from spmd_rl.data.render.messages import object_of
 from spmd_rl.errors import DataError
 
-USED = ("messages", "tools", "request", "response")
+USED = ("messages", "tools", "request", "body", "response", "choices")
 
 
 def read(row: Json) -> Json:
     """Return our form. Raises: DataError."""
-    request = get(row, "request", dict, "") if "request" in row else row
+    request, response = exchange(row, "choices")
     items = [*get(request, "messages", list, "")]
-    if isinstance(row.get("response"), dict) and "request" in row:
-        choices = get(row["response"], "choices", list, "response")
-        if len(choices) != 1:
-            raise DataError("response.choices", f"expected one choice, got {len(choices)}")
-        items.append(get(choices[0], "message", dict, "response.choices[0]"))
-    messages = [_read_message(item, f"messages[{i}]") for i, item in enumerate(items)]
-    return record(row | request, USED, messages, request.get("tools") or [])
+    if response is not None:
+        items.append(reply_of(response, "response"))
+    messages = [read_message(item, f"messages[{i}]") for i, item in enumerate(items)]
+    return record(row | request, USED, messages, [item for _, item in functions(request)])
 
 
-def _read_message(item: Json, where: str) -> Json:
+def reply_of(response: Any, where: str) -> Json:
+    """Return the message of a response, which is a text, a message, or has one choice."""
+    if isinstance(response, str):
+        return {"role": "assistant", "content": response}
+    if "role" in response:
+        return dict(response)
+    choices = get(response, "choices", list, where)
+    if len(choices) != 1:
+        raise DataError(f"{where}.choices", f"expected one choice, got {len(choices)}")
+    return dict(get(choices[0], "message", dict, f"{where}.choices[0]"))
+
+
+def read_message(item: Json, where: str) -> Json:
+    """Return a message in our form. Raises: DataError."""
     role = get(item, "role", str, where)
     for key in ("audio", "function_call", "refusal"):
         if item.get(key):
@@ -32,14 +56,16 @@ def _read_message(item: Json, where: str) -> Json:
     for number, made in enumerate(item.get("tool_calls") or []):
         place = f"{where}.tool_calls[{number}]"
         function = get(made, "function", dict, place)
-        arguments = arguments_of(function.get("arguments"), place)
+        arguments = object_of(f"{place}.arguments", function.get("arguments"))
         calls.append(
             call(get(made, "id", str, place), get(function, "name", str, place), arguments)
         )
-    fields = {key: item.get(key) for key in ("reasoning_content", "tool_call_id", "name")}
+    plain = plain_fields(where, item)
+    thought = {"reasoning_content": item.get("thinking")}  # as Ollama calls it
+    fields = {key: item.get(key) for key in ("tool_call_id", "name")} | thought | said(plain, where)
     return message(
         "system" if role == "developer" else role,
-        text_of(item.get("content"), f"{where}.content"),
+        text_of(plain.get("content"), f"{where}.content"),
         tool_calls=calls,
         **fields,
     )

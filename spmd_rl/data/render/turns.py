@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from spmd_rl.data.message_fields import MARKS, weight_of
 from spmd_rl.data.render.chat import Chat, render
 from spmd_rl.data.render.eos import eos_ids
 from spmd_rl.data.render.messages import Message
@@ -33,13 +34,21 @@ def learned_turns(chat: Chat, learn: Learn) -> list[int]:
     """Return the positions of the assistant messages to learn, at least one.
 
     `learn` says which they are, unless a message says so itself by its "weight", 0 or 1.
-    Raises: DataError for another weight, and when nothing is left to learn.
+    Raises: DataError for another weight, for one of 1 that is not the assistant's, and when nothing
+    is left to learn.
     """
+    weights = [weight_of(chat.place(number), m) for number, m in enumerate(chat.messages)]
     turns = [number for number, m in enumerate(chat.messages) if m["role"] == "assistant"]
+    if others := [n for n, weight in enumerate(weights) if weight and n not in turns]:
+        raise DataError(
+            chat.place(others[0]),
+            "this message is marked as learned, but only those of the assistant are: take the mark "
+            "out",
+        )
     if not turns:
         raise DataError(chat.where, "this conversation has no assistant message to learn")
     chosen = turns if learn == "all" else turns[-1:]
-    learned = [number for number in turns if _weight(chat, number, number in chosen)]
+    learned = [n for n in turns if (n in chosen if weights[n] is None else weights[n])]
     if not learned:
         raise DataError(chat.where, "every assistant message of this conversation has weight 0")
     if learned[0] == 0:
@@ -53,7 +62,7 @@ def learned_turns(chat: Chat, learn: Learn) -> list[int]:
 
 def is_empty(message: Message) -> bool:
     """Whether an assistant message says nothing: it has no text and calls no tool."""
-    return not any(value for key, value in message.items() if key not in ("role", "weight", "id"))
+    return not any(value for key, value in message.items() if key not in ("role", "id", *MARKS))
 
 
 def ends_early(end: str) -> str:
@@ -121,7 +130,7 @@ def _sequences(
     chat: Chat, learn: Learn, tokenizer: Tokenizer, ends: dict[int, str], eos: int
 ) -> list[_Sequence]:
     """Return the turns to learn, in one sequence as long as a turn's prompt goes on from it."""
-    plain = replace(chat, messages=[_without_weight(message) for message in chat.messages])
+    plain = replace(chat, messages=[_without_marks(message) for message in chat.messages])
     sequences: list[_Sequence] = []
     for number in learned_turns(chat, learn):
         turn = _turn(plain, number, tokenizer, [*filter(None, ends.values())])
@@ -168,13 +177,6 @@ def _next_marker(chat: Chat, number: int, tokenizer: Tokenizer, ends: list[str])
     return after[: after.find(marker) + len(marker)] if marker else ""
 
 
-def _weight(chat: Chat, number: int, default: bool) -> bool:
-    weight = chat.messages[number].get("weight", default)
-    if weight not in (0, 1):
-        raise DataError(f"{chat.place(number)}.weight", f"expected 0 or 1, got {weight!r}")
-    return bool(weight)
-
-
 def _words(value: Any) -> list[str]:
     """Return all texts in a message."""
     if isinstance(value, str):
@@ -184,5 +186,5 @@ def _words(value: Any) -> list[str]:
     return [text for one in value for text in _words(one)] if isinstance(value, list) else []
 
 
-def _without_weight(message: Message) -> Message:
-    return {key: value for key, value in message.items() if key != "weight"}
+def _without_marks(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key not in MARKS}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from spmd_rl.data.logs import openai_chat
-from spmd_rl.data.logs.form import Json
+from spmd_rl.data.logs.form import Json, other_tools
 from spmd_rl.data.render.messages import Message
 from spmd_rl.errors import SpmdError
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
@@ -44,7 +44,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         stream_usage=options.get("include_usage") is True,
         logprobs=fields.take("logprobs", bool, False),
         return_token_ids=fields.take("return_token_ids", bool, False),
-        ignored=fields.finish(),
+        ignored=fields.finish() + other_tools(given["tools"]),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from spmd_rl.data.logs import openai_responses
-from spmd_rl.data.logs.form import Json
+from spmd_rl.data.logs.form import Json, other_tools
 from spmd_rl.errors import SpmdError
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.chat import logprob_rows, wire_call
@@ -59,7 +59,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         stream=fields.take("stream", bool, False),
         logprobs=_LOGPROBS in included,
         return_token_ids=fields.take("return_token_ids", bool, False),
-        ignored=fields.finish(),
+        ignored=fields.finish() + other_tools(given["tools"]),
     )
 
 

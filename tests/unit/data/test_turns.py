@@ -28,7 +28,14 @@ from tests.unit.data.chat_templates import (
 )
 
 Messages = list[dict[str, Any]]
-TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "qwen": QWEN, "mistral": MISTRAL, "plain": PLAIN, "glm": GLM}
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama": LLAMA,
+    "qwen": QWEN,
+    "mistral": MISTRAL,
+    "plain": PLAIN,
+    "glm": GLM,
+}
 
 # line breaks and spaces at the edges are where tokens of two pieces would merge
 texts = st.text("ab\n \té字", max_size=12)
@@ -229,7 +236,10 @@ def test_tool_calls_are_learned() -> None:
         {"role": "assistant", "content": "It is 2."},
     ]
     (one,) = encode(messages, "chatml")
-    assert said(one, "chatml") == ['<call>{"name": "add", "arguments": {"a": 1}}<|end|>', "It is 2.<|end|>"]
+    assert said(one, "chatml") == [
+        '<call>{"name": "add", "arguments": {"a": 1}}<|end|>',
+        "It is 2.<|end|>",
+    ]
 
 
 def said(sequence: SftPair, name: str) -> list[str]:
@@ -275,7 +285,10 @@ def test_an_answer_ends_at_the_first_end_of_text_token(ends: str) -> None:
         (one,) = encode(talk("q", "a", "r", "c"), "chatml")
     finally:
         tokenizer.chat_template, tokenizer.config_eos_ids = CHATML, (first,)
-    assert said(one, "chatml") == [f"a{ends[: ends.index('>') + 1]}", f"c{ends[: ends.index('>') + 1]}"]
+    assert said(one, "chatml") == [
+        f"a{ends[: ends.index('>') + 1]}",
+        f"c{ends[: ends.index('>') + 1]}",
+    ]
     assert f"a{ends}\n<|start|>user" in tokenizer.decode(one.tokens)
 
 
