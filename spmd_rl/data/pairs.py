@@ -19,12 +19,13 @@ from spmd_rl.data.render.prompt_format import (
     PromptEncoder,
     PromptFormat,
     Tokenizer,
+    defects,
     is_too_long,
     report_numeric_answers,
 )
-from spmd_rl.data.sft import AnswerEncoder, fitting, join
+from spmd_rl.data.sft import AnswerEncoder, ContextFit
 from spmd_rl.data.stream import RecordStream
-from spmd_rl.errors import DataError
+from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.types.sft_pair import SftPair
 
 # fields of an answer's message: its text, and those that change nothing
@@ -78,7 +79,9 @@ class PreferencePairs(RecordStream[PreferencePair]):
 
 
 class PairPreparer(Preparer[PreferencePair]):
-    """Makes a preference pair of each record, but for prompts that are too long.
+    """Makes a preference pair of each record, but for those of which nothing can be learned.
+
+    These are pairs whose prompt is too long, or whose answers are equal.
 
     Raises: ConfigError for a tokenizer without end-of-text token.
     """
@@ -86,20 +89,25 @@ class PairPreparer(Preparer[PreferencePair]):
     noun = "preference pairs"
 
     def __init__(self, cfg: PairConfig, tokenizer: Tokenizer) -> None:
-        self.defect = f"have a prompt of more than {cfg.max_prompt_tokens} tokens"
+        limit = f"have a prompt of more than {cfg.max_prompt_tokens} tokens"
+        self.defect = defects(cfg, limit, "have two equal answers")
         self._cfg, self._tokenizer = cfg, tokenizer
+        self._fit = ContextFit(cfg, tokenizer)
         self._prompts, self._answers = PromptEncoder(cfg, tokenizer), AnswerEncoder(tokenizer)
 
     def make(self, records: Sequence[DataRecord], source: str) -> list[PreferencePair | None]:
-        """Return the pair of each record; None where the prompt is too long. Raises: DataError."""
+        """Return the pair of each record; None where it is left out. Raises: DataError."""
         cfg = self._cfg
         prompts = [tokens for _, tokens in self._prompts.encode(records)]
-        fit = [not is_too_long(cfg, len(prompt)) for prompt in prompts]
+        context = self._tokenizer.context
+        fit = [not is_too_long(cfg, len(prompt), context) for prompt in prompts]
         chosen, rejected = (
             self._sequences(records, prompts, fit, key, source) for key in cfg.answer_keys
         )
         return [
-            PreferencePair(better, worse) if better and worse else None
+            PreferencePair(better, worse)
+            if better and worse and not np.array_equal(better.tokens, worse.tokens)
+            else None
             for better, worse in zip(chosen, rejected, strict=True)
         ]
 
@@ -115,7 +123,7 @@ class PairPreparer(Preparer[PreferencePair]):
         texts = [answer_text(record, key, self._cfg.prompt_key) for record in records]
         answers = self._answers.encode(records, key, texts)
         return [
-            join(record, prompt, answer, self._tokenizer, source) if fits else None
+            self._fit.join(record, prompt, answer, source) if fits else None
             for record, prompt, answer, fits in zip(records, prompts, answers, fit, strict=True)
         ]
 
@@ -125,7 +133,7 @@ class PairPreparer(Preparer[PreferencePair]):
 
     def notes(self) -> list[str]:
         """Return what the chat template does to prompts, and how many answers are empty."""
-        return self._prompts.notes() + self._answers.notes()
+        return self._prompts.notes() + self._answers.notes() + self._fit.notes()
 
     def report(
         self, path: str, records: Sequence[DataRecord], prepared: Sequence[PreferencePair]
@@ -160,14 +168,19 @@ class RewardPairPreparer(PairPreparer):
         answered = replace(chat, messages=[*chat.messages, answer])
         return render(answered, self._tokenizer, generation_prompt=False)
 
-    def _sequence(self, record: DataRecord, tokens: list[int], source: str) -> SftPair:
+    def _sequence(self, record: DataRecord, tokens: list[int], source: str) -> SftPair | None:
         is_last = np.arange(len(tokens)) == len(tokens) - 1
         sequence = SftPair(np.array(tokens, np.int32), is_last, source)
-        return fitting(record, sequence, self._tokenizer)
+        return self._fit.fitting(record, sequence)
 
 
 def pair_preparer(cfg: PairConfig, tokenizer: Tokenizer, *, for_reward_model: bool) -> PairPreparer:
     """Return what makes the pairs of `PreferencePairs`. Raises: as `PairPreparer`."""
+    if for_reward_model and cfg.too_long == "cut":
+        raise ConfigError(
+            "prompts.too_long = 'cut' would take away the end of an answer, where a reward model "
+            "is read: drop such pairs"
+        )
     kind = RewardPairPreparer if for_reward_model and cfg.chat_template else PairPreparer
     return kind(cfg, tokenizer)
 

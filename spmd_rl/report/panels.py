@@ -201,6 +201,7 @@ PANELS = (
     ),
     _panel("Prompts solved", Line("rejection/solved", "share"), share=True),
     _panel("Learned tokens", Line("data/learned_tokens", "of a step"), unit="tokens"),
+    _panel("Records left out", Line("data/dropped", "so far"), unit="records"),
     _panel("Epochs", Line("data/epoch", "passes over the data")),
     _panel("Warm-up loss", Line("warmup/loss", "loss"), floor=None),
     _panel("Loss", Line("train/loss", "loss"), floor=None, noise=ROUNDING),

@@ -19,8 +19,8 @@ from spmd_rl.data.logs.form import (
     text_of,
     tool,
 )
-from spmd_rl.data.message_fields import weight_of
 from spmd_rl.data.render.messages import object_of
+from spmd_rl.errors import DataError
 
 USED = ("input", "instructions", "tools", "request", "body", "response", "output")
 _TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
@@ -40,6 +40,8 @@ def read(row: Json) -> Json:
     if request.get("instructions") is not None:
         messages.append(message("system", get(request, "instructions", str, "")))
     for index, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise DataError(f"input[{index}]", f"expected an object, got {type(item).__name__}")
         _read_item(item, messages, f"input[{index}]")
     tools = [_read_tool(item, place) for place, item in functions(request)]
     return record(row | request, USED, messages, tools)
@@ -50,41 +52,40 @@ def _read_item(item: Json, messages: list[Json], where: str) -> None:
 
     Items that differ in whether they are learned are not joined.
     """
-    kind = item.get("type", "message") if isinstance(item, dict) else get(item, "type", str, where)
+    kind, marks = get({"type": "message"} | item, "type", str, where), said(item, where)
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
-    is_thought = last.keys() - {"weight"} == {"role", "content", "reasoning_content"}
-    is_thought &= not last.get("content")
+    is_thought = "reasoning_content" in last and not (last["content"] or "tool_calls" in last)
     if kind == "message":
         role = get(item, "role", str, where)
         text = text_of(item.get("content"), f"{where}.content", _TEXT)
         if role == "assistant" and is_thought:
-            last |= {"content": text} | said(item, where)
-            return
-        role = "system" if role == "developer" else role
-        messages.append(message(role, text, **said(item, where)))
+            last |= {"content": text} | marks
+        else:
+            messages.append(message("system" if role == "developer" else role, text, **marks))
     elif kind == "reasoning":
         texts = item.get("summary") or item.get("content") or []
         thought = text_of(texts, f"{where}.summary", _TEXT)
         if thought and is_thought:
             last["reasoning_content"] += thought
         elif thought:
-            marks = {"weight": weight_of(where, item)}
             messages.append(message("assistant", "", reasoning_content=thought, **marks))
     elif kind == "function_call":
-        name, weight = get(item, "name", str, where), weight_of(where, item)
-        if not last or not (is_thought or last.get("weight") == weight):
+        if not last or not (is_thought or last.get("weight") == marks.get("weight")):
             last = message("assistant", "")
             messages.append(last)
-        if weight is not None:
-            last["weight"] = weight
-        arguments = object_of(f"{where}.arguments", item.get("arguments"))
-        made = call(get(item, "call_id", str, where), name, arguments)
-        last.setdefault("tool_calls", []).append(made)
+        last |= marks
+        last.setdefault("tool_calls", []).append(_read_call(item, where))
     elif kind == "function_call_output":
         text = text_of(item.get("output"), f"{where}.output", _TEXT)
         messages.append(message("tool", text, tool_call_id=get(item, "call_id", str, where)))
     else:
-        refuse_part(str(kind), where)
+        refuse_part(kind, where)
+
+
+def _read_call(item: Json, where: str) -> Json:
+    name = get(item, "name", str, where)
+    arguments = object_of(f"{where}.arguments", item.get("arguments"))
+    return call(get(item, "call_id", str, where), name, arguments)
 
 
 def _read_tool(item: Any, where: str) -> Json:
