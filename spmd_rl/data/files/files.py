@@ -151,6 +151,7 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _OPENERS: dict[str, Callable[[Path], Records]] = {
     ".jsonl": JsonLines,
     ".json": lambda file: _listed(file, read_json),
+    ".traj": lambda file: _listed(file, read_json),
     ".csv": lambda file: _listed(file, read_csv),
     ".parquet": open_parquet,
 }

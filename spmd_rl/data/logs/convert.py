@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spmd_rl.config.likely import did_you_mean_path
-from spmd_rl.data.files.files import read_records
+from spmd_rl.data.files.files import open_records
+from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.logs.form import Json
 from spmd_rl.data.logs.formats import FORMATS, deduce, export_row, import_row
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.atomic_write import atomic_file
-from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json, parse_json
+from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json
 
 _DEDUCED_FROM = 100  # records
 
@@ -45,14 +46,9 @@ def read_rows(path: Path) -> Iterator[tuple[int, Json | DataError]]:
     if path.suffix == ".jsonl":
         for number, line in numbered_lines(path):
             yield number, _row(f"{path}:{number}", line)
-    elif path.suffix == ".json":
-        rows = parse_json(str(path), path.read_bytes())
-        if not isinstance(rows, list):
-            raise DataError(str(path), "expected a list of records")
-        for number, row in enumerate(rows, start=1):
-            yield number, _object(f"{path}:{number}", row)
     else:
-        yield from enumerate((record.row for record in read_records(str(path))), start=1)
+        for number, record in enumerate(open_records(str(path)).each(), start=1):
+            yield number, record.row if isinstance(record, DataRecord) else record
 
 
 def _row(where: str, line: bytes) -> Json | DataError:

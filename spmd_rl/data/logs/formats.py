@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from spmd_rl.data.logs import (
+    alpaca,
     anthropic,
     gemini,
     openai_chat,
@@ -19,8 +20,9 @@ from spmd_rl.data.logs import (
     raw,
     sharegpt,
 )
-from spmd_rl.data.logs.form import Json, check
+from spmd_rl.data.logs.form import Json, check, get
 from spmd_rl.data.logs.patch import apply, difference
+from spmd_rl.data.logs.traces import Traces
 from spmd_rl.data.render.messages import messages_of
 from spmd_rl.errors import ConfigError, DataError
 
@@ -40,6 +42,19 @@ def _ours(row: Json) -> Json:
     return row
 
 
+def _read_trajectory(row: Json) -> Json:
+    return openai_chat.read(
+        {key: row[key] for key in row if key != "history"}
+        | {"messages": get(row, "history", list, "")}
+    )
+
+
+def _write_trajectory(row: Json) -> Json:
+    written = openai_chat.write(row)
+    return {"history": written.pop("messages")} | written
+
+
+_LANGFUSE, _LANGSMITH = Traces("input", "output"), Traces("inputs", "outputs")
 OURS = "messages"
 FORMATS = {
     OURS: Format(_read_ours, _ours),
@@ -49,11 +64,31 @@ FORMATS = {
     "gemini": Format(gemini.read, gemini.write),
     "sharegpt": Format(sharegpt.read, sharegpt.write),
     "raw": Format(raw.read, raw.write),
+    "alpaca": Format(alpaca.read, alpaca.write),
+    "langfuse": Format(_LANGFUSE.read, _LANGFUSE.write),
+    "langsmith": Format(_LANGSMITH.read, _LANGSMITH.write),
+    "swe-agent": Format(_read_trajectory, _write_trajectory),
 }
 
 NAMES = ", ".join(FORMATS)
-_KEYS = {"input": "responses", "contents": "gemini", "conversations": "sharegpt"}
-_KEYS |= {"completion": "raw"}
+_KEYS = {"contents": "gemini", "conversations": "sharegpt", "completion": "raw"}
+_KEYS |= {"instruction": "alpaca", "trajectory": "swe-agent", "outputs": "langsmith"}
+_ITEMS = {"message", "function_call", "reasoning"}  # types of what Responses returns
+# keys of rows that hold no conversation, and what to do with them
+_ADVICE = {
+    ("preferred_output", "non_preferred_output"): "these are preference pairs: `spmd-rl run dpo` "
+    "reads them with --prompts.chat_template=true --prompts.prompt_key=input.messages "
+    "--prompts.chosen_key=preferred_output --prompts.rejected_key=non_preferred_output",
+    ("chosen", "rejected"): "these are preference pairs, and `spmd-rl run dpo` reads pairs with a "
+    "prompt: where both texts hold the whole dialogue, as in HH-RLHF, split it before the last "
+    "answer into prompt, chosen and rejected",
+    ("custom_id", "response"): "these are answers of a batch without their requests: write each "
+    "beside the body of its request, by custom_id, as an object with request and response",
+    ("sessionId", "message"): "a line of this log is one message, as Claude Code writes it: write "
+    "the messages of a session as one record with messages, and give --from anthropic",
+    ("source", "action"): "these are events of OpenHands, which are not the model's messages: let "
+    "it log completions, and convert those",
+}
 _BLOCKS = [f'"type": "{kind}"' for kind in ("tool_use", "tool_result", "thinking")]
 _BLOCKS.append('"input_schema"')
 
@@ -106,23 +141,60 @@ def deduce(rows: Sequence[Json]) -> str:
         found.discard("")  # plain messages, which are the same in all formats that have them
     if len(found) != 1:
         seen = f"it could be {' or '.join(sorted(found))}" if found else "no known format fits"
-        raise ConfigError(f"the format is not clear, {seen}: name it with --from, {NAMES}")
+        advice = next(filter(None, map(_advice, rows)), "") if not found else ""
+        raise ConfigError(
+            advice or f"the format is not clear, {seen}: name it with --from, {NAMES}"
+        )
     return found.pop() or "openai"
 
 
-def log_format(row: Json) -> str:
-    """Return the format of a row that no run reads before it is converted, or ""."""
-    inner = row["request"] if isinstance(row.get("request"), dict) else row
-    return next((_KEYS[key] for key in ("conversations", "contents") if key in inner), "")
+def hint(path: str, row: Json) -> str:
+    """Return what to do with a file of rows that no run reads as they are, or ""."""
+    found = _marks(row) - {"", OURS}
+    if not found:
+        return _advice(row)
+    is_read = "messages" in row and not row.keys() & {"response", "choices"}
+    if len(found) > 1 or (found == {"openai"} and is_read):
+        return ""
+    return f"`spmd-rl data convert {path} OUT` makes messages of {found.pop()} logs"
+
+
+def _advice(row: Json) -> str:
+    """Return what to do with a row that holds no conversation, if its form is known, or ""."""
+    return next((text for keys, text in _ADVICE.items() if row.keys() >= {*keys}), "")
 
 
 def _marks(row: Json) -> set[str]:
     """Return the formats that a row speaks for; "" is any format with messages."""
-    inner = row["request"] if isinstance(row.get("request"), dict) else row
+    inner = next((row[key] for key in ("request", "body") if isinstance(row.get(key), dict)), row)
     found = {name for key, name in _KEYS.items() if key in inner}
+    if "input" in inner and "alpaca" not in found:
+        found |= _formats_of_input(inner, is_row=inner is row)
     if isinstance(inner.get("messages"), list):
-        found.add(_chat_format(inner))
+        found.add(_chat_format(inner) or _reply_format(row))
     return found
+
+
+def _formats_of_input(row: Json, *, is_row: bool) -> set[str]:
+    """Return the formats of a row with `input`, which Responses has and many others.
+
+    `is_row` says that the row is no request beside a response.
+    """
+    if "output" in row:
+        items = row["output"] if isinstance(row["output"], list) else [{}]
+        kinds = {one.get("type") for one in items if isinstance(one, dict)}
+        return {"responses" if kinds & _ITEMS else "langfuse"}
+    if not is_row or row.keys() & {"instructions", "model"} or isinstance(row["input"], list):
+        return {"responses"}
+    return {"responses", "langfuse"} if isinstance(row["input"], str) else set()
+
+
+def _reply_format(row: Json) -> str:
+    """Return the format of what was answered to plain messages, or ""."""
+    response = row.get("response")
+    if isinstance(response, dict) and isinstance(response.get("content"), list):
+        return "anthropic"
+    return "openai" if row.keys() & {"request", "body", "response", "choices"} else ""
 
 
 def _chat_format(row: Json) -> str:

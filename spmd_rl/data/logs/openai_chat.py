@@ -7,6 +7,7 @@ from typing import Any
 
 from spmd_rl.data.logs.form import (
     Json,
+    ToolCalls,
     call,
     exchange,
     functions,
@@ -29,25 +30,36 @@ def read(row: Json) -> Json:
     request, response = exchange(row, "choices")
     items = [*get(request, "messages", list, "")]
     if response is not None:
-        items.append(reply_of(response, "response"))
-    messages = [read_message(item, f"messages[{i}]") for i, item in enumerate(items)]
+        items += _reply(response, items, is_beside=request is row)
+    calls = ToolCalls()
+    messages = [read_message(item, f"messages[{i}]", calls) for i, item in enumerate(items)]
     return record(row | request, USED, messages, [item for _, item in functions(request)])
 
 
-def reply_of(response: Any, where: str) -> Json:
-    """Return the message of a response, which is a text, a message, or has one choice."""
+def _reply(response: Any, items: list[Any], *, is_beside: bool) -> list[Json]:
+    """Return the message of a response: a text, a message, or one choice. It may be there already.
+
+    `is_beside` says that the response stands beside the messages, not beside a request.
+    """
     if isinstance(response, str):
-        return {"role": "assistant", "content": response}
-    if "role" in response:
-        return dict(response)
-    choices = get(response, "choices", list, where)
-    if len(choices) != 1:
-        raise DataError(f"{where}.choices", f"expected one choice, got {len(choices)}")
-    return dict(get(choices[0], "message", dict, f"{where}.choices[0]"))
+        reply = {"role": "assistant", "content": response}
+    elif "role" in response:
+        reply = response
+    else:
+        choices = get(response, "choices", list, "response")
+        if len(choices) != 1:
+            raise DataError("response.choices", f"expected one choice, got {len(choices)}")
+        reply = get(choices[0], "message", dict, "response.choices[0]")
+    last = items[-1] if items and isinstance(items[-1], dict) else {}
+    if not is_beside or last.get("role") != "assistant":
+        return [reply]
+    if last.get("content") != reply.get("content"):
+        raise DataError("response", "the messages end with another answer: take one of them out")
+    return []
 
 
-def read_message(item: Json, where: str) -> Json:
-    """Return a message in our form. Raises: DataError."""
+def read_message(item: Json, where: str, ids: ToolCalls) -> Json:
+    """Return a message in our form. `ids` has the calls before it. Raises: DataError."""
     role = get(item, "role", str, where)
     for key in ("audio", "function_call", "refusal"):
         if item.get(key):
@@ -57,12 +69,16 @@ def read_message(item: Json, where: str) -> Json:
         place = f"{where}.tool_calls[{number}]"
         function = get(made, "function", dict, place)
         arguments = object_of(f"{place}.arguments", function.get("arguments"))
-        calls.append(
-            call(get(made, "id", str, place), get(function, "name", str, place), arguments)
-        )
+        name = get(function, "name", str, place)
+        calls.append(call(ids.add(name, made.get("id")), name, arguments))
     plain = plain_fields(where, item)
     thought = {"reasoning_content": item.get("thinking")}  # as Ollama calls it
-    fields = {key: item.get(key) for key in ("tool_call_id", "name")} | thought | said(plain, where)
+    fields = {"name": item.get("name")} | thought | said(plain, where)
+    if role == "tool":
+        given = item.get("tool_call_ids") or [item.get("tool_call_id")]  # as SWE-agent calls it
+        if len(given) != 1:
+            raise DataError(f"{where}.tool_call_ids", f"expected one id, got {len(given)}")
+        fields["tool_call_id"] = ids.answer(where, call_id=given[0])
     return message(
         "system" if role == "developer" else role,
         text_of(plain.get("content"), f"{where}.content"),

@@ -1,0 +1,107 @@
+"""Rows of Langfuse and LangSmith: what went into a call, and what came out of it.
+
+Either is a text, a message, a list of messages, or an object around one of these, which may be
+written as JSON text. LangChain's messages have other names.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from spmd_rl.data.logs import openai_chat
+from spmd_rl.data.logs.form import Json, ToolCalls, get, others, record
+from spmd_rl.errors import DataError
+
+_ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant"}
+_AROUND = ("messages", "generations", "message", "choices", "kwargs", "data")
+
+
+class Traces:
+    """Reads and writes rows that have the two sides of a call under these keys."""
+
+    def __init__(self, asked: str, answered: str) -> None:
+        self._asked, self._answered = asked, answered
+
+    def read(self, row: Json) -> Json:
+        """Return our form. Raises: DataError."""
+        asked, answered = _parsed(row.get(self._asked)), _parsed(row.get(self._answered))
+        items = [*_messages(asked, "user", self._asked)]
+        replies = [*_messages(answered, "assistant", self._answered)]
+        if not replies:
+            raise DataError(self._answered, "there is no reply")
+        if replies[: len(items)] == items:  # a graph returns the whole conversation
+            items = []
+        calls = ToolCalls()
+        messages = [
+            openai_chat.read_message(item, f"message {number}", calls)
+            for number, item in enumerate([*items, *replies])
+        ]
+        tools = asked.get("tools") or [] if isinstance(asked, dict) else []
+        return record(row, (self._asked, self._answered), messages, tools)
+
+    def write(self, row: Json) -> Json:
+        """Return a row. Raises: DataError unless the assistant has the last word."""
+        written = openai_chat.write({key: row[key] for key in ("messages", "tools") if key in row})
+        reply = written["messages"].pop()
+        if reply["role"] != "assistant" or not written["messages"]:
+            raise DataError("messages", "expected a reply of the assistant as the last message")
+        return others(row, {self._asked: written, self._answered: reply})
+
+
+def _parsed(value: Any) -> Any:
+    """Return what is written as JSON text, and any other text as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):  # a text that only begins like JSON
+        return value
+
+
+def _messages(value: Any, role: str, where: str) -> list[Json]:
+    """Return the messages in a value, in the form of OpenAI. `role` says a text that has none."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, list):
+        places = enumerate(value)
+        return [one for n, item in places for one in _messages(item, role, f"{where}[{n}]")]
+    if not isinstance(value, dict):
+        raise DataError(where, f"expected messages or a text, got {type(value).__name__}")
+    if "role" in value:
+        return [value]
+    if (kind := value.get("type")) in (*_ROLES, "system", "tool") and "content" in value:
+        calls = [_call(call, f"{where}.tool_calls") for call in value.get("tool_calls") or ()]
+        said = {"role": _ROLES.get(kind, kind), "tool_calls": calls, **_thought(value)}
+        return [{key: value.get(key) for key in ("content", "tool_call_id")} | said]
+    for key in _AROUND:
+        if key in value:
+            inner = value[key]
+            typed = key == "kwargs" and isinstance(inner, dict) and "id" in value
+            return _messages(_typed(value, inner) if typed else inner, role, f"{where}.{key}")
+    if "content" in value:
+        return [{"role": role, **value}]
+    texts = [one for one in value.values() if isinstance(one, str)]
+    if len(value) == len(texts) == 1:
+        return [{"role": role, "content": texts[0]}]
+    names = ", ".join(map(repr, value)) or "nothing"
+    raise DataError(where, f"expected messages or a text, got an object with {names}")
+
+
+def _typed(value: Json, fields: Json) -> Json:
+    """Return the fields of a LangChain object, with the kind of message that its class is."""
+    name = str(value["id"][-1]) if isinstance(value["id"], list) and value["id"] else ""
+    kind = name.removesuffix("Chunk").removesuffix("Message").lower()
+    return {"type": kind, **fields}
+
+
+def _thought(value: Json) -> Json:
+    more = value.get("additional_kwargs")
+    found = more.get("reasoning_content") if isinstance(more, dict) else None
+    return {"reasoning_content": found} if found else {}
+
+
+def _call(call: Any, where: str) -> Json:
+    """Return a call of LangChain's in the form of OpenAI."""
+    function = {"name": get(call, "name", str, where), "arguments": call.get("args")}
+    return {"id": call.get("id"), "function": function}
