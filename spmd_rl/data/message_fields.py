@@ -13,10 +13,10 @@ _LEARNED = ("weight", "loss", "loss_mask", "loss_weight", "trainable", "train", 
 _MASKED = ("masked",)
 MARKS = {*_LEARNED, *_MASKED}  # that say whether a message is learned
 _THOUGHTS = ("reasoning_content", "reasoning")
-_THOUGHT_BLOCKS = ("reasoning_details", "thinking_blocks")
+_THOUGHT_BLOCKS = ("reasoning_details", "thinking_blocks", "content")
 _PARTS = ("thinking", "reasoning")  # types of parts of a content that are thoughts
 _TEXTS = ("thinking", "text", "summary")  # where a block has its text
-_ALIASES = MARKS.union(_THOUGHTS, _THOUGHT_BLOCKS) - {"weight", "reasoning_content"}
+_ALIASES = MARKS.union(_THOUGHTS, _THOUGHT_BLOCKS) - {"weight", "reasoning_content", "content"}
 
 
 def says_something(value: Any) -> bool:
@@ -60,18 +60,21 @@ def weight_of(where: str, message: dict[Any, Any]) -> int | None:
 
 def _thought(where: str, message: dict[Any, Any]) -> str:
     """Return what was thought before a message, or ""."""
+    content = message.get("content")
+    parts = [one for one in content if _is_thought(one)] if isinstance(content, list) else []
+    fields = message | {"content": parts}
+    blocks = (_text(f"{where}.{name}", fields.get(name) or "") for name in _THOUGHT_BLOCKS)
+    return _written_thought(where, message) or next(filter(None, blocks), "")
+
+
+def _written_thought(where: str, message: dict[Any, Any]) -> str:
     found = {name: message[name] for name in _THOUGHTS if message.get(name)}
     for name, value in found.items():
         if not isinstance(value, str):
             raise DataError(f"{where}.{name}", f"expected a text, got {value!r:.80}")
     if len({*found.values()}) > 1:
         raise DataError(where, f"{' and '.join(map(repr, found))} are two different thoughts")
-    if found:
-        return str(next(iter(found.values())))
-    blocks = {name: message.get(name) or [] for name in _THOUGHT_BLOCKS}
-    if isinstance(content := message.get("content"), list):
-        blocks["content"] = [part for part in content if _is_thought(part)]
-    return next(filter(None, (_text(f"{where}.{name}", one) for name, one in blocks.items())), "")
+    return str(next(iter(found.values()), ""))
 
 
 def _is_thought(part: Any) -> bool:

@@ -30,32 +30,34 @@ def read(row: Json) -> Json:
     request, response = exchange(row, "choices")
     items = [*get(request, "messages", list, "")]
     if response is not None:
-        items += _reply(response, items, is_beside=request is row)
+        reply = _reply(response)
+        # messages beside a response may have it already; a request ends with what it gave before
+        if request is not row or not items or not _is_there(reply, items[-1]):
+            items.append(reply)
     calls = ToolCalls()
     messages = [read_message(item, f"messages[{i}]", calls) for i, item in enumerate(items)]
     return record(row | request, USED, messages, [item for _, item in functions(request)])
 
 
-def _reply(response: Any, items: list[Any], *, is_beside: bool) -> list[Json]:
-    """Return the message of a response: a text, a message, or one choice. It may be there already.
-
-    `is_beside` says that the response stands beside the messages, not beside a request.
-    """
+def _reply(response: Any) -> Json:
+    """Return the message of a response: a text, a message, or one choice."""
     if isinstance(response, str):
-        reply = {"role": "assistant", "content": response}
-    elif "role" in response:
-        reply = response
-    else:
-        choices = get(response, "choices", list, "response")
-        if len(choices) != 1:
-            raise DataError("response.choices", f"expected one choice, got {len(choices)}")
-        reply = get(choices[0], "message", dict, "response.choices[0]")
-    last = items[-1] if items and isinstance(items[-1], dict) else {}
-    if not is_beside or last.get("role") != "assistant":
-        return [reply]
+        return {"role": "assistant", "content": response}
+    if "role" in response:
+        return dict(response)
+    choices = get(response, "choices", list, "response")
+    if len(choices) != 1:
+        raise DataError("response.choices", f"expected one choice, got {len(choices)}")
+    return dict(get(choices[0], "message", dict, "response.choices[0]"))
+
+
+def _is_there(reply: Json, last: Any) -> bool:
+    """Whether messages end with this reply. Raises: DataError if they end with another one."""
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        return False
     if last.get("content") != reply.get("content"):
         raise DataError("response", "the messages end with another answer: take one of them out")
-    return []
+    return True
 
 
 def read_message(item: Json, where: str, ids: ToolCalls) -> Json:
@@ -64,13 +66,6 @@ def read_message(item: Json, where: str, ids: ToolCalls) -> Json:
     for key in ("audio", "function_call", "refusal"):
         if item.get(key):
             raise DataError(f"{where}.{key}", "this is not converted")
-    calls = []
-    for number, made in enumerate(item.get("tool_calls") or []):
-        place = f"{where}.tool_calls[{number}]"
-        function = get(made, "function", dict, place)
-        arguments = object_of(f"{place}.arguments", function.get("arguments"))
-        name = get(function, "name", str, place)
-        calls.append(call(ids.add(name, made.get("id")), name, arguments))
     plain = plain_fields(where, item)
     thought = {"reasoning_content": item.get("thinking")}  # as Ollama calls it
     fields = {"name": item.get("name")} | thought | said(plain, where)
@@ -79,12 +74,17 @@ def read_message(item: Json, where: str, ids: ToolCalls) -> Json:
         if len(given) != 1:
             raise DataError(f"{where}.tool_call_ids", f"expected one id, got {len(given)}")
         fields["tool_call_id"] = ids.answer(where, call_id=given[0])
-    return message(
-        "system" if role == "developer" else role,
-        text_of(plain.get("content"), f"{where}.content"),
-        tool_calls=calls,
-        **fields,
-    )
+    given = enumerate(item.get("tool_calls") or [])
+    fields["tool_calls"] = [_call(made, f"{where}.tool_calls[{n}]", ids) for n, made in given]
+    text = text_of(plain.get("content"), f"{where}.content")
+    return message("system" if role == "developer" else role, text, **fields)
+
+
+def _call(made: Any, where: str, ids: ToolCalls) -> Json:
+    function = get(made, "function", dict, where)
+    arguments = object_of(f"{where}.arguments", function.get("arguments"))
+    name = get(function, "name", str, where)
+    return call(ids.add(name, made.get("id")), name, arguments)
 
 
 def write(row: Json) -> Json:

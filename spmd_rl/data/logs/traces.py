@@ -14,6 +14,7 @@ from spmd_rl.data.logs.form import Json, ToolCalls, get, others, record
 from spmd_rl.errors import DataError
 
 _ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant"}
+_ROLES |= {"system": "system", "tool": "tool"}
 _AROUND = ("messages", "generations", "message", "choices", "kwargs", "data")
 
 
@@ -26,17 +27,15 @@ class Traces:
     def read(self, row: Json) -> Json:
         """Return our form. Raises: DataError."""
         asked, answered = _parsed(row.get(self._asked)), _parsed(row.get(self._answered))
-        items = [*_messages(asked, "user", self._asked)]
-        replies = [*_messages(answered, "assistant", self._answered)]
+        items = _messages(asked, "user", self._asked)
+        replies = _messages(answered, "assistant", self._answered)
         if not replies:
             raise DataError(self._answered, "there is no reply")
         if replies[: len(items)] == items:  # a graph returns the whole conversation
             items = []
         calls = ToolCalls()
-        messages = [
-            openai_chat.read_message(item, f"message {number}", calls)
-            for number, item in enumerate([*items, *replies])
-        ]
+        places = enumerate([*items, *replies])
+        messages = [openai_chat.read_message(one, f"message {n}", calls) for n, one in places]
         tools = asked.get("tools") or [] if isinstance(asked, dict) else []
         return record(row, (self._asked, self._answered), messages, tools)
 
@@ -68,31 +67,36 @@ def _messages(value: Any, role: str, where: str) -> list[Json]:
         return [one for n, item in places for one in _messages(item, role, f"{where}[{n}]")]
     if not isinstance(value, dict):
         raise DataError(where, f"expected messages or a text, got {type(value).__name__}")
-    if "role" in value:
-        return [value]
-    if (kind := value.get("type")) in (*_ROLES, "system", "tool") and "content" in value:
-        calls = [_call(call, f"{where}.tool_calls") for call in value.get("tool_calls") or ()]
-        said = {"role": _ROLES.get(kind, kind), "tool_calls": calls, **_thought(value)}
-        return [{key: value.get(key) for key in ("content", "tool_call_id")} | said]
-    for key in _AROUND:
-        if key in value:
-            inner = value[key]
-            typed = key == "kwargs" and isinstance(inner, dict) and "id" in value
-            return _messages(_typed(value, inner) if typed else inner, role, f"{where}.{key}")
-    if "content" in value:
-        return [{"role": role, **value}]
+    return [value] if "role" in value else _of_object(value, role, where)
+
+
+def _of_object(value: Json, role: str, where: str) -> list[Json]:
+    """Return the messages of an object that is a message of LangChain, or has messages in it."""
+    if value.get("type") in _ROLES and "content" in value:
+        return [_of_langchain(value, where)]
+    for key in (key for key in _AROUND if key in value):
+        inner = value[key]
+        if key == "kwargs" and isinstance(inner, dict) and "id" in value:
+            inner = {"type": _kind(value["id"]), **inner}
+        return _messages(inner, role, f"{where}.{key}")
     texts = [one for one in value.values() if isinstance(one, str)]
-    if len(value) == len(texts) == 1:
-        return [{"role": role, "content": texts[0]}]
+    if "content" in value or len(value) == len(texts) == 1:
+        return [{"role": role, "content": texts[0] if texts else None, **value}]
     names = ", ".join(map(repr, value)) or "nothing"
     raise DataError(where, f"expected messages or a text, got an object with {names}")
 
 
-def _typed(value: Json, fields: Json) -> Json:
-    """Return the fields of a LangChain object, with the kind of message that its class is."""
-    name = str(value["id"][-1]) if isinstance(value["id"], list) and value["id"] else ""
-    kind = name.removesuffix("Chunk").removesuffix("Message").lower()
-    return {"type": kind, **fields}
+def _of_langchain(value: Json, where: str) -> Json:
+    """Return a message of LangChain's in the form of OpenAI."""
+    calls = [_call(call, f"{where}.tool_calls") for call in value.get("tool_calls") or ()]
+    kept = {key: value.get(key) for key in ("content", "tool_call_id")}
+    return kept | {"role": _ROLES[value["type"]], "tool_calls": calls} | _thought(value)
+
+
+def _kind(path: Any) -> str:
+    """Return the kind of message that a class of LangChain is, such as human."""
+    name = str(path[-1]) if isinstance(path, list) and path else ""
+    return name.removesuffix("Chunk").removesuffix("Message").lower()
 
 
 def _thought(value: Json) -> Json:

@@ -11,6 +11,7 @@ stops. Such a marker ends the turn, and is learned with it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -37,14 +38,8 @@ def learned_turns(chat: Chat, learn: Learn) -> list[int]:
     Raises: DataError for another weight, for one of 1 that is not the assistant's, and when nothing
     is left to learn.
     """
-    weights = [weight_of(chat.place(number), m) for number, m in enumerate(chat.messages)]
+    weights = [_weight(chat, number) for number in range(len(chat.messages))]
     turns = [number for number, m in enumerate(chat.messages) if m["role"] == "assistant"]
-    if others := [n for n, weight in enumerate(weights) if weight and n not in turns]:
-        raise DataError(
-            chat.place(others[0]),
-            "this message is marked as learned, but only those of the assistant are: take the mark "
-            "out",
-        )
     if not turns:
         raise DataError(chat.where, "this conversation has no assistant message to learn")
     chosen = turns if learn == "all" else turns[-1:]
@@ -58,6 +53,17 @@ def learned_turns(chat: Chat, learn: Learn) -> list[int]:
             "weight 0, or put a message before it",
         )
     return learned
+
+
+def _weight(chat: Chat, number: int) -> int | None:
+    weight = weight_of(chat.place(number), chat.messages[number])
+    if weight and chat.messages[number]["role"] != "assistant":
+        raise DataError(
+            chat.place(number),
+            "this message is marked as learned, but only those of the assistant are: take the mark "
+            "out",
+        )
+    return weight
 
 
 def is_empty(message: Message) -> bool:
@@ -170,11 +176,13 @@ def _next_marker(chat: Chat, number: int, tokenizer: Tokenizer, ends: list[str])
     messages = [*chat.messages]
     messages[number] = messages[number] | {"content": _PROBE}
     probed = replace(chat, messages=messages)
-    whole = render(probed, tokenizer, generation_prompt=False).rpartition(_PROBE)[2]
-    alone = render(probed, tokenizer, number + 1, generation_prompt=False).rpartition(_PROBE)[2]
-    after = whole.removeprefix(alone) if whole.startswith(alone) else ""
-    marker = max((end for end in ends if after.lstrip().startswith(end)), key=len, default="")
-    return after[: after.find(marker) + len(marker)] if marker else ""
+    whole, alone = (
+        render(probed, tokenizer, stop, generation_prompt=False).rpartition(_PROBE)[2]
+        for stop in (None, number + 1)
+    )
+    markers = "|".join(map(re.escape, sorted(ends, key=len, reverse=True)))
+    found = re.match(rf"\s*({markers})", whole.removeprefix(alone))
+    return found[0] if markers and found and whole.startswith(alone) else ""
 
 
 def _words(value: Any) -> list[str]:
