@@ -205,7 +205,8 @@ def answer_text(record: DataRecord, key: str, prompt_key: str) -> str:
     if name := next((one for one in others if says_something(answer[one])), None):
         raise DataError(place, f"nothing is learned of {name!r}")
     if weight_of(place, answer) == 0:
-        raise DataError(place, "this answer is marked as not learned: leave the pair out")
+        marks = " and ".join(repr(name) for name in answer if name in MARKS)
+        raise DataError(place, f"by {marks} this answer is not learned: leave the pair out")
     if before and _messages(where, before) != _messages(where, record.value(prompt_key)):
         raise DataError(
             where, f"the messages before the answer are not those of the prompt, {prompt_key!r}"

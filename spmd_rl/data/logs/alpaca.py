@@ -1,4 +1,7 @@
-"""Alpaca: `instruction` and `output`, with an `input` below the instruction, and earlier turns."""
+"""Alpaca: `instruction` and `output`, with an `input` below the instruction, and earlier turns.
+
+In Dolly, the `input` is called `context`, and the `output` is called `response`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ from typing import Any
 from spmd_rl.data.logs.form import Json, get, message, others, record
 from spmd_rl.errors import DataError
 
-USED = ("instruction", "input", "output", "system", "history")
+_DOLLY = {"context": "input", "response": "output"}
+USED = ("instruction", "input", "output", "system", "history", *_DOLLY)
 
 
 def read(row: Json) -> Json:
     """Return our form. Raises: DataError."""
     given = {"system": "", "history": [], "input": ""}
-    given |= {key: row[key] for key in USED if row.get(key) is not None}
+    given |= {_DOLLY.get(key, key): row[key] for key in USED if row.get(key) is not None}
     system, question = get(given, "system", str, ""), get(given, "instruction", str, "")
     if below := get(given, "input", str, ""):
         question = f"{question}\n{below}" if question else below

@@ -22,7 +22,7 @@ from spmd_rl.data.render.messages import object_of
 from spmd_rl.errors import DataError
 
 USED = ("contents", "systemInstruction", "system_instruction", "tools")
-USED += ("request", "body", "response", "candidates")
+_EXCHANGE = ("request", "body", "response", "candidates")
 _ALIASES = {"function_call": "functionCall", "function_response": "functionResponse"}
 _BESIDE = {"thought", "thoughtSignature", "thought_signature"}
 
@@ -53,7 +53,7 @@ def read(row: Json) -> Json:
             messages.append(_read_model(item, calls, where))
         else:
             messages += _read_user("user", item, calls, where)
-    return record(row | request, USED, messages, _read_tools(request))
+    return record(row | request, USED + _EXCHANGE, messages, _read_tools(request))
 
 
 def _part(part: Any, where: str) -> tuple[str, Any]:

@@ -16,6 +16,7 @@ from spmd_rl.errors import DataError
 _ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant"}
 _ROLES |= {"system": "system", "tool": "tool"}
 _AROUND = ("messages", "generations", "message", "choices", "kwargs", "data")
+_CHOICES = ("choices", "generations")
 
 
 class Traces:
@@ -41,10 +42,7 @@ class Traces:
 
     def write(self, row: Json) -> Json:
         """Return a row. Raises: DataError unless the assistant has the last word."""
-        written = openai_chat.write({key: row[key] for key in ("messages", "tools") if key in row})
-        reply = written["messages"].pop()
-        if reply["role"] != "assistant" or not written["messages"]:
-            raise DataError("messages", "expected a reply of the assistant as the last message")
+        written, reply = openai_chat.split(row)
         return others(row, {self._asked: written, self._answered: reply})
 
 
@@ -63,6 +61,8 @@ def _messages(value: Any, role: str, where: str) -> list[Json]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, list):
+        if len(value) > 1 and isinstance(value[0], list):
+            raise DataError(where, f"expected one conversation, got {len(value)}")
         places = enumerate(value)
         return [one for n, item in places for one in _messages(item, role, f"{where}[{n}]")]
     if not isinstance(value, dict):
@@ -78,7 +78,10 @@ def _of_object(value: Json, role: str, where: str) -> list[Json]:
         inner = value[key]
         if key == "kwargs" and isinstance(inner, dict) and "id" in value:
             inner = {"type": _kind(value["id"]), **inner}
-        return _messages(inner, role, f"{where}.{key}")
+        found = _messages(inner, role, f"{where}.{key}")
+        if key in _CHOICES and len(found) != 1:
+            raise DataError(f"{where}.{key}", f"expected one choice, got {len(found)}")
+        return found
     texts = [one for one in value.values() if isinstance(one, str)]
     if "content" in value or len(value) == len(texts) == 1:
         return [{"role": role, "content": texts[0] if texts else None, **value}]

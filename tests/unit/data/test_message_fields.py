@@ -96,7 +96,7 @@ def test_marks_of_other_formats_are_kept(jsonl: Jsonl, mark: dict[str, Any]) -> 
     assert import_row(parts, "gemini")["messages"][1]["weight"] == 0
 
 
-@pytest.mark.parametrize("name", ["anthropic", "responses", "gemini", "raw"])
+@pytest.mark.parametrize("name", ["anthropic", "responses", "gemini", "alpaca"])
 def test_a_format_without_marks_refuses_them(name: str) -> None:
     with pytest.raises(DataError, match="weight"):
         export_row({"messages": [USER, BAD | {"weight": 0}]}, name)
@@ -181,9 +181,11 @@ def test_answers_of_a_pair(jsonl: Jsonl) -> None:
 
     assert read([USER], [USER, GOOD | {"loss": 1, "masked": False}])
     assert read([USER, BAD, USER], [USER, BAD | {"weight": 0}, USER, GOOD]), "marks are no words"
-    for mark in ({"loss": 0}, {"trainable": False}, {"masked": 1}):
-        with pytest.raises(DataError, match=r"chosen\[1\]: this answer is marked as not learned"):
-            read([USER], [USER, GOOD | mark])
+    for name, value in (("loss", 0), ("trainable", False), ("masked", 1)):
+        with pytest.raises(
+            DataError, match=rf"chosen\[1\]: by '{name}' this answer is not learned"
+        ):
+            read([USER], [USER, GOOD | {name: value}])
     for name, value in (("learned", False), ("loss_scale", 0), ("reasoning", "r")):
         with pytest.raises(DataError, match=f"nothing is learned of '{name}'"):
             read([USER], [GOOD | {name: value}])

@@ -80,6 +80,17 @@ READ: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
             SAID,
         ],
     ),
+    "dolly": (
+        "alpaca",
+        {"instruction": "do", "context": "this", "response": "a", "category": "c"},
+        [{"role": "user", "content": "do\nthis"}, SAID],
+    ),
+    "texts": ("raw", {"prompt": "q", "completion": "a"}, [USER, SAID]),
+    "messages of trl": (
+        "raw",
+        {"prompt": [USER, CALLED[1], CALLED[2]], "completion": [SAID | {"weight": 1}], "tools": []},
+        [*CALLED[:3], SAID | {"weight": 1}],
+    ),
     "langfuse messages": ("langfuse", {"id": "o", "input": [USER], "output": SAID}, [USER, SAID]),
     "langfuse object": (
         "langfuse",
@@ -252,6 +263,8 @@ def test_pairs_of_openai_are_read_as_the_advice_says(
         ("langfuse", {"input": [USER], "output": []}, "there is no reply"),
         ("langfuse", {"input": {"a": 1, "b": "q"}, "output": "a"}, "an object with 'a', 'b'"),
         ("langsmith", {"inputs": {"messages": [USER]}, "outputs": {}}, "an object with nothing"),
+        ("langfuse", {"input": "q", "output": {"choices": [SAID, SAID]}}, "one choice, got 2"),
+        ("langsmith", {"inputs": [[USER], [USER]], "outputs": "a"}, "one conversation, got 2"),
         ("alpaca", {"instruction": "q", "output": "a", "history": [["h"]]}, "history"),
         ("alpaca", {"instruction": "q"}, "output"),
         ("swe-agent", {"trajectory": []}, "history"),
