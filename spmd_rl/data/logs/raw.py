@@ -13,7 +13,7 @@ USED = ("prompt", "completion")
 
 def read(row: Json) -> Json:
     """Return our form. Raises: DataError."""
-    items = []
+    items: list[Json] = []
     for key, role in zip(USED, ("user", "assistant"), strict=True):
         is_list = isinstance(row.get(key), list)
         items += row[key] if is_list else [{"role": role, "content": get(row, key, str, "")}]
