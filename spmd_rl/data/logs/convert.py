@@ -12,7 +12,7 @@ from spmd_rl.config.likely import did_you_mean_path
 from spmd_rl.data.files.files import open_records
 from spmd_rl.data.files.record import DataRecord
 from spmd_rl.data.logs.form import Json
-from spmd_rl.data.logs.formats import FORMATS, deduce, export_row, import_row
+from spmd_rl.data.logs.formats import FORMATS, READ, deduce, export_row, import_row
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.atomic_write import atomic_file
 from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json
@@ -79,9 +79,9 @@ def convert(
     if target.exists() and (not force or target.resolve() == source.resolve()):
         raise ConfigError(f"{target} exists: name another file, or replace it with --force")
     read = read or _deduce(source)
-    for name in (read, write):
-        if name not in FORMATS:
-            raise ConfigError(f"no format {name!r}: there are {', '.join(FORMATS)}")
+    for name, known in ((read, READ), (write, tuple(FORMATS))):
+        if name not in known:
+            raise ConfigError(f"no format {name!r}: there are {', '.join(known)}")
     result = Converted(read, 0, [])
     try:
         with atomic_file(target) as file:

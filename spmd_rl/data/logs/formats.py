@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from spmd_rl.data.logs import (
@@ -19,10 +20,10 @@ from spmd_rl.data.logs import (
     openai_responses,
     raw,
     sharegpt,
+    traces,
 )
 from spmd_rl.data.logs.form import Json, check, get
 from spmd_rl.data.logs.patch import apply, difference
-from spmd_rl.data.logs.traces import Traces
 from spmd_rl.data.render.messages import messages_of
 from spmd_rl.errors import ConfigError, DataError
 
@@ -43,18 +44,11 @@ def _ours(row: Json) -> Json:
 
 
 def _read_trajectory(row: Json) -> Json:
-    return openai_chat.read(
-        {key: row[key] for key in row if key != "history"}
-        | {"messages": get(row, "history", list, "")}
-    )
+    """Return our form of a run of SWE-agent, which has its messages under `history`."""
+    history = {"messages": get(row, "history", list, "")}
+    return openai_chat.read({key: row[key] for key in row if key != "history"} | history)
 
 
-def _write_trajectory(row: Json) -> Json:
-    written = openai_chat.write(row)
-    return {"history": written.pop("messages")} | written
-
-
-_LANGFUSE, _LANGSMITH = Traces("input", "output"), Traces("inputs", "outputs")
 OURS = "messages"
 FORMATS = {
     OURS: Format(_read_ours, _ours),
@@ -64,14 +58,17 @@ FORMATS = {
     "gemini": Format(gemini.read, gemini.write),
     "sharegpt": Format(sharegpt.read, sharegpt.write),
     "raw": Format(raw.read, raw.write),
-    "alpaca": Format(alpaca.read, alpaca.write),
-    "langfuse": Format(_LANGFUSE.read, _LANGFUSE.write),
-    "langsmith": Format(_LANGSMITH.read, _LANGSMITH.write),
-    "swe-agent": Format(_read_trajectory, _write_trajectory),
 }
-
-NAMES = ", ".join(FORMATS)
-_KEYS = {"contents": "gemini", "conversations": "sharegpt", "completion": "raw"}
+# formats that are only read
+READ_ONLY: dict[str, Callable[[Json], Json]] = {
+    "alpaca": alpaca.read,
+    "trl": partial(traces.read, asked="prompt", answered="completion"),
+    "langfuse": partial(traces.read, asked="input", answered="output"),
+    "langsmith": partial(traces.read, asked="inputs", answered="outputs"),
+    "swe-agent": _read_trajectory,
+}
+READ = (*FORMATS, *READ_ONLY)
+_KEYS = {"contents": "gemini", "conversations": "sharegpt"}
 _KEYS |= {"instruction": "alpaca", "trajectory": "swe-agent", "outputs": "langsmith"}
 _ITEMS = {"message", "function_call", "reasoning"}  # types of what Responses returns
 # keys of rows that hold no conversation, and what to do with them
@@ -96,11 +93,11 @@ _BLOCKS.append('"input_schema"')
 def import_row(row: Json, name: str) -> Json:
     """Return a row of the named format in our form. Raises: DataError when it cannot be said."""
     try:
-        made = FORMATS[name].read(row)
+        made = (READ_ONLY[name] if name in READ_ONLY else FORMATS[name].read)(row)
         check(made)
     except (AttributeError, TypeError) as error:  # a value of another type where one is optional
         raise DataError(name, f"not in this format: {error}") from error
-    if name == OURS:
+    if name == OURS or name in READ_ONLY:
         return made
     changes = difference(FORMATS[name].write(made), row)
     if not changes:
@@ -143,7 +140,7 @@ def deduce(rows: Sequence[Json]) -> str:
         seen = f"it could be {' or '.join(sorted(found))}" if found else "no known format fits"
         advice = next(filter(None, map(_advice, rows)), "") if not found else ""
         raise ConfigError(
-            advice or f"the format is not clear, {seen}: name it with --from, {NAMES}"
+            advice or f"the format is not clear, {seen}: name it with --from, {', '.join(READ)}"
         )
     return found.pop() or "openai"
 
@@ -170,6 +167,9 @@ def _marks(row: Json) -> set[str]:
     found = {name for key, name in _KEYS.items() if key in inner}
     if "input" in inner and "alpaca" not in found:
         found |= _formats_of_input(inner, is_row=inner is row)
+    if "completion" in inner:
+        is_text = isinstance(inner["completion"], str) and isinstance(inner.get("prompt"), str)
+        found.add("raw" if is_text else "trl")
     if isinstance(inner.get("messages"), list):
         found.add(_chat_format(inner) or _reply_format(row))
     return found

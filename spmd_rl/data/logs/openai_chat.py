@@ -100,18 +100,6 @@ def write(row: Json) -> Json:
     return others(row, {"messages": messages, **tools})
 
 
-def split(row: Json) -> tuple[Json, Json]:
-    """Return a request with messages and tools alone, and the reply to it.
-
-    Raises: DataError unless the assistant has the last word.
-    """
-    written = write({key: row[key] for key in ("messages", "tools") if key in row})
-    *messages, reply = written["messages"]
-    if reply["role"] != "assistant" or not messages:
-        raise DataError("messages", "expected a reply of the assistant as the last message")
-    return written | {"messages": messages}, reply
-
-
 def _write_call(made: Json) -> Json:
     function = made["function"]
     return {**made, "function": {**function, "arguments": json.dumps(function["arguments"])}}

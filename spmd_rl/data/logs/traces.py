@@ -1,4 +1,4 @@
-"""Rows of Langfuse and LangSmith: what went into a call, and what came out of it.
+"""Rows of Langfuse, LangSmith and TRL: what went into a call, and what came out of it.
 
 Either is a text, a message, a list of messages, or an object around one of these, which may be
 written as JSON text. LangChain's messages have other names.
@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from spmd_rl.data.logs import openai_chat
-from spmd_rl.data.logs.form import Json, ToolCalls, get, others, record
+from spmd_rl.data.logs.form import Json, ToolCalls, functions, get, record
 from spmd_rl.errors import DataError
 
 _ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant"}
@@ -19,31 +19,21 @@ _AROUND = ("messages", "generations", "message", "choices", "kwargs", "data")
 _CHOICES = ("choices", "generations")
 
 
-class Traces:
-    """Reads and writes rows that have the two sides of a call under these keys."""
+def read(row: Json, asked: str, answered: str) -> Json:
+    """Return our form of a row that has the two sides of a call under these keys.
 
-    def __init__(self, asked: str, answered: str) -> None:
-        self._asked, self._answered = asked, answered
-
-    def read(self, row: Json) -> Json:
-        """Return our form. Raises: DataError."""
-        asked, answered = _parsed(row.get(self._asked)), _parsed(row.get(self._answered))
-        items = _messages(asked, "user", self._asked)
-        replies = _messages(answered, "assistant", self._answered)
-        if not replies:
-            raise DataError(self._answered, "there is no reply")
-        if replies[: len(items)] == items:  # a graph returns the whole conversation
-            items = []
-        calls = ToolCalls()
-        places = enumerate([*items, *replies])
-        messages = [openai_chat.read_message(one, f"message {n}", calls) for n, one in places]
-        tools = asked.get("tools") or [] if isinstance(asked, dict) else []
-        return record(row, (self._asked, self._answered), messages, tools)
-
-    def write(self, row: Json) -> Json:
-        """Return a row. Raises: DataError unless the assistant has the last word."""
-        written, reply = openai_chat.split(row)
-        return others(row, {self._asked: written, self._answered: reply})
+    Raises: DataError.
+    """
+    before, after = _parsed(row.get(asked)), _parsed(row.get(answered))
+    items, replies = _messages(before, "user", asked), _messages(after, "assistant", answered)
+    if not replies:
+        raise DataError(answered, "there is no reply")
+    if replies[: len(items)] == items:  # a graph returns the whole conversation
+        items = []
+    calls, places = ToolCalls(), enumerate([*items, *replies])
+    messages = [openai_chat.read_message(one, f"message {n}", calls) for n, one in places]
+    request = before if isinstance(before, dict) else row
+    return record(row, (asked, answered), messages, [tool for _, tool in functions(request)])
 
 
 def _parsed(value: Any) -> Any:

@@ -96,7 +96,7 @@ def test_marks_of_other_formats_are_kept(jsonl: Jsonl, mark: dict[str, Any]) -> 
     assert import_row(parts, "gemini")["messages"][1]["weight"] == 0
 
 
-@pytest.mark.parametrize("name", ["anthropic", "responses", "gemini", "alpaca"])
+@pytest.mark.parametrize("name", ["anthropic", "responses", "gemini", "raw"])
 def test_a_format_without_marks_refuses_them(name: str) -> None:
     with pytest.raises(DataError, match="weight"):
         export_row({"messages": [USER, BAD | {"weight": 0}]}, name)

@@ -11,7 +11,7 @@ import pytest
 from spmd_rl.cli.data.command import main
 from spmd_rl.data.files.files import read_records
 from spmd_rl.data.logs.convert import convert
-from spmd_rl.data.logs.formats import deduce, export_row, import_row
+from spmd_rl.data.logs.formats import FORMATS, deduce, export_row, import_row
 from spmd_rl.errors import ConfigError, DataError
 
 USER, SAID = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -87,7 +87,7 @@ READ: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "texts": ("raw", {"prompt": "q", "completion": "a"}, [USER, SAID]),
     "messages of trl": (
-        "raw",
+        "trl",
         {"prompt": [USER, CALLED[1], CALLED[2]], "completion": [SAID | {"weight": 1}], "tools": []},
         [*CALLED[:3], SAID | {"weight": 1}],
     ),
@@ -207,7 +207,8 @@ def test_the_reply_of_a_row_is_read(case: str) -> None:
     assert deduce([row]) == name or case == "calls without ids"
     made = json.loads(json.dumps(import_row(row, name)))
     assert made["messages"] == messages
-    assert export_row(made, name) == row
+    if name in FORMATS:
+        assert export_row(made, name) == row
 
 
 ADVISED = {
