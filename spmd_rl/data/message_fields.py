@@ -30,6 +30,8 @@ def plain_fields(where: str, message: dict[Any, Any]) -> dict[Any, Any]:
     `where` names the message. `weight` is 0 or 1. Thoughts among the parts of the content move.
     Raises: DataError for marks or thoughts that cannot be read, or that contradict each other.
     """
+    for name in ("content", "tool_calls"):
+        _refuse_marks(f"{where}.{name}", message.get(name))
     fields = {k: v for k, v in message.items() if v is not None and k not in _ALIASES}
     if isinstance(content := fields.get("content"), list):
         fields["content"] = [part for part in content if not _is_thought(part)]
@@ -38,6 +40,15 @@ def plain_fields(where: str, message: dict[Any, Any]) -> dict[Any, Any]:
     if thought := _thought(where, message):
         fields["reasoning_content"] = thought
     return fields
+
+
+def _refuse_marks(where: str, parts: Any) -> None:
+    """Raise a DataError for a part of a message, or a call in it, that has a mark of its own."""
+    for number, part in enumerate(parts if isinstance(parts, list) else ()):
+        marks = (name for name in MARKS if isinstance(part, dict) and part.get(name) is not None)
+        if name := next(marks, None):
+            problem = "a message is learned as a whole, so mark the message, not a part of it"
+            raise DataError(f"{where}[{number}].{name}", problem)
 
 
 def weight_of(where: str, message: dict[Any, Any]) -> int | None:

@@ -109,6 +109,14 @@ def test_a_format_without_marks_refuses_them(name: str) -> None:
         ({"loss_mask": [0, 1]}, r"messages\[1\].loss_mask: expected 0 or 1"),
         ({"trainable": "false"}, r"messages\[1\].trainable: expected 0 or 1, got 'false'"),
         ({"weight": 1, "masked": True}, "'weight' and 'masked' disagree"),
+        (
+            {"content": [{"type": "text", "text": "a", "weight": 0}]},
+            r"messages\[1\].content\[0\].weight: a message is learned as a whole",
+        ),
+        (
+            {"tool_calls": [{"name": "f", "train": False}]},
+            r"messages\[1\].tool_calls\[0\].train: a message is learned as a whole",
+        ),
         ({"learned": False}, "ignores the 'learned'"),
         ({"loss_scale": 0}, "ignores the 'loss_scale'"),
         ({"mask": True}, "ignores the 'mask'"),
