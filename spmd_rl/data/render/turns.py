@@ -174,7 +174,9 @@ def _turn(chat: Chat, number: int, tokenizer: Tokenizer, ends: list[str]) -> _Tu
 def _next_marker(chat: Chat, number: int, tokenizer: Tokenizer, ends: list[str]) -> str:
     """Return the end-of-text token with which the message after a turn begins, or ""."""
     messages = [*chat.messages]
-    messages[number] = messages[number] | {"content": _PROBE}
+    bare = {k: v for k, v in messages[number].items() if k in ("role", "content", "tool_calls")}
+    # a template may refuse a call beside a text
+    messages[number] = bare | ({} if "tool_calls" in bare else {"content": _PROBE})
     probed = replace(chat, messages=messages)
     whole, alone = (
         render(probed, tokenizer, stop, generation_prompt=False).rpartition(_PROBE)[2]
