@@ -18,6 +18,7 @@ from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.microscope import sides
 from spmd_rl.microscope.examine import ReplaySetup, examine
 from spmd_rl.microscope.foreign.inputs_file import write_inputs
+from spmd_rl.microscope.limits import limits_of
 from spmd_rl.microscope.options import check_sides, parse_options
 from spmd_rl.microscope.page.report_data import write_report
 from spmd_rl.microscope.replay import inputs
@@ -178,6 +179,7 @@ def _setup(
         command=shlex.join(["spmd-rl", "mismatch", *words]),
         run=loaded.run_name,
         notes=notes,
+        limits=tuple(limits_of(settings, (options.left, options.right), case)),
         doubt=_doubt(options, loaded, f"on {device.type} in {_list(*dtypes)}"),
         tolerance=sides.tolerance_of(options, left, right),
     )
@@ -202,11 +204,7 @@ def _notes(
 
 def _doubt(options: argparse.Namespace, loaded: _RunInputs, where: str) -> str:
     """Return what speaks against an agreement: the mismatches that the run itself counted."""
-    if (
-        loaded.run is None
-        or options.prompts
-        or {options.left, options.right} & set(sides.LIBRARIES)
-    ):
+    if loaded.run is None or options.prompts:
         return ""
     counts = inputs.mismatched_tokens(loaded.run)
     if not counts:

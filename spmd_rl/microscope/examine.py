@@ -13,6 +13,7 @@ from spmd_rl.microscope.diagnose.compare import Comparison, PatchEvidence, Point
 from spmd_rl.microscope.diagnose.explain import Explanation, SideExplanation, VariantSearch
 from spmd_rl.microscope.diagnose.kernel_profile import KernelTrace, kernels_of
 from spmd_rl.microscope.foreign.dump_pass import DumpPass
+from spmd_rl.microscope.limits import first_line
 from spmd_rl.microscope.page.tolerance import first_beyond, tolerance_sentences
 from spmd_rl.microscope.page.verdict import verdict
 from spmd_rl.microscope.replay.case import ReplayCase
@@ -29,8 +30,9 @@ class ReplaySetup:
 
     `weights` describes the weights, and `drew_samples` is set if they drew the samples; if not,
     `other_step` is a step of the run whose samples can be replayed under theirs. `notes` are
-    sentences on what is replayed. `doubt` is said if all bits agree. Differences on the same input
-    of up to `tolerance`, as a share of the row's largest output, count as rounding; None: none do.
+    sentences on what is replayed, and `limits` name what is not. `doubt` is said if all bits agree.
+    Differences on the same input of up to `tolerance`, as a share of the row's largest output,
+    count as rounding; None: none do.
     """
 
     case: ReplayCase
@@ -44,6 +46,7 @@ class ReplaySetup:
     command: str = ""
     run: str = ""
     notes: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
     doubt: str = ""
     tolerance: float | None = None
 
@@ -160,21 +163,23 @@ def _verdict(
     first = comparison.first_introduced
     explanation = explanations.get(first.point) if first else None
     lines = [verdict(comparison, setup.case, setup.names, explanation)]
+    if setup.doubt and comparison.agree:
+        lines[0] += f" {setup.doubt}"
     if setup.tolerance is not None and comparison.results:
         lines[:0] = tolerance_sentences(comparison, setup.case, setup.tolerance)
     if setup.dtypes[0] != setup.dtypes[1]:
         lines.insert(0, _name_dtypes(setup))
+    if setup.limits:
+        lines.insert(0, first_line(setup.limits))
     return "\n".join([*lines, *_remarks(setup, comparison)])
 
 
 def _remarks(setup: ReplaySetup, comparison: Comparison) -> Iterator[str]:
-    """Yield sentences on the planted fault, the recorded log-probs and the doubt."""
+    """Yield sentences on the planted fault and the recorded log-probs."""
     if setup.planted and not comparison.results:
         yield f"The planted fault, {setup.planted}, changes nothing here."
     if setup.drew_samples and (recorded := recorded_logprobs(setup, comparison)):
         yield recorded.sentence
-    if setup.doubt and comparison.agree:
-        yield setup.doubt
 
 
 def _name_dtypes(setup: ReplaySetup) -> str:

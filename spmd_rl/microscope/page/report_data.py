@@ -64,6 +64,7 @@ def as_data(examination: Examination) -> dict[str, Any]:
 def _setup_data(setup: ReplaySetup) -> dict[str, Any]:
     return {
         "notes": list(setup.notes),
+        "limits": list(setup.limits),
         "run": setup.run,
         "command": setup.command,
         "left": setup.left.name,

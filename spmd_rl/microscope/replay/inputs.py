@@ -112,9 +112,8 @@ def case_of_samples(
     """Return the case of `samples`. Raises: DataError for one that the model cannot take."""
     tokenizer = load_tokenizer(model)
     seed = settings.get("run", {}).get("seed", 0)
-    drawn = settings.get("sampling", {})
-    sampling = _sampling_config(drawn)
-    if replace(sampling, replay_filters=drawn.get("replay_filters", False)).replays:
+    sampling = _sampling_config(settings.get("sampling", {}))
+    if sampling.replays:
         # they are those over kept sets, and a replay scores over the whole vocabulary
         samples = [replace(sample, logprobs=None) for sample in samples]
     sequences = [_recorded_sequence(sample, sampling, seed) for sample in samples]
@@ -124,6 +123,7 @@ def case_of_samples(
 def _sampling_config(settings: dict[str, Any]) -> SamplingConfig:
     """Return what draws a token in a run; when a sample ends is known from the sample."""
     drawn = {key: settings.get(key) for key in ("temperature", "top_p", "top_k", "min_p")}
+    drawn["replay_filters"] = settings.get("replay_filters", False)
     return SamplingConfig(**{key: value for key, value in drawn.items() if value is not None})
 
 

@@ -128,7 +128,7 @@ def test_what_the_run_counted_is_told_where_the_replay_sees_nothing(
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert mismatch(run) == 0
-    said = capsys.readouterr().out
+    said, _ = capsys.readouterr().out.splitlines()
     assert "agree in every bit" in said
     assert (
         "the run itself counted 1,234 unequal tokens: 1,200 in step 1, 34 in step 2. "
@@ -561,3 +561,23 @@ def test_megatron_core_and_a_side_that_ran_elsewhere_are_refused() -> None:
     options = parse_options(["runs/demo", "--left=megatron", "--right=sglang"], None)
     with pytest.raises(SpmdError, match="both keep their weights to themselves"):
         check_sides(options)
+
+
+def test_the_first_line_says_what_was_not_looked_at(run: Path, mismatch, capsys) -> None:
+    config = run / "config.toml"
+    config.write_text(
+        f"{config.read_text()}top_p = 0.9\nreplay_filters = true\nreplay_routes = true\n"
+        "[split.train]\ntp = 2\ncp = 2\nfsdp = 0\n[split.infer]\nep = 4\n"
+    )
+    assert mismatch(run) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == (
+        "Not looked at, so faults there cannot be seen: exchanges of the engine's ranks, of which "
+        "one replays all (ep 4); exchanges of the trainer's ranks, of which one replays all "
+        "(cp 2, tp 2); kept sets of top_p, as both sides score over the whole vocabulary; recorded "
+        "routes of experts, as each side chooses its own."
+    )
+    assert "agree in every bit" in said[1]
+    assert len(replayed(run)["limits"]) == 4
+    assert mismatch(run, "--left", "trainer", "--right", "transformers") in (0, 1)
+    assert "engine" not in capsys.readouterr().out.splitlines()[0]
