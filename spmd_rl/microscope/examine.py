@@ -16,6 +16,7 @@ from spmd_rl.microscope.foreign.dump_pass import DumpPass
 from spmd_rl.microscope.limits import first_line
 from spmd_rl.microscope.page.tolerance import first_beyond, tolerance_sentences
 from spmd_rl.microscope.page.verdict import verdict
+from spmd_rl.microscope.ranks.ranks_pass import RanksPass
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.forward_pass import ForwardPass
 from spmd_rl.microscope.taps.points import Point
@@ -60,8 +61,15 @@ class ReplaySetup:
 
     @property
     def network(self) -> Any:
-        """The right side's network, which has the weights, or the left side's if it has none."""
-        return self.left.model if self.right.model is None else self.right.model
+        """The right side's network, which has the weights, or the left side's if it has none, or
+        if it alone has adapters.
+        """
+        left, right = self.left.model, self.right.model
+        return left if right is None or (_has_adapters(left) > _has_adapters(right)) else right
+
+
+def _has_adapters(model: Any) -> bool:
+    return isinstance(model, CausalLM) and bool(model.lora.rank)
 
 
 @dataclass(frozen=True)
@@ -163,6 +171,8 @@ def _verdict(
     first = comparison.first_introduced
     explanation = explanations.get(first.point) if first else None
     lines = [verdict(comparison, setup.case, setup.names, explanation)]
+    if first is not None and isinstance(setup.right, RanksPass):
+        lines += _of_some_ranks(setup.right, comparison, first)
     if setup.doubt and comparison.agree:
         lines[0] += f" {setup.doubt}"
     if setup.tolerance is not None and comparison.results:
@@ -172,6 +182,14 @@ def _verdict(
     if setup.limits:
         lines.insert(0, first_line(setup.limits))
     return "\n".join([*lines, *_remarks(setup, comparison)])
+
+
+def _of_some_ranks(side: RanksPass, comparison: Comparison, first: PointResult) -> Iterator[str]:
+    """Yield a sentence if only some of the ranks have what differs."""
+    assert comparison.evidence is not None
+    ranks = side.ranks_that_differ(first.point, comparison.evidence.patched.table[first.point])
+    if 0 < len(ranks) < (count := len(side.shares[first.point])):
+        yield f"Of {count} ranks, only these have what differs: {', '.join(map(str, ranks))}."
 
 
 def _remarks(setup: ReplaySetup, comparison: Comparison) -> Iterator[str]:
@@ -214,12 +232,14 @@ def _values_by_side(evidence: PatchEvidence, left_is_patched: bool) -> tuple[Val
 
 
 def _variant_search(setup: ReplaySetup, evidence: PatchEvidence) -> VariantSearch:
+    ours = [one.model for one in (setup.right, setup.left) if isinstance(one.model, CausalLM)]
     return VariantSearch(
         evidence,
         setup.case,
         setup.network,
-        read_spec(setup.model),
+        ours[0].spec if ours else read_spec(setup.model),
         max(setup.left.split, setup.right.split),
+        ours[0].exponents if ours else None,
     )
 
 

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from spmd_rl.mesh.axes import MODEL
 from spmd_rl.microscope.replay.case import ReplayCase
+from spmd_rl.model.lora import LoraConfig
 
 SPLIT_OF = {"engine": "infer", "trainer": "train", "megatron": "train"}  # roles among the sides
 
 
-def limits_of(settings: dict[str, Any], sides: Collection[str], case: ReplayCase) -> list[str]:
-    """Return what the run of these settings did with the samples, and `sides` leave out."""
-    return [*_axes(settings, sides), *_kept_sets(case), *_routes(settings)]
+def limits_of(
+    settings: dict[str, Any],
+    sides: Sequence[str],
+    case: ReplayCase,
+    lora: LoraConfig,
+    on_ranks: Collection[str],
+) -> list[str]:
+    """Return what the run of these settings did with the samples, and `sides` leave out.
+
+    Those in `on_ranks` are replayed on their ranks. The weights have the adapters of `lora`.
+    """
+    alone = [side for side in sides if side not in on_ranks]
+    return [
+        *_axes(settings, alone),
+        *_adapters(settings, lora),
+        *_kept_sets(case),
+        *_routes(settings),
+    ]
 
 
 def first_line(limits: Collection[str]) -> str:
@@ -27,6 +43,11 @@ def _axes(settings: dict[str, Any], sides: Collection[str]) -> Iterator[str]:
         split = settings.get("split", {}).get(SPLIT_OF.get(side), {})
         if shared := [f"{axis} {split[axis]}" for axis in MODEL if split.get(axis, 1) > 1]:
             yield f"exchanges of the {side}'s ranks, of which one replays all ({', '.join(shared)})"
+
+
+def _adapters(settings: dict[str, Any], lora: LoraConfig) -> Iterator[str]:
+    if settings.get("trainer", {}).get("lora", {}).get("rank") and not lora.rank:
+        yield "adapters of the run, as the folder of its weights has none"
 
 
 def _kept_sets(case: ReplayCase) -> Iterator[str]:

@@ -567,17 +567,18 @@ def test_the_first_line_says_what_was_not_looked_at(run: Path, mismatch, capsys)
     config = run / "config.toml"
     config.write_text(
         f"{config.read_text()}top_p = 0.9\nreplay_filters = true\nreplay_routes = true\n"
-        "[split.train]\ntp = 2\ncp = 2\nfsdp = 0\n[split.infer]\nep = 4\n"
+        "[split.train]\ntp = 2\npp = 2\nfsdp = 0\n[trainer.backend]\nkind = 'megatron'\n"
+        "[trainer.lora]\nrank = 4\n"
     )
     assert mismatch(run) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == (
-        "Not looked at, so faults there cannot be seen: exchanges of the engine's ranks, of which "
-        "one replays all (ep 4); exchanges of the trainer's ranks, of which one replays all "
-        "(cp 2, tp 2); kept sets of top_p, as both sides score over the whole vocabulary; recorded "
-        "routes of experts, as each side chooses its own."
+    assert said[1] == (
+        "Not looked at, so faults there cannot be seen: exchanges of the trainer's ranks, of which "
+        "one replays all (pp 2, tp 2); adapters of the run, as the folder of its weights has none; "
+        "kept sets of top_p, as both sides score over the whole vocabulary; recorded routes of "
+        "experts, as each side chooses its own."
     )
-    assert "agree in every bit" in said[1]
+    assert "agree in every bit" in said[2]
     assert len(replayed(run)["limits"]) == 4
-    assert mismatch(run, "--left", "trainer", "--right", "transformers") in (0, 1)
-    assert "engine" not in capsys.readouterr().out.splitlines()[0]
+    assert mismatch(run, "--left", "engine", "--right", "transformers") in (0, 1)
+    assert "trainer" not in capsys.readouterr().out.split("cannot be seen")[1]
