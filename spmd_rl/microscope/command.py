@@ -228,6 +228,7 @@ def _notes(
     """Return sentences on what is replayed; drop attention splits that cannot run here."""
     notes = inputs.tokenizer_notes(loaded.case)
     notes += sides.megatron_notes(options, loaded.settings)
+    notes += sides.plain_notes(options, loaded.settings, loaded.weights.lora)
     if options.step is not None:
         notes.append(f"Replayed under {loaded.weights.description}.")
     spec = read_spec(loaded.weights.folder)

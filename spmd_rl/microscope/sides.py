@@ -15,6 +15,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.alone import alone
 from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.microscope.diagnose.compare import begin_sentence, name_in_sentence
 from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.foreign.dump import Dump
 from spmd_rl.microscope.foreign.dump_pass import DumpPass
@@ -26,7 +27,7 @@ from spmd_rl.microscope.replay.megatron_pass import MegatronPass
 from spmd_rl.microscope.replay.weights import ReplayWeights
 from spmd_rl.microscope.role_pass import SPLIT, forward_pass
 from spmd_rl.model.attention import backend_of
-from spmd_rl.model.lora import NO_LORA
+from spmd_rl.model.lora import NO_LORA, LoraConfig
 from spmd_rl.model.parts.part import row_shards_of_run
 from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
@@ -134,8 +135,8 @@ def folder_of(
     device: torch.device,
     temporary: Path,
 ) -> Path:
-    """Return the folder from which a side loads: our roles alone know adapters and codes."""
-    if name == "trainer" or (name == "engine" and not weights.lora.merged_push):
+    """Return the folder from which a side loads: a plain one if it has no adapters and codes."""
+    if _is_coded(name, weights.lora):
         return weights.folder
     trainer = settings.get("trainer", {})
     dtype = getattr(torch, dtype_of(trainer.get("dtype", "auto"), device))
@@ -181,6 +182,25 @@ def megatron_notes(options: argparse.Namespace, settings: dict[str, Any]) -> lis
         "The run's trainer had transformer-engine's layers, whose bits are others: here local "
         "layers replay it (docs/megatron.md)."
     ]
+
+
+def plain_notes(
+    options: argparse.Namespace, settings: dict[str, Any], lora: LoraConfig
+) -> list[str]:
+    """Return sentences on the sides that have neither adapters nor codes."""
+    weights = settings.get("trainer", {}).get("weights", "full")
+    parts = [] if weights == "full" else [f"what the {weights} codes of weights stand for"]
+    parts += ["the adapters merged into the weights"] if lora.rank else []
+    if not parts:
+        return []
+    plain = [one for one in (options.left, options.right) if not _is_coded(one, lora)]
+    names = [begin_sentence(name_in_sentence(one)) for one in plain]
+    return [f"{name} computes with {' and '.join(parts)}." for name in names]
+
+
+def _is_coded(name: str, lora: LoraConfig) -> bool:
+    """Return whether a side has adapters and codes as the run's trainer does."""
+    return name == "trainer" or (name == "engine" and not lora.merged_push)
 
 
 def _megatron_pass(
