@@ -20,6 +20,8 @@ from spmd_rl.observe.stdio import printable_stdout
 
 # torch's profiler, which `mismatch` uses, reads its log level at import and is chatty by default
 QUIET_PROFILER = ("KINETO_LOG_LEVEL", "6")
+# counting GPUs must not initialise CUDA before `mismatch` forks ranks
+COUNT_GPUS_ALONE = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def main() -> int:
@@ -85,5 +87,6 @@ def _run_command(words: list[str]) -> int:
         raise no_command(name)
     if name == "mismatch":
         os.environ.setdefault(*QUIET_PROFILER)
+        os.environ.setdefault(*COUNT_GPUS_ALONE)
     exit_code: int = import_module(COMMANDS[name].module).main(arguments)
     return exit_code

@@ -26,6 +26,7 @@ def limits_of(
     alone = [side for side in sides if side not in on_ranks]
     return [
         *_axes(settings, alone),
+        *_other_programs(settings, sides),
         *_adapters(settings, lora),
         *_kept_sets(case),
         *_routes(settings),
@@ -43,6 +44,15 @@ def _axes(settings: dict[str, Any], sides: Collection[str]) -> Iterator[str]:
         split = settings.get("split", {}).get(SPLIT_OF.get(side), {})
         if shared := [f"{axis} {split[axis]}" for axis in MODEL if split.get(axis, 1) > 1]:
             yield f"exchanges of the {side}'s ranks, of which one replays all ({', '.join(shared)})"
+
+
+def _other_programs(settings: dict[str, Any], sides: Sequence[str]) -> Iterator[str]:
+    """Yield the programs of the run in whose place our own roles compute."""
+    if "engine" in sides and settings.get("engine", {}).get("kind") == "sglang":
+        yield "SGLang, in whose place our engine computes"
+    trainer = settings.get("trainer", {})
+    if "trainer" in sides and trainer.get("backend", {}).get("kind") == "megatron":
+        yield "Megatron-core, in whose place our trainer computes"
 
 
 def _adapters(settings: dict[str, Any], lora: LoraConfig) -> Iterator[str]:

@@ -165,8 +165,8 @@ def refuse_mixture(options: argparse.Namespace, spec: ModelSpec) -> None:
     unable = {MEGATRON, *SGLANG} & {options.left, options.right}
     if spec.num_experts and unable:
         raise ConfigError(
-            f"{spec.family} is a mixture of experts, which {min(unable)} does not replay here: "
-            "compare engine, trainer and transformers"
+            f"{spec.family} is a mixture of experts, which {min(unable)} does not replay here, as "
+            "its modules of experts are not hooked: compare engine, trainer and transformers"
         )
 
 
