@@ -27,7 +27,18 @@ def products(op: str = "") -> list[Variant]:
 
 
 def _product(product: Callable[..., Tensor], inputs: VariantInputs) -> Tensor:
+    return _adapted(inputs, _plain(product, inputs))
+
+
+def _plain(product: Callable[..., Tensor], inputs: VariantInputs) -> Tensor:
+    """Return the product without an adapter."""
     return product(inputs.x[0], _weight(inputs), getattr(inputs.module, "bias", None))
+
+
+def _adapted(inputs: VariantInputs, out: Tensor) -> Tensor:
+    """Return a product, plus what the adapter gives if the layer has one."""
+    module = inputs.module
+    return module.with_adapter(inputs.x[0], out) if isinstance(module, Linear) else out
 
 
 def _weight(inputs: VariantInputs) -> Tensor:
@@ -74,23 +85,26 @@ def _in_parts(count: int, inputs: VariantInputs) -> Tensor:
     x, weight = inputs.x[0], _weight(inputs)
     parts = zip(x.tensor_split(count, 1), weight.tensor_split(count, 1), strict=True)
     total = torch.stack([linear_fp32(part, columns) for part, columns in parts]).sum(0)
-    return rounded(total, getattr(inputs.module, "bias", None), x.dtype)
+    return _summed(inputs, total)
 
 
 def _without(count: int, left_out: int, inputs: VariantInputs) -> Tensor:
     """Return the sum of ranks' parts but for one of them."""
     x, weight = inputs.x[0], _weight(inputs)
-    pairs = zip(x.chunk(count, 1), weight.chunk(count, 1), strict=False)
+    pairs = zip(x.tensor_split(count, 1), weight.tensor_split(count, 1), strict=True)
     parts = [linear_fp32(dense(part), dense(columns)) for part, columns in pairs]
-    if left_out < len(parts):
-        parts[left_out] = torch.zeros_like(parts[left_out])
-    total = sum_neighbours(parts)
-    return rounded(total, getattr(inputs.module, "bias", None), x.dtype)
+    parts[left_out] = torch.zeros_like(parts[left_out])
+    return _summed(inputs, sum_neighbours(parts))
+
+
+def _summed(inputs: VariantInputs, total: Tensor) -> Tensor:
+    bias = getattr(inputs.module, "bias", None)
+    return _adapted(inputs, rounded(total, bias, inputs.x[0].dtype))
 
 
 _OF_LAYER: list[Variant] = [
     ("the contract's product", _contract),
-    ("the contract's product without the adapter", partial(_product, linear)),
+    ("the contract's product without the adapter", partial(_plain, linear)),
     ("the adapter merged into the weight", partial(_merged_product, linear)),
     ("the library's product, the adapter merged", partial(_merged_product, F.linear)),
 ]

@@ -178,6 +178,14 @@ def wrong_scale_of_a_block(engine: EnginePass) -> None:
     scales.data.view(-1)[0] *= 2
 
 
+def split_of_codes(engine: EnginePass) -> None:
+    plant("split-k", engine)
+
+
+def split_beside_an_adapter(engine: EnginePass) -> None:
+    plant("split-k", engine)
+
+
 # by the model that it is planted in: each fault, and the words with which the verdict begins
 FAULTS: dict[str, dict[Fault, str]] = {
     "dense": {
@@ -203,14 +211,22 @@ FAULTS: dict[str, dict[Fault, str]] = {
         weights_not_normalised: "layer 1 routes: ",
         stale_router: "layer 1 router: ",
     },
-    "adapters": {adapter_left_out: "layer 1 v_proj: "},
-    "codes": {wrong_scale_of_a_block: "layer 1 gate_proj: "},
+    "adapters": {
+        adapter_left_out: "layer 1 v_proj: ",
+        split_beside_an_adapter: "layer 1 down_proj: ",
+    },
+    "codes": {
+        wrong_scale_of_a_block: "layer 1 gate_proj: ",
+        split_of_codes: "layer 1 down_proj: ",
+    },
 }
 NUM_FAULTS = sum(map(len, FAULTS.values()))
 # what the verdict says of the engine's arithmetic
 NAMED = {
     adapter_left_out: "the contract's product without the adapter",
     untempered: "the log-prob at temperature 1",
+    split_of_codes: "K summed in 2 parts",
+    split_beside_an_adapter: "K summed in 2 parts",
 }
 
 

@@ -576,9 +576,10 @@ def test_the_first_line_says_what_was_not_looked_at(run: Path, mismatch, capsys)
     said = capsys.readouterr().out.splitlines()
     assert said[1] == (
         "Not looked at, so faults there cannot be seen: exchanges of the trainer's ranks, of which "
-        "one replays all (pp 2, tp 2); Megatron-core, in whose place our trainer computes; adapters "
-        "of the run, as the folder of its weights has none; kept sets of top_p, as both sides score "
-        "over the whole vocabulary; recorded routes of experts, as each side chooses its own."
+        "one replays all (pp 2, tp 2); Megatron-core, in whose place our trainer computes; "
+        "adapters of the run, as the folder of its weights has none; kept sets of top_p, as both "
+        "sides score over the whole vocabulary; recorded routes of experts, as each side chooses "
+        "its own."
     )
     assert "agree in every bit" in said[2]
     assert len(replayed(run)["limits"]) == 5
