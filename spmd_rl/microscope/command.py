@@ -21,7 +21,7 @@ from spmd_rl.microscope.foreign.inputs_file import write_inputs
 from spmd_rl.microscope.limits import limits_of
 from spmd_rl.microscope.options import check_sides, parse_options
 from spmd_rl.microscope.page.report_data import write_report
-from spmd_rl.microscope.ranks.rank_replay import RankReplay, SharedRole
+from spmd_rl.microscope.ranks.rank_replay import RankReplay, SharedRole, ready_to_fork
 from spmd_rl.microscope.replay import inputs
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.inputs import RecordedSample
@@ -66,12 +66,13 @@ def main(words: list[str]) -> int:
     folder = _report_folder(options, run)
     world = sides.world_of(options, sides.device_of(options))
     with TemporaryDirectory() as temporary:
-        loaded = _load(options, run, settings, Path(temporary))
-        sides.refuse_mixture(options, read_spec(loaded.weights.folder))
-        if options.write_inputs:
-            return _write_inputs(loaded, sides.device_of(options), Path(options.write_inputs))
-        _make_folder(folder)
-        rank_replays = _replay_ranks(options, loaded, Path(temporary))
+        with ready_to_fork():
+            loaded = _load(options, run, settings, Path(temporary))
+            sides.refuse_mixture(options, read_spec(loaded.weights.folder))
+            if options.write_inputs:
+                return _write_inputs(loaded, sides.device_of(options), Path(options.write_inputs))
+            _make_folder(folder)
+            rank_replays = _replay_ranks(options, loaded, Path(temporary))
         with world as context:
             setup = _setup(options, loaded, words, Path(temporary), context, rank_replays)
             return _compare([setup, *(one.beside(setup) for one in rank_replays)], folder)
@@ -202,7 +203,7 @@ def _setup(
 def _replay_ranks(
     options: argparse.Namespace, loaded: _RunInputs, temporary: Path
 ) -> list[RankReplay]:
-    """Replay the roles whose ranks share work on so many ranks, before this process computes.
+    """Replay the roles whose ranks share work on so many ranks.
 
     Those that fail are left out, and the verdict names what was not looked at.
     """

@@ -6,6 +6,8 @@ import logging
 import math
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,11 +34,23 @@ from spmd_rl.model.read import read_spec
 from spmd_rl.model.spec import ModelSpec
 
 COMMAND = "mismatch"  # whose exit codes a rank that fails has
+SIGNALLED = 128  # plus the signal: the exit code of a launcher that one ended
 SHARED = ("cp", "tp", "ep")  # axes along which ranks of our roles share work
 ROLES = {  # the split and the settings of each role, and the kind that has such ranks
     "engine": ("infer", ("engine",), "native"),
     "trainer": ("train", ("trainer", "backend"), "fsdp2"),
 }
+
+
+@contextmanager
+def ready_to_fork() -> Iterator[None]:
+    """Within, torch starts no threads: a process forked after it had some would wait for them."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 @dataclass(frozen=True)
@@ -91,19 +105,22 @@ class RankReplay:
     def record(self) -> bool:
         """Have ranks run the role's pass, and return whether they did; else, one said why not.
 
-        They are forked, so this process has computed nothing. Blocks: until they end.
+        They are forked, `ready_to_fork`. Blocks: until they end.
         """
         self.folder.mkdir()
         handlers = {number: signal.getsignal(number) for number in end_signals()}
         variables = dict(os.environ)
         try:
-            return launch(self.role.num_ranks, self._guarded, [COMMAND], 0, grace_s=0) == 0
+            code = launch(self.role.num_ranks, self._guarded, [COMMAND], 0, grace_s=0)
         finally:  # of this process, as it was
             logging.disable(logging.NOTSET)
             os.environ.clear()
             os.environ.update(variables)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+        if code > SIGNALLED:  # somebody ended the command
+            raise SystemExit(code)
+        return code == 0
 
     def beside(self, setup: ReplaySetup) -> ReplaySetup:
         """Return the comparison of one rank, and all: the setup's, but for its sides."""

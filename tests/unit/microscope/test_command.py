@@ -659,3 +659,23 @@ def test_what_another_program_is_to_compute_with_has_no_adapters(
     assert mismatch(lora_run, "--write-inputs", tmp_path / "inputs.json") == 0
     model = json.loads((tmp_path / "inputs.json").read_text())["model"]
     assert dict(read_weights(model)).keys() == read_spec(model).parameter_shapes().keys()
+
+
+def test_torch_starts_no_threads_before_ranks_are_forked(
+    run: Path, mismatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is forked from a process with threads would wait for them for ever."""
+    seen: list[int] = []
+
+    def replay(*_: object) -> list[Any]:
+        seen.append(torch.get_num_threads())
+        return []
+
+    monkeypatch.setattr("spmd_rl.microscope.command._replay_ranks", replay)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert mismatch(run) == 0
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
