@@ -39,12 +39,16 @@ EXIT_AGREE, EXIT_DIFFER = 0, 1
 
 @dataclass(frozen=True)
 class _RunInputs:
-    """The run to replay, if there is one, with its settings, the case and the weights."""
+    """The run to replay, if there is one, with its settings, the case and the weights.
+
+    `dropped_splits` says whether the settings had attention splits, which cannot run here.
+    """
 
     run: Path | None
     settings: dict[str, Any]
     case: ReplayCase
     weights: ReplayWeights
+    dropped_splits: bool
 
     @property
     def run_name(self) -> str:
@@ -144,7 +148,10 @@ def _load(
         case = inputs.case_of_samples(samples, weights.folder, settings)
     else:
         case = inputs.case_of_prompts(options.prompts, weights.folder)
-    return _RunInputs(run, settings, case, weights)
+    device, spec = sides.device_of(options), read_spec(weights.folder)
+    dtype, _ = sides.dtypes_of(options, device, settings)
+    dropped = sides.drop_splits(settings, spec, dtype, device)
+    return _RunInputs(run, settings, case, weights, dropped)
 
 
 def _named_weights(options: argparse.Namespace) -> ReplayWeights | None:
@@ -174,7 +181,7 @@ def _setup(
 ) -> ReplaySetup:
     device = sides.device_of(options)
     dtypes = sides.dtypes_of(options, device, loaded.settings)
-    notes = _notes(options, loaded, dtypes[0], device)
+    notes = _notes(options, loaded)
     weights = loaded.weights
     settings, case = loaded.settings, loaded.case
     left, right = sides.forward_passes(
@@ -223,17 +230,14 @@ def _replay_ranks(
     return replays
 
 
-def _notes(
-    options: argparse.Namespace, loaded: _RunInputs, dtype: torch.dtype, device: torch.device
-) -> tuple[str, ...]:
-    """Return sentences on what is replayed; drop attention splits that cannot run here."""
+def _notes(options: argparse.Namespace, loaded: _RunInputs) -> tuple[str, ...]:
+    """Return sentences on what is replayed."""
     notes = inputs.tokenizer_notes(loaded.case)
     notes += sides.megatron_notes(options, loaded.settings)
     notes += sides.plain_notes(options, loaded.settings, loaded.weights.lora)
     if options.step is not None:
         notes.append(f"Replayed under {loaded.weights.description}.")
-    spec = read_spec(loaded.weights.folder)
-    if sides.drop_splits(loaded.settings, spec, dtype, device):
+    if loaded.dropped_splits:
         notes.append(
             "The run's attention_split needs FlashAttention-4: "
             "both sides attend to all keys at once here."
