@@ -114,7 +114,7 @@ def _replace_product(module: Linear, product: Callable[..., Tensor]) -> None:
         weight = module.codes.decoded(x.dtype) if module.has_codes else module.weight
         return module.with_adapter(x, product(x, weight, module.bias))
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward  # type: ignore[assignment, method-assign]
 
 
 def norm_order(engine_pass: EnginePass) -> None:
