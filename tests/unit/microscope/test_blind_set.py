@@ -243,8 +243,8 @@ def case() -> ReplayCase:
     sampling = SamplingConfig(temperature=0.7)
     return ReplayCase(
         tuple(
-            ReplaySequence(f"{n}:0", rng.integers(2, 30, 9), rng.integers(2, 30, length), sampling)
-            for n, length in enumerate((3, 12))
+            ReplaySequence(f"{n}:0", rng.integers(2, 30, 6), rng.integers(2, 30, length), sampling)
+            for n, length in enumerate((2, 6))
         )
     )
 
