@@ -65,7 +65,14 @@ GLM = (
     "{{ ('<|head|>' if m.role == 'tool' else '<|start|>') + m.role + '\n' + m.content }}{% endif %}"
     "{%- endfor %}{% if add_generation_prompt %}{{ '<|/head|>' }}{% endif %}"
 )
-ENDS = {"</s>": (MISTRAL, PLAIN, GLM), "<|end|>": (CHATML, QWEN), "<|eot|>": (LLAMA,)}
+# The thought of a reply is opened for it; or it is left out of all replies of the past.
+OPENED = CHATML.replace("<|start|>assistant\n' }}", "<|start|>assistant\n<think>\n' }}")
+FORGETFUL = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+ENDS = {
+    "</s>": (MISTRAL, PLAIN, GLM),
+    "<|end|>": (CHATML, QWEN, OPENED, FORGETFUL),
+    "<|eot|>": (LLAMA,),
+}
 
 
 @cache
