@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from spmd_rl.data.logs.form import message
 from spmd_rl.environments.environment import AgentReply, Message, TurnRecord

@@ -12,7 +12,7 @@ from spmd_rl.hooks.results import merged
 from spmd_rl.rollout.grader_choice import GraderChoice
 from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import Sample
+from spmd_rl.types.samples import ERROR, Sample
 
 _Graded = tuple[OpenGroup, Sample | None]  # a sample of a group, or None for all of them
 
@@ -58,15 +58,19 @@ class Grading:
         return group
 
     def grade_group(self, group: OpenGroup) -> bool:
-        """Begin the functions that take the whole group; return whether there are any."""
-        if group.has_group_grades or not group.samples:
+        """Begin the functions that take the whole group; return whether there are any.
+
+        They do not see samples whose agent's error is their reward.
+        """
+        if group.has_group_grades:
             return False
         numbers = self._choice.of(group.prompt).numbers & self._pool.group_functions
-        if not numbers:
+        samples = [one for one in group.samples if ERROR not in one.metadata]
+        if not numbers or not samples:
             return False
         group.has_group_grades = True
-        samples = sorted(group.samples, key=lambda sample: sample.index)
-        group.samples = []
+        samples.sort(key=lambda sample: sample.index)
+        group.samples = [one for one in group.samples if ERROR in one.metadata]
         group.grading = {sample.index: sample for sample in samples}
         task = self._pool.submit(GroupTask(group.prompt, samples, group.info, numbers))
         self._tasks[task] = group, None
