@@ -15,7 +15,16 @@ from secrets import token_hex
 from typing import Any
 
 from spmd_rl.controller.lifecycle.process_family import MARK_ENV, end_family
-from spmd_rl.environments.client_agents import MAX_NOTE, ClientSession, ended, task_of
+from spmd_rl.environments.client_agents import (
+    MAX_NOTE,
+    ClientSession,
+    ended,
+    require_reward,
+    rewarded,
+    task_of,
+)
+from spmd_rl.environments.client_errors import after_error, names_in
+from spmd_rl.environments.config import OnError
 from spmd_rl.errors import ConfigError
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
@@ -40,17 +49,19 @@ class CommandAgent:
     environment it has nothing but PATH, language, time zone and the places of Python's modules.
     """
 
-    def __init__(self, command: str, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: str, variables: Mapping[str, str], on_error: OnError = "zero"
+    ) -> None:
         self._words = command_words(command)
-        self._variables = dict(variables)
+        self._variables, self._on_error = dict(variables), on_error
 
     async def play(self, ctx: HookContext, prompt: Prompt, session: ClientSession) -> list[Sample]:
         """Run the program to its end, and return what it has drawn.
 
         The end of its output is noted beside the sample. `result.json` in its folder may hold a
         reward, or a dict with one.
-        Raises: EpisodeFailure of the kind "agent" when it cannot be started, or fails otherwise
-        than by the limit of turns.
+        Raises: EpisodeFailure of the kind "agent" when it cannot be started, or ends with an error
+        that the policy has not caused.
         """
         with tempfile.TemporaryDirectory(prefix="agent-") as folder:
             task = task_of(prompt)
@@ -59,10 +70,15 @@ class CommandAgent:
             for name, text in (("stdout", output), ("stderr", errors)):
                 if text:
                     ctx.note(name, text[-MAX_NOTE:])
-            if code and not session.is_over:
+            path = Path(folder) / RESULT_FILE
+            if code:
                 said = (errors.strip() or "it said nothing").splitlines()[-1]
-                raise EpisodeFailure("agent", f"the program ended with {code}: {said}")
-            return ended(session, _result(Path(folder) / RESULT_FILE))
+                failure = EpisodeFailure("agent", f"the program ended with {code}: {said}")
+                told = session.samples(), failure, names_in(errors), self._on_error
+                return rewarded(after_error(*told, is_over=session.is_over), _result(path))
+            samples = ended(session, _result(path))
+            require_reward(ctx, prompt, samples, f"the program left no reward in {RESULT_FILE}")
+            return samples
 
     async def _run(
         self, folder: Path, session: ClientSession, question: str

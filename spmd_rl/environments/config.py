@@ -15,6 +15,7 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.hooks.config import HookConfig
 
+OnError = Literal["zero", "fail"]
 PROGRAM = "spmd_rl.environments.program:AgentProgram"
 ANSWER = "spmd_rl.rewards.answers.match:exact"  # the reward of recipes that say none
 
@@ -51,6 +52,9 @@ class AgentConfig:
     deadline_s: float = 300.0
     # share of the episodes of a step, or of an evaluation's set, that may fail before the run ends
     max_failed: float = 0.5
+    # what an error of a program leads to that the policy has caused, by a reply that was cut, a
+    # full context, a wrong call or too many turns: a reward of 0, or a failure as other errors do
+    on_error: OnError = "zero"
     # branches of a program's conversations that are learned: all; main, which is what led to the
     # last reply; or a function learn(sample)
     learn: str = "all"

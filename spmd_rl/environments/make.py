@@ -27,8 +27,9 @@ METHODS = ("reset", "step", "score", "close")
 def client_agent(cfg: AgentConfig, num_threads: int) -> FunctionAgent | CommandAgent:
     """Return the program that calls the policy over HTTP. Raises: ConfigError."""
     if cfg.kind == "function":
-        return FunctionAgent(cfg.name, num_threads)
-    return CommandAgent(cfg.name, {name: str(value) for name, value in cfg.args.items()})
+        return FunctionAgent(cfg.name, num_threads, cfg.on_error)
+    variables = {name: str(value) for name, value in cfg.args.items()}
+    return CommandAgent(cfg.name, variables, cfg.on_error)
 
 
 def environment_maker(cfg: AgentConfig) -> Callable[[], Environment]:

@@ -16,7 +16,6 @@ from spmd_rl.hooks.rank.tasks import (
     Graded,
     TurnCancelled,
 )
-from spmd_rl.hooks.results import WHOLE
 from spmd_rl.observe.request_times import RequestTimes
 from spmd_rl.observe.trace import Trace, now_ns
 from spmd_rl.rollout.engine import Engine, Request, SamplingConfig
@@ -28,7 +27,7 @@ from spmd_rl.rollout.open_group import OpenGroup
 from spmd_rl.rollout.rounds import ends_with_round, sampling_of_round
 from spmd_rl.types.groups import Group
 from spmd_rl.types.prompts import Prompt
-from spmd_rl.types.samples import ERROR, GIVEN, Sample
+from spmd_rl.types.samples import Sample
 
 
 class RequestFlow:
@@ -207,16 +206,6 @@ class RequestFlow:
         text = self._text_of(sample.tokens.tolist())
         return with_turns(sample.replace(text=text), self._text_of)
 
-    def _ungraded(self, group: OpenGroup, sample: Sample) -> Sample:
-        """Return a sample of an episode as its graders take it, if there are some: the reward that
-        the episode gave is beside it. One with an error keeps its reward.
-        """
-        sample, given = self._with_text(sample), {**sample.parts, WHOLE: sample.reward}
-        if math.isnan(sample.reward) or ERROR in sample.metadata or not self._grades(group.prompt):
-            return sample
-        metadata = sample.metadata | {GIVEN: given}
-        return sample.replace(reward=math.nan, parts={}, metadata=metadata)
-
     def _finish(self, samples: list[tuple[OpenGroup, Sample]]) -> None:
         """Have drawn samples graded, unless they are already or nobody grades."""
         ungraded = []
@@ -254,7 +243,8 @@ class RequestFlow:
         elif isinstance(event, EpisodeEnded | Failed):
             group, samples, left = episodes.take(event)
             self._abort_requests(left)
-            self._finish([(group, self._ungraded(group, one)) for one in samples])
+            drawn = [(group, self._with_text(sample)) for sample in samples]
+            self._finish(drawn if self._grading is None else self._grading.ungraded(drawn))
             self._close_if_whole(group)
 
     def _begin_turn(self, episodes: RunningEpisodes, call: EngineCall) -> None:

@@ -24,6 +24,7 @@ SampleStatus = Literal["completed", "truncated", "aborted", "failed"]
 
 FAILURE = "failure"  # key of a failed sample's `metadata`: what failed (hooks/failures.py)
 ERROR = "error"  # key of `metadata`: why a sample failed, or why its reward is 0 without a grader
+FAULT = "fault"  # key of `metadata`: why a client may not go on from the last reply (gateway/)
 GIVEN = "given"  # key of `metadata`: the reward and its parts that an episode gave, for graders
 # keys of `metadata` that an environment sets: the agent whose sample it is, and a record of each of
 # its turns, with "state", "reward", "first_token" and "num_tokens"

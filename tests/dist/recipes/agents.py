@@ -63,10 +63,24 @@ def hangs_once(base_url: str, key: str, task: dict[str, Any]) -> float:
     return float(len(said["message"]["content"] or ""))
 
 
+class MaxTokens(Exception):
+    """As clients raise for a reply that was cut."""
+
+
+def raises(base_url: str, key: str, task: dict[str, Any]) -> float:
+    """Raise for a reply that was cut; the first one raises before any reply is asked for."""
+    if is_first(task["meta"]["notes"]):
+        raise OSError("the tool is down")
+    if ask(base_url, key, task["messages"])["finish_reason"] == "length":
+        raise MaxTokens("the reply was cut")
+    return 0.0
+
+
 def main() -> None:
-    """Play `hangs_once` as a program."""
+    """Play a function as a program."""
     task = json.loads(Path(sys.argv[1]).read_text())
-    reward = hangs_once(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], task)
+    play = raises if "raises" in task["meta"] else hangs_once
+    reward = play(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], task)
     Path("result.json").write_text(json.dumps(reward))
 
 

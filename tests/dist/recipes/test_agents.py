@@ -61,3 +61,20 @@ def test_one_agent_that_hangs_costs_its_sample_alone(
     assert len(samples) == 16
     assert row["onpolicy/mismatched_tokens"] == 0
     assert row["onpolicy/compared_tokens"] > 0
+
+
+def test_a_client_that_raises_for_a_cut_reply_is_learned(run: Any, tmp_path: Path) -> None:
+    """One program raises before any reply, and the others for replies that were cut."""
+    pytest.importorskip("uvicorn", reason="the extra 'agents' is not installed")
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(prompt, sample):\n    return 1.0\n")
+    ended = trained(run, tmp_path, "command", COMMAND, f"--reward={reward}:score", raises=True)
+    (row,) = ended.metrics
+    learned = [one for one in ended.samples(1) if one["status"] != "failed"]
+    assert (row["failed/agent"], len(learned)) == (1, 15)
+    cut = [one for one in learned if one["status"] == "truncated"]
+    assert cut, "two tokens of a random model seldom end a reply"
+    assert {one["reward"] for one in cut} == {0.0}
+    assert all("MaxTokens: the reply was cut" in one["metadata"]["error"] for one in cut)
+    assert {one["reward"] for one in learned if one["status"] == "completed"} <= {1.0}
+    assert row["rollout/truncated"] == len(cut) / len(learned)
