@@ -13,6 +13,7 @@ from spmd_rl.errors import DataError
 from spmd_rl.report.means import Mean, evaluation_mean, fifths, latest_mean, mean_of, num_latest
 from spmd_rl.report.verdicts.changes import what_changed
 from spmd_rl.report.verdicts.findings import NOT_MOVING, SOLVED, Setup
+from spmd_rl.report.verdicts.signs import signs
 from spmd_rl.report.verdicts.turned import turned_prompts
 
 NOWHERE = Setup({}, Path("nowhere"))
@@ -215,6 +216,25 @@ def test_lengths_and_what_was_left_out_are_warned_of() -> None:
     }
     assert "Raise sampling.max_tokens (now 3)" in advice(rows)
     assert "docs/failures.md" in advice(rows)
+
+
+def test_causes_of_failures_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    agent = "generate AgentProgram on prompt {} sample 0 (prompt 'a (b): c', answer '3'): agent: it"
+    errors = [f"{agent.format(number)} fell" for number in range(4)]
+    errors += [f"{agent.format(9)} took longer than 8.5 s", "reward math: odd"]
+    lines = [{"status": "failed", "metadata": {"error": error}} for error in errors]
+    lines += [{"status": "completed", "text": "failed"}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "samples/step_00002.jsonl").write_text(text)
+    rows = [{"step": 1}, {"step": 2, "reward/failed_samples": 6.0}]
+    (finding,) = signs(rows, Setup({}, tmp_path))
+    assert [line.partition("failures: ")[2] for line in finding.advice[:-1]] == [
+        "4 samples: generate AgentProgram: agent: it fell",
+        f"a sample: {errors[4]}",
+        "a sample: reward math: odd",
+    ]
+    assert finding.advice[-1] == f"Read more in {tmp_path}/samples: docs/failures.md"
 
 
 def test_prompts_that_teach_nothing_are_told_with_what_to_do() -> None:
