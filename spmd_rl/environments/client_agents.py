@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from spmd_rl.environments.client_errors import zeroed
 from spmd_rl.environments.config import AgentConfig
 from spmd_rl.errors import ConfigError
+from spmd_rl.gateway.replies import choose_format
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.hooks.load import load_function
@@ -49,11 +51,24 @@ def gateway_of(cfg: AgentConfig, site: Site) -> Gateway:
         from spmd_rl.gateway.branches import Branches
         from spmd_rl.gateway.process import Gateway  # its packages are an extra
     except ImportError as error:
-        raise ConfigError(
-            f"agent.kind = {cfg.kind!r} needs the packages of the extra 'agents': "
-            f"pip install -e '.[agents]' in the repository of spmd_rl ({error})"
-        ) from error
+        raise _needs_packages(cfg, error) from error
     return Gateway(cfg.gateway, site, Branches(load_learn(cfg.learn)))
+
+
+def check_gateway(cfg: AgentConfig) -> None:
+    """Raise a ConfigError where its packages are missing, or its settings name no form of calls."""
+    for package in ("uvicorn", "starlette"):
+        if importlib.util.find_spec(package) is None:
+            raise _needs_packages(cfg, package)
+    if cfg.gateway.response_template:
+        choose_format(cfg.gateway.response_template, None)
+
+
+def _needs_packages(cfg: AgentConfig, missing: object) -> ConfigError:
+    return ConfigError(
+        f"agent.kind = {cfg.kind!r} needs the packages of the extra 'agents': "
+        f"pip install -e '.[agents]' in the repository of spmd_rl ({missing})"
+    )
 
 
 def load_learn(learn: str) -> str | Callable[[Sample], Any]:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
+from shutil import which
 from typing import Any
 
 from spmd_rl.controller.lifecycle.process_family import END_S, MARK_ENV, end_family
@@ -42,6 +43,7 @@ TASK_FILE, RESULT_FILE = "task.json", "result.json"
 _PLACE = re.compile(r"\{(base_url|key|task|task_file)\}")
 KEEPER = str(Path(child.__file__).with_name("keeper.py"))
 MAX_RESULT_BYTES = 1 << 20
+SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
 _READ_BYTES = 1 << 16
 _TAIL_BYTES = 4000
 
@@ -170,6 +172,21 @@ def command_words(command: str) -> list[str]:
     program, *others = words
     first = program if os.sep not in program else _absolute(program)
     return [first, *map(_absolute, others)]
+
+
+def check_command(command: str, variables: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for a command whose program, or its script, is not on this host."""
+    program, *others = command_words(command)
+    if not _PLACE.search(program) and not which(program, path=variables.get("PATH")):
+        what = "no file that may be run" if os.sep in program else "no program in PATH"
+        raise ConfigError(f"agent.name = {command!r}: {program!r} is {what}")
+    scripts = (one for one in others if one.endswith(SCRIPTS) and not _PLACE.search(one))
+    script = next(scripts, "")
+    if script and not script.startswith("-") and not os.path.isfile(script):
+        raise ConfigError(
+            f"agent.name = {command!r}: there is no file {script!r} in {os.getcwd()}, "
+            "the folder from which its files are found"
+        )
 
 
 def _absolute(word: str) -> str:

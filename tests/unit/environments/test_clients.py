@@ -19,6 +19,7 @@ from spmd_rl.environments.config import AgentConfig
 from spmd_rl.environments.function import FunctionAgent
 from spmd_rl.environments.make import check_agent
 from spmd_rl.errors import ConfigError
+from spmd_rl.gateway.config import GatewayConfig
 from spmd_rl.hooks.context import HookContext
 from spmd_rl.hooks.failures import EpisodeFailure
 from spmd_rl.types.samples import Sample
@@ -26,6 +27,7 @@ from tests.unit.environments.cases import chat_prompt
 from tests.unit.hooks.cases import make_sample
 
 HERE = Path(__file__)
+HERMSE = GatewayConfig(response_template="hermse")
 PROMPT = chat_prompt("what is {key}?", "42", meta={"level": 3})
 
 
@@ -350,11 +352,23 @@ def test_nothing_of_a_command_lives_longer_than_its_episode(
     [
         (AgentConfig(kind="function", name=f"{HERE}:takes_little"), "expected agent"),
         (AgentConfig(kind="command", name="'"), "No closing quotation"),
+        (AgentConfig(kind="command", name="pythn solve.py"), "'pythn' is no program in PATH"),
+        (AgentConfig(kind="command", name="./nope {task}"), "nope' is no file that may be run"),
+        (AgentConfig(kind="command", name="sh -x nope.py {task}"), "there is no file 'nope.py' in"),
+        (AgentConfig(kind="command", name="sh", args={"PATH": "/nowhere"}), "no program in PATH"),
+        (AgentConfig(kind="command", name="sh", gateway=HERMSE), "hermse': no file, and none of"),
     ],
 )
 def test_what_cannot_be_an_agent_is_refused(cfg: AgentConfig, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         check_agent(cfg)
+
+
+@pytest.mark.parametrize(
+    "name", ["sh -c 'exit 1' {task}", "sh -m solve", "{task_file}", f"sh {HERE} out.py --a.py"]
+)
+def test_what_may_be_an_agent_is_taken(name: str) -> None:
+    check_agent(AgentConfig(kind="command", name=name))
 
 
 def test_a_function_has_no_arguments() -> None:
