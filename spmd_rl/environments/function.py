@@ -63,8 +63,8 @@ class FunctionAgent:
         if isinstance(result, str):
             ctx.note("result", result[:MAX_NOTE])
         samples = ended(session, result)
-        told = f"the agent returned {preview(result)}, which is no reward"
-        require_reward(ctx, prompt, samples, told)
+        problem = f"the agent returned {preview(result)}, which is no reward"
+        require_reward(ctx, prompt, samples, problem)
         return samples
 
 

@@ -241,6 +241,7 @@ PANELS = (
     _panel("Time per warm-up step", Line("time/warmup", "whole step"), unit="s"),
     _panel(
         "Time of a request",
+        Line("time/agent_mean", "agent"),
         Line("time/queue_mean", "queue"),
         Line("time/prefill_mean", "prefill"),
         Line("time/decode_mean", "decode"),

@@ -207,3 +207,31 @@ def test_lanes_are_in_the_file_of_the_process(tmp_path: Path) -> None:
         ("queue", "request 1"),
         ("decode", "request 1"),
     ]
+
+
+def test_what_agents_take_is_neither_queue_nor_grading(clock: Clock) -> None:
+    times, key = RequestTimes(Spans()), (5, 0)
+    times.submit(key)
+    for event, seconds in (("asked", 3), ("started", 1), ("first_token", 2)):
+        clock.wait(seconds)
+        times.mark(event, key)  # type: ignore[arg-type]  # a literal
+    for seconds in (1, 2):
+        clock.wait(seconds)
+        times.mark_turn(5)
+    clock.wait(4)
+    times.mark_over(key)
+    clock.wait(5)
+    times.mark("graded", key)
+    stages = stages_of(times.finish(key))
+    assert stages == {"agent": 7, "queue": 1, "prefill": 2, "decode": 3, "grading": 5}
+
+
+def test_an_episode_that_asks_for_no_turn_is_its_agents(clock: Clock) -> None:
+    spans = Spans()
+    times, key = RequestTimes(spans), (5, 0)
+    times.submit(key)
+    clock.wait(9)
+    times.mark_over(key)
+    times.mark("graded", key)
+    assert stages_of(times.finish(key)) == {"agent": 9, "decode": 0, "grading": 0}
+    assert spans.found[0][:4] == ("agent", "request 1", 0, 9)
