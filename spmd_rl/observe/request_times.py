@@ -69,7 +69,8 @@ class RequestTimes:
         self._trace = trace
         self._requests: dict[Key, _TimedRequest] = {}
         self._undrawn: set[Key] = set()  # requests that have started, and have no token
-        self._turn_ns: dict[int, int] = {}  # when the last turn of a prompt's episodes was drawn
+        # when the first turn of a prompt's episodes was asked for, and when their last was drawn
+        self._turns_ns: dict[int, tuple[int, int]] = {}
         self._free_lanes = list(range(num_lanes))
         self._free_since_ns = [0] * num_lanes
 
@@ -88,20 +89,28 @@ class RequestTimes:
         """
         request = self._requests.get(key)
         if request is not None and ORDER[event] > ORDER.get(request.last_event, -1):
-            request.event_ns[event] = now_ns() if at_ns is None else at_ns
+            before_ns = request.event_ns.get(request.last_event, request.submitted_ns)
+            request.event_ns[event] = max(before_ns, now_ns() if at_ns is None else at_ns)
             if len(request.event_ns) == 1 and self._free_lanes:
                 request.lane = heapq.heappop(self._free_lanes)
 
+    def mark_asked(self, key: Key) -> None:
+        """Note that an episode asks for a turn now, under this key of the engine."""
+        self.mark("asked", key)
+        if self._trace.on:
+            self._turns_ns.setdefault(key[0], (now := now_ns(), now))
+
     def mark_turn(self, uid: int) -> None:
         """Note that a turn of an episode of this prompt is drawn now."""
-        if self._trace.on:
-            self._turn_ns[uid] = now_ns()
+        if turns := self._turns_ns.get(uid):
+            self._turns_ns[uid] = turns[0], now_ns()
 
     def mark_over(self, key: Key) -> None:
         """Note that all episodes of a request are over now, which may have asked for no turn."""
-        self.mark("asked", key)
-        if (at_ns := self._turn_ns.get(key[0])) is not None:
-            self.mark("answered", key, at_ns)
+        asked_ns, answered_ns = self._turns_ns.get(key[0], (None, None))
+        self.mark("asked", key, asked_ns)
+        if answered_ns is not None:
+            self.mark("answered", key, answered_ns)
         self.mark("drawn", key)
 
     def mark_step(
@@ -141,7 +150,7 @@ class RequestTimes:
         """Forget a request that has ended before its end, or is finished."""
         request = self._requests.pop(key, None)
         self._undrawn.discard(key)
-        self._turn_ns.pop(key[0], None)
+        self._turns_ns.pop(key[0], None)
         if request is not None and request.lane is not None:
             self._free_since_ns[request.lane] = now_ns()
             heapq.heappush(self._free_lanes, request.lane)

@@ -249,7 +249,7 @@ class RequestFlow:
     def _begin_turn(self, episodes: RunningEpisodes, call: EngineCall) -> None:
         if (request := episodes.request_of(call)) is None:
             return
-        self._times.mark("asked", (request.uid, request.index))
+        self._times.mark_asked((request.uid, request.index))
         try:
             self._engine.submit(request)
         except (DataError, ConfigError) as error:

@@ -78,3 +78,6 @@ def test_a_client_that_raises_for_a_cut_reply_is_learned(run: Any, tmp_path: Pat
     assert all("MaxTokens: the reply was cut" in one["metadata"]["error"] for one in cut)
     assert {one["reward"] for one in learned if one["status"] == "completed"} <= {1.0}
     assert row["rollout/truncated"] == len(cut) / len(learned)
+    stages = {name: row[f"time/{name}_mean"] for name in ("agent", "decode", "grading")}
+    assert min(stages.values()) >= 0
+    assert stages["agent"] == max(stages.values()), "a program starts for longer than it is drawn"
