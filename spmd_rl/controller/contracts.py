@@ -30,7 +30,9 @@ def record_contracts(
     Raises: ContractError if they must be `exact` and differ.
     """
     if exact and (clause := disagreement(contracts)):
-        raise ContractError(f"{clause} (run.exact = false lets them)")
+        raise ContractError(
+            f"{clause} (give both the same settings; run.exact = false lets them differ)"
+        )
     path = folder / CONTRACT_FILE
     recorded = json.loads(path.read_text()) if path.exists() else {}
     recorded[name] = by_digest(contracts)

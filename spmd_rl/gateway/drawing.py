@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from spmd_rl.data.render.messages import Message
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Finish, SamplingRules
 from spmd_rl.gateway.drawn_text import DrawnText
+from spmd_rl.gateway.faults import Fault, fault_of
 from spmd_rl.gateway.follow_template import opening_of
 from spmd_rl.gateway.plan import Plan, SessionParts
 from spmd_rl.gateway.replies import ReplyFormat, ReplyReader
@@ -26,11 +27,13 @@ class Drawing:
         self, parts: SessionParts, asked: Asked, plan: Plan, name: str, rules: SamplingRules
     ) -> None:
         self._texts, self._asked = parts.texts, asked
+        self._call_tag = parts.replies.call_tags[0]
         self._ends = frozenset((*parts.texts.eos_ids, *asked.stop_ids, *rules.stop_ids))
         self._text = DrawnText(parts.texts.decode, self._ends, asked.stops)
         self._reads_text = plan.attach is not None or asked.reads_text
         self._reader: Any = None
         self.message: Message = {"role": MODEL, "content": ""}
+        self.fault: Fault = ""
         self.raw = self.end = ""
         self.opening = opening_of(plan.text)
         if self._reads_text:
@@ -54,6 +57,7 @@ class Drawing:
         pieces += self._reader.feed(self._text.finish(ended=ended))
         pieces += self._reader.finish()
         self.message = self._reader.message
+        self.fault = fault_of(self.message, self._asked.extras.tools, self._call_tag)
         return pieces
 
     def drawn(

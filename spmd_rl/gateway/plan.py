@@ -66,6 +66,13 @@ class Plan(NamedTuple):
     def num_cached(self) -> int:
         return self.before.num_tokens if self.before else 0
 
+    @property
+    def follows(self) -> DrawnTurn | None:
+        """The turn whose messages the call goes on from, also where the template rewrites them."""
+        if self.before is None and self.attach is not None and self.attach.node is not None:
+            return self.attach.node.held
+        return self.before
+
     def prompt_ids(self) -> NDArray[np.int32]:
         return np.concatenate([*([self.before.ids()] if self.before else []), self.ids])
 

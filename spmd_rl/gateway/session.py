@@ -218,11 +218,12 @@ class Session:
             text=plan.text + drawing.raw + drawing.end,
             raw=drawing.opening + drawing.raw,
             end=drawing.end,
+            fault=drawing.fault,
         )
         self._turns.append(drawn)
         if plan.attach is not None:
-            if plan.before is None and plan.attach.node is not None:
-                drawn.after = plan.attach.node.held
+            if plan.before is None:
+                drawn.after = plan.follows
             drawn.messages = [*(plan.attach.rest if plan.before else ()), drawing.message]
             self._tree.add(plan.attach, drawing.message, drawn)
         else:
@@ -233,6 +234,8 @@ class Session:
         num_cached = plan.num_cached
         num_prompt, most = num_cached + len(plan.ids), self._parts.texts.context_tokens
         if num_prompt >= most:
+            if plan.follows is not None:
+                plan.follows.fault = "context"
             raise Refused(
                 "messages",
                 f"prompt is too long: {num_prompt} tokens > {most - 1} maximum",

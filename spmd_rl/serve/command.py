@@ -71,7 +71,9 @@ def settings_of(words: list[str]) -> tuple[ServeConfig, ServedModel]:
     key = os.environ.get(KEY_VARIABLE, "")
     found: list[ServedModel] = []
 
-    def defaults(table: dict[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
+    def defaults(
+        table: dict[str, Any], given: Mapping[str, str], file: Path | None
+    ) -> dict[str, Any]:
         which = {name: given.get(name, "") for name in ("step", "role", "model")}
         found.append(ServedModel.find(Path(words[0]), **which))
         return table | found[0].own_settings() | ({"key": key} if key else {})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from spmd_rl.data.logs import openai_chat
-from spmd_rl.data.logs.form import Json
+from spmd_rl.data.logs.form import Json, other_tools
 from spmd_rl.data.render.messages import Message
 from spmd_rl.errors import SpmdError
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
@@ -19,8 +19,8 @@ from spmd_rl.types.samples import MODEL
 # what is read of a request, by its place
 _KNOWN = {
     "messages": {
-        "role", "content", "reasoning_content", "reasoning", "reasoning_details", "tool_calls",
-        "tool_call_id", "name",
+        "role", "content", "reasoning_content", "reasoning", "reasoning_details", "thinking",
+        "thinking_blocks", "tool_calls", "tool_call_id", "tool_call_ids", "name",
     },
     "messages[].content": {"type", "text", "thinking", "signature"},
     "messages[].tool_calls": {"id", "type", "function", "index"},
@@ -53,7 +53,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         logprobs=fields.take("logprobs", bool, False),
         num_top=num_top,
         return_token_ids=fields.take("return_token_ids", bool, False),
-        ignored=fields.ignored,
+        ignored=fields.ignored + other_tools(given["tools"]),
         unknown=fields.unknown,
     )
     return asked.of_each([asked], num_choices)

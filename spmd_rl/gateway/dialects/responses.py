@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from spmd_rl.data.logs import openai_responses
-from spmd_rl.data.logs.form import Json
+from spmd_rl.data.logs.form import Json, other_tools
 from spmd_rl.errors import SpmdError
 from spmd_rl.gateway.dialects.asked import Asked, Begun, Drawn, Refused, SamplingRules
 from spmd_rl.gateway.dialects.chat import logprob_rows, wire_call
@@ -54,7 +54,7 @@ def read(body: Json, rules: SamplingRules) -> Asked:
         logprobs=_LOGPROBS in included,
         num_top=num_top,
         return_token_ids=fields.take("return_token_ids", bool, False),
-        ignored=fields.ignored,
+        ignored=fields.ignored + other_tools(given["tools"]),
         unknown=fields.unknown,
     )
 

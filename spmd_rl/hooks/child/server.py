@@ -18,7 +18,7 @@ from spmd_rl.hooks.child.async_calls import OpenCall, StepWatcher
 from spmd_rl.hooks.child.calls import EpisodeCall, LoadedHooks, RewardCall
 from spmd_rl.hooks.child.episode_engine import EpisodeEngine, RefusedTurn
 from spmd_rl.hooks.child.process_state import ProcessState, SeedWatch
-from spmd_rl.hooks.failures import EpisodeFailure
+from spmd_rl.hooks.failures import EpisodeFailure, FailureKind
 from spmd_rl.hooks.program import EpisodeProgram, Site
 from spmd_rl.hooks.results import preview, problem_of
 from spmd_rl.hooks.texts import EpisodeTexts
@@ -223,8 +223,9 @@ class Server(asyncio.Protocol):
 
     def _give_up(self, call: OpenCall, more: str) -> None:
         """Answer for a call that was cancelled, which may have left threads or a task running."""
-        problem = call.end_sentence + more
-        self._reply(call, Problem(call.job.call_id, call.watch.used_s, problem, retires=True))
+        told = call.job.call_id, call.watch.used_s, call.end_sentence + more
+        kind: FailureKind | None = "timeout" if isinstance(call.job, EpisodeCall) else None
+        self._reply(call, Problem(*told, retires=True, unanswered=True, kind=kind))
 
     def _reply(self, call: OpenCall, answer: Answer) -> None:
         """Answer a call, if it was not answered yet."""

@@ -149,6 +149,8 @@ class Admission:
         row = self._table.add(request, allocation.pages, num_computed=num_cached, stop_ids=stop_ids)
         self._prefixes.add_row(row, prefix)
         self._counters.add_admissions(1, request.num_tokens, num_cached)
+        if len(request.past):  # all but its last token had been computed
+            self._counters.num_recomputed_tokens += request.num_tokens - 1 - num_cached
         if allocation.tail_copy is None:
             self._prefixes.begin_tail(row, prefix, request.num_tokens)
         else:

@@ -216,7 +216,6 @@ BAD_CALL = {"id": "i", "type": "function", "function": {"name": "f", "arguments"
         (responses, INPUT | {"text": {"format": {"type": "json_schema"}}}, "text.format"),
         (responses, INPUT | {"include": ["file_search_call.results"]}, "include"),
         (responses, INPUT | {"include": [{}]}, "include"),
-        (responses, INPUT | {"tools": [{"type": "web_search"}]}, "tools[0]"),
         (responses, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         (messages, CHAT | {"tool_choice": {"type": "any"}}, "tool_choice"),
         (messages, CHAT | {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
@@ -398,3 +397,22 @@ def test_garbage_is_read_or_refused(dialect: Any, body: Any) -> None:
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(Refused):
         read_body(body)
+
+
+def test_tools_that_are_no_functions_are_left_out_and_named() -> None:
+    function = {"type": "function", "name": "f", "parameters": {}}
+    given = [function, {"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}]
+    asked = responses.read(INPUT | {"tools": given, "store": True}, RULES)
+    assert [tool["function"]["name"] for tool in asked.extras.tools] == ["f"]
+    assert asked.ignored == ("store", "tools.web_search", "tools.namespace")
+    asked = chat.read(CHAT | {"tools": [{"type": "custom", "custom": {"name": "c"}}]}, RULES)
+    assert (asked.extras.tools, asked.ignored) == ([], ("tools.custom",))
+    for kind in ("x\r\ny: z", 3, ["function"]):
+        with pytest.raises(Refused):
+            responses.read(INPUT | {"tools": [function, {"type": kind}]}, RULES)
+
+
+def test_an_earlier_thought_is_read_by_the_name_that_a_client_gives_it() -> None:
+    said = {"role": "assistant", "content": "a", "reasoning": "because"}
+    body = {"messages": [CHAT["messages"][0], said, CHAT["messages"][0]]}
+    assert chat.read(body, RULES).messages[1]["reasoning_content"] == "because"

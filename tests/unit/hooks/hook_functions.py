@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,16 @@ async def waits(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Samp
     transcript = Transcript(prompt)
     await engine.complete(transcript)
     return transcript.sample()
+
+
+async def sleeps(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets it")
+
+
+async def holds_the_loop(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
+    threading.Event().wait()
+    raise AssertionError("nobody sets it")
 
 
 async def breaks_once(ctx: HookContext, prompt: Prompt, engine: EpisodeEngine) -> Sample:
